@@ -1,10 +1,10 @@
-"""What the machine code of the attention kernels allows on an H200, beside the targets.
+"""The time that the machine code of attention's kernels allows on an H200, beside the targets.
 
     python benchmarks/attention_bound.py [--markdown docs/attention.md]
 
-For every shape with a target the launches are recorded, compiled for sm_90 with no GPU, and
-followed (``bounds``). The time that memory needs is another one; the longer one holds. Arithmetic,
-not a measurement.
+For every shape with a target the launches are recorded, compiled for sm_90 without a GPU, and
+simulated (``bounds``). The time that memory needs is computed, too; the longer time counts. All of
+this is arithmetic, not a measurement.
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ product, and those parts take {five:.0f} µs; the two kernels take {seven:.0f}. 
 to 128 tokens a head fits into one program, and `tile_bwd` makes five.
 """
 
-#: The shape at which a backward of five products is compared with the one of seven.
+#: The shape at which a backward of five products is compared with that of seven.
 _FIVE = "BERT-base 64x512"
 
 
 def iterations(launch: Launch, shape: Shape) -> int:
-    """How often the launch runs its inner loop, or its whole code if it has none."""
+    """How often a launch runs its inner loop, or all of its code if it has no loop."""
     (programs, *rest), given = launch.grid, launch.arguments
     name = launch.kernel.__name__.strip("_").removesuffix("_kernel")
     if name == "attention_row_fwd":
         return shape.batch * shape.heads * triton.cdiv(shape.seqlen_q, given["BLOCK_Q"])
     if name == "attention_tile_bwd":
         return shape.batch * shape.heads
-    if name == "attention_bwd_dbias":  # tiles beside the scores are skipped
+    if name == "attention_bwd_dbias":  # it skips tiles outside the scores
         block_k = given["BLOCK_K"]
         reach = triton.cdiv(given["max_distance"], block_k)
         tiles = range(triton.cdiv(shape.seqlen_q, block_k))
@@ -87,7 +87,7 @@ def iterations(launch: Launch, shape: Shape) -> int:
 
 
 def launches(shape: Shape) -> tuple[list[Launch], list[Launch]]:
-    """Of forward and of backward."""
+    """The launches of the forward and of the backward."""
     with record_launches(ARCH) as recorded:
         attention.meta_case(
             torch.bfloat16,
@@ -109,7 +109,7 @@ def describe(report: Report, time: float, reason: str) -> str:
 
 
 def five_products(shape: Shape, dkdv: float, block_k: int) -> float:
-    """Microseconds at least, where every tile of keys has a dQ of its own, in fp32."""
+    """The least microseconds if every tile of keys has its own dQ, in fp32."""
     parts = triton.cdiv(shape.seqlen_k, block_k)
     size = shape.batch * shape.heads * shape.seqlen_q * shape.dim * 4.0
     return dkdv * 5 / 4 + moved(2 * parts * size)
@@ -141,7 +141,7 @@ def rows() -> tuple[list[tuple[str, ...]], dict[str, float]]:
             memory = moved(sizes[i])
             expected = max(total, memory)
             if label == _FIVE:
-                compared["seven"] = expected  # of the backward, which comes last
+                compared["seven"] = expected  # that of the backward, which comes last
             must = f"{musts[i]:.0f}" + (" (missed)" if expected > musts[i] else "")
             numbers = (f"{memory:.0f}", f"**{expected:.0f}**", f"{floors[i]}", must)
             table.append((label, direction, ", ".join(parts), *numbers))

@@ -2,10 +2,10 @@
 
     python benchmarks/bertscore.py --model DIR --pairs FILE --layer 6
 
-Real pairs in their own order. Both libraries have the same checkpoint and layer, loaded before the
-clock starts, and take turns, each in a process of its own, so that each has its own peak of memory.
-First their scores must agree. Without bert-score (``pip install bert-score``) fastplm is timed
-alone.
+The pairs are real ones, in their own order. Both libraries use the same checkpoint and layer, which
+are loaded before the clock starts. They take turns, each in its own process, so that each has its
+own peak of memory. First their scores must agree. Without bert-score (``pip install bert-score``)
+fastplm is timed alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-#: How far the scores of the two may be apart: rounding, of sums over 384 numbers and more.
+#: The largest difference of the two libraries' scores: rounding, in sums over 384 numbers or more.
 APART = 1e-4
 
 
@@ -51,7 +51,7 @@ def theirs(args: argparse.Namespace) -> Callable[[list[str], list[str]], list[to
         num_layers=args.layer,
         idf=args.idf,
         idf_sents=read_pairs(args.pairs, args.count)[1] if args.idf else None,
-        nthreads=0,  # of the tokenizer: with more it starts processes, which cost more here
+        nthreads=0,  # with more, the tokenizer starts processes, which is slower here
         device="cpu",
     )
     return lambda *texts: list(scorer.score(*texts))
@@ -61,11 +61,11 @@ LIBRARIES = {"fastplm": ours, "bert-score": theirs}
 
 
 def measure(args: argparse.Namespace) -> dict:
-    """One library, in this process."""
+    """Run one library in this process."""
     torch.set_num_threads(args.threads)
     score = LIBRARIES[args.library](args)
     texts = read_pairs(args.pairs, args.count)
-    score(*(part[:2] for part in texts))  # after this the weights are in memory
+    score(*(part[:2] for part in texts))  # brings the weights into memory
     before = resident(reset=True)
     seconds = []
     for _ in range(args.repeats):
@@ -77,7 +77,7 @@ def measure(args: argparse.Namespace) -> dict:
 
 
 def resident(reset: bool = False) -> int:
-    """The largest resident size in KiB since the last reset (Linux); that of now after a reset."""
+    """The largest resident size in KiB since the last reset, or since now if ``reset`` (Linux)."""
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
     status = Path("/proc/self/status").read_text()

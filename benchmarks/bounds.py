@@ -1,9 +1,9 @@
-"""What arithmetic expects of a kernel's time on an H200.
+"""The time of a kernel on an H200, by arithmetic.
 
-Nothing here is measured on a device but the two rates of memory and matrix products. A kernel of
-ours is followed instruction by instruction (``tools/timeline.py``), with its start, its end and
-whole waves of its programs; memory and plain products reach a share of their rates, as good kernels
-do; each launch has a start and an end.
+Only two numbers here were measured on a device: the rates of memory and of matrix products. The
+machine code of fastplm's kernels is simulated (``tools/timeline.py``), with a start, an end and
+whole waves of programs. Copies and plain products reach a share of their rates, as good kernels do.
+Each launch adds time for its start and end.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ ARCH = 90
 _, SMS, CLOCK, BYTES_PER_S = DEVICES[ARCH]
 #: bf16 products of random data, measured on the device.
 PRODUCT_FLOPS = 790e12
-#: Of the rate of memory and of products, what kernels without a flaw of their own reach.
+#: The share of the rates of memory and of products that good kernels reach.
 REACHED = 0.8
 #: Microseconds from one launch's last program to the next one's full speed.
 LAUNCH = 3.0
-#: Rows and columns of the tile that a large product is made of.
+#: Rows and columns of the tiles of a large product.
 _TILE = (128, 256)
 
 
 def moved(size: float) -> float:
-    """Microseconds of ``size`` bytes, read or written."""
+    """Microseconds to read or write ``size`` bytes."""
     return size / BYTES_PER_S / REACHED * 1e6 + LAUNCH
 
 
 def product(m: int, n: int, k: int) -> float:
-    """Microseconds of a plain [m, k] by [k, n]; few tiles are split along k."""
+    """Microseconds of a plain product [m, k] by [k, n]; if there are few tiles, k is split."""
     tiles = math.ceil(m / _TILE[0]) * math.ceil(n / _TILE[1])
     of_tile = 2 * _TILE[0] * _TILE[1] * k / (PRODUCT_FLOPS / SMS)
     waves = min(
@@ -52,12 +52,12 @@ def product(m: int, n: int, k: int) -> float:
 def executed(
     report: Report, launch: Launch, iterations: float, persistent: bool = False, inner: int = 1
 ) -> tuple[float, str]:
-    """(microseconds, what takes them) of a launch.
+    """(microseconds, the reason for them) of a launch.
 
     Args:
-        iterations: turns of the inner loop by all programs together.
-        persistent: the device has as many programs as it has places.
-        inner: turns of the inner loop in each of the loop around it.
+        iterations: turns of the inner loop, over all programs.
+        persistent: there are as many programs as run on the device at once.
+        inner: turns of the inner loop in one turn of the loop around it.
     """
     places = SMS * report.blocks
     programs = places if persistent else torch.Size(launch.grid).numel()

@@ -2,20 +2,21 @@
 
     python benchmarks/compare.py REF [--ops attention gather_rows] [--rounds N] [--turns 3]
 
-REF is checked out into a temporary worktree, and the benchmarks of both trees run alternately, REF,
-this tree, REF, this tree …, a process each, so that whatever else the machine does hits both. The
-table has a line for each (op, case, direction, variant): the median before and after, their ratio
-(above 1: slower now), and its spread, the least and the most that the intervals allow. That of one
-turn is its 20th to 80th percentile; that of several the median of theirs, widened to the medians of
-all turns, so that a turn in which the machine was busy for a moment hides nothing.
+REF is checked out into a temporary worktree, and the benchmarks of both trees run alternately (REF,
+this tree, REF, this tree …), each in its own process, so that other load on the machine affects
+both. The table has a line for each (op, case, direction, variant): the median before and after,
+their ratio (above 1: slower now), and its spread, the least and the most that the intervals allow.
+The interval of one turn is its 20th to 80th percentile. The interval of several turns is the median
+of their intervals, widened to the medians of all turns: so one turn on a busy machine hides
+nothing.
 
 A line of fastplm is a slow-down if the intervals do not overlap, and if its ratio is beyond the
-noise: the largest ratio, either way, that the variants which did not change (the eager reference
-and the peers) show for this op in the same run. The exit status is 1 if there is one, or if a
-variant that ran does not run any more. Noise is measured, never typed; where it is large, the
-answer to a doubt is a quiet machine or more turns. A change of the reference itself shows as noise.
+noise: the largest ratio, either way, of the variants that did not change (the eager reference and
+the peers), for this op in the same run. The exit status is 1 if there is a slow-down, or if a
+variant that ran before does not run now. Noise is measured, never typed; if it is large, use a
+quiet machine or more turns. A change of the reference itself counts as noise.
 
-The compiled library of csrc/ is built for REF if csrc/ differs there, else this tree's serves both.
+If csrc/ differs in REF, its library is built there; otherwise this tree's library serves both.
 
 ``pytest benchmarks/ --benchmark-only --compare REF`` does the same for the rows of that run:
 against the committed rows of REF, if they are of this machine and these versions, else against one
@@ -55,7 +56,7 @@ class Key(NamedTuple):
 
     @property
     def ours(self) -> bool:
-        """Whether a change of fastplm may change its time."""
+        """Whether this is a variant of fastplm, whose time a change of fastplm may change."""
         return self.variant.startswith("fastplm")
 
 
@@ -65,7 +66,7 @@ def key_of(row: Any) -> Key:
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds of one variant over all turns, or why there are none."""
+    """Microseconds of one variant over all turns, or the reason why there are none."""
 
     p20: float
     p50: float
@@ -85,7 +86,7 @@ class Change:
 
     @property
     def ratio(self) -> float | None:
-        """Of the medians; None unless both were measured."""
+        """The ratio of the medians; None unless both were measured."""
         if not (self.before and self.after and self.before.p50 and self.after.p50):
             return None
         return self.after.p50 / self.before.p50
@@ -96,7 +97,7 @@ class Change:
 
     @property
     def verdict(self) -> str:
-        """What there is to say; "SLOWER" and "FAILS" make the comparison fail."""
+        """The verdict; "SLOWER" and "FAILS" make the comparison fail."""
         if self.before is None:
             return "new" if self.after.status == "ok" else f"new, {self.after.status}"
         if self.after is None:
@@ -119,7 +120,7 @@ class Change:
 
 
 def compare(before: Iterable[Any], after: Iterable[Any]) -> list[Change]:
-    """Two lists of rows (``harness.Row``, or any object with its fields), several turns in each."""
+    """Compare two lists of rows (``harness.Row`` or its fields), each of several turns."""
     old, new = _times(before), _times(after)
     changes = [Change(key, old.get(key), new.get(key)) for key in dict.fromkeys([*new, *old])]
     noise: dict[str, float] = {}
@@ -127,7 +128,7 @@ def compare(before: Iterable[Any], after: Iterable[Any]) -> list[Change]:
         if not change.key.ours and change.ratio is not None:
             far = max(change.ratio, 1 / change.ratio)
             noise[change.key.op] = max(noise.get(change.key.op, 1.0), far)
-    # An op that has nothing to compare with is as noisy as the noisiest.
+    # An op without an unchanged variant has the noise of the noisiest op.
     most = max(noise.values(), default=1.0)
     return [
         Change(change.key, change.before, change.after, noise.get(change.key.op, most))
@@ -154,7 +155,7 @@ def _times(rows: Iterable[Any]) -> dict[Key, Times]:
 
 
 def report(changes: Sequence[Change], before: str, after: str) -> str:
-    """The table and what follows from it."""
+    """The table and its conclusion."""
     head = ("op", "case", "direction", "variant", "before us", "after us", "ratio", "spread", "")
     lines = [head]
     for change in changes:
@@ -188,7 +189,7 @@ def report(changes: Sequence[Change], before: str, after: str) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """What a comparison needs of a line of a harness' file, of any version of it."""
+    """The fields that a comparison needs from a line of the harness' file, in any version."""
 
     op: str
     case: str
@@ -211,7 +212,7 @@ class Tree:
 
     name: str
     root: Path
-    site: Path  # where its package is, as it is installed
+    site: Path  # the folder of its installed package
 
     def ops(self) -> list[str]:
         paths = (self.root / "benchmarks").glob("test_*.py")
@@ -233,7 +234,7 @@ class Tree:
                 capture_output=True,
                 text=True,
             )
-            # A red gate exits with 1 and leaves rows that say so.
+            # If a gate refused a variant, the process exits with 1, and its rows say so.
             rows = [Row.read(line) for path in Path(folder).rglob("*.csv") for line in _lines(path)]
         if not rows and run.returncode:
             raise CannotCompare(f"{op} of {self.name} left no rows:\n{run.stdout}{run.stderr}")
@@ -256,12 +257,12 @@ def git(*arguments: str) -> str:
 
 
 def describe(ref: str) -> str:
-    """A commit as the rows name it."""
+    """The short hash of a commit, as in the rows."""
     return git("describe", "--always", ref)
 
 
 def library(root: Path = ROOT) -> Path | None:
-    """What was built of csrc/: in this tree, or where fastplm is installed."""
+    """The built libraries of csrc/, in this tree or where fastplm is installed."""
     folders = [root / "fastplm"]
     if root == ROOT and (spec := importlib.util.find_spec("fastplm")) and spec.origin:
         folders.append(Path(spec.origin).parent)
@@ -270,7 +271,7 @@ def library(root: Path = ROOT) -> Path | None:
 
 
 def install(root: Path, built: Path | None, site: Path) -> None:
-    """The package as it is installed, in ``site``: a later edit of the tree changes nothing."""
+    """Copy the package to ``site``, so that a later edit of the tree changes nothing."""
     ignored = shutil.ignore_patterns("__pycache__", "_C.*")
     shutil.copytree(root / "fastplm", site / "fastplm", ignore=ignored)
     shutil.copytree(root / "triton_kernels", site / "fastplm" / "triton_kernels", ignore=ignored)
@@ -279,7 +280,7 @@ def install(root: Path, built: Path | None, site: Path) -> None:
 
 
 def build(root: Path) -> Path | None:
-    """csrc/ of a worktree; None where it cannot be built."""
+    """The libraries of a worktree's csrc/; None if they cannot be built."""
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
     run = subprocess.run(command, cwd=root, capture_output=True, text=True)
     built = library(root)
@@ -321,10 +322,10 @@ def _now() -> str:
 
 
 def against(ref: str, rows: Sequence[Any]) -> str:
-    """The rows of this run (``harness.Row``) against a commit, or a folder of rows, as a table."""
+    """A table of this run's rows (``harness.Row``) against a commit, or a folder of rows."""
     try:
         return _against(ref, rows) if rows else "nothing was measured"
-    except CannotCompare as reason:  # the rows of this run are there all the same
+    except CannotCompare as reason:  # this must not lose the rows of this run
         return f"not compared with {ref}: {reason}"
 
 
@@ -348,7 +349,7 @@ def _against(ref: str, rows: Sequence[Any]) -> str:
 
 
 def _files(rows: Sequence[Any]) -> list[str]:
-    """The benchmarks that these rows are of: a file is named after its op, or names it."""
+    """The benchmark files of these rows: those that have cases of the op, or have its name."""
     files = {}
     for module in list(sys.modules.values()):
         path = Path(getattr(module, "__file__", None) or "")
@@ -359,7 +360,7 @@ def _files(rows: Sequence[Any]) -> list[str]:
 
 
 def latest(folder: Path, **wanted: str) -> list[Row]:
-    """The last row of each variant under a folder, of those with these values."""
+    """The last row of each variant under a folder that has these values."""
     found: dict[Key, Row] = {}
     for path in sorted(folder.rglob("*.csv")):
         for line in _lines(path):
@@ -370,7 +371,8 @@ def latest(folder: Path, **wanted: str) -> list[Row]:
 
 
 def stored(ref: str, rows: Sequence[Any]) -> list[Row] | None:
-    """The committed rows of a commit; None unless this machine measured all of ours with them."""
+    """The committed rows of a commit; None unless this machine measured there all of fastplm's
+    variants that this run has."""
     same = {name: getattr(rows[0], name) for name in ("machine", "torch", "triton")}
     found = latest(RESULTS, commit=describe(ref), **same)
     known = {key_of(row) for row in found}
@@ -411,7 +413,7 @@ def _measured(options: argparse.Namespace) -> list[Change]:
                     print(f"{op}, turn {turn + 1} of {options.turns}: {tree.name}", flush=True)
                     rows += tree.turn(op, options.rounds, quick=not options.full)
             found = compare(before, after)
-            print(report(found, old.name, new.name), flush=True)  # now, as a run may be stopped
+            print(report(found, old.name, new.name), flush=True)  # each turn: a run may be stopped
             changes += found
     return changes
 

@@ -1,18 +1,18 @@
-"""Fill Triton's compile cache, for a GPU that need not be here.
+"""Fill Triton's compile cache for a GPU, on a machine that need not have one.
 
     python benchmarks/compile_cache.py DIR --arch 90 [step …]
 
 ``TRITON_CACHE_DIR=DIR`` then saves a machine with that GPU the time to compile the kernels of
-``gpu_checks.py`` and of the ops' quick benchmarks: a second a kernel, and several hundred of them.
-The cache's keys hold Triton's own files, the kernel's source, the architecture and the signature,
-so both machines need the same release of Triton. Its files name each other by absolute paths: where
-a folder was moved to, this command sets them right, and compiles what is missing. What a launch
-does not read (the IR and the PTX) is not kept.
+``gpu_checks.py`` and of the ops' quick benchmarks: several hundred kernels, a second for each. The
+cache's keys depend on Triton's own files, the kernel's source, the architecture and the signature,
+so both machines need the same release of Triton. The files name each other by absolute paths: if a
+folder was moved, this command corrects the paths, and compiles missing kernels. Files that no
+launch reads (the IR and the PTX) are not kept.
 
-Each call is made with the report's own inputs, in CPU memory, its launches are recorded instead of
-run, and each is handed to the function by which Triton's JIT would compile it there: the keys are
-made by the same code. A line says of each step how many kernels it has, and how many were compiled.
-Models are not run: of their kernels only those are there that a check or a benchmark has too.
+Each call is made with the report's own inputs, in CPU memory. Its launches are recorded instead of
+run, and passed to the function by which Triton's JIT would compile them, so the same code makes the
+keys. For each step a line says how many kernels it has, and how many were compiled. Models are not
+run: the cache has only those of their kernels that a check or a benchmark launches, too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ARCHS = (80, 86, 89, 90, 100, 120)
 
 
 class _Driver:
-    """What the JIT asks of a GPU before it compiles."""
+    """The functions of a GPU's driver that the JIT calls before it compiles."""
 
     def __init__(self, arch: int) -> None:
         from triton.backends.compiler import GPUTarget
@@ -60,7 +60,7 @@ class _Driver:
 
 
 class _Compiled(list):
-    """Where launches are recorded, each is compiled."""
+    """The list that launches are recorded in; it also compiles each of them."""
 
     def append(self, launch: Any) -> None:
         launch.kernel.warmup(grid=launch.grid, **launch.arguments)
@@ -68,8 +68,8 @@ class _Compiled(list):
 
 @contextmanager
 def compiling(arch: int, folder: Path) -> Iterator[list[bool]]:
-    """Launches of the Triton backend on CPU tensors are compiled for sm_<arch> into a folder, and
-    not run. Yields whether each kernel that was asked for was there already."""
+    """Compile launches of the Triton backend on CPU tensors for sm_<arch> into a folder, without
+    running them. Yields a list: whether each requested kernel was there already."""
     from triton import knobs
     from triton.runtime import driver
 
@@ -84,14 +84,14 @@ def compiling(arch: int, folder: Path) -> Iterator[list[bool]]:
 
     for module in pkgutil.iter_modules(triton_kernels.__path__):
         importlib.import_module(f"fastplm.triton_kernels.{module.name}")
-    # It lets the Triton backend take tensors of the CPU; for the kernels, which are there by now,
-    # it comes too late.
+    # The variable lets the Triton backend take CPU tensors. It is too late for the kernels, which
+    # are imported by now.
     environment = {"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(folder)}
     with (
         mock.patch.dict(os.environ, environment),
         mock.patch.object(driver, "_active", _Driver(arch)),
         mock.patch.object(knobs.compilation, "listener", listen),
-        # What takes a CPU long, and decides nothing.
+        # These take long on a CPU and change no launch.
         mock.patch.object(products, "multiply", lambda a, b, out: None),
         mock.patch.object(torch, "randn", lambda *shape, **kind: torch.zeros(*shape, **kind)),
         _launch.record_launches(arch),
@@ -102,7 +102,7 @@ def compiling(arch: int, folder: Path) -> Iterator[list[bool]]:
 
 
 def _call(function: Callable[..., Any], inputs: dict[str, Any], wrt: Any) -> None:
-    """Forward, and backward if there is one. The results are what lies in memory."""
+    """Run forward, and backward if there is one. The results are uninitialised memory."""
     leaves = {name: inputs[name].detach().requires_grad_() for name in wrt}
     out = function(**(inputs | leaves))
     if leaves:
@@ -135,7 +135,7 @@ def _benchmark(op: str) -> Iterator[tuple[Callable[..., Any], dict[str, Any], An
 
 
 def fill(folder: Path, arch: int, step: str, part: int = 0, parts: int = 1) -> tuple[int, int]:
-    """(kernels of a step, those that were not there) for sm_<arch>, of one call in ``parts``."""
+    """(kernels of a step, missing ones) for sm_<arch>, from every ``parts``-th call alone."""
     calls = _checks() if step == "checks" else _benchmark(step)
     with compiling(arch, folder) as found:
         for function, inputs, wrt in islice(calls, part, None, parts):
@@ -144,7 +144,7 @@ def fill(folder: Path, arch: int, step: str, part: int = 0, parts: int = 1) -> t
 
 
 def settle(folder: Path) -> None:
-    """Drop what no launch reads, and write where the other files are now."""
+    """Drop files that no launch reads, and write where the other files are now."""
     for path in folder.glob("*/*"):
         if path.suffix in (".ttir", ".ttgir", ".llir", ".ptx", ".source"):
             path.unlink()
@@ -172,7 +172,7 @@ def main() -> int:
     settle(folder)
     os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels cannot be compiled
     jobs = max(options.jobs, 1)
-    # Not forked: a process that has used its GPU may not be.
+    # The processes are not forked, as a process that has used its GPU may not be.
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         for step in options.steps or STEPS:
             each = (repeat(folder), repeat(options.arch), repeat(step), range(jobs), repeat(jobs))

@@ -1,10 +1,10 @@
-"""``pytest benchmarks/ --benchmark-only``: prints one table of all rows, and what else is asked.
+"""``pytest benchmarks/ --benchmark-only``: prints one table of all rows. Further options:
 
 --rows DIR              append the rows to DIR/<machine>/<op>.csv
---compare REF           compare them with those of another commit, or with a folder of rows
---full                  measure what takes minutes too: BERT-base at full size on a CPU,
+--compare REF           compare the rows with those of another commit, or with a folder of rows
+--full                  also measure cases that take minutes: BERT-base at full size on a CPU,
                         compiled models on a GPU
---benchmark-json FILE   pytest-benchmark's own: the rows are in each entry's extra_info
+--benchmark-json FILE   an option of pytest-benchmark: the rows are in each entry's extra_info
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _is_full(item) -> bool:
 
 
 def pytest_generate_tests(metafunc):
-    """A benchmark of cases is one for each case of its file, and each direction it asks for."""
+    """Parametrize a benchmark with each case of its file, in each direction of the case."""
     names = [name for name in ("case", "direction") if name in metafunc.fixturenames]
     if not names or metafunc.definition.get_closest_marker("parametrize"):
         return
@@ -66,7 +66,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture
 def bench(benchmark):
-    """``bench(case, direction)``: gate, time, and let the result show in the final table."""
+    """``bench(case, direction)``: gate, time, and add the result to the final table."""
     return functools.partial(harness.measure, benchmark=benchmark)
 
 

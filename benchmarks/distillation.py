@@ -2,21 +2,22 @@
 
     python benchmarks/distillation.py --model DIR --data DIR [--seeds 3] [--scale 1] [--work DIR]
 
-DIR of the model is a MiniLM (``BertModel``); DIR of the data holds text/, pairs/, qa/ and
+The model's DIR is a MiniLM (``BertModel``); the data's DIR holds text/, pairs/, qa/ and
 translation/.
 
-1. MiniLM has no head over the vocabulary: its masked-language model, the teacher, is MiniLM with a
-   new head, trained on WikiText with MiniLM itself as the teacher of its hidden states, so that
-   these keep their meaning. Students of two of its layers are trained on the same text, with the
-   teacher (labels, predictions and hidden states) and with the labels alone: the loss of held-out
-   text, and two scores of the cosines of mean-pooled vectors: how often the paragraph nearest to a
-   question is its own (XQuAD, English), and how well paraphrases are told (MRPC, test).
-2. Students of two layers of MiniLM itself learn its sentence vectors, of English captions and their
-   German translations (Multi30k), with a vocabulary of both: how often the nearest English vector
-   of a German caption is its translation's (1,000 test captions), against the same student before
-   its first step, which has the teacher's layers and its embeddings of the common tokens.
+1. MiniLM has no head over the vocabulary. The teacher is MiniLM with a new head, trained on
+   WikiText. MiniLM itself is the teacher of the hidden states there, so that they keep their
+   meaning. Students with two of its layers are trained on the same text, with the teacher (labels,
+   predictions and hidden states) and with the labels alone. The scores are the loss of held-out
+   text, and two of the cosines of mean-pooled vectors: how often the paragraph nearest to a
+   question is its own (XQuAD, English), and how well paraphrases are recognised (MRPC, test).
+2. Students with two layers of MiniLM itself learn its sentence vectors, for English captions and
+   their German translations (Multi30k), with a vocabulary of both. The score is how often the
+   nearest English vector of a German caption is that of its translation (1,000 test captions),
+   against the student before its first step, which has the teacher's layers and its embeddings of
+   the common tokens.
 
-Runs are kept in --work, each with its log, and continued there if the script is stopped.
+Runs are kept in --work, each with its log, and continued there if the script was stopped.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ from fastplm.train.distill_objectives import sentence_vectors
 from fastplm.train.finetune import interval
 from harness import machine_folder, machine_line
 
-#: Steps of a quarter of an hour or so on one core, for all runs together.
+#: With so many steps, all runs together take about a quarter of an hour on one core.
 TEACHER_STEPS, STUDENT_STEPS, MULTILINGUAL_STEPS = 240, 120, 150
 NO_TEACHER = {"soft_weight": 0.0, "hidden_weight": 0.0, "hard_weight": 1.0}
-#: Of the teacher, which is to predict words and to keep MiniLM's hidden states.
+#: Settings of the teacher, which learns to predict words and keeps MiniLM's hidden states.
 KEEPS_STATES = {**NO_TEACHER, "hidden_weight": 10.0}
 FIELDS = (
     *("date", "machine", "torch", "triton", "commit"),
@@ -53,7 +54,7 @@ FIELDS = (
 
 
 def run(out: Path, **settings: Any) -> dict[str, Any]:
-    """The metrics of a run, which is begun, continued or found finished."""
+    """The metrics of a run, which is started or continued unless it is finished."""
     if out.exists() and not can_resume(out):
         settings["overwrite"] = True
     arguments = DistillArguments(
@@ -66,7 +67,7 @@ def run(out: Path, **settings: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def vectors(model: Any, tokenizer: Any, texts: list[str]) -> torch.Tensor:
-    """fp32 [texts, E], of length 1."""
+    """The vectors of the texts, fp32 [texts, E], of length 1."""
     order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
     found: dict[int, torch.Tensor] = {}
     for begin in range(0, len(order), 64):
@@ -84,13 +85,13 @@ def vectors(model: Any, tokenizer: Any, texts: list[str]) -> torch.Tensor:
 
 
 def backbone(path: Path | str) -> tuple[Any, Any]:
-    """(the model without its head, the tokenizer) of a folder."""
+    """(the model without its head, the tokenizer) from a folder."""
     model = models.BertModel.from_pretrained(path, add_pooling_layer=False)
     return model.eval(), AutoTokenizer.from_pretrained(path)
 
 
 def paraphrase_auc(path: Path | str, data: Path) -> float:
-    """The chance that a pair of paraphrases has a larger cosine than another pair."""
+    """The probability that a pair of paraphrases has a larger cosine than another pair."""
     with (data / "pairs/mrpc.test.txt").open(encoding="utf-8-sig") as file:
         rows = [line.rstrip("\n").split("\t") for line in file][1:]
     model, tokenizer = backbone(path)
@@ -102,7 +103,7 @@ def paraphrase_auc(path: Path | str, data: Path) -> float:
 
 
 def answering(path: Path | str, data: Path) -> float:
-    """The share of questions whose nearest paragraph is the one they were asked of."""
+    """The share of questions whose nearest paragraph is their own."""
     articles = json.loads((data / "qa/xquad.en.json").read_text(encoding="utf-8"))["data"]
     paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]]
     asked = [(question["question"], i) for i, p in enumerate(paragraphs) for question in p["qas"]]
@@ -140,7 +141,7 @@ def masked_teacher(options: argparse.Namespace, text: dict[str, Any]) -> dict[st
 
 
 def figures_of(metrics: dict[str, Any], model: Path, data: Path) -> dict[str, float]:
-    """What is compared of a model that predicts masked words."""
+    """The scores of a model that predicts masked words."""
     return {
         "held-out loss": metrics["held_out"]["mlm_loss"],
         "questions that find their paragraph": answering(model, data),

@@ -2,13 +2,13 @@
 
     python benchmarks/embeddings.py --model DIR --texts FILE [--paragraphs] [--from-text]
 
-Real sentences in their own order, 1 to 32 a batch, so that lengths are mixed; the mean over the
-tokens of the last hidden states. The models have the same weights and take turns, batch by batch.
-The least of the rounds of each batch counts: by the clock, and of the time of the process, which
-other load on the machine disturbs less. With --paragraphs FILE is text such as WikiText's, whose
-paragraphs are cut into sentences.
+The texts are real sentences in their own order, 1 to 32 a batch, so that lengths are mixed. An
+embedding is the mean of the last hidden states over the tokens. The models have the same weights
+and take turns, batch by batch. The shortest round of each batch counts: by the clock, and by the
+time of the process, which other load on the machine disturbs less. With --paragraphs, FILE is text
+like WikiText's, whose paragraphs are cut into sentences.
 First the embeddings must agree within the error budget. With --from-text the tokenizer's time
-counts, and ``fastplm.inference.embed`` and sentence-transformers, where it is installed, take part.
+counts, and ``fastplm.inference.embed`` and sentence-transformers, if installed, take part.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fastplm.testing import FORWARD_FACTOR, check_error
 from harness import machine_line
 
 Batch = dict[str, Tensor]
-_GATED = 3  # batches
+_GATED = 3  # batches of the gate
 
 
 def embed(model: torch.nn.Module, batch: Batch) -> Tensor:
@@ -49,7 +49,7 @@ def padded(tokenizer: Callable, texts: list[str]) -> Batch:
 
 
 def gate(variants: dict[str, Callable[[Any], Tensor]], model: Any, given: Any) -> None:
-    """Raises BudgetExceeded where a variant is less exact than Transformers may be."""
+    """Raise BudgetExceeded if a variant's error is above that of Transformers' variants."""
     theirs = [variant(given) for name, variant in variants.items() if "transformers " in name]
     model.double()
     gold = variants["transformers eager"](given)
@@ -59,7 +59,7 @@ def gate(variants: dict[str, Callable[[Any], Tensor]], model: Any, given: Any) -
 
 
 def from_text(args: argparse.Namespace, models: dict[str, Any], tokenizer: Any) -> dict:
-    """What makes the vectors of some texts, each in its own way."""
+    """The variants by name: functions from texts to their vectors."""
     variants: dict[str, Callable[[list[str]], Tensor]] = {
         "fastplm embed": lambda texts: torch.from_numpy(
             embed_texts(models["fastplm"], tokenizer, texts)  # type: ignore[arg-type]
@@ -85,7 +85,7 @@ def from_text(args: argparse.Namespace, models: dict[str, Any], tokenizer: Any) 
 def compare(
     variants: dict[str, Callable], given: list[Any], rounds: int
 ) -> dict[str, tuple[list[list[float]], list[float]]]:
-    """(seconds by the clock of each round and batch, least seconds of the process of each)."""
+    """By variant: (seconds by the clock of each round and batch, least seconds of the process)."""
     seconds: dict[str, list[list[float]]] = {name: [] for name in variants}
     least = {name: [math.inf] * len(given) for name in variants}
     for turn in range(rounds + 1):
@@ -103,7 +103,7 @@ def compare(
 
 
 def sentences(text: str) -> list[str]:
-    """Those of paragraphs of words with spaces around them, as WikiText has, without headings."""
+    """The sentences of a text like WikiText's, with spaces around words, without headings."""
     paragraphs = [line.strip() for line in text.splitlines()]
     cut = [line.split(" . ") for line in paragraphs if line and not line.startswith("= ")]
     return [f"{each.strip(' .')} ." for part in cut for each in part if len(each.split()) > 3]

@@ -2,10 +2,10 @@
 
     python benchmarks/finetuning.py --model DIR --data DIR [--seeds 3] [--tasks qa pair]
 
-DIR of the data holds sentiment/, pairs/, tagging/, qa/ and choice/, as ``SETTINGS`` names the
-files. For each seed both libraries train from the same weights on the same batches in the same
-order, one after the other, and which one goes first changes from seed to seed. Seconds are those of
-the steps alone; a first run of one step, for each library, warms up and does not count.
+The data's DIR holds sentiment/, pairs/, tagging/, qa/ and choice/, with the files that ``SETTINGS``
+names. For each seed both libraries train from the same weights on the same batches in the same
+order, one after the other; their order changes from seed to seed. Seconds are those of the steps
+alone. A first run of one step warms up each library and does not count.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from harness import machine_folder, machine_line
 
 @dataclass(frozen=True)
 class Setting:
-    """A task's files and its share of a quarter of an hour on two cores (MiniLM, three seeds)."""
+    """A task's files, and steps so few that all tasks take a quarter of an hour on two cores
+    (MiniLM, three seeds)."""
 
     data: str
     eval_data: str | None
@@ -113,7 +114,7 @@ def measure(options: argparse.Namespace, task: str) -> list[dict[str, Any]]:
             scores = "  ".join(f"{name} {value:.4f}" for name, value in run["scores"].items())
             print(f"{task}  {library:<12}  seed {seed}  {scores}  {run['train_seconds']:.1f} s")
             sys.stdout.flush()
-    # Seeds differ in their batches, so the libraries are compared seed by seed.
+    # The batches differ from seed to seed, so the libraries are compared seed by seed.
     seconds = {name: [m["seeds"][0]["train_seconds"] for m in runs[name]] for name in LIBRARIES}
     ratio = statistics.median(
         theirs / ours

@@ -1,8 +1,9 @@
 """Tokens a second of ``generate()``, against Transformers: ``python benchmarks/generation.py``.
 
-Models of published sizes with the same random weights take turns; greedy search or beams, with the
-cache. Prompts are random and of one length. In fp32 both must give the same tokens; in half
-precision, which rounds elsewhere, the logits of the prompt must agree within the error budget.
+Models of published sizes with the same random weights take turns, with greedy search or beams, and
+with the cache. Prompts are random and of one length. In fp32 both must give the same tokens. In
+half precision, where both round differently, the logits of the prompt must agree within the error
+budget.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def logits(model: Any, prompts: Tensor) -> Tensor:
 
 
 def gate(ours: nn.Module, theirs: nn.Module, prompts: Tensor, tokens: int, beams: int) -> None:
-    """Raises where ours does not give what Transformers gives."""
+    """Raise an error unless fastplm's model gives the tokens, or in 16 bits the logits, of
+    Transformers' model."""
     if next(ours.parameters()).dtype is torch.float32:
         expected = generate(theirs, prompts, tokens, beams)
         if not torch.equal(generate(ours, prompts, tokens, beams), expected):

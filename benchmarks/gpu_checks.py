@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_checks.py [op …]
 
-Each call is held to its eager reference: outputs and gradients by the error budget of
-``fastplm.testing``, ids bit by bit. A line is printed as each call ends, "GREEN" or "RED", and
+Each call is compared with its eager reference: outputs and gradients by the error budget of
+``fastplm.testing``, ids bit by bit. When a call ends, a line "GREEN" or "RED" is printed, and
 "DONE" when all calls of an op have run. ``gpu_report.py`` reads these lines: an op without "DONE",
 or with a "RED" line, has no speed on its page. The whole GPU suite is ``make test-device``.
 
@@ -63,7 +63,7 @@ class Where:
         return torch.randint(high, shape, device=self.device)
 
     def flags(self, share: float, *shape: int) -> Tensor:
-        """Random flags, of which the first of each row is set."""
+        """Random flags; the first flag of each row is set."""
         made = torch.rand(shape, device=self.device) < share
         made[..., 0] = True
         return made
@@ -74,7 +74,7 @@ class Where:
 
 @dataclass(frozen=True)
 class Check:
-    """One call: ``fused(**make(where))`` against ``eager`` of the same inputs.
+    """One call: ``fused(**make(where))`` against ``eager`` on the same inputs.
 
     Args:
         op: the op whose kernels run.
@@ -92,7 +92,7 @@ class Check:
     wrt: tuple[str, ...] = ()
 
     def run(self, where: Where) -> None:
-        """Raise AssertionError, or what else the call dies of, unless it is right."""
+        """Raise AssertionError, or the call's own error, unless it is right."""
         torch.manual_seed(0)
         inputs = self.make(where)
         backend = "cpp" if where.small and self.backend == "cuda" else self.backend
@@ -120,14 +120,14 @@ QKV = ("query", "key", "value")
 
 
 def attention(longest: int, queries: int | None = None, **options: Any) -> Check:
-    """Dense; the kernels follow from the lengths: "row" and "tile" up to 128, "stream" beyond."""
+    """A dense call. Its lengths decide the kernels: "row" and "tile" up to 128, then "stream"."""
     bias, masked = options.pop("bias", False), options.pop("attn_mask", False)
     key_mask = options.pop("key_mask", False)
 
     def make(where: Where) -> Inputs:
         length = min(longest, 40) if where.small else longest
         heads, dim, first = 2, 16 if where.small else 64, min(queries or length, length)
-        # Views of a projection's output, as a model hands them over.
+        # Views of a projection's output, as a model passes them.
         made: Inputs = {
             name: where.draw(2, first if name == "query" else length, heads, dim).transpose(1, 2)
             for name in QKV
@@ -157,7 +157,7 @@ def ragged(longest: int, **options: Any) -> Check:
         length = min(longest, 40) if where.small else longest
         heads, dim = 2, 16 if where.small else 64
         ends = where.whole(0, length, length, length + length // 3, dtype=torch.int32)
-        rows = length + length // 3 + 2  # two spare ones
+        rows = length + length // 3 + 2  # two of these are spare
         made: Inputs = {name: where.draw(rows, heads, dim) for name in QKV}
         for name in "qk":
             made |= {f"cu_seqlens_{name}": ends, f"max_seqlen_{name}": length}
@@ -205,7 +205,7 @@ PARAMETERS = ("input", "linear_weight", "linear_bias")
 
 
 def _first(function: Callable[..., Any], **options: Any) -> Callable[..., Tensor]:
-    """The loss alone, of a call that returns more."""
+    """The function, with the loss as its only result."""
 
     def run(**inputs: Any) -> Tensor:
         return _tuple(function(**inputs, **options))[0]
@@ -214,7 +214,7 @@ def _first(function: Callable[..., Any], **options: Any) -> Callable[..., Tensor
 
 
 def _layer(where: Where, width: int) -> Inputs:
-    """Rows and a vocabulary; every seventh row does not count."""
+    """Inputs of a loss over a vocabulary; every seventh row does not count."""
     rows, vocab = (9, 70) if where.small else (65, 999)
     target = where.ids(vocab, rows)
     target[::7] = -100
@@ -239,7 +239,7 @@ def _of_width(make: Callable[[Where, int], Inputs], width: int) -> Callable[[Whe
 
 
 def _exact(where: Where, width: int) -> Inputs:
-    """Logits that are exact in every dtype, so that a sample is the same whatever rounds."""
+    """Inputs whose logits are exact in every dtype, so that rounding changes no sample."""
     made = _layer(where, width)
     made["input"] = made["input"].sign()
     for name in PARAMETERS[1:]:
@@ -249,7 +249,7 @@ def _exact(where: Where, width: int) -> Inputs:
 
 def _sampled(budget: int) -> Callable[..., Any]:
     def run(**inputs: Any) -> Any:
-        for name in PARAMETERS:  # the logits are kept for a gradient alone
+        for name in PARAMETERS:  # logits are kept only if a gradient is needed
             inputs[name].requires_grad_()
         return ops.linear_cross_entropy_with_sample(**inputs, seed=3, logits_budget=budget)[1]
 
@@ -331,7 +331,7 @@ def detection_checks() -> Iterator[Check]:
         ("of ids", make_of_ids, {}),
     ):
         functions = _first(fused, **options), _first(eager, **options)
-        # The gradient of the bias is one number, whose rounding error is luck.
+        # The bias' gradient is left out: it is one number, so its rounding error is chance.
         wrt = ("input", "weight")
         yield Check("replaced_token_loss", branch, "triton", inputs, *functions, wrt)
 
@@ -342,7 +342,7 @@ def detection_checks() -> Iterator[Check]:
 def row_checks() -> Iterator[Check]:
     def make(where: Where, ascending: bool) -> Inputs:
         rows, width = (33, 40) if where.small else (257, 768)
-        positions = where.ids(rows, rows // 3)  # some of them twice
+        positions = where.ids(rows, rows // 3)  # some occur twice
         if ascending:
             positions = torch.randperm(rows, device=where.device)[: rows // 6].sort().values
         positions[-2:] = -1
@@ -430,7 +430,7 @@ def token_checks() -> Iterator[Check]:
 
 # --- all of them ----------------------------------------------------------------------------------
 
-#: Every op with a kernel for a GPU, those first whose speed tells most.
+#: Every op with a kernel for a GPU, in the order in which their speed matters.
 OPS: dict[str, Callable[[], Iterator[Check]]] = {
     "attention": attention_checks,
     "linear_cross_entropy": loss_checks,
@@ -449,7 +449,7 @@ def _of(op: str) -> Iterator[Check]:
 
 
 def runs(op: str, device: torch.device) -> Iterator[tuple[Check, Where]]:
-    """Every check of an op in each dtype, or in one on a CPU; ids have no other."""
+    """Every check of an op in each dtype, on a CPU in one. Ops on ids have one dtype."""
     for check in OPS[op]():
         dtypes = DTYPES if check.backend == "triton" and device.type == "cuda" else DTYPES[1:2]
         for dtype in dtypes:
@@ -457,7 +457,7 @@ def runs(op: str, device: torch.device) -> Iterator[tuple[Check, Where]]:
 
 
 def check_op(op: str, device: torch.device) -> Iterator[tuple[str, BaseException | None]]:
-    """The label of each check of an op, and what it died of."""
+    """The label of each check of an op, and its error or None."""
     for check, where in runs(op, device):
         label = check.branch
         if check.backend == "triton":
@@ -466,7 +466,7 @@ def check_op(op: str, device: torch.device) -> Iterator[tuple[str, BaseException
             check.run(where)
             if device.type == "cuda":
                 torch.cuda.synchronize()
-        except Exception as error:  # whatever it is, the op has no speed
+        except Exception as error:  # after any error, the op has no speed
             yield label, error
         else:
             yield label, None
@@ -496,12 +496,12 @@ def main() -> int:
 
 
 def _is_lost(error: BaseException) -> bool:
-    """Whether a kernel left this process without a GPU: whatever it calls next fails."""
+    """Whether a kernel's fault makes every later call of this process on the GPU fail."""
     return "CUDA error" in str(error) and "out of memory" not in str(error)
 
 
 def _go_on(names: Sequence[str]) -> None:
-    """The rest in a new process in the place of this one."""
+    """Replace this process by a new one, which runs the rest."""
     if not names:
         sys.exit(1)
     os.execv(sys.executable, [sys.executable, os.path.abspath(__file__), *names])

@@ -4,22 +4,27 @@
     python benchmarks/gpu_report.py --rest       # the same for other models and small ops
     python benchmarks/gpu_report.py --dry-run    # the whole of it without a GPU, on small shapes
 
-Steps, each in a process of its own: the package with csrc/ into build/site, from this checkout
-alone; what works; the kernels that the next steps launch, compiled by all CPUs where they are not
-in --cache yet (``compile_cache.py`` can fill that folder on a machine without a GPU); a small call
-of each kernel, dtype and branch (``gpu_checks.py``); the telling benchmarks; a short pre-training
-of ELECTRA-small with and without CUDA graphs; a profile of the kernels.
-``--rest`` has the other benchmarks in their place.
-Each gets its share of the time that is left, so none starves, and what one leaves unused goes to
-those after it. After each the page is written, RESULTS/<machine>/report.md with its pictures, from
-whatever rows are there: a report that is stopped keeps what it has.
+The steps run one by one, each in its own process:
 
-Nothing is downloaded. What is missing (a compiler, matplotlib, Nsight Compute, the GPU) is said on
-the page, and the other steps run. An op whose checks are red, or were not reached, has no speed on
-the page. The whole GPU suite is another command, ``make test-device``.
+- build the package with csrc/ into build/site, from this checkout alone;
+- list what works;
+- compile the kernels that the next steps launch, on all CPUs, unless they are in --cache
+  (``compile_cache.py`` can fill that folder on a machine without a GPU);
+- check a small call of each kernel, dtype and branch (``gpu_checks.py``);
+- run the most important benchmarks, with ``--rest`` the others instead;
+- pre-train ELECTRA-small briefly, with and without CUDA graphs;
+- profile the kernels.
 
-A dry run puts the CPU in the place of the GPU and Triton's interpreter in that of its compiler, and
-the plain step in that of the CUDA graph; rows go to a temporary folder.
+Each step gets its share of the time that is left; the time that a step does not use goes to later
+steps. After each step the page is written, RESULTS/<machine>/report.md with its pictures, from the
+rows that are there, so a report that is stopped keeps its results.
+
+Nothing is downloaded. If something is missing (a compiler, matplotlib, Nsight Compute, the GPU),
+the page says so, and the other steps run. An op whose checks are red, or were not reached, has no
+speed on the page. The whole GPU suite is another command, ``make test-device``.
+
+A dry run uses the CPU instead of the GPU, Triton's interpreter instead of its compiler, and the
+plain step instead of the CUDA graph; its rows go to a temporary folder.
 """
 
 from __future__ import annotations
@@ -49,11 +54,11 @@ ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 SITE = ROOT / "build" / "site"
 LOGS = ROOT / "build" / "gpu-report"
-#: Seconds for everything; and with fewer left, no step is begun.
+#: Seconds for everything; no step begins with fewer than the second number left.
 BUDGET, LEAST = 520.0, 5.0
-#: What is run, in this order, and its share of the time that is left: a benchmark, or those of its
-#: cases with a text in their label, or a script. The shares are the seconds that each is expected
-#: to take on an H200 (tests/benchmarks/test_gpu_report.py).
+#: The steps in this order, each with its share of the time that is left: a benchmark, those of its
+#: cases with a text in their label, or a script. The shares are the seconds that each should take
+#: on an H200 (tests/benchmarks/test_gpu_report.py).
 ORDER = {
     "attention": 110,
     "linear_cross_entropy": 60,
@@ -64,7 +69,7 @@ ORDER = {
     "mask_tokens": 12,
     "profile_kernels.py": 36,
 }
-#: The same with ``--rest``; benchmarks that are not named in either come last, in one process.
+#: The same for ``--rest``; benchmarks that neither list names come last, in one process.
 REST = {
     **dict.fromkeys(("electra", "t5", "albert", "bart", "gpt2", "roberta"), 40),
     "bert: padding 30%": 40,
@@ -74,7 +79,7 @@ REST = {
     "linear": 20,
 }
 LAST_SHARE = 50
-#: What the rows of a benchmark need checked: its own op, or the ops that it uses.
+#: The ops that must be right before a benchmark's rows count: its own op, or those that it uses.
 CHECKED = (
     *("attention", "linear_cross_entropy", "gather_rows", "replaced_token_loss", "mask_tokens"),
     *("linear_distillation", "maxsim", "corrupt_spans", "bart_noise"),
@@ -88,7 +93,7 @@ USES: dict[str, tuple[str, ...]] = {
     "loss_memory": _STEP[1:],
     "collators": ("mask_tokens",),
 }
-#: What a dry run asks of the scripts.
+#: The scripts' options in a dry run.
 SMALL = {
     "pretrain.py": (
         *("--arch", "electra-tiny", "--batch-size", "4", "--seqlen", "32"),
@@ -101,12 +106,12 @@ SMALL = {
 
 @dataclass
 class Step:
-    """One step: its command and share of the time, then its outcome and what it printed."""
+    """One step: its command and share of the time, then its outcome and output."""
 
     name: str
     command: Sequence[str]
     share: float
-    most: float = float("inf")  # seconds
+    most: float = float("inf")  # the most seconds
     environment: dict[str, str] = field(default_factory=dict)
     outcome: str = "not reached"
     seconds: float = 0.0
@@ -116,7 +121,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the rows are: their folder's name, and the columns that every row begins with."""
+    """The name of the folder of the rows, and the columns that every row begins with."""
 
     folder: str
     line: dict[str, str]
@@ -139,7 +144,7 @@ def plan(options: argparse.Namespace) -> list[Step]:
     rounds = ["--rounds", str(options.rounds)] if options.rounds else []
     steps = [] if options.skip_build else [Step("build", [], 145, most=200)]
     steps.append(Step("info", [sys.executable, "-m", "fastplm", "info"], 10, most=60))
-    if not options.dry_run:  # which interprets its kernels
+    if not options.dry_run:  # a dry run interprets its kernels
         steps.append(Step("compile", script("compile_cache.py", options.cache), 48, most=120))
     if not options.skip_tests and (ops := _checked(options.only)):
         steps.append(Step("checks", script("gpu_checks.py", *ops), 30, most=120))
@@ -188,7 +193,7 @@ def _checked(only: Sequence[str] | None) -> list[str]:
 
 
 def run(step: Step, limit: float) -> None:
-    """Run a step in build/ (or ./fastplm would hide the built one), and keep what it prints."""
+    """Run a step in build/ (elsewhere ./fastplm would hide the built one), and keep its output."""
     print(f"== {step.name}, at most {limit:.0f} s: {' '.join(step.command)}", flush=True)
     LOGS.mkdir(parents=True, exist_ok=True)
     log = LOGS / (re.sub(r"\W+", "-", step.name) + ".log")
@@ -222,7 +227,7 @@ def run(step: Step, limit: float) -> None:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """End what a step began, its own processes included."""
+    """End a step's process, and the processes that it started."""
     for kind, grace in ((signal.SIGTERM, 3), (signal.SIGKILL, 10)):
         try:
             os.killpg(process.pid, kind)
@@ -234,7 +239,7 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def build(step: Step, limit: float) -> None:
-    """The package into build/site, unless it is there already; copies where pip cannot build it."""
+    """Build the package into build/site, unless it is there; copy it if pip cannot build it."""
     stamp = SITE / "built-from"
     source = _fingerprint()
     if stamp.exists() and stamp.read_text() == source:
@@ -258,7 +263,7 @@ def build(step: Step, limit: float) -> None:
 
 
 def _fingerprint() -> str:
-    """Of the sources, the Python and the torch that a build is made with."""
+    """A hash of the sources, the Python and the torch of a build."""
     digest = hashlib.sha256(sys.executable.encode())
     spec = importlib.util.find_spec("torch")
     version = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
@@ -272,7 +277,7 @@ def _fingerprint() -> str:
 
 
 def machine(dry_run: bool) -> Machine:
-    """Asked of the harness in a process of its own: this one needs no torch."""
+    """The place, asked of the harness in another process, as this one needs no torch."""
     code = (
         "import json, harness; "
         "print(json.dumps([harness.machine_folder(), harness.machine_line()]))"
@@ -299,7 +304,7 @@ RED, UNTESTED = "refused: its checks are red", "not tested"
 
 
 def refusals(steps: Sequence[Step]) -> dict[str, str]:
-    """Why the rows of an op have no speed, by the name of the op or model."""
+    """The reasons why rows have no speed, by the name of the op or model."""
     said = next((step.output for step in steps if step.name == "checks"), "")
     red, done = _named("RED", said), _named("DONE", said)
     found = {}
@@ -318,7 +323,7 @@ def refusals(steps: Sequence[Step]) -> dict[str, str]:
 
 
 def _named(word: str, said: str) -> set[str]:
-    """The ops of the lines that begin with a word."""
+    """The ops named in the lines that begin with ``word``."""
     return set(re.findall(rf"^{word} (\w+)", said, re.MULTILINE))
 
 
@@ -328,7 +333,7 @@ def red_checks(steps: Sequence[Step]) -> list[str]:
 
 
 def note(step: Step) -> str:
-    """What a step's outcome does not say."""
+    """The lines of the page that explain a step's outcome."""
     lines = step.output.splitlines()
     if step.name == "checks":
         kinds = re.findall(r"^(GREEN|RED) ", step.output, re.MULTILINE)
@@ -353,7 +358,7 @@ def write_page(
     dry_run: bool = False,
     pictures: bool = True,
 ) -> Path:
-    """RESULTS/<machine>/report.md, from the latest rows there and what the steps said."""
+    """Write RESULTS/<machine>/report.md, from the latest rows there and the steps' output."""
     folder = results / here.folder
     folder.mkdir(parents=True, exist_ok=True)
     rows = plots.latest_rows(folder)
@@ -379,7 +384,7 @@ def write_page(
     lines += ["", *_checks(steps)]
     lines += ["", "## Targets", "", *_targets(results, here, rows, refused)]
     lines += ["", "## The three worst", "", *_worst(folder, here, rows, refused)]
-    if pictures:  # which take seconds
+    if pictures:  # pictures take seconds
         lines += ["", "## Pictures", "", *_pictures(folder, refused)]
     lines += ["", "## All rows", "", *_rows(here, rows, refused)]
     page = folder / "report.md"
@@ -390,7 +395,7 @@ def write_page(
 
 
 def _checks(steps: Sequence[Step]) -> Iterator[str]:
-    """Which ops are right on this machine, and what was not asked."""
+    """The lines of the page about ops that are wrong, or were not checked, on this machine."""
     refused = refusals(steps)
     for said in (RED, UNTESTED):
         if ops := [f"`{op}`" for op in CHECKED if refused.get(op) == said]:
@@ -417,7 +422,7 @@ def _plain(value: float | None) -> str:
 def _targets(
     results: Path, here: Machine, rows: Sequence[plots.Row], refused: Mapping[str, str]
 ) -> Iterator[str]:
-    """Every target; those of the machine that this is not, from the rows of that one."""
+    """A table of every target; those of another machine are judged by the rows of that machine."""
     name = here.line["machine"]
     yield f"Of an NVIDIA {targets.GPU} in bfloat16; the floor is what the arithmetic allows."
     yield ""
@@ -428,7 +433,7 @@ def _targets(
         "cpu": targets.Rows(rows if name.startswith("cpu") else plots.latest_rows(results / "cpu")),
     }
     for target in targets.TARGETS:
-        of_here = target.machine in name  # the others were measured elsewhere, and checked there
+        of_here = target.machine in name  # others were measured, and checked, on another machine
         found = targets.judge(target, known[target.machine], refused if of_here else {})
         said = found.text
         if found.measured is None and said == "not measured" and target.machine not in name:
@@ -446,7 +451,7 @@ def _targets(
 def _worst(
     folder: Path, here: Machine, rows: Sequence[plots.Row], refused: Mapping[str, str]
 ) -> Iterator[str]:
-    """The rows furthest from their targets, and where the profile says their time goes."""
+    """The rows furthest from their targets, and their time by kernel, from the profile."""
     counted = [row for row in rows if row["op"] not in refused]
     found = targets.worst(targets.Rows(counted), here.line["machine"])
     if not found:
@@ -491,7 +496,7 @@ def _reached(row: plots.Row) -> str:
 
 
 def _spent(row: plots.Row, total: float, kernels: Sequence[plots.Row]) -> str:
-    """What follows from the sum over the kernels."""
+    """The conclusion from the sum over the kernels."""
     p50 = plots.number(row, "p50_us") or 0.0
     launches = sum(float(kernel["launches"]) for kernel in kernels)
     said = f"{total:,.1f} µs in {launches:g} launches."
@@ -511,7 +516,7 @@ def _table(path: Path) -> list[plots.Row]:
 
 
 def _latest(rows: Sequence[plots.Row], key: plots.Key) -> list[plots.Row]:
-    """The lines of one case, of the last time that it was looked at."""
+    """The lines of one case, from the last time that it was profiled."""
     of_case = [row for row in rows if (row["op"], row["case"], row["direction"]) == key]
     return [row for row in of_case if row["date"] == of_case[-1]["date"]]
 
@@ -566,7 +571,7 @@ def _rows(here: Machine, rows: Sequence[plots.Row], refused: Mapping[str, str]) 
 
 
 def _lines(results: Path) -> int:
-    """Of all the tables there; the first of each is its head."""
+    """The number of lines in all tables there, without the header of each."""
     files = results.rglob("*.csv") if results.is_dir() else ()
     return sum(path.read_bytes().count(b"\n") - 1 for path in files)
 
@@ -593,7 +598,7 @@ def report(steps: Sequence[Step], results: Path, budget: float, dry_run: bool = 
                 (build if step.name == "build" else run)(step, limit)
             finally:
                 step.rows = _lines(results) - before
-            # Not before the package is built, which the harness imports.
+            # The harness imports the package, so it cannot be asked before the build.
             here = here or machine(dry_run)
             write_page(results, here, steps, dry_run, pictures=False)
     finally:
@@ -625,7 +630,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.results, options.cache = options.results.resolve(), options.cache.resolve()
     if options.dry_run:
         options.rounds = options.rounds or 1
-    # Two cores take their time, and nobody waits for a dry run's GPU.
+    # A dry run on two cores is slow, and uses no time of a GPU.
     options.budget = options.budget or (3000 if options.dry_run else BUDGET)
     return options
 

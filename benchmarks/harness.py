@@ -3,10 +3,10 @@
 A benchmark is a ``Case``: inputs, the variants to compare, and the bytes and FLOPs that the task
 needs (each input read once, each output written once), from which the rates follow. First every
 fused variant must pass the error budget on the case's small inputs: no speed on a red result. Then
-the variants take turns, one call each a round in an order drawn anew, so that whatever else the
-machine does, and what one leaves behind, hits all of them alike; medians and the 20th and 80th
-percentile are kept, slower rows too. A variant that fails becomes a row that says so, and one that
-cannot run here (``Unavailable``) a row that says why.
+the variants take turns: each round calls every variant once, in a new random order, so that other
+load on the machine, and the state that a variant leaves, affect all of them alike. The row has the
+median and the 20th and 80th percentile, also if fastplm is slower. A variant that fails gets a row
+with the error, and one that cannot run here (``Unavailable``) a row with the reason.
 
     python benchmarks/harness.py OP --rows DIR           # every case of test_OP.py
     python benchmarks/harness.py OP --rows DIR --quick   # those of `pytest benchmarks/` alone
@@ -42,19 +42,19 @@ hold_to_level()
 Inputs = dict[str, Any]
 
 TARGETS_GPU = "H200"
-#: Rounds of ``--quick`` on a GPU, where their times differ little.
+#: Rounds of ``--quick`` on a GPU, where the times of rounds differ little.
 _QUICK_ROUNDS = 20
 
 
 class Unavailable(Exception):
-    """A variant needs a package, a version or a device that is not here; its message says which.
+    """A variant needs a package, a version or a device that is not here; the message says which.
 
-    Raised by a variant when it runs or in its gate: its row is skipped, and nothing has failed.
+    A variant raises it when it runs or in its gate: its row is "skipped", and nothing has failed.
     """
 
 
 class Differs(Exception):
-    """The answer of a variant that is not gated is not the reference's: its row has no speed."""
+    """A variant that is not gated gives another result than the reference: it has no speed."""
 
 
 @dataclass(frozen=True)
@@ -71,19 +71,19 @@ class Case:
         gate: ``gate(variant, eager, inputs)`` raises AssertionError if it does not; by default the
             error budget, outputs and gradients.
         wrt: inputs that get gradients (none: the op has no backward).
-        directions: what is measured if there are gradients, of "forward", "backward", "training".
-            A variant that makes its own, such as a model's step, names them without ``wrt``.
-        bytes: moved by a forward that reads each input and writes each output once.
-        flops: of the forward.
+        directions: the directions to measure if there are gradients, of "forward", "backward" and
+            "training". A variant that computes its own gradients, such as a model's step, has
+            directions without ``wrt``.
+        bytes: bytes moved by a forward that reads each input and writes each output once.
+        flops: FLOPs of the forward.
         training_bytes, training_flops: the same for forward and backward together.
-        dtype: of the products, which sets the ceiling of the FLOPs.
-        tokens: of one call, padding not among them; 0 if it has none.
-        rounds: how often all variants run, where that is not the harness' own choice.
-        full: too long for every run: left out of `pytest benchmarks/` without ``--full``, and of
-            this file's command with ``--quick``.
-        targets: (floor, must[, stretch]) of a direction: the microseconds that the arithmetic
-            allows on the ``TARGETS_GPU``, those that fastplm must not exceed there, and those to
-            stretch to.
+        dtype: dtype of the products, which sets the ceiling of the FLOPs.
+        tokens: tokens of one call without padding; 0 if there are none.
+        rounds: how often all variants run, if the harness should not choose.
+        full: the case takes too long for every run: `pytest benchmarks/` leaves it out without
+            ``--full``, and this file's command with ``--quick``.
+        targets: (floor, must[, stretch]) of a direction, in microseconds on the ``TARGETS_GPU``:
+            the least that the arithmetic allows, the most that fastplm may take, and a goal below.
     """
 
     op: str
@@ -121,8 +121,8 @@ class Case:
 class Row:
     """One line of ``results/<machine>/<op>.csv``; times in microseconds.
 
-    The status is "ok", "skipped: why", "differs: how" of a peer, "refused: why" by the gate, or
-    "failed: why".
+    The status is "ok", "skipped: why", "differs: how" (a peer's result), "refused: why" (by the
+    gate), or "failed: why".
     """
 
     date: str
@@ -142,7 +142,7 @@ class Row:
     peak_mb: float | None  # MiB held at once beside the inputs
     vs_eager: float | None
     status: str
-    of_roofline: float | None = None  # the time that the ceilings allow, over the median
+    of_roofline: float | None = None  # the least time that the ceilings allow, over the median
     mfu: float | None = None  # FLOPs needed per second, over the data sheet's dense peak
     tokens_per_s: float | None = None
     launches: int | None = None  # kernels of one call, on CUDA
@@ -156,9 +156,9 @@ class Session:
     """Rows of this run; the plug-in in conftest.py prints and writes them."""
 
     rows: list[Row] = field(default_factory=list)
-    #: (floor, must[, stretch]) by (op, case, direction), on the GPU that they are meant for
+    #: (floor, must[, stretch]) by (op, case, direction), on the GPU of the targets
     targets: dict[tuple[str, str, str], tuple[float, ...]] = field(default_factory=dict)
-    #: whether cases and variants that take minutes are measured too
+    #: whether to measure cases and variants that take minutes, too
     full: bool = False
 
 
@@ -175,17 +175,17 @@ def measure(
     """Gate and time all variants of ``case``; ``direction`` is one of ``case.directions``.
 
     ``benchmark`` is pytest-benchmark's fixture, if there is one: it then drives the rounds, each of
-    which runs every variant once, and its JSON carries the rows.
+    which runs every variant once, and its JSON has the rows.
 
     Raises:
-        AssertionError: a gated variant was refused, or failed; after the rows are in ``SESSION``.
+        AssertionError: a gated variant was refused, or failed; the rows are in ``SESSION`` before.
     """
     device = default_device()
     runners: dict[str, _Runner] = {}
     statuses: dict[str, str] = {}
 
     def attempt(name: str, verdict: str, action: Callable[..., Any], *args: Any) -> Any:
-        """Whatever a variant dies of is its row; the others are measured all the same."""
+        """Call ``action``. An error becomes the variant's row; the others are still measured."""
         try:
             return action(*args)
         except Unavailable as reason:
@@ -209,7 +209,7 @@ def measure(
     order = random.Random(0)
 
     def one_round() -> None:
-        # Whoever comes after a variant that frees much memory pays for it: a new order each time.
+        # If a variant frees much memory, the next one takes longer: so each round has a new order.
         for name in order.sample(list(runners), len(runners)):
             attempt(name, "failed", runners[name].step)
 
@@ -255,7 +255,7 @@ def _check(case: Case, function: Callable[..., Any], device: torch.device) -> No
 def assert_same_bits(
     variant: Callable[..., Any], eager: Callable[..., Any], inputs: Inputs
 ) -> None:
-    """The gate of an op whose results, a named tuple, are exact."""
+    """The gate of an op whose results, a named tuple, must be exact."""
     expected = eager(**inputs)
     for name, got, wanted in zip(expected._fields, variant(**inputs), expected, strict=True):
         assert torch.equal(got, wanted), f"{name} differs from the reference"
@@ -270,7 +270,7 @@ class _Runner:
 
     #: Inputs are rotated so that a GPU's L2 (60 MB on an H200) does not serve a repeated call.
     _ROTATED_BYTES = 256 * 2**20
-    #: About half a millisecond.
+    #: Cycles of about half a millisecond.
     _SLEEP_CYCLES = 10**6
 
     def __init__(
@@ -299,17 +299,17 @@ class _Runner:
         self.calls += 1
         out = None if self.forward_timed else self._forward(inputs)
         if self.device.type == "cuda":
-            # The device sleeps while the call is enqueued: its own time is measured, not Python's.
+            # The device sleeps while the call is enqueued, so Python's time is not measured.
             torch.cuda._sleep(self._SLEEP_CYCLES)
         self.times.append(_seconds(lambda: self._call(inputs, out), self.device))
 
     def peak(self) -> int:
-        """Bytes that one more run holds at once; not while its time is taken."""
+        """The most bytes that a further run, which is not timed, holds at once."""
         out = None if self.forward_timed else self._forward(self.sets[0])
         return peak_bytes(lambda: self._call(self.sets[0], out), self.device)
 
     def launches(self) -> int | None:
-        """Kernels that one more run launches on a GPU; None where the profiler sees none."""
+        """Kernels that a further run launches on a GPU; None if the profiler sees none."""
         if self.device.type != "cuda":
             return None
         out = None if self.forward_timed else self._forward(self.sets[0])
@@ -323,7 +323,7 @@ class _Runner:
         out = self._forward(inputs) if self.forward_timed else out
         if self.wrt:
             leaves = [inputs[name] for name in self.wrt]
-            if self.upstream is None:  # once: to fill it is nobody's work
+            if self.upstream is None:  # made once, as no variant should be timed with it
                 self.upstream = torch.ones_like(out)
             # A variant may leave an input out, to show what it costs.
             torch.autograd.grad(out, leaves, self.upstream, allow_unused=True)
@@ -347,7 +347,7 @@ def _seconds(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def count_kernels(events: Iterable[Any]) -> int:
-    """The kernels among a profiler's events; copies, fills and named ranges are none."""
+    """The kernels among a profiler's events, without copies, fills and named ranges."""
     return sum(
         event.device_type == torch.autograd.DeviceType.CUDA
         and not event.is_user_annotation
@@ -360,13 +360,13 @@ def count_kernels(events: Iterable[Any]) -> int:
 
 
 def ceilings(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """What this machine reaches: bytes/s of a copy, FLOP/s of a matrix product in ``dtype``.
+    """The measured ceilings: bytes/s of a copy, FLOP/s of a matrix product in ``dtype``.
 
-    Measured once a process, the fastest of some calls after one that does not count. The copy, read
-    and write counted, is from one fp32 buffer to another of 256 MiB (1 GiB on a GPU), more than the
-    caches hold, so a call whose inputs lie in them may do better than this roofline. The product is
-    of two square matrices, 2048 wide (8192 on a GPU). All numbers are random: a GPU multiplies
-    zeros faster.
+    They are measured once a process: the fastest of some calls, after one to warm up. The copy goes
+    from one fp32 buffer to another of 256 MiB (1 GiB on a GPU); its reads and writes count. That is
+    more than the caches hold, so a call whose inputs are in the caches may exceed this roofline.
+    The product multiplies two square matrices, 2048 wide (8192 on a GPU). All numbers are random,
+    as a GPU multiplies zeros faster.
     """
     return _copy_rate(device), _product_rate(device, dtype)
 
@@ -381,7 +381,7 @@ def _copy_rate(device: torch.device) -> float:
 
 @functools.cache
 def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a large product in the dtype, or on a CPU in the fp32 that it can be widened to."""
+    """FLOP/s of a large product in the dtype, or on a CPU in fp32 if that is faster."""
     width = 8192 if device.type == "cuda" else 2048
     a, b = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
@@ -392,7 +392,7 @@ def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _fastest(call: Callable[[], Any], device: torch.device) -> float:
-    """The fewest seconds that a call took: of ten, or of those that fit in a second."""
+    """The fewest seconds of a call, among ten or as many as fit in a second."""
     times = [_seconds(call, device)]
     while len(times) < 2 or (len(times) < 11 and sum(times) < 1):
         times.append(_seconds(call, device))
@@ -402,15 +402,15 @@ def _fastest(call: Callable[[], Any], device: torch.device) -> float:
 def allowed_seconds(
     moved: int, done: int, device: torch.device, dtype: torch.dtype
 ) -> float | None:
-    """The time that the roofline allows for so many bytes and FLOPs."""
+    """The least time that the roofline allows for so many bytes and FLOPs."""
     by_bytes = moved / _copy_rate(device) if moved else 0.0
     by_flops = done / _product_rate(device, dtype) if done else 0.0
     return max(by_bytes, by_flops) or None
 
 
 _HOPPER = {torch.bfloat16: 989.5e12, torch.float16: 989.5e12, torch.float32: 67e12}
-#: Dense FLOP/s of the data sheets by a part of the GPU's name, the first that fits; fp32 is that of
-#: the plain units, as PyTorch multiplies by default.
+#: Dense FLOP/s of the data sheets by a part of the GPU's name; the first that matches counts. fp32
+#: is without TF32, as PyTorch multiplies by default.
 PEAKS: dict[str, dict[torch.dtype, float]] = {
     "H100 PCIe": {torch.bfloat16: 756e12, torch.float16: 756e12, torch.float32: 51e12},
     "H100 NVL": {torch.bfloat16: 835e12, torch.float16: 835e12, torch.float32: 60e12},
@@ -423,7 +423,7 @@ PEAKS: dict[str, dict[torch.dtype, float]] = {
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """The data sheet's dense FLOP/s; None where it is not known: a CPU, a slice of a GPU."""
+    """The data sheet's dense FLOP/s; None if it is not known, as for a CPU or a slice of a GPU."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     if "MIG" in name:
         return None
@@ -465,7 +465,7 @@ def _row(
 
 
 def targets(cases: Sequence[Case]) -> dict[tuple[str, str, str], tuple[float, ...]]:
-    """(floor, must[, stretch]) by (op, case, direction), if this is the GPU they are meant for."""
+    """(floor, must[, stretch]) by (op, case, direction), if this is the GPU of the targets."""
     if TARGETS_GPU not in machine_line()["machine"]:
         return {}
     return {
@@ -477,7 +477,7 @@ def targets(cases: Sequence[Case]) -> dict[tuple[str, str, str], tuple[float, ..
 
 @functools.cache
 def machine_line() -> dict[str, str]:
-    """What every row says of where and when it was measured."""
+    """The columns that say where and when a row was measured."""
     if torch.cuda.is_available():
         machine = torch.cuda.get_device_name() + _driver()
     else:
@@ -522,7 +522,7 @@ def _driver() -> str:
 
 
 def machine_folder(machine: str | None = None) -> str:
-    """Name of a machine's folder under results/; of this machine if none is given."""
+    """Name of a machine's folder under results/; by default of this machine."""
     machine = machine_line()["machine"] if machine is None else machine
     if machine.startswith("cpu "):
         return "cpu"
@@ -562,13 +562,13 @@ def write_rows(rows: Sequence[Row], results: Path) -> list[Path]:
 
 
 def rows_of_json(path: Path) -> list[Row]:
-    """The rows that pytest-benchmark's ``--benchmark-json`` carries."""
+    """The rows in the file of pytest-benchmark's ``--benchmark-json``."""
     entries = json.loads(path.read_text())["benchmarks"]
     return [Row(**row) for entry in entries for row in entry["extra_info"].get("rows", ())]
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as aligned text; a column that no row fills is left out."""
+    """The rows as aligned text, without the columns that are empty in all rows."""
     head = (
         "op",
         "case",
@@ -617,7 +617,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main() -> int:
-    """Rows of ops, kept as they come, or of what pytest-benchmark wrote."""
+    """Measure ops and append each row at once, or append the rows that pytest-benchmark wrote."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("ops", nargs="*", metavar="op", help="of test_OP.py")
     parser.add_argument("--rows", type=Path, required=True, help="append to DIR/<machine>/<op>.csv")
@@ -632,7 +632,7 @@ def main() -> int:
         for path in write_rows(rows_of_json(options.from_json), options.rows):
             print(f"rows appended to {path}")
         return 0
-    sys.modules["harness"] = sys.modules["__main__"]  # the benchmark files import us by that name
+    sys.modules["harness"] = sys.modules["__main__"]  # benchmark files import this file as harness
     SESSION.full = not options.quick
     failed = False
     cases = [case for op in options.ops for case in importlib.import_module(f"test_{op}").CASES]
@@ -648,7 +648,7 @@ def main() -> int:
             SESSION.rows.clear()
             try:
                 measure(case, direction, rounds=rounds)
-            except AssertionError as error:  # the gate: its rows say "refused", with no speed
+            except AssertionError as error:  # the gate's rows say "refused" and have no speed
                 failed = True
                 print(f"RED {case.label}, {direction}: {error}")
             write_rows(SESSION.rows, options.rows)

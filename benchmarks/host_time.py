@@ -1,21 +1,21 @@
 """Host time of a call on the GPU path, without a GPU: ``python benchmarks/host_time.py``.
 
-Small batches are bound by what the host does before the device hears of a kernel. This runs that
-work for real and leaves the device out: the public function of an op, checks, choice of the
-backend, autograd, the launcher, and of Triton the binding of arguments, their specialisation, the
-look-up of the compiled kernel and the Python side of its launcher. Kernels are compiled to machine
-code for sm_90 when they are first met, which is not timed.
+Small batches are bound by the host's work before the device gets a kernel. This script runs that
+work without a device: the public function of an op, checks, choice of the backend, autograd, the
+launcher, and Triton's part of a launch: the binding of arguments, their specialisation, the look-up
+of the compiled kernel and the Python side of its launcher. At their first launch, which is not
+timed, kernels are compiled to machine code for sm_90.
 
-Stubbed are
+These parts are stubs:
 
-- the tensors: they lie in host memory and say that they lie on ``cuda:0``. What allocates or fills
-  a tensor does so on the host, so sizes are small;
-- the questions to PyTorch's CUDA runtime, for the current device and stream;
-- Triton's driver: loading a binary, and the C function that ends a launch (``utils.launch``; of
-  Triton 3.6 the ``launch`` of the module it compiles for each signature).
+- the tensors: they lie in host memory but claim to lie on ``cuda:0``. The host allocates and fills
+  them, so sizes are small;
+- PyTorch's CUDA runtime, as far as it gives the current device and stream;
+- Triton's driver: loading a binary, and the C function that ends a launch (``utils.launch``; in
+  Triton 3.6 the ``launch`` of the module that it compiles for each signature).
 
 The figures leave out that C function (it parses the arguments and calls ``cuLaunchKernelEx``), the
-caching allocator, what a launch of PyTorch's own kernels costs, and every wait. Compare them with
+caching allocator, the launches of PyTorch's own kernels, and every wait. Compare the figures with
 each other, on one machine.
 """
 
@@ -46,7 +46,7 @@ Call = Callable[[], Any]
 
 
 class Driver:
-    """Triton's driver of a device that is not there; ``launches`` has what would be launched."""
+    """Triton's driver without a device; ``launches`` has the kernels that it would launch."""
 
     def __init__(self, arch: int = 90) -> None:
         self.target = GPUTarget("cuda", arch, 32)
@@ -54,7 +54,7 @@ class Driver:
         self.launcher_cls = nvidia.CudaLauncher
         self.utils = SimpleNamespace(
             launch=self.launch,
-            # What stands for the loaded kernel tells machine code apart.
+            # The stand-in for a loaded kernel differs if the machine code differs.
             load_binary=lambda name, cubin, *_: (name, hash(cubin), 0, 0, 1024),
             get_device_properties=lambda _: {"max_shared_mem": 227 * 1024},
             build_signature_metadata=tuple,
@@ -76,7 +76,7 @@ class Driver:
 
 @contextlib.contextmanager
 def stubbed(arch: int = 90) -> Iterator[Driver]:
-    """Let every tensor say that it lies on a GPU, and let nothing be launched there."""
+    """Make every tensor claim to lie on a GPU, and launch nothing there."""
     driver = Driver(arch)
     module = SimpleNamespace(launch=driver.launch)
     runtime = dict(
@@ -109,11 +109,11 @@ def stubbed(arch: int = 90) -> Iterator[Driver]:
         stack.enter_context(mock.patch.multiple(torch.Tensor, create=True, **where))
         for name in ("arange", "empty", "full", "ones", "randint", "tensor", "zeros"):
             stack.enter_context(mock.patch.object(torch, name, _on_host(getattr(torch, name))))
-        # What writes a given output is PyTorch's own launch, and its result is nobody's.
+        # PyTorch's own kernels that write a given output are left out; nothing reads the output.
         for name in ("mm", "mul"):
             stack.enter_context(mock.patch.object(torch, name, _given_output))
         compiled = dict(compile_module_from_src=lambda **_: module, library_dirs=list)
-        # What the C part of the driver sets when it is loaded: how an argument is passed.
+        # The C part of the driver sets this when it is loaded: how an argument is passed.
         compiled |= dict(PyKernelArg=SimpleNamespace, ARG_CONSTEXPR=0, ARG_KERNEL=1, ARG_TUPLE=2)
         stack.enter_context(mock.patch.multiple(nvidia, create=True, **compiled))
         stack.callback(triton.runtime.driver.__dict__.update, dict(triton.runtime.driver.__dict__))
@@ -133,7 +133,7 @@ def _on_host(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
 
 def calls() -> dict[str, Call]:
-    """What is timed, by name: small batches of a BERT of 64 columns a head."""
+    """The calls to time, by name: small batches of a BERT with 64 columns a head."""
 
     def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.randn(shape).to(dtype).requires_grad_()
@@ -194,7 +194,7 @@ def calls() -> dict[str, Call]:
 
 
 def launches_of(call: Call, driver: Driver) -> list[tuple[Any, ...]]:
-    """What one call would launch."""
+    """The kernels that one call would launch."""
     driver.launches = []
     call()
     launches, driver.launches = driver.launches, None
@@ -202,7 +202,7 @@ def launches_of(call: Call, driver: Driver) -> list[tuple[Any, ...]]:
 
 
 def microseconds(calls: dict[str, Call], rounds: int) -> dict[str, float]:
-    """Of one call: a low percentile, as whatever else the machine does disturbs the others."""
+    """Microseconds of a call: a low percentile, as other load disturbs the higher ones."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):  # all take turns
         for name, call in calls.items():

@@ -1,10 +1,10 @@
-"""What the machine code of the vocabulary pass allows on an H200, beside the targets.
+"""The time that the machine code of the vocabulary pass allows on an H200, beside the targets.
 
     python benchmarks/linear_cross_entropy_bound.py [--markdown docs/linear_cross_entropy.md]
 
 For every shape with a target all launches are recorded. Triton's kernels are compiled for sm_90
-with no GPU, and followed (``bounds``); plain products and copies are taken at measured rates.
-Arithmetic, not a measurement.
+without a GPU, and simulated (``bounds``); plain products and copies have measured rates. All of
+this is arithmetic, not a measurement.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Product(NamedTuple):
 
 
 def iterations(launch: Launch, name: str, shape: Shape) -> int:
-    """How often all programs together run the inner loop, or the whole code if there is none."""
+    """How often all programs together run the inner loop, or all of the code without a loop."""
     programs, given = 1, launch.arguments
     for size in launch.grid:
         programs *= size
@@ -104,13 +104,13 @@ def iterations(launch: Launch, name: str, shape: Shape) -> int:
         return programs * triton.cdiv(shape.vocab, given["split_columns"])
     if name == "reduce_input":
         return programs * given["num_splits"]
-    if name in ("order", "mean"):  # the first walks over the rows twice
+    if name in ("order", "mean"):  # "order" reads the rows twice
         return (1 + (name == "order")) * triton.cdiv(shape.rows, given["BLOCK"])
     return programs
 
 
 def recorded(shape: Shape, kept: bool) -> list[Launch | Product]:
-    """What a step of that shape launches, in its order."""
+    """The launches of a step of that shape, in their order."""
     with record_launches(ARCH) as found:
         steps: list[Any] = found
 
@@ -141,7 +141,7 @@ def passes(launch: Launch, name: str, shape: Shape) -> float | None:
 
 
 def times(shape: Shape, kept: bool) -> dict[str, float]:
-    """By launch, those of one name summed up; microseconds."""
+    """Microseconds by launch; those of one name are summed."""
     found: dict[str, float] = {}
     reports: dict[tuple, Any] = {}
     products = iter(("z", "dX", "dW"))
@@ -169,7 +169,7 @@ def times(shape: Shape, kept: bool) -> dict[str, float]:
 
 
 def rows() -> tuple[list[tuple[str, ...]], dict[str, float]]:
-    """The table; for the first shape, the times of what one kernel could do and of what does it."""
+    """The table, and for the first shape the times of parts in both data flows."""
     compared: dict[str, float] = {}
     table = [("shape", "flow", "launches, µs", "**expected**, ms", "floor", "must")]
     for shape in SHAPES:

@@ -2,9 +2,9 @@
 
     python benchmarks/memory.py --rows benchmarks/results [--sizes 1024 2048]
 
-Rows of op "loss_memory": the loss of BERT-base's masked tokens among all tokens of a batch, forward
-and backward, gradients included. "full logits" is what Transformers' classes do; those of fastplm
-gather the rows that count before the vocabulary sees them ("fastplm, as in the heads").
+The rows have the op "loss_memory": the loss of BERT-base's masked tokens among all tokens of a
+batch, forward and backward, gradients included. Transformers' classes compute "full logits";
+fastplm's classes select the rows that count before the head ("fastplm, as in the heads").
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> int:
         harness.SESSION.rows.clear()
         try:
             harness.measure(case(vocab), "training")
-        except AssertionError as error:  # the gate: its rows say so
+        except AssertionError as error:  # the gate's rows say "refused"
             failed = True
             print(f"RED V {vocab}: {error}")
         harness.write_rows(harness.SESSION.rows, options.rows)

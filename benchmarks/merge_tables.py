@@ -1,9 +1,9 @@
-"""One table of two that ``fastplm measure`` wrote for a kind of CPU: of each size the smaller gain.
+"""Merges two tables of ``fastplm measure`` for a kind of CPU: each size gets the smaller gain.
 
     python benchmarks/merge_tables.py FIRST SECOND OP… > fastplm/measured/KIND.json
 
-So that what the table sends to csrc/ is faster in both. Ops that are not named, as their code has
-changed since the second was measured, are the first's.
+So csrc/ is only chosen where it is faster in both tables. Ops that are not named, because their
+code has changed since the second table was measured, come from the first table.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fastplm._measure import dump
 
 
 def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """A series of an op: the times of the CPU where ours is less ahead."""
+    """A series of an op: at each size, the times from the table with the smaller gain."""
     if one["axes"] != other["axes"]:
         raise SystemExit("the tables are of other sizes")
     cells = zip(one["ours"], one["stock"], other["ours"], other["stock"], strict=True)

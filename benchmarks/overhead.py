@@ -1,12 +1,12 @@
-"""What an op costs on the host beside its work: ``python benchmarks/overhead.py [--rows DIR]``.
+"""The host's time for an op beside its work: ``python benchmarks/overhead.py [--rows DIR]``.
 
-Each op runs on inputs so small that its work is next to nothing: through its public function, and
-straight through the function of the backend that it chose. What lies between is what fastplm and
-PyTorch's registration add: checks, the choice of the backend, dispatch and autograd. A backward is
-run by ``torch.autograd.grad``, whose own cost, that of a graph of one node, is taken away too.
+Each op runs on inputs so small that its work takes almost no time: through its public function, and
+by a direct call of the backend's function. The difference is the time that fastplm and PyTorch's
+registration add: checks, the choice of the backend, dispatch and autograd. A backward is run by
+``torch.autograd.grad``; the time of a graph with one node, which computes nothing, is subtracted.
 
-On a GPU nothing waits for the device, whose kernels are shorter than the calls that enqueue them.
-Variants take turns; the median of the rounds counts.
+On a GPU the host never waits for the device, as these kernels are shorter than the calls that
+enqueue them. Variants take turns; the median of the rounds counts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def small_calls(device: torch.device, grad: bool) -> dict[str, Call]:
     replaced = target > 2
     positions = torch.tensor([2, -1], device=device)
     calls: dict[str, Call] = {
-        # With a mask it is always ours.
+        # Attention with a mask never takes the short way to PyTorch's SDPA.
         "attention": lambda: ops.attention(query, query, query, key_mask=seen),
         "attention_varlen": lambda: ops.attention_varlen(
             packed, packed, packed, starts, starts, 5, 5
@@ -74,7 +74,7 @@ def small_calls(device: torch.device, grad: bool) -> dict[str, Call]:
 
 
 def work_of(name: str, call: Call, attribute: str) -> Call:
-    """The backend's own part of a call: its function, with the arguments that it was given."""
+    """The backend's own part of a call: its function with the arguments of the call."""
     op = OPS[name.removesuffix("_varlen")]
     seen: list[Call] = []
 
@@ -99,7 +99,7 @@ def work_of(name: str, call: Call, attribute: str) -> Call:
         for backend in backends.values()
     }
     try:
-        with record_decisions():  # a call that is recorded takes no short way past its backend
+        with record_decisions():  # makes the call go through its backend, without a short way
             call()
     finally:
         op.backends.update(backends)
@@ -107,10 +107,10 @@ def work_of(name: str, call: Call, attribute: str) -> Call:
 
 
 def backward_of(call: Call) -> Call:
-    """The backward of a call, again and again over one graph."""
+    """The backward of a call, repeated on one graph."""
     out = call()
     node, leaves = out.grad_fn, []
-    while node is not None and not leaves:  # to the op's own node
+    while node is not None and not leaves:  # finds the op's own node
         leaves = [after.variable for after, _ in node.next_functions if hasattr(after, "variable")]
         node = next((after for after, _ in node.next_functions if after is not None), None)
     ones = torch.ones_like(out)
@@ -118,7 +118,7 @@ def backward_of(call: Call) -> Call:
 
 
 def nothing_backward(device: torch.device) -> Call:
-    """The backward of a graph that computes nothing: what autograd costs anyway."""
+    """The backward of a graph that computes nothing: autograd's own time."""
 
     class Nothing(torch.autograd.Function):
         @staticmethod
@@ -136,7 +136,7 @@ def nothing_backward(device: torch.device) -> Call:
 
 
 def microseconds(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
-    """Per call, every round."""
+    """Microseconds per call, by variant and round."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
         for name, call in calls.items():
@@ -146,7 +146,7 @@ def microseconds(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
             times[name].append((time.perf_counter() - started) / CALLS_A_ROUND * 1e6)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-    return {name: found[1:] for name, found in times.items()}  # the first one warms up
+    return {name: found[1:] for name, found in times.items()}  # the first round warms up
 
 
 def measure(rounds: int, device: torch.device) -> list[Row]:

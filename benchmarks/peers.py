@@ -1,9 +1,9 @@
 """The peers of the benchmarks, by their own names, as variants of a ``harness.Case``.
 
-A benchmark file lists names and gets a ``Peer`` for each. One that is not installed, or that does
-not take what the call asks for, raises ``Unavailable`` with the reason, which becomes its row. What
-a peer answers first is held to the eager reference, on the very inputs that are timed: an answer
-that differs is a row that says so, and never a speed.
+A benchmark file lists names and gets a ``Peer`` for each. A peer that is not installed, or does not
+support the call, raises ``Unavailable`` with the reason, which becomes its row. The first result of
+a peer is compared with the eager reference, on the inputs that are timed: if it differs, the row
+says so and has no speed.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 Run = Callable[..., Any]
 
-#: T5's distances from here on share their buckets.
+#: T5's distances from here on share a bucket.
 MAX_DISTANCE = 128
-#: A peer may err this many times what the reference errs, as the order of its sums is its own.
+#: A peer's error may be this many times the reference's, as it may sum in another order.
 LOOSE = 4.0
 #: Seconds that one name may compile in one process without ``--full``; its later cases are skipped.
-#: The cases of a benchmark stand in the order in which they are worth it.
+#: The cases of a benchmark are in the order of their importance.
 COMPILE_SECONDS = 40.0 if torch.cuda.is_available() else 10.0
-#: Those that compile, or try configurations out, when they are first called.
+#: Peers that compile, or autotune, when they are first called.
 COMPILES = {
     "flex_attention",
     "liger-kernel compiled",
@@ -53,14 +53,14 @@ COMPILES = {
 
 
 class Peer:
-    """A variant that is built by its first call, and held to the reference before it is timed.
+    """A variant that its first call builds, and compares with the reference before it is timed.
 
     Args:
-        name: under which the seconds of compiling are counted.
-        build: makes the function; raises Unavailable where it cannot.
+        name: the name under which seconds of compiling are counted.
+        build: makes the function; raises Unavailable if it cannot.
         reference: the eager reference of the same inputs.
         exact: builds the same function without dropout, for the comparison.
-        compiles: its first call compiles, which is rationed.
+        compiles: its first call compiles, which may take ``COMPILE_SECONDS``.
     """
 
     spent: collections.Counter[str] = collections.Counter()
@@ -75,7 +75,7 @@ class Peer:
     ) -> None:
         self.name, self.build, self.reference = name, build, reference
         self.exact, self.compiles = exact, compiles
-        #: With and without gradients a compiled function is another one.
+        #: A compiled function is compiled again with or without gradients.
         self.runs: dict[bool, Run] = {}
 
     def __call__(self, **inputs: Any) -> Any:
@@ -104,13 +104,13 @@ class Peer:
 
 
 def _unfit(error: Exception, said: list[str]) -> str:
-    """Why a library has nothing for the call; empty if the error is of another kind."""
+    """Why a library does not support the call; empty if the error is of another kind."""
     message = str(error).strip().splitlines()[0] if str(error).strip() else ""
     if isinstance(error, NotImplementedError):
         return message or "not implemented"
     if not message.startswith(("No available kernel", "No viable backend")):
         return ""
-    # PyTorch warns of what each of its kernels lacks, and of those that were not asked.
+    # PyTorch warns why each of its kernels cannot run, also of kernels that were not requested.
     lacks = [
         text.split(" (Triggered")[0]
         for text in said
@@ -120,10 +120,10 @@ def _unfit(error: Exception, said: list[str]) -> str:
 
 
 def hold(out: Tensor, reference: Run, inputs: dict[str, Any]) -> None:
-    """Raises Differs where ``out`` is further from the truth than ``LOOSE`` allows.
+    """Raise Differs if ``out`` is further from the truth than ``LOOSE`` allows.
 
-    As in ``fastplm.testing``: the truth is the reference in the next wider dtype, the measure the
-    reference's own error, and a rounding of the largest value comes on top.
+    As in ``fastplm.testing``, the truth is the reference in the next wider dtype. The limit is a
+    multiple of the reference's own error plus a rounding of the largest value.
     """
     dtype = next(value.dtype for value in inputs.values() if _is_floating(value))
     wider = torch.float64 if dtype == torch.float32 else torch.float32
@@ -139,7 +139,7 @@ def hold(out: Tensor, reference: Run, inputs: dict[str, Any]) -> None:
     rounding = torch.finfo(dtype).eps * float(gold.abs().max())
     budget = LOOSE * (float((base - gold).abs().max()) + rounding)
     error = float((out - gold).abs().max())
-    if not error <= budget:  # nor is it if it is NaN
+    if not error <= budget:  # also true if the error is NaN
         raise Differs(f"off by {error:.3g}, where {budget:.3g} is allowed")
 
 
@@ -148,23 +148,23 @@ def _is_floating(value: Any) -> bool:
 
 
 def _first(out: Any) -> Any:
-    """Some return more beside the answer."""
+    """The answer of a peer that may return further results."""
     return out[0] if isinstance(out, tuple) else out
 
 
 def plain(function: Run, reference: Run) -> Peer:
-    """PyTorch code as one writes it by hand."""
+    """A peer of hand-written PyTorch code."""
     return Peer("plain", lambda: function, reference)
 
 
 def compiled(op: str, function: Run, reference: Run | None = None, **options: Any) -> Peer:
-    """``torch.compile`` of ``function``, which is the eager reference unless that is given."""
+    """``torch.compile`` of ``function``, by default of the eager reference."""
     build = functools.partial(_compile, function, **options)
     return Peer(f"{op} compiled", build, reference or function, compiles=True)
 
 
 def _compile(function: Run, **options: Any) -> Run:
-    # Every case compiles the same functions for shapes of its own.
+    # Every case compiles the same functions for its own shapes.
     torch._dynamo.config.recompile_limit = 256
     torch._dynamo.config.accumulated_recompile_limit = 1024
     return torch.compile(function, **options)
@@ -182,7 +182,7 @@ def _library(package: str, module: str, cuda: bool = True) -> ModuleType:
         _needs_cuda()
     try:
         return importlib.import_module(module)
-    # Made for another PyTorch, a library can die of anything while it is imported.
+    # A library made for another PyTorch may raise any error while it is imported.
     except Exception as error:
         first = str(error).strip().split("\n")[0]
         raise Unavailable(f"{package} does not import: {first[:120]}") from error
@@ -192,7 +192,7 @@ def _library(package: str, module: str, cuda: bool = True) -> ModuleType:
 
 
 def attention(names: Iterable[str], call: AttentionCall, reference: Run) -> dict[str, Peer]:
-    """Peers by name; ``reference`` is the eager one without dropout, whose bits are its own."""
+    """Peers by name; ``reference`` is the eager one without dropout, as peers draw other bits."""
     exact = replace(call, dropout_p=0.0)
     return {
         name: Peer(
@@ -226,7 +226,7 @@ def sdpa(call: AttentionCall, backend: SDPBackend | None = None) -> Run:
     if backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
         _needs_cuda()
     _takes_no(call, "ragged batch")
-    # Its causality is top-left aligned, and the one query of a decoding step sees every key.
+    # SDPA aligns causality at the top left; the one query of a decoding step sees every key.
     is_causal = call.is_causal and call.seqlen_q > 1
 
     def run(query, key, value, key_mask=None, attn_mask=None, weight=None):
@@ -273,7 +273,7 @@ def varlen_attn(call: AttentionCall) -> Run:
 
 
 def flex(call: AttentionCall) -> Run:
-    """Padding and ragged batches by a block mask, T5's bias by a score_mod."""
+    """Padding and packed batches by a block mask, T5's bias by a score_mod."""
     _takes_no(call, "dropout", "ragged causal batch")
     if default_device().type == "cpu" and torch.is_grad_enabled():
         raise Unavailable("has no backward on a CPU")
@@ -304,7 +304,8 @@ def flex(call: AttentionCall) -> Run:
 
 @functools.lru_cache(maxsize=2)
 def _block_mask(call: AttentionCall, device: torch.device):
-    """Made once, as a model makes it once for all of its layers; all inputs have these lengths."""
+    """The block mask, made once, as in a model for all of its layers. All inputs have the same
+    lengths."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     lengths_k = torch.tensor(call.lengths(call.seqlen_k), device=device)
@@ -364,7 +365,7 @@ def xformers(call: AttentionCall) -> Run:
     library = _library("xformers", "xformers.ops")
     masks = importlib.import_module("xformers.ops.fmha.attn_bias")
     bias = None
-    if call.ragged:  # made once, as a model makes it once for all of its layers
+    if call.ragged:  # made once, as in a model for all of its layers
         lengths = call.lengths(call.seqlen_q), call.lengths(call.seqlen_k)
         bias = masks.BlockDiagonalMask.from_seqlens(*lengths)
         bias = bias.make_causal_from_bottomright() if call.is_causal else bias
@@ -394,7 +395,7 @@ def xformers(call: AttentionCall) -> Run:
 
 
 def _dense_bias(weight: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """[1, H, Tq, Tk]."""
+    """The bias [1, H, Tq, Tk]."""
     return weight[_buckets(seqlen_q, seqlen_k, weight.device)].permute(2, 0, 1)[None]
 
 
@@ -442,7 +443,7 @@ def linear_cross_entropy(names: Iterable[str], call: LossCall, reference: Run) -
 
 
 def full_logits(call: LossCall) -> Run:
-    """What ``transformers.BertForMaskedLM`` does, and a hand-written ELECTRA with its logits."""
+    """All logits, as ``transformers.BertForMaskedLM`` computes them, and hand-written ELECTRAs."""
 
     def run(input, linear_weight, target, linear_bias=None, seed=None):
         logits = F.linear(input, linear_weight, linear_bias)
@@ -456,7 +457,7 @@ def full_logits(call: LossCall) -> Run:
 
 
 def rows_that_count(function: Run) -> Run:
-    """Select the rows first, as a hand-written head does: it waits for the device to count them."""
+    """Select the rows first, as in a hand-written head, which waits for the device's count."""
 
     def run(input, linear_weight, target, **rest):
         counts = (target != -100).nonzero().squeeze(1)
@@ -491,7 +492,7 @@ def cut_cross_entropy(call: LossCall, cuda: bool = True, **options: Any) -> Run:
     _draws_no_sample(call)
     loss = _library("cut-cross-entropy", "cut_cross_entropy", cuda).linear_cross_entropy
     if call.bias and "bias" not in inspect.signature(loss).parameters:
-        raise Unavailable("takes no bias")  # as of 25.1.1, which is what pip installs
+        raise Unavailable("takes no bias")  # true of 25.1.1, which pip installs
 
     def run(input, linear_weight, target, linear_bias=None):
         bias = {} if linear_bias is None else {"bias": linear_bias}

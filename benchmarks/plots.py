@@ -2,8 +2,8 @@
 
 For each machine with rows, IMAGES/<picture>-<machine>.png: "roofline" (each kernel under what the
 machine can do), "speed" (bars against peers), "padding" (a model's step by its share of padding)
-and "memory" (a loss by the size of its vocabulary). A picture whose rows are not there is not
-drawn, and it is said which rows those are.
+and "memory" (a loss by the size of its vocabulary). A picture without its rows is not drawn; a
+message names the missing rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Key = tuple[str, str, str]
 
 OURS = "fastplm"
 KEY = ("op", "case", "direction", "variant")
-# Okabe and Ito's colours, which the colour-blind tell apart.
+# Okabe and Ito's colours, which colour-blind people can tell apart.
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, YELLOW = (
     *("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442"),
 )
@@ -40,7 +40,7 @@ COLOURS = {
     "corrupt_spans": SKY,
     "bart_noise": GREY,
 }
-#: Cases in the picture of bars, where it is more than one.
+#: The number of an op's cases in the picture of bars, if more than one.
 SHOWN = {"attention": 3, "linear_cross_entropy": 3, "bert": 2}
 MARKERS = {"forward": "o", "backward": "v", "training": "s"}
 
@@ -49,14 +49,14 @@ MARKERS = {"forward": "o", "backward": "v", "training": "s"}
 
 
 def latest_rows(folder: Path) -> list[Row]:
-    """The rows of each (op, case, direction) under a machine's folder, all of its last run: what is
-    compared was measured in turns."""
+    """The rows of each (op, case, direction) under a machine's folder, from its last run alone, as
+    only variants that took turns can be compared."""
     latest: dict[Key, dict[str, Row]] = {}
     for path in sorted(folder.glob("*.csv")):
         with path.open(newline="") as file:
             reader = csv.DictReader(file)
             if not set(KEY) <= set(reader.fieldnames or ()):
-                continue  # a table of another kind, as that of fine-tuning
+                continue  # a table of another kind, such as that of fine-tuning
             for row in reader:
                 variants = latest.setdefault((row["op"], row["case"], row["direction"]), {})
                 if any(other["date"] != row["date"] for other in variants.values()):
@@ -66,7 +66,7 @@ def latest_rows(folder: Path) -> list[Row]:
 
 
 def number(row: Row, name: str) -> float | None:
-    """A column as a number; None where it is empty, or where the row is older than the column."""
+    """A column as a number; None if it is empty, or if the row is older than the column."""
     text = row.get(name)
     return float(text) if text else None
 
@@ -81,25 +81,25 @@ def by_case(rows: Iterable[Row]) -> dict[Key, dict[str, Row]]:
 
 
 def fastest_other(variants: dict[str, Row]) -> Row | None:
-    """The fastest of all that is neither ours nor the reference."""
+    """The fastest variant that is neither fastplm nor the reference."""
     others = [
         row
         for name, row in variants.items()
-        # What names its own answer wrong is a mark, no peer.
+        # A variant that calls its own result wrong is a mark to compare with, not a peer.
         if name != "eager" and not name.startswith((OURS, "eager,")) and "wrong" not in name
     ]
     return min(others, key=lambda row: float(row["p50_us"]), default=None)
 
 
 def of_one_machine(rows: Iterable[Row]) -> list[Row]:
-    """Those of the machine that the newest row is of: times of two do not belong in one picture."""
+    """The rows of the newest row's machine: one picture must not mix two machines' times."""
     rows = list(rows)
     newest = max(rows, key=lambda row: row["date"], default=None)
     return [row for row in rows if newest and row["machine"] == newest["machine"]]
 
 
 def machine_text(rows: Iterable[Row]) -> str:
-    """Where the rows were measured, and with what the newest was."""
+    """The machine of the rows, and the versions of the newest row."""
     row = max(rows, key=lambda row: row["date"])
     commit = row["commit"].replace("-dirty", " with local changes")
     return (
@@ -128,7 +128,7 @@ def _clean(axes: Axes, grid: str = "both") -> None:
 
 
 def roofline(rows: list[Row]) -> Figure | str:
-    """Rate by arithmetic intensity; what does no arithmetic stands beside it, by its bandwidth."""
+    """Rate by arithmetic intensity; beside it, the bandwidth of kernels without arithmetic."""
     from matplotlib.lines import Line2D
 
     def rates(row: Row | None) -> tuple[float, float] | None:
@@ -211,7 +211,7 @@ def roofline(rows: list[Row]) -> Figure | str:
         textcoords="offset points",
         fontsize=9,
     )
-    # What lies in a cache does better than the roofline.
+    # Inputs in a cache may exceed the roofline.
     most = max(peak, *(rates(row)[1] for row in drawn if row["variant"] == OURS))
     right.set(xscale="log", yscale="log", xlim=(low, high), ylim=(None, 1.6 * most))
     right.set_xlabel("FLOP per byte that the task needs", fontsize=10)
@@ -250,8 +250,8 @@ def roofline(rows: list[Row]) -> Figure | str:
 
 
 def speed(rows: list[Row]) -> Figure | str:
-    """Two bars a case, how many times faster than the eager reference are the default path and the
-    fastest of all that is not ours, by name; the first cases of each op."""
+    """Two bars a case: how many times faster than the eager reference fastplm is, and the fastest
+    other variant, by name. Only the first cases of each op are shown."""
     rows = of_one_machine(row for row in rows if row["op"] != "loss_memory")
     cases = {
         key: found
@@ -263,13 +263,13 @@ def speed(rows: list[Row]) -> Figure | str:
     compared = [(found[OURS], other) for found in cases.values() if (other := fastest_other(found))]
     ahead = sum(float(ours["p50_us"]) <= float(other["p50_us"]) for ours, other in compared)
     used = [found[OURS] for found in cases.values()]
-    # Of a whole step rather than its forward half, where there is both.
+    # A whole step is shown rather than its forward half, if there are both.
     shown: dict[str, list[Key]] = {}
     for key in sorted(cases, key=lambda key: key[2] == "forward"):
         of_op = shown.setdefault(key[0], [])
         if len(of_op) < SHOWN.get(key[0], 1) and all(key[1] != case for _, case, _ in of_op):
             of_op.append(key)
-    # Kernels, then models, then what prepares data.
+    # Kernels, then models, then the preparation of data.
     host = {"collators", "index"}
     models = sorted(set(shown) - set(COLOURS) - host)
     order = [op for op in (*COLOURS, *models, *sorted(host)) if op in shown]
@@ -321,7 +321,7 @@ _PEERS = {
 
 
 def padding(rows: list[Row]) -> Figure | str:
-    """Times faster than Transformers' class, by share of padding: a panel a setting."""
+    """How many times faster than Transformers' class, by share of padding; one panel a setting."""
     from matplotlib.patheffects import withStroke
 
     panels: dict[str, dict[int, dict[str, Row]]] = {}
@@ -354,7 +354,7 @@ def padding(rows: list[Row]) -> Figure | str:
     axes_row = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (setting, found) in zip(axes_row, panels.items(), strict=True):
         shares = sorted(found)
-        # Of those closer to each other the labels would be, too.
+        # If shares are closer to each other, their labels would overlap.
         apart = {b for a, b in zip([-10, *shares], shares, strict=False) if b - a >= 10}
         axes.axhline(1, color="black", linewidth=0.9)
         for peer, (colour, marker, name) in _PEERS.items():
@@ -362,7 +362,7 @@ def padding(rows: list[Row]) -> Figure | str:
             if not at:
                 continue
             middle = [gain(found[share], peer) for share in at]
-            # The widest ratio that the middle three fifths of both sides' times allow.
+            # The widest range of ratios that the middle three fifths of both variants' times allow.
             low = [gain(found[share], peer, "p80_us", "p20_us") for share in at]
             high = [gain(found[share], peer, "p20_us", "p80_us") for share in at]
             spread = [
@@ -404,7 +404,7 @@ def padding(rows: list[Row]) -> Figure | str:
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}×")
         _clean(axes, "y")
     axes_row[0].set_ylabel("times as fast", fontsize=10)
-    # Where the lines leave the most room above them.
+    # The legend stands where the lines leave the most room above them.
     free = min(axes_row, key=lambda axes: max(max(line.get_ydata()) for line in axes.lines))
     free.legend(loc="upper left", fontsize=9, frameon=False)
     return figure
@@ -433,7 +433,7 @@ def memory(rows: list[Row]) -> Figure | str:
             found.setdefault(row["variant"], {})[size] = peak
             used.append(row)
             setting = match["setting"]
-            # Of the rows, the weight and the bias.
+            # The gradients of the rows, the weight and the bias.
             entries = (int(match["rows"]) + size) * int(match["width"]) + size
             gradients[size] = entries * (4 if match["dtype"] == "fp32" else 2) / 2**20
     if not {"full logits", HEADS} <= set(found):
@@ -479,7 +479,7 @@ def draw(
     """The pictures of one machine's rows as images/<picture><suffix>.png, ``without`` some ops.
 
     Returns:
-        The files, and for each picture that is not drawn its name and why.
+        The files, and the name and reason of each picture that is not drawn.
     """
     rows = [row for row in latest_rows(folder) if row["op"] not in without]
     images.mkdir(parents=True, exist_ok=True)

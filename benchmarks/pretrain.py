@@ -2,13 +2,13 @@
 
     python benchmarks/pretrain.py --rows benchmarks/results [--steps 60] [--arch electra-small]
 
-A step is everything: masking, generator, sampling, discriminator, backward, clipping and AdamW, in
+A step includes masking, generator, sampling, discriminator, backward, clipping and AdamW, in
 bfloat16 by autocast with the published dropout. Both trainings start from the same weights and see
-the same text, whose tokens are random, some far more frequent than others. Their losses must be as
-close as two trainings in which nothing but dropout's bits and fp32 differ; otherwise the graph has
-no speed. Rows of op "electra_pretraining", losses in electra_pretraining_losses.csv, and the
-kernels of a step in profile.csv. Without CUDA the plain step takes the graph's place, and the rows
-say so.
+the same text of random tokens, some far more frequent than others. Their losses must be as close as
+those of two trainings that differ only in dropout's bits and in bf16 or fp32; otherwise the graph
+has no speed. The rows have the op "electra_pretraining". Losses are in
+electra_pretraining_losses.csv, and the kernels of a step in profile.csv. Without CUDA the plain
+step replaces the graph, and the rows say so.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from fastplm.nn import TokenMasker
 from fastplm.train.flops import training_flops
 from fastplm.train.presets import configuration
 
-#: Steps before the graph is captured, and before times count.
+#: Steps before the graph is captured, and steps before times count.
 WARM_UP = 4
 PARTS = ("mlm_loss", "rtd_loss")
 PLAIN, GRAPH = "fastplm", "fastplm, CUDA graph"
 MASK_TOKEN = 103
-#: Ids below it are special tokens, in BERT's vocabulary.
+#: Ids below this one are special tokens in BERT's vocabulary.
 FIRST_TOKEN = 1000
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained; ``dropout_seed`` and ``bf16`` are what the budget of the losses varies."""
+    """A training's settings; for the budget of the losses ``dropout_seed`` and ``bf16`` vary."""
 
     arch: str
     batch: int
@@ -62,7 +62,7 @@ class Setting:
 
 @dataclass
 class Training:
-    """What a training leaves: the parts of its losses [steps, 2], seconds a step, bytes at most."""
+    """A training's results: the parts of its losses [steps, 2], seconds a step, most bytes."""
 
     losses: Tensor
     seconds: list[float]
@@ -72,7 +72,7 @@ class Training:
 
 
 class Model:
-    """Model, optimizer and the batch at hand, which lies in buffers that a graph can read."""
+    """Model, optimizer and the current batch, which is in buffers that a graph can read."""
 
     def __init__(self, setting: Setting, device: torch.device) -> None:
         self.setting, self.device = setting, device
@@ -104,10 +104,10 @@ class Model:
 
     def load(self, step: int) -> None:
         self.ids.copy_(self.text[step])
-        self.index += self.setting.batch  # samples by their place in the training stream
+        self.index += self.setting.batch  # the sample indices
 
     def step(self) -> Tensor:
-        """One step on the batch at hand; the parts of its loss [2]."""
+        """Run one step on the current batch. Returns the parts of its loss [2]."""
         self.optimizer.zero_grad(set_to_none=True)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.setting.bf16):
             masked = self.masker(self.ids, None, self.index)
@@ -123,7 +123,7 @@ class Model:
         return torch.stack([out.mlm_loss.float(), out.rtd_loss.float()])
 
     def captured(self) -> Callable[[], Tensor]:
-        """The step as one graph; without CUDA, where there are none, the step."""
+        """The step as one graph; without CUDA, which has the graphs, the plain step."""
         if self.device.type != "cuda":
             return self.step
         graph = torch.cuda.CUDAGraph()
@@ -138,13 +138,13 @@ class Model:
         return replay
 
     def flops(self) -> float:
-        """That a step needs."""
+        """The FLOPs of a step."""
         batch, length = self.ids.shape
         return float(training_flops(self.model.config, [length] * batch))
 
 
 def train(setting: Setting, device: torch.device, graph: bool = False) -> Training:
-    """The losses and times of all steps; with ``graph``, all but the first few are replays."""
+    """The losses and times of all steps; with ``graph``, steps after the first few are replays."""
     on_gpu = device.type == "cuda"
     gc.collect()
     if on_gpu:
@@ -159,7 +159,7 @@ def train(setting: Setting, device: torch.device, graph: bool = False) -> Traini
             step = model.captured()
         marks.append(_mark(on_gpu))
         if side is not None and number < WARM_UP:
-            # As a capture wants it: what is allocated lazily is so on another stream.
+            # A capture asks for this: lazy allocations happen on another stream, before it.
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 model.load(number)
@@ -176,7 +176,7 @@ def train(setting: Setting, device: torch.device, graph: bool = False) -> Traini
     else:
         peak = peak_bytes(step, device)
         seconds = [b - a for a, b in zip(marks, marks[1:], strict=False)]
-    curve = torch.stack(losses).cpu()  # before the profile trains on
+    curve = torch.stack(losses).cpu()  # copied before the profile trains further
     return Training(
         losses=curve,
         seconds=seconds[WARM_UP + 1 :],
@@ -195,7 +195,7 @@ def _mark(on_gpu: bool):
 
 
 def row(setting: Setting, variant: str, training: Training | None, status: str) -> harness.Row:
-    """The row of a training; of one that went wrong, without its speed."""
+    """The row of a training; without a speed if the training went wrong."""
     device = harness.default_device()
     label = str(setting)
     if device.type != "cuda" and variant == GRAPH:
@@ -224,13 +224,13 @@ def row(setting: Setting, variant: str, training: Training | None, status: str) 
 
 
 def verdict(plain: Tensor, graph: Tensor, other: Tensor) -> str:
-    """ "ok" if the graph's losses are as close to the plain ones as those of the other training."""
+    """ "ok" if the graph's losses are as close to the plain step's as the other training's are."""
     budget = (plain - other).abs().amax(0)
     error = (plain - graph).abs().amax(0)
     wrong = [
         f"{name} off by {error[i]:.3g}, where {budget[i]:.3g} is allowed"
         for i, name in enumerate(PARTS)
-        if not error[i] <= budget[i]  # nor is it if it is NaN
+        if not error[i] <= budget[i]  # also true if the error is NaN
     ]
     return f"refused: {'; '.join(wrong)}" if wrong else "ok"
 
@@ -274,12 +274,12 @@ def main() -> int:
     )
     try:
         trainings[GRAPH] = train(setting, device, graph=True)
-        # The other training: dropout's bits and the precision are all that differs.
+        # The other training differs only in dropout's bits and the precision.
         other = replace(setting, bf16=False, dropout_seed=1)
         trainings["fp32, other dropout"] = train(other, device)
         plain, graph, other = (training.losses for training in trainings.values())
         status = verdict(plain, graph, other)
-    except Exception as error:  # a row, as with every variant that fails
+    except Exception as error:  # becomes a row, like that of every variant that fails
         status = f"failed: {type(error).__name__}: {next(iter(str(error).splitlines()), '')[:160]}"
     written = row(setting, GRAPH, trainings.get(GRAPH), status)
     harness.write_rows([written], options.rows)

@@ -1,9 +1,10 @@
-"""Which kernels the time goes to: ``python benchmarks/profile_kernels.py --rows DIR``.
+"""The time of each kernel of a call: ``python benchmarks/profile_kernels.py --rows DIR``.
 
-Reads the rows under DIR to begin with the three that are furthest from their targets, goes on with
-the first case of each other benchmark, and appends what PyTorch's profiler saw of the default path
-to DIR/<machine>/profile.csv: launches and microseconds a call by kernel (on a CPU: by operator). If
-Nsight Compute is on the PATH, it is asked about the kernels of the three, into ncu.csv.
+Reads the rows under DIR and profiles the three that are furthest from their targets, then the first
+case of each other benchmark, always with fastplm's default. PyTorch's profiler gives launches and
+microseconds a call by kernel (on a CPU: by operator), which are appended to
+DIR/<machine>/profile.csv. If Nsight Compute is on the PATH, its figures for the kernels of the
+three are appended to ncu.csv.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ import plots
 import targets
 
 CALLS = 5
-#: Kernels of a case that get a row of their own.
+#: The number of kernels of a case that get their own row.
 KEPT = 12
 FIELDS = (
     *("date", "machine", "torch", "triton", "commit", "op", "case", "direction"),
     *("kernel", "launches", "us", "share"),
 )
-#: Of Nsight Compute: the metric, and the column it is kept in.
+#: Nsight Compute's metrics, and their columns.
 METRICS = {
     "gpu__time_duration.sum": "ncu_time",
     "dram__throughput.avg.pct_of_peak_sustained_elapsed": "dram_percent",
@@ -56,17 +57,17 @@ def cases(op: str) -> list[harness.Case]:
 
 
 def ops() -> list[str]:
-    """Names of the benchmarks; several may have cases of one op, and one cases of several."""
+    """Names of the benchmarks. Several may have cases of one op, and one may have several ops."""
     here = Path(__file__).resolve().parent
     return sorted(path.stem.removeprefix("test_") for path in here.glob("test_*.py"))
 
 
 def chosen(rows: Sequence[plots.Row], machine: str) -> Iterator[tuple[harness.Case, str, bool]]:
-    """A case, a direction and whether it is one of the worst, in the order of their interest."""
+    """Cases to profile with a direction and whether it is one of the three, these first."""
     seen = set()
     benchmarks = ops()
     for _, row in targets.worst(targets.Rows(rows), machine):
-        # Where a benchmark has that row's op, it is named after it, or after what it belongs to.
+        # The benchmark with the name of the row's op is searched first.
         for name in sorted(benchmarks, key=lambda name: name != row["op"]):
             wanted = (row["op"], row["case"])
             found = [case for case in _known(name) if (case.op, case.label) == wanted]
@@ -84,7 +85,7 @@ def chosen(rows: Sequence[plots.Row], machine: str) -> Iterator[tuple[harness.Ca
 def _known(name: str) -> list[harness.Case]:
     try:
         return cases(name)
-    except Exception as error:  # a benchmark that cannot be imported here; the others can
+    except Exception as error:  # a benchmark that cannot be imported must not stop the others
         print(f"no cases of {name}: {type(error).__name__}: {error}")
         return []
 
@@ -94,7 +95,7 @@ def _learns(case: harness.Case) -> bool:
 
 
 def call_of(case: harness.Case, direction: str, device: torch.device) -> Callable[[], object]:
-    """What the row of that direction times; of a backward, its forward too."""
+    """The call that the row of that direction times; a backward includes its forward."""
     function = case.variants[plots.OURS]
     wrt = () if direction == "forward" else tuple(case.wrt)
     inputs = {
@@ -129,7 +130,7 @@ def profile(call: Callable[[], object], device: torch.device, calls: int = CALLS
     found: dict[str, tuple[float, float]] = {}
     if on_gpu:
         for event in profiler.profiler.kineto_results.events():
-            # The host's named ranges are drawn on the device's line, too.
+            # The profiler also lists the host's named ranges as events of the device.
             if event.device_type() == DeviceType.CUDA and not event.is_user_annotation():
                 launches, spent = found.get(event.name(), (0, 0.0))
                 found[event.name()] = launches + 1, spent + event.duration_ns() / 1e3
@@ -175,7 +176,7 @@ def _append(path: Path, names: Sequence[str], rows: Sequence[dict[str, Any]]) ->
 
 
 def ask_ncu(folder: Path, case: harness.Case, direction: str, limit: float = 60) -> str:
-    """Append Nsight Compute's figures of one call to ncu.csv; returns what came of it."""
+    """Append Nsight Compute's figures of one call to ncu.csv. Returns a line about the outcome."""
     command = [
         *("ncu", "--csv", "--page", "raw", "--metrics", ",".join(METRICS)),
         *("--profile-from-start", "off", "--launch-count", "40"),
@@ -202,7 +203,7 @@ def ask_ncu(folder: Path, case: harness.Case, direction: str, limit: float = 60)
 
 
 def read_ncu(text: str) -> list[dict[str, str]]:
-    """The launches in what ``ncu --csv --page raw`` prints: names, then units, then a line each."""
+    """The launches in the output of ``ncu --csv --page raw``: names, units, a line a launch."""
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:
@@ -257,7 +258,7 @@ def main() -> int:
         title = f"{case.op}, {case.label}, {direction}"
         try:
             profiled = profile(call_of(case, direction, device), device)
-        # What cannot run has a row in the benchmark that says so; the others are profiled.
+        # A case that cannot run has a row of the benchmark that says so; profile the others.
         except Exception as error:
             failed += 1
             print(f"FAILED {title}: {type(error).__name__}: {str(error).splitlines()[:1]}")

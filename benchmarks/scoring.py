@@ -2,10 +2,10 @@
 
 fastplm is also run with ``torch.set_float32_matmul_precision("high")``.
 
-The same texts under the same weights, each run in a process of its own: first the tokenizer and the
-model are loaded and a short text is scored, then the clock starts. Memory is the highest resident
-size from there on (VmHWM, which Linux resets) less the resident size before. They take turns,
-and the shortest time counts. minicons gets so many texts at a time (``--batches``).
+The texts and the weights are the same, and each run has its own process: first the tokenizer and
+the model are loaded and a short text is scored, then the clock starts. Memory is the highest
+resident size from there on (VmHWM, which Linux resets) less the resident size before. The libraries
+take turns, and the shortest time counts. minicons gets ``--batches`` texts at a time.
 
 A checkpoint without a head for masked tokens gets one, with random weights and the tied embeddings.
 The decoder is a GPT-2 with random weights, of the same width and depth, its vocabulary trained on
@@ -69,7 +69,7 @@ def minicons(folder: str, metric: str, batch: int) -> Any:
     import transformers
     from minicons import scorer
 
-    # minicons 0.3.39 calls it by its name in Transformers 4.
+    # minicons 0.3.39 uses a name of Transformers 4.
     base: Any = transformers.PreTrainedTokenizerBase
     if not hasattr(base, "batch_encode_plus"):
         base.batch_encode_plus = base.__call__
@@ -86,7 +86,7 @@ def minicons(folder: str, metric: str, batch: int) -> Any:
         for start in range(0, len(texts), batch):
             for text in model.token_score(texts[start : start + batch], **options):
                 scores = [score for _, score in text]
-                # To the first token of a decoder it gives 0.
+                # minicons gives a decoder's first token the score 0.
                 found.append(scores[1:] if metric == "log-likelihood" else scores)
         return found
 
@@ -103,7 +103,7 @@ def child(settings: dict[str, Any]) -> dict[str, Any]:
         torch.set_float32_matmul_precision("high")
     run = make(settings["folder"], settings["metric"], settings["batch"])
     run([_WARM_UP])
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM is VmRSS again
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to VmRSS
     before, began = memory("VmRSS"), time.perf_counter()
     scores = run(texts)
     seconds = time.perf_counter() - began
@@ -114,7 +114,7 @@ def child(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_models(checkpoint: Path, texts: list[str], folder: Path) -> tuple[str, str]:
-    """Folders of a masked language model and of a decoder."""
+    """Folders with a masked language model and with a decoder."""
     import torch
     import transformers
 

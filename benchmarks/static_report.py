@@ -1,29 +1,29 @@
-"""What the kernels' machine code allows, for a machine without a GPU, and whether it got worse.
+"""What the kernels' machine code allows, found without a GPU, and whether the code got worse.
 
     python benchmarks/static_report.py             compile, write the rows and the page
     python benchmarks/static_report.py --check     compile, name every kernel that got worse
     python benchmarks/static_report.py --long      compile all configurations for all architectures:
                                                    the rows of results/static/long.csv and the page
 
-The last takes about two hours on 2 cores, if no row is of today's code; a row that is one is kept.
+``--long`` takes about two hours on 2 cores if every row is out of date. A row of today's code is
+kept.
 
-Every kernel in every shipped configuration becomes machine code for sm_80, sm_90 and sm_100. A row
-of ``results/static/kernels.csv``, and of docs/kernels.md, which explains its columns, says of the
-inner loop: its instructions by kind, the cycles of an iteration by the unit that is busy for them,
-the largest of these (the bound), and the FLOPs and bytes of the tile with the cycles of the
-roofline. Nothing in it is measured; it is exact, so that a regression in generated code shows where
-no GPU is.
+Every kernel in every shipped configuration is compiled for sm_80, sm_90 and sm_100. A row of
+``results/static/kernels.csv``, and of docs/kernels.md, which explains the columns, describes the
+inner loop: its instructions by kind, the cycles of an iteration by unit, the largest of these (the
+bound), and the FLOPs and bytes of the tile with the cycles of the roofline. The numbers are exact,
+as nothing is measured. So a regression in generated code shows without a GPU.
 
-How to read a row: ``bound_cycles`` over ``roofline_cycles`` is how far the instructions are from
-the tile's own work. A matmul loop is ideal at 1; a kernel without matmuls waits for memory alone
-below 1, and above 1 its instructions are what takes the time. ``bound_unit`` names the unit to
-relieve. Few ``warps_per_sm`` mean that a loop will hardly reach its bound.
+How to read a row: ``bound_cycles`` over ``roofline_cycles`` says how far the instructions are from
+the tile's own work. A matmul loop is ideal at 1. A kernel without matmuls waits for memory alone
+below 1; above 1 its instructions take the time. ``bound_unit`` names the unit to relieve. With few
+``warps_per_sm`` a loop will hardly reach its bound.
 
-Worse, for ``--check``, is: a bound of more cycles for the same work (FLOPs of the tile, or bytes
-where it has no matmul, so that tiles of another size compare), more bytes for the same FLOPs, more
-registers or spills, fewer warps on an SM, or matmuls that lost HGMMA. There is no tolerance, as
-nothing is noisy: a change that is meant to cost something says so by writing the file again. A file
-of another Triton version has other code and cannot be compared.
+For ``--check`` these are worse: a bound of more cycles for the same work (FLOPs of the tile, or
+bytes without a matmul, so that tiles of different size can be compared), more bytes for the same
+FLOPs, more registers or spills, fewer warps on an SM, or matmuls without HGMMA that had it. Every
+difference counts, as nothing is noisy: for a change that should cost something, write the file
+again. A file of another Triton version has other code and cannot be compared.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def write(path: Path, lines: list[Row]) -> None:
 
 
 def long_row(op: str, arch: int, digest: str, reports: Iterable[Report]) -> Row:
-    """Of an op on one architecture in all configurations: which launches may not ship, and why."""
+    """The row of an op on one architecture, in all configurations: the launches that may not ship,
+    and why."""
     reports = list(reports)
     bad = sorted({f"{r.kernel} [{r.case}]: {why}" for r in reports for why in r.problems()})
     numbers = dict(
@@ -162,7 +163,7 @@ def text(reports: Iterable[Report]) -> str:
 
 
 def write_long(row: Row) -> None:
-    """One row of ``long_row``, in the file and in the page."""
+    """Write one row of ``long_row`` to the file and the page."""
     lines = {(line["op"], line["arch"]): line for line in (read(LONG) if LONG.exists() else [])}
     lines[row["op"], row["arch"]] = row
     write(LONG, [lines[key] for key in sorted(lines, key=lambda key: (key[0], int(key[1])))])
@@ -182,7 +183,8 @@ def stale(lines: Iterable[Row], archs: Iterable[int]) -> dict[tuple[str, int], s
 
 
 def compile_stale(archs: Iterable[int]) -> int:
-    """Compile what has no row of today's code, a process a core; returns how many may not ship."""
+    """Compile what has no row of today's code, one process a core. Returns how many launches may
+    not ship."""
     wanted, bad = stale(read(LONG) if LONG.exists() else [], archs), 0
     print(f"{len(wanted)} lists to compile")
     with concurrent.futures.ProcessPoolExecutor() as pool:
@@ -201,7 +203,7 @@ def by_key(lines: Iterable[Row]) -> dict[Key, Row]:
 
 
 def _cycles_per_work(row: Row) -> float:
-    """A smaller tile takes fewer cycles an iteration and more iterations."""
+    """Cycles for the same work: a smaller tile has shorter iterations, but more of them."""
     return float(row["bound_cycles"]) / (int(row["tile_flops"]) or int(row["tile_bytes"]) or 1)
 
 
@@ -213,7 +215,7 @@ def _column(name: str, sign: int = 1) -> Callable[[Row], float]:
     return lambda row: sign * float(row[name])
 
 
-#: What may not grow, and the columns that say how.
+#: Numbers that may not grow, and the columns that explain them.
 _MEASURES: Mapping[str, tuple[Callable[[Row], float], tuple[str, ...]]] = {
     "more cycles for the same work": (
         _cycles_per_work,
@@ -228,7 +230,7 @@ _MEASURES: Mapping[str, tuple[Callable[[Row], float], tuple[str, ...]]] = {
 
 
 def worse(now: Iterable[Row], before: Iterable[Row]) -> list[str]:
-    """A line for every kernel that is in both lists and got worse: which, in what, from and to."""
+    """A line for every kernel of both lists that got worse: its name, and the numbers."""
     known = by_key(before)
     found = []
     for key, row in by_key(now).items():
@@ -250,7 +252,7 @@ def worse(now: Iterable[Row], before: Iterable[Row]) -> list[str]:
 
 
 def changed(now: Iterable[Row], before: Iterable[Row]) -> list[str]:
-    """A line for every kernel that is new, gone, or not what the file says."""
+    """A line for every kernel that is new, gone, or differs from the file."""
     now, before = by_key(now), by_key(before)
     found = [f"{name_of(key)}: gone" for key in before if key not in now]
     for key, row in now.items():
@@ -268,7 +270,7 @@ def name_of(key: Key) -> str:
 
 
 def not_comparable(before: Iterable[Row]) -> str | None:
-    """Why machine code of now cannot be held against these rows; None if it can."""
+    """Why today's machine code cannot be compared with these rows; None if it can."""
     versions = {row["triton"] for row in before}
     if versions == {triton.__version__}:
         return None

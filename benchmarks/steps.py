@@ -1,8 +1,8 @@
 """A pre-training step of every family, forward and backward, against Transformers' own models.
 
-All paths have the same weights and see the same batch: random tokens, with as much padding as the
-case says, at the right. On a GPU the published sizes, in bf16 by autocast with dropout 0.1; on a
-CPU a narrow model with the real vocabulary. FLOPs are counted by ``fastplm.train.flops``.
+All variants have the same weights and see the same batch: random tokens, with the case's share of
+padding at the right. A GPU runs the published sizes, in bf16 by autocast with dropout 0.1; a CPU
+runs a narrow model with the real vocabulary. FLOPs are counted by ``fastplm.train.flops``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GPU = default_device().type == "cuda"
 MASK_ID = 103
 IGNORED = -100
 
-if GPU:  # every case compiles the same functions for shapes of its own
+if GPU:  # every case compiles the same functions for its own shapes
     torch._dynamo.config.recompile_limit = 256
     torch._dynamo.config.accumulated_recompile_limit = 1024
 
@@ -47,11 +47,11 @@ Config = Any
 
 @dataclass(frozen=True)
 class Step:
-    """A batch of ``batch`` x ``seqlen`` slots of which ``padding`` are empty, for a model.
+    """A batch of ``batch`` x ``seqlen`` tokens, a share ``padding`` of them padding, for a model.
 
     Args:
         arch: family and size, as in ``fastplm.train.presets``.
-        vocab: of the model; None = the published one.
+        vocab: size of the model's vocabulary; None = the published one.
     """
 
     arch: str
@@ -79,29 +79,29 @@ class Step:
             dropout=self.dropout,
             attention_dropout=self.dropout,
         )
-        made.use_cache = False  # which nobody reads while training
+        made.use_cache = False  # a training reads no cache
         return made
 
     def lengths(self) -> Tensor:
-        """[B], evenly spread around their mean, the longest ``seqlen`` where that is possible."""
+        """The lengths [B], evenly spread around their mean, the longest ``seqlen`` if possible."""
         mean = self.seqlen * (1 - self.padding)
         spread = min(self.seqlen - mean, mean - 2)
         steps = torch.linspace(-1, 1, self.batch)
         return (mean + spread * steps).round().long()
 
     def target_lengths(self) -> Tensor:
-        """[B], of the decoder."""
+        """The lengths [B] of the decoder."""
         return (self.lengths() * self.family.target_share).long().clamp(min=2)
 
     @property
     def flops(self) -> int:
-        """Of forward and backward."""
+        """The FLOPs of forward and backward."""
         targets = self.target_lengths().tolist() if self.family.target_share else ()
         return training_flops(self.config(), self.lengths().tolist(), targets, masked=MASKED)
 
     @property
     def tokens(self) -> int:
-        """Of encoder and decoder together; padding is none."""
+        """The number of tokens of encoder and decoder together, without padding."""
         decoded = int(self.target_lengths().sum()) if self.family.target_share else 0
         return int(self.lengths().sum()) + decoded
 
@@ -116,7 +116,7 @@ class Step:
 def _text(
     lengths: Tensor, seqlen: int, config: Config, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Ids [B, T], and which of them are tokens."""
+    """Ids [B, T], and the mask of the ids that are not padding."""
     vocab, shape = config.vocab_size, (len(lengths), seqlen)
     ids = torch.randint(min(1000, vocab // 2), vocab, shape, generator=generator)
     mask = torch.arange(seqlen) < lengths[:, None]
@@ -124,7 +124,7 @@ def _text(
 
 
 def masked(step: Step, config: Config) -> Batch:
-    """A share of the tokens is hidden, and to be predicted; their positions come along, as from
+    """A share of the tokens is masked and has labels. Their positions are in the batch, as from
     ``ops.mask_tokens``."""
     generator = torch.Generator().manual_seed(0)
     config = getattr(config, "discriminator", config)
@@ -139,12 +139,12 @@ def masked(step: Step, config: Config) -> Batch:
 
 
 def replaced(step: Step, config: Config) -> Batch:
-    """The same, and the samples' places in the training stream, by which tokens are drawn."""
+    """The same, with the sample indices, by which the generator's tokens are drawn."""
     return {**masked(step, config), "sample_index": torch.arange(step.batch)}
 
 
 def causal(step: Step, config: Config) -> Batch:
-    """Every token but the first is to be predicted."""
+    """Every token but the first has a label."""
     generator = torch.Generator().manual_seed(0)
     ids, mask = _text(step.lengths(), step.seqlen, config, generator)
     labels = ids.masked_fill(~mask, IGNORED)
@@ -152,7 +152,7 @@ def causal(step: Step, config: Config) -> Batch:
 
 
 def translated(step: Step, config: Config) -> Batch:
-    """Other tokens are to be predicted from those of the encoder."""
+    """The decoder predicts other tokens than the encoder reads."""
     generator = torch.Generator().manual_seed(0)
     ids, mask = _text(step.lengths(), step.seqlen, config, generator)
     lengths = step.target_lengths()
@@ -171,7 +171,7 @@ class Family:
     Args:
         model: name of the class, in Transformers and here.
         batch: the inputs of a step.
-        target_share: tokens of the decoder for each of the encoder; 0 = there is none.
+        target_share: tokens of the decoder for each token of the encoder; 0 = no decoder.
     """
 
     model: str
@@ -185,7 +185,7 @@ FAMILIES = {
     "albert": Family("AlbertForMaskedLM", masked),
     "electra": Family("ElectraForJointPreTraining", replaced),
     "gpt2": Family("GPT2LMHeadModel", causal),
-    # Of 512 tokens with their spans hidden, Raffel et al. 2020 make 114 of targets.
+    # In Raffel et al. 2020, an input of 512 tokens with spans left out has 114 tokens of targets.
     "t5": Family("T5ForConditionalGeneration", translated, 114 / 512),
     "bart": Family("BartForConditionalGeneration", translated, 1.0),
 }
@@ -195,7 +195,7 @@ FAMILIES = {
 
 
 class PlainElectra(nn.Module):
-    """Generator and discriminator of Transformers trained jointly, as one writes it by hand.
+    """Generator and discriminator of Transformers, trained jointly by hand-written code.
 
     Source: Clark et al. 2020 (arXiv 2003.10555), §2 and §3.2.
     """
@@ -221,7 +221,7 @@ class PlainElectra(nn.Module):
         labels: Tensor,
         replaced_ids: Tensor | None = None,
     ) -> MaskedLMOutput:
-        """``replaced_ids`` take the place of draws, where two models are to see the same."""
+        """``replaced_ids`` replace the draws, if two models must see the same tokens."""
         out = self.generator(input_ids, attention_mask=attention_mask, labels=labels)
         originals = torch.where(labels == IGNORED, input_ids, labels)
         if replaced_ids is None:
@@ -240,7 +240,7 @@ class PlainElectra(nn.Module):
 def build(step: Step, kind: str, device: torch.device, seed: int = 0) -> nn.Module:
     """A model for a step: of "fastplm", or of Transformers with the attention of that name.
 
-    Those of one seed have the same weights.
+    Models of one seed have the same weights.
     """
     name, config = step.family.model, step.config()
     with torch.device(device):
@@ -256,7 +256,7 @@ def build(step: Step, kind: str, device: torch.device, seed: int = 0) -> nn.Modu
     return made.train()
 
 
-# Three, as a case has three kinds of models, and others like it follow it or never come.
+# Three models are kept: a case has three kinds, and the next cases use the same ones or others.
 @functools.lru_cache(maxsize=3)
 def _cached(step: Step, kind: str, device: torch.device) -> nn.Module:
     return build(step, kind, device)
@@ -267,10 +267,10 @@ def model(step: Step, kind: str, device: torch.device) -> nn.Module:
     return _cached(replace(step, batch=1, seqlen=1, padding=0.0, bf16=False), kind, device)
 
 
-# More than a case has, as gates compile small ones in between.
+# More models than a case has, as gates compile small ones in between.
 @functools.lru_cache(maxsize=16)
 def compiled(used: nn.Module) -> Callable:
-    # Or the second case would be compiled, and measured, for lengths of any size.
+    # With dynamic shapes, the second case would be compiled, and measured, for any length.
     return torch.compile(used, dynamic=False)
 
 
@@ -279,12 +279,12 @@ def compiled(used: nn.Module) -> Callable:
 
 @dataclass(frozen=True)
 class Path:
-    """One way to take a step.
+    """One variant of a step.
 
     Args:
-        kind: whose model, as for ``build``.
-        room: tell ours how many tokens there are at most, so that no device is waited for.
-        compiled: by ``torch.compile``.
+        kind: the model, as for ``build``.
+        room: give fastplm's model the largest number of tokens, so that it waits for no device.
+        compiled: compile the model with ``torch.compile``.
     """
 
     kind: str
@@ -292,14 +292,14 @@ class Path:
     compiled: bool = False
 
     def check(self) -> None:
-        """Raise Unavailable where this path is not measured."""
+        """Raise Unavailable if this variant is not measured."""
         if self.compiled and not GPU:
             raise Unavailable("compiled models are compared on a GPU")
         if self.compiled and not SESSION.full:
             raise Unavailable("compiling takes a minute a shape: with --full alone")
 
     def loss(self, used: nn.Module, step: Step, batch: Batch) -> Tensor:
-        """Of a batch; ``replaced_ids`` in it are for Transformers alone."""
+        """The loss of a batch; its ``replaced_ids`` are for Transformers alone."""
         inputs: dict[str, Any] = dict(batch)
         if self.kind == "fastplm":
             inputs.pop("replaced_ids", None)
@@ -314,7 +314,7 @@ class Path:
         sides = {"unpad": step.lengths()}
         if step.family.target_share:
             sides["decoder_unpad"] = step.target_lengths()
-        # A sixteenth more, as the next batch would need.
+        # A sixteenth more than this batch has, as another batch may have more tokens.
         return {name: int(lengths.sum()) * 17 // 16 for name, lengths in sides.items()}
 
 
@@ -326,7 +326,7 @@ PATHS = {
     "fastplm, room given": Path("fastplm", room=True),
     "fastplm compiled": Path("fastplm", room=True, compiled=True),
 }
-if not GPU:  # where counting the tokens waits for nothing
+if not GPU:  # on a CPU, counting the tokens waits for nothing
     del PATHS["fastplm, room given"]
 
 
@@ -356,7 +356,7 @@ def variant(step: Step, path: Path) -> Callable[..., Tensor]:
 
 
 class KeptDouble(TorchFunctionMode):
-    """The truth is not rounded on its way, as by a loss that asks for ``logits.float()``."""
+    """In fp64 nothing may be rounded to fp32, as a loss with ``logits.float()`` would do."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is Tensor.float and args[0].dtype is torch.float64:
@@ -365,10 +365,10 @@ class KeptDouble(TorchFunctionMode):
 
 
 def gate(step: Step, candidate: Callable, eager: Callable, inputs: Batch) -> None:
-    """Loss and every gradient of a small model, without dropout, within PyTorch's own error.
+    """Check the loss and every gradient of a small model, without dropout, by the error budget.
 
-    ``step`` is the small one. In bf16 the gradients are those of several models, as in 16 bits one
-    is luck.
+    ``step`` is the small one. In bf16 the gradients of several models are compared together, as the
+    error of a single one is chance in 16 bits.
     """
     candidate.path.check()
     passes(step, candidate.path, inputs["input_ids"].device)
@@ -376,7 +376,7 @@ def gate(step: Step, candidate: Callable, eager: Callable, inputs: Batch) -> Non
 
 @functools.cache
 def passes(step: Step, path: Path, device: torch.device) -> None:
-    """Once for all cases of a family; what is refused is asked again."""
+    """Check once for all cases of a family; after a failure, check again."""
     batch = step.make(device)
     check_in_fp32(step, path, batch)
     if step.bf16:
@@ -402,7 +402,7 @@ def check_in_fp32(step: Step, path: Path, batch: Batch) -> None:
     out = results(path, ours)
     if out.keys() != gold.keys():
         raise BudgetExceeded(f"other gradients: {sorted(out.keys() ^ gold.keys())}")
-    # Of all gradients, the largest by either norm are all that the budget looks at.
+    # The budget needs only the two gradients with the largest norms, for comparison.
     grads = [value for name, value in gold.items() if name != "loss"]
     siblings = [max(grads, key=size) for size in (_largest, _mean_square)]
     for name, value in out.items():
@@ -444,7 +444,7 @@ def check_in_bf16(step: Step, path: Path, batch: Batch, seeds: int = 4) -> None:
 
 
 def _with_replacements(step: Step, ours: Any, batch: Batch, bf16: bool) -> Batch:
-    """What our generator draws, which others are to see too."""
+    """The batch with the tokens that fastplm's generator draws, for the other models."""
     if step.family.batch is not replaced:
         return batch
     device = batch["input_ids"].device.type
@@ -456,7 +456,7 @@ def _with_replacements(step: Step, ours: Any, batch: Batch, bf16: bool) -> Batch
 # --- cases ----------------------------------------------------------------------------------------
 
 PADDINGS = (0.0, 0.3, 0.5)
-#: Published sizes, and the batches of 128 and of 512 tokens that they are measured with on a GPU.
+#: Published sizes, and their numbers of sequences of 128 and of 512 tokens on a GPU.
 SIZES = {
     "bert": (("base", 256, 64), ("large", 256, 64)),
     "roberta": (("base", 256, 64),),
@@ -466,7 +466,8 @@ SIZES = {
     "t5": (("base", 256, 64),),
     "bart": (("base", 256, 64),),
 }
-#: On a CPU; tiny where the vocabulary is large and all rows see it, and ELECTRA, which has no mini.
+#: Sizes on a CPU: tiny if the vocabulary is large and all rows are predicted, and for ELECTRA,
+#: which has no mini.
 NARROW = {
     "bert": "mini",
     "roberta": "mini",
@@ -508,7 +509,7 @@ def case(step: Step, full: bool = False) -> Case:
 
 
 def cases(family: str) -> list[Case]:
-    """Those of this machine."""
+    """The cases of this machine."""
     if GPU:
         return [
             case(Step(f"{family}-{size}", batch, seqlen, padding, 0.1, bf16=True))

@@ -1,7 +1,8 @@
-"""What fastplm is to reach, and what the rows say of it. Reads rows alone: no torch in here.
+"""The targets of fastplm, and the figures that the rows give. This file needs no torch.
 
-A time on an H200 in bfloat16 has a floor, which the arithmetic of the kernels allows, the time it
-must not exceed, and one to stretch for. The rest are shares of the peak, and ratios within one run.
+A time on an H200 in bfloat16 has a floor, the least that the arithmetic of the kernels allows; a
+"must", which it may not exceed; and a "stretch", a goal below that. The other targets are shares of
+the peak, and ratios within one run.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ ELECTRA_STEPS = 1_000_000
 
 
 class Rows:
-    """Rows to look figures up in."""
+    """Rows in which to look up figures."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
         self.rows = list(rows)
 
     def find(self, key: Key, variant: str = OURS) -> Row | None:
-        """The row of an op, a case and a direction; all but the variant are regular expressions."""
+        """The row of an op, a case and a direction, each a regular expression, and a variant."""
         for row in self.rows:
             names = (row["op"], row["case"], row["direction"])
             if row["variant"] == variant and all(map(re.fullmatch, key, names)):
@@ -41,12 +42,12 @@ class Target:
 
     Args:
         what: the figure, in words.
-        key: (op, case, direction) of the row it is about, as regular expressions.
-        figure: how it follows from the rows; None where they are not there.
-        must, stretch, floor: in ``unit``.
-        higher: whether more of it is better.
-        machine: part of the name of the machine that it is for.
-        variant: of the row it is about.
+        key: (op, case, direction) of its row, as regular expressions.
+        figure: computes the figure from the rows; None if they are missing.
+        must, stretch, floor: the limits, in ``unit``.
+        higher: whether a higher figure is better.
+        machine: part of the name of the target's machine.
+        variant: variant of its row.
     """
 
     what: str
@@ -63,7 +64,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A target and what the rows say; ``miss`` is the factor by which it is over the must."""
+    """A target and its figure in the rows; ``miss`` is the factor by which it exceeds ``must``."""
 
     target: Target
     measured: float | None
@@ -72,7 +73,7 @@ class Verdict:
 
 
 def judge(target: Target, rows: Rows, refused: Mapping[str, str] | None = None) -> Verdict:
-    """What the rows say of a target; no figure counts of an op in ``refused``, which says why."""
+    """The figure of a target in the rows; an op in ``refused`` has none, for the reason there."""
     row = rows.find(target.key, target.variant)
     op = target.key[0] if row is None else row["op"]
     if refused and op in refused:
@@ -112,7 +113,7 @@ def _ratio(
 
 
 def _backward(case: str, op: str) -> Callable[[Rows], float | None]:
-    """Of an op whose step is measured whole: what is left of it after its forward."""
+    """The time of a backward; if the rows have the whole step, its time less the forward's."""
 
     def figure(rows: Rows) -> float | None:
         whole, half = (rows.of((op, case, direction)) for direction in ("training", "forward"))
@@ -246,7 +247,8 @@ def _gain(dropout: str, dtype: str, share: int) -> tuple[Key, Callable[[Rows], f
 
 
 def _between(dropout: str, dtype: str) -> Callable[[Rows], float | None]:
-    """At 35 % from 30 and 50 %: our time falls with the padding in a line, theirs does not."""
+    """The ratio at 35 % padding, from 30 and 50 %: fastplm's time falls linearly with padding,
+    that of Transformers does not."""
 
     def figure(rows: Rows) -> float | None:
         low, high = (_gain(dropout, dtype, share)[1](rows) for share in (30, 50))
@@ -287,8 +289,8 @@ TARGETS = (*_attention(), *_loss(), *_small(), *_steps(), *_cpu())
 
 
 def worst(rows: Rows, machine: str, count: int = 3) -> list[tuple[str, Row]]:
-    """The rows furthest from what they must reach, and how far; where no target is measured on this
-    machine, those with the least share of the roofline, of the ops that have targets."""
+    """The rows that miss their targets most, and by how much. If this machine has measured no
+    target: the rows with the least share of the roofline, among the ops that have targets."""
     verdicts = [judge(target, rows) for target in TARGETS if target.machine in machine]
     known = sorted((v for v in verdicts if v.miss is not None), key=lambda v: -(v.miss or 0))
     ranked = [

@@ -1,7 +1,7 @@
 """ops.attention and ops.attention_varlen against their eager references and the peers.
 
-Every case has every peer that does not compile; one that does not take the call, or is not there,
-is a row that says why. What compiles comes last, on cases of its own.
+Every case has every peer that does not compile; a peer that does not support the call, or is not
+installed, has a row with the reason. Peers that compile come last, in their own cases.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from peers import MAX_DISTANCE
 
 GPU = default_device().type == "cuda"
 DTYPE = torch.bfloat16 if GPU else torch.float32
-#: The targets of a GPU are of the two halves of a step; on a CPU the step is what counts.
+#: The targets on a GPU are for the two halves of a step; a CPU measures the whole step.
 DIRECTIONS = ("forward", "backward") if GPU else ("forward", "training")
 BUCKETS = 32
 PEERS = (
@@ -42,9 +42,9 @@ COMPILING = ("flex_attention",)
 
 @dataclass(frozen=True)
 class Shape:
-    """A call; ``padding`` is the share of the padded batch that is not there.
+    """A call; ``padding`` is the share of padding in the padded batch.
 
-    ``prefix``: each sequence sees a first quarter, and is causal after it, by a dense mask.
+    ``prefix``: every query sees the first quarter, and is causal after it, by a dense mask.
     """
 
     batch: int
@@ -72,14 +72,14 @@ class Shape:
         )
 
     def lengths(self, longest: int) -> list[int]:
-        """Of the sequences: evenly spread around the mean, up to the longest, in no order."""
+        """The lengths of the sequences: evenly spread around the mean, in random order."""
         least, steps = longest * (1 - 2 * self.padding), max(self.batch - 1, 1)
         spread = [round(least + (longest - least) * b / steps) for b in range(self.batch)]
         return random.Random(0).sample([max(length, 1) for length in spread], self.batch)
 
     @property
     def work(self) -> tuple[int, int, int]:
-        """Rows of queries and of keys, and pairs of them that attend, of one head."""
+        """The numbers of query rows, of key rows, and of pairs that attend, for one head."""
         keys = self.lengths(self.seqlen_k)
         queries = self.lengths(self.seqlen_q) if self.ragged else [self.seqlen_q] * self.batch
         pairs = sum(q * k for q, k in zip(queries, keys, strict=True))
@@ -90,17 +90,17 @@ class Shape:
         return sum(queries), sum(keys), pairs
 
     def seen(self, device: torch.device) -> Tensor:
-        """bool [Tq, Tk] of a prefix."""
+        """The mask of a prefix, bool [Tq, Tk]."""
         place = torch.arange(self.seqlen_k, device=device)
         return (place < self.seqlen_k // 4) | (place <= place[: self.seqlen_q, None])
 
     @property
     def scale(self) -> float:
-        return 1.0 if self.bias else self.dim**-0.5  # T5 has none
+        return 1.0 if self.bias else self.dim**-0.5  # T5 does not scale
 
     def make(self, device: torch.device) -> dict[str, object]:
         def draw(length):
-            """Views of a projection's output, as a model hands them over."""
+            """Views of a projection's output, as a model passes them."""
             if self.ragged:
                 rows = sum(self.lengths(length))
                 return torch.randn(rows, self.heads, self.dim, device=device, dtype=DTYPE)
@@ -120,7 +120,7 @@ class Shape:
         elif self.padding:
             lengths = torch.tensor(self.lengths(self.seqlen_k), device=device)
             made["key_mask"] = torch.arange(self.seqlen_k, device=device) < lengths[:, None]
-        if self.prefix:  # of each sample, as Transformers makes them
+        if self.prefix:  # a mask for each sample, as Transformers makes it
             made["attn_mask"] = self.seen(device).repeat(self.batch, 1, 1, 1)
         return made
 
@@ -160,9 +160,9 @@ def without_bias(function):
 
 
 def case(label: str, shape: Shape, *targets: tuple[float, float], compiling: bool = False) -> Case:
-    """With the peers that compile, or with all others.
+    """A case with the peers that compile, or with all others.
 
-    ``targets``: floor, must and stretch, each in µs of forward and of backward on an H200.
+    ``targets``: floor, must and stretch, each in µs for forward and for backward on an H200.
     """
     eager = over(shape, attention_ref, attention_varlen_ref)
     fused = over(shape, ops.attention, ops.attention_varlen)
@@ -193,13 +193,13 @@ def case(label: str, shape: Shape, *targets: tuple[float, float], compiling: boo
         training_bytes=forward_bytes + size * (3 * rows_q + 4 * rows_k),
         training_flops=7 * flops // 2,
         dtype=DTYPE,
-        full=compiling and GPU,  # minutes
+        full=compiling and GPU,  # takes minutes
         targets=dict(zip(("forward", "backward"), zip(*targets, strict=True), strict=False)),
     )
 
 
 def cases(arguments: list[tuple], telling: tuple[str, ...]) -> list[Case]:
-    """What compiles comes last, in the order in which it tells."""
+    """The cases of peers that compile come last, in the order of their importance."""
     by_label = {label: (label, *rest) for label, *rest in arguments}
     return [case(*each) for each in arguments] + [
         case(*by_label[label], compiling=True) for label in telling
@@ -207,7 +207,7 @@ def cases(arguments: list[tuple], telling: tuple[str, ...]) -> list[Case]:
 
 
 def padded(label: str, shape: Shape, *paddings: float) -> list[tuple]:
-    """Dense with a key mask, and ragged."""
+    """The shape as a padded batch with a key mask, and packed."""
     return [
         (
             f"{label} padded {100 * padding:.0f} %{', ragged' if ragged else ''}",
@@ -219,7 +219,7 @@ def padded(label: str, shape: Shape, *paddings: float) -> list[tuple]:
 
 
 def dropped(label: str, shape: Shape, *targets: tuple[float, float]) -> list[tuple]:
-    """Dense and ragged with dropout 0.1, which may cost 10 % and 12 %."""
+    """The shape dense and packed with dropout 0.1, which may cost 10 % and 12 %."""
     shape = replace(shape, dropout_p=0.1)
     return [
         (
@@ -233,19 +233,19 @@ def dropped(label: str, shape: Shape, *targets: tuple[float, float]) -> list[tup
 
 
 S128, S512 = Shape(256, 12, 128, 128), Shape(64, 12, 512, 512)
-#: The shapes to reach a time at on an H200: label, shape, floor and must in µs (forward, backward).
+#: The shapes with targets on an H200: label, shape, floor and must in µs (forward, backward).
 TARGETS = [
     ("BERT-base 256x128", S128, (47, 82), (60, 125)),
     ("BERT-base 64x512", S512, (65, 163), (128, 380)),
     ("ALBERT-xxlarge 16x512", Shape(16, 64, 512, 512), (87, 218), (172, 505)),
     ("ELECTRA-small 128x128", Shape(128, 4, 128, 128), (8, 16), (14, 26)),
-    # The bias may cost 10 % forward and 20 % backward; where it stretches, 5 % and 12 %.
+    # The bias may cost 10 % in the forward and 20 % in the backward; the goals are 5 % and 12 %.
     ("T5-base 64x512", replace(S512, bias=True), (65, 163), (140.8, 456)),
     ("GPT-2 16x1024 causal", Shape(16, 12, 1024, 1024, is_causal=True), (33, 82), (80, 215)),
     ("cross 128x512", Shape(64, 12, 128, 512), (30, 59), (42, 95)),
     ("cross 512x128", Shape(64, 12, 512, 128), (30, 59), (42, 95)),
 ]
-#: The time to stretch to at the same shapes.
+#: The "stretch" times of the same shapes.
 STRETCH = {
     "BERT-base 256x128": (54, 105),
     "BERT-base 64x512": (110, 300),
@@ -265,7 +265,7 @@ def gpu_cases() -> list[Case]:
         *targets,
         *dropped(*short, *targets[0][2:]),
         *dropped(*long, *targets[1][2:]),
-        # Dense and without padding they are above.
+        # The list above has these shapes dense and without padding.
         *padded(*short, 0.0, 0.3, 0.5)[1:],
         *padded(*long, 0.0, 0.3, 0.5)[1:],
         ("BERT-base 64x512 prefix", replace(S512, prefix=True)),

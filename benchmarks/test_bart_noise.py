@@ -13,7 +13,7 @@ from harness import Case, Unavailable, assert_same_bits, default_device
 
 GPU = default_device().type == "cuda"
 VOCAB, BOS, PAD, EOS, MASK = 50_265, 0, 1, 2, 50_264
-#: Of BART's vocabulary, about as many tokens end with one of ``.!?``.
+#: About as many tokens of BART's vocabulary end with one of ``.!?``.
 ENDS = torch.arange(4, 50_000, 83)
 FULL_STOP = int(ENDS[3])
 RECIPES = {
@@ -37,12 +37,12 @@ def with_options(function, recipe):
 
 
 def numpy_masks(rng, count):
-    """The mask, or one time in ten a random token."""
+    """The mask, or a random token in one of ten cases."""
     return np.where(rng.random(count) < 0.1, rng.integers(4, MASK, count), MASK)
 
 
 def numpy_row(rng, row, ends, mask_probability, delete_probability, rotate_probability):
-    """The noise of one row of text: arrays of its tokens, and a loop over nothing."""
+    """The noise of one row of text, in arrays of its tokens without any loop."""
     sentences = np.split(row, np.flatnonzero(ends)[: len(row)] + 1)
     rng.shuffle(sentences)
     row = np.concatenate(sentences)
@@ -67,7 +67,7 @@ def numpy_row(rng, row, ends, mask_probability, delete_probability, rotate_proba
     out = np.empty(len(is_span), dtype=row.dtype)
     out[is_span] = numpy_masks(rng, spans)
     out[~is_span] = row[kept]
-    is_span[~is_span] = ~deleted[kept]  # from here on: what stays
+    is_span[~is_span] = ~deleted[kept]  # from here on: the tokens that stay
     return out[is_span]
 
 
@@ -106,7 +106,7 @@ def case(recipe, batch, length):
         make_small=functools.partial(make, min(batch, 8), length),
         variants=variants,
         gate=assert_same_bits,
-        # int64 ids in, and out with BOS and EOS.
+        # Reads int64 ids, and writes them with BOS and EOS.
         bytes=8 * batch * (2 * length + 2),
         tokens=batch * length,
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from steps import GPU, PADDINGS, Step, case, cases
 
 CASES = cases("bert")
-if not GPU:  # many minutes, so not in every run
+if not GPU:  # takes many minutes, so it is not in every run
     CASES += [
         case(Step("bert-base", 8, 128, padding, dropout, bf16), full=True)
         for dropout, bf16 in ((0.0, True), (0.1, True), (0.0, False), (0.1, False))
-        for padding in (*PADDINGS, 0.35)  # the last of the targets
+        for padding in (*PADDINGS, 0.35)  # the last share is for a target
     ]
 
 

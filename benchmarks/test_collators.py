@@ -1,9 +1,9 @@
-"""Collators of masked language modelling against the one of Transformers, on real text.
+"""Collators of masked language modelling against that of Transformers, on real text.
 
-``collator`` is the whole call, from samples to a batch; ``masks`` the masking alone; ``corrupt``
-what a run on a GPU leaves to it. Transformers gets what it asks for, ready made: for whole words
-the offsets of the tokens, with which it only ever puts [MASK]; ``transformers, given specials`` has
-the mask of special tokens too, which it otherwise makes itself.
+``collator`` is the whole call, from samples to a batch; ``masks`` the masking alone; ``corrupt`` is
+the part that a run on a GPU moves to the device. Transformers' inputs are made before: for whole
+words the offsets of the tokens, with which it only ever puts [MASK]. In ``transformers, given
+specials`` the mask of special tokens, too, is made before, which it otherwise makes itself.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def corpus():
 
 @functools.cache
 def tokenizer():
-    """So small a vocabulary that it cuts as many words as BERT's does in text it has not seen."""
+    """A vocabulary so small that it cuts as many words as BERT's does in unseen text."""
     return train_tokenizer(corpus(), 2000, default_cache() / "benchmarks")
 
 
 @functools.cache
 def encodings() -> list[dict[str, Any]]:
-    """Full rows of text, with all that any collator asks for."""
+    """Full rows of text, with the inputs of every collator."""
     rows: list[dict[str, Any]] = []
     for document in corpus():
         encoded = tokenizer()(
@@ -108,7 +108,7 @@ def theirs(whole_words):
     from transformers import DataCollatorForLanguageModeling
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it puts nothing but [MASK] for whole words
+        warnings.simplefilter("ignore")  # it warns that whole words get nothing but [MASK]
         return DataCollatorForLanguageModeling(tokenizer(), whole_word_mask=whole_words)
 
 
@@ -135,7 +135,7 @@ def corrupt(unit):
 
 @functools.cache
 def facts():
-    """What a collator looks up once: vocabulary, mask, special tokens, beginnings of words."""
+    """The facts that a collator looks up once: vocabulary, mask, special tokens, word starts."""
     special_ids = torch.tensor(sorted(tokenizer().all_special_ids))
     return len(tokenizer()), tokenizer().mask_token_id, special_ids, word_starts(tokenizer())
 
@@ -165,14 +165,14 @@ def masks_theirs(whole_words):
 
 
 def chi_square_of_two_degrees(observed, shares):
-    """Probability of counts this far from the shares, by chance alone."""
+    """The probability that chance alone puts the counts so far from the shares."""
     expected = [sum(observed) * share for share in shares]
     statistic = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
     return math.exp(-statistic / 2)
 
 
 def assert_right(unit, variant, eager, inputs):
-    """The reference's bits, the share of every row, 80/10/10, and no word in pieces."""
+    """Checks the reference's bits, the share of every row, 80/10/10, and that words are whole."""
     torch.manual_seed(0)
     got = variant(**inputs)
     torch.manual_seed(0)
@@ -193,7 +193,7 @@ def assert_right(unit, variant, eager, inputs):
     assert torch.equal(corrupted[~chosen], original[~chosen]), "a token was touched unchosen"
     maskable = stacked("special_tokens_mask") == 0
     assert not (chosen & ~maskable).any(), "a special token was chosen"
-    # Every row has words of one token left, so that the last place is never left empty.
+    # Every row has enough words of one token, so that a choice always fits the last place.
     assert torch.equal(chosen.sum(1), (maskable.sum(1) * 15 + 50) // 100), "another share"
     if unit != "token":
         same = stacked("word_ids")[:, 1:] == stacked("word_ids")[:, :-1]
@@ -214,7 +214,7 @@ def case(label, unit, make, variants, rows=ROWS):
         make_small=make,
         variants={"eager": on_reference(fused[1]), **dict([fused, *others])},
         gate=functools.partial(assert_right, unit),
-        # Ids in, ids and labels out.
+        # Reads ids, and writes ids and labels.
         bytes=rows * LENGTH * 8 * 3,
         tokens=rows * LENGTH,
     )

@@ -28,7 +28,7 @@ def with_options(function):
 
 
 def numpy_mask(length):
-    """Which tokens of one row are noise: shuffled boundaries, for the noise and for the rest."""
+    """The mask of a row's noise tokens, from shuffled boundaries of the noise and of the rest."""
     noise = min(max(round(length * DENSITY), 1), length - 1)
     spans = max(round(noise / MEAN), 1)
 
@@ -59,7 +59,7 @@ def numpy_collator(input_ids, sentinel_ids):
         return np.concatenate([marked[marked >= 0].reshape(batch, -1), eos], axis=1)
 
     inputs = with_sentinels(noise)
-    # The kept runs make way for the sentinels of the spans behind them.
+    # In the labels, each kept run becomes the sentinel of the span behind it.
     labels = with_sentinels(~noise)
     return torch.from_numpy(inputs), torch.from_numpy(labels)
 
@@ -77,7 +77,7 @@ def case(label, batch, length):
         make_small=functools.partial(make, min(batch, 8), length),
         variants=variants,
         gate=assert_same_bits,
-        # int64 ids in, and int64 inputs and labels out.
+        # Reads int64 ids, and writes int64 inputs and labels.
         bytes=8 * batch * (length + sum(span_corruption_lengths(length))),
         tokens=batch * length,
     )

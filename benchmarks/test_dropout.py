@@ -10,7 +10,8 @@ from fastplm.reference.dropout import dropout_ref
 from harness import Case, Unavailable, default_device
 
 GPU = default_device().type == "cuda"
-# A step has both: as PyTorch kept its mask, its backward has less to do, and its forward had more.
+# A step measures both directions: PyTorch saves its mask, so its forward does more than fastplm's,
+# and its backward less.
 DIRECTIONS = ("forward", "training")
 SEED = 3
 
@@ -41,7 +42,7 @@ def case(label, rows, columns, dtype):
         make=inputs(rows, columns, dtype),
         make_small=inputs(9, 33, dtype),
         variants={"eager": eager, "torch": torch_dropout, "fastplm": fastplm},
-        gated=("fastplm",),  # PyTorch's own drops others
+        gated=("fastplm",),  # PyTorch's dropout draws other elements
         wrt=("input",),
         directions=DIRECTIONS,
         bytes=size,

@@ -11,13 +11,13 @@ from harness import Case, default_device
 
 GPU = default_device().type == "cuda"
 DTYPE = torch.bfloat16 if GPU else torch.float32
-#: The targets of a GPU are of the two halves; on a CPU the step is what counts.
+#: The targets on a GPU are for the two halves of a step; a CPU measures the whole step.
 DIRECTIONS = ("forward", "backward") if GPU else ("forward", "training")
 
 
 def inputs(rows, width, slots):
     def make(device: torch.device):
-        # Ascending and unique with a few spare slots at the end, as mask_tokens gives them.
+        # Positions are ascending and unique, with spare slots at the end, as from mask_tokens.
         used = slots - slots // 20
         positions = torch.randperm(rows, device=device)[:used].sort().values
         spare = positions.new_full((slots - used,), -1)
@@ -30,7 +30,7 @@ def inputs(rows, width, slots):
 
 
 def index_select(input, positions):
-    """The library call alone: it leaves row 0 in the spare slots, so it is no peer but a mark."""
+    """The library call alone. It leaves row 0 in the spare slots, so it is a mark, not a peer."""
     return input.index_select(0, positions.clamp(min=0))
 
 
@@ -60,7 +60,7 @@ def case(label, rows, width, targets=None):
 
 
 def gpu_cases():
-    # On an H200, in microseconds.
+    # Targets on an H200, in microseconds.
     targets = {"forward": (3.5, 5), "backward": (13.5, 16)}
     return [
         case("BERT-base 256x128", 256 * 128, 768, targets),

@@ -1,6 +1,6 @@
 """The index of a corpus against its references: runs of sentences, packing.
 
-10^6 tokens by default; ``pytest benchmarks/test_index.py -m slow --benchmark-only`` takes 10^8.
+The corpus has 10^6 tokens, with ``pytest benchmarks/test_index.py -m slow --benchmark-only`` 10^8.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def folders():
 
 @functools.cache
 def folder_of(tokens):
-    """A corpus of sentences of 21 tokens and documents of 20 sentences on the average."""
+    """A corpus with sentences of 21 tokens and documents of 20 sentences on average."""
     random = np.random.default_rng(0)
     path = Path(folders().name) / str(tokens)
     path.mkdir()
@@ -94,7 +94,7 @@ def wanted(request, tokens):
 
 
 SIZES = [SMALL, pytest.param(LARGE, marks=pytest.mark.slow)]
-#: None for a report on a GPU: all of it runs on the CPU.
+#: No case for a report on a GPU, as all of this runs on the CPU.
 CASES = [] if default_device().type == "cuda" else cases(SMALL)
 
 
@@ -107,7 +107,7 @@ def test_index(task, tokens, bench, request):
 
 
 class OwnMemory(threading.Thread):
-    """The most memory of the process that is not a file's, beyond what it began with."""
+    """The growth of the process's memory to its peak, without the pages of mapped files."""
 
     def __init__(self):
         super().__init__(daemon=True)
@@ -135,7 +135,7 @@ class OwnMemory(threading.Thread):
 @on_cpu
 @pytest.mark.parametrize("tokens", SIZES)
 def test_build(tokens, benchmark, request, capsys):
-    """From files to both datasets, the files never read before by this store."""
+    """Measures both datasets from files that this store has not read before."""
     wanted(request, tokens)
     path = folder_of(tokens)
 

@@ -1,7 +1,7 @@
 """ops.linear against PyTorch's own: the layers of BERT-base, in training and in generation.
 
-Where PyTorch's product is as fast "fastplm" is PyTorch's; "csrc" is always ours. A few rows are a
-token each of a batch or of beams; of nn.Linear, and of GPT-2's Conv1D, whose weight lies by rows.
+"fastplm" uses PyTorch's product where that is as fast; "csrc" always uses csrc/. A few rows are one
+token for each sequence or beam, for nn.Linear and for GPT-2's Conv1D, whose weight lies by rows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """ops.linear_cross_entropy, with and without samples, against its eager reference and the peers:
 PyTorch's fused loss, the full logits of a Hugging Face model, and the libraries.
 
-Some rows of a case have no target, as 85 % of the tokens of a masked language model: they are for
-the variants that see all tokens.
+In some cases rows have no target, like 85 % of the tokens of a masked language model, for the
+variants that see all tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from peers import rows_that_count
 
 GPU = default_device().type == "cuda"
 DTYPE = torch.bfloat16 if GPU else torch.float32
-#: Bytes of kept logits: whatever they take, and none.
+#: Bytes of kept logits: without a limit, and none.
 FLOWS = {"fastplm, logits kept": 1 << 40, "fastplm, recomputed": 0}
 COUNTING = "full logits on rows that count"
 PEERS = (
@@ -73,12 +73,12 @@ class Shape:
         )
         if self.bias:
             made["linear_bias"] = draw(self.vocab)
-        if self.sampled:  # as a training step passes it
+        if self.sampled:  # a tensor, as a training step passes it
             made["seed"] = torch.zeros((), dtype=torch.int64, device=device)
         return made
 
     def make_small(self, device: torch.device) -> dict[str, Any]:
-        """The same call, small enough for fp64, and of logits that are exact if it is sampled."""
+        """The same call, small enough for fp64, with exact logits if it is sampled."""
         torch.manual_seed(0)
         small = replace(self, rows=min(self.rows, 65), vocab=min(self.vocab, 999))
         made = small.make(device)
@@ -113,7 +113,7 @@ def without_sample(function):
 
 
 def loss_of(function):
-    """A sampled call returns a pair, of which the loss alone has a gradient."""
+    """The variant with the loss alone as its result: a sampled call returns a pair."""
 
     def run(**inputs):
         out = function(**inputs)
@@ -124,9 +124,9 @@ def loss_of(function):
 
 
 def variants(shape: Shape, compiling: bool) -> dict[str, Callable[..., Any]]:
-    """What sees all rows, and, if not all of them count, what selects those that do."""
+    """The peers that see all rows, and, if not all rows count, those that select rows first."""
     eager, loss = reference(shape), linear_cross_entropy_ref
-    # As models call it: a collator knows how many rows have a label.
+    # Models call the op in this way, as a collator knows how many rows have a label.
     found = {"eager": eager, "fastplm": fastplm(shape, expected_targets=shape.counted)}
     if shape.sampled:
         loss = without_sample(loss)
@@ -151,7 +151,7 @@ def variants(shape: Shape, compiling: bool) -> dict[str, Callable[..., Any]]:
 
 
 def gate_with_sample(candidate, eager, inputs):
-    """Loss and gradients by the budget; the samples of exact logits are those of the reference."""
+    """Checks loss and gradients by the budget, and that samples of exact logits are equal."""
     wrt = tuple(name for name, value in inputs.items() if value.is_floating_point())
     assert_within_budget(candidate, eager, inputs, wrt=wrt)
     (_, sample), (_, expected) = candidate.whole(**inputs), eager.whole(**inputs)
@@ -162,15 +162,15 @@ def gate_with_sample(candidate, eager, inputs):
 
 
 def case(label: str, shape: Shape, *targets: float, compiling: bool = False) -> Case:
-    """With the peers that compile, or with all others.
+    """A case with the peers that compile, or with all others.
 
-    ``targets``: floor, must and stretch, in µs of forward and backward together on an H200.
+    ``targets``: floor, must and stretch, in µs for forward and backward together on an H200.
     """
     size = DTYPE.itemsize
     parameters = size * (shape.vocab * shape.width + shape.vocab * shape.bias)
     rows = size * shape.counted * shape.width + 8 * shape.rows
     moved = rows + parameters
-    # What the task needs: of the rows that count, one product forward and two more backward.
+    # The task needs one product of the rows that count in the forward, and two in the backward.
     product = 2 * shape.counted * shape.vocab * shape.width
     return Case(
         op="linear_cross_entropy",
@@ -183,11 +183,11 @@ def case(label: str, shape: Shape, *targets: float, compiling: bool = False) -> 
         wrt=shape.learned,
         bytes=moved,
         flops=product,
-        # The backward reads all of it again, and writes a gradient of every row and parameter.
+        # The backward reads all inputs again, and writes a gradient of every row and parameter.
         training_bytes=2 * moved + parameters + size * shape.rows * shape.width,
         training_flops=3 * product,
         dtype=DTYPE,
-        full=compiling and GPU,  # minutes
+        full=compiling and GPU,  # takes minutes
         rounds=None if GPU else 5,
         targets={"training": targets} if targets else {},
     )
@@ -198,7 +198,7 @@ SMALL = Shape(2458, 30522, 128)
 
 
 def cases(arguments: list[tuple], telling: tuple[str, ...]) -> list[Case]:
-    """What compiles comes last, in the order in which it tells."""
+    """The cases of peers that compile come last, in the order of their importance."""
     by_label = {label: (label, *rest) for label, *rest in arguments}
     return [case(*each) for each in arguments] + [
         case(*by_label[label], compiling=True) for label in telling
@@ -243,7 +243,7 @@ def cpu_cases() -> list[Case]:
     ]
     found = cases(arguments, ("ELECTRA-small N 1024, 85 % ignored", "GPT-2 N 64"))
     for wide in found:
-        if "ELECTRA" not in wide.label:  # 4 to 16 times the time of eager, and ELECTRA tells
+        if "ELECTRA" not in wide.label:  # takes 4 to 16 times as long as eager; ELECTRA is enough
             wide.variants.pop("F.linear_cross_entropy chunked", None)
     return found
 

@@ -1,5 +1,5 @@
 """ops.linear_distillation against its eager reference, PyTorch's losses on stored logits, and the
-way of liger-kernel, whose own kernels need a GPU.
+algorithm of liger-kernel, whose own kernels need a GPU.
 
 85 % of the rows of the batch do not count, as in masked language modelling.
 """
@@ -22,7 +22,7 @@ from harness import Case, default_device
 
 GPU = default_device().type == "cuda"
 DTYPE = torch.bfloat16 if GPU else torch.float32
-#: Bytes of kept logits: whatever they take, and none.
+#: Bytes of kept logits: without a limit, and none.
 FLOWS = {"fastplm, logits kept": 1 << 40, "fastplm, recomputed": 0}
 PER_ROW = ("input", "teacher_input", "target", "mask")
 
@@ -85,9 +85,9 @@ def loss_of(function: Callable[..., Any], **options: Any) -> Callable[..., Tenso
 
 
 def full_logits(shape: Shape) -> Callable[..., Tensor]:
-    """What a hand-written distillation does: the logits of both, ``kl_div`` and ``cross_entropy``.
+    """A hand-written distillation: the logits of both models, ``kl_div`` and ``cross_entropy``.
 
-    Its forms of the divergences are those of GKD in TRL."""
+    The divergences are computed as in TRL's GKD."""
 
     def rows(log_p, log_q):
         def kl(log_a, log_b):
@@ -161,8 +161,9 @@ class _Chunked(torch.autograd.Function):
 
 
 def chunks_of_rows(shape: Shape) -> Callable[..., Tensor]:
-    """The way of liger-kernel's fused linear losses, in PyTorch: all gradients in the forward, of
-    chunks of rows whose logits take about as much as the rows, and a sum of the weight's."""
+    """The algorithm of liger-kernel's fused linear losses, in PyTorch: the forward computes all
+    gradients, in chunks of rows whose logits take about as much memory as the rows, and sums those
+    of the weight."""
     loss = full_logits(shape)
     parts = -(-shape.vocab // shape.width)
     size = 1 << (-(-shape.rows // parts) - 1).bit_length()
@@ -184,7 +185,7 @@ def chunks_of_rows(shape: Shape) -> Callable[..., Tensor]:
 def variants(shape: Shape, compiling: bool) -> dict[str, Callable[..., Any]]:
     eager = loss_of(linear_distillation_ref, **shape.options)
     distil = functools.partial(loss_of, ops.linear_distillation, **shape.options)
-    # As models call it: a collator knows how many rows count.
+    # Models call the op in this way, as a collator knows how many rows count.
     found = {"eager": eager, "fastplm": distil(expected_targets=shape.counted)}
     logits = full_logits(shape)
     if compiling:
@@ -218,7 +219,8 @@ def case(label: str, shape: Shape, compiling: bool = False) -> Case:
         gated=("fastplm",) if compiling else ("fastplm", *FLOWS),
         wrt=("input", "linear_weight", "linear_bias"),
         bytes=moved,
-        # What the task needs: one product of each side forward, and two of the student's backward.
+        # The task needs one product of each side in the forward, two of the student's in the
+        # backward.
         flops=product * (shape.width + shape.teacher_width),
         training_bytes=2 * moved + tables + size * shape.rows * shape.width,
         training_flops=product * (3 * shape.width + shape.teacher_width),

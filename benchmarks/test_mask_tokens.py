@@ -27,11 +27,11 @@ def with_options(function):
 
 @functools.cache
 def transformers_collator():
-    """Its masking step alone: Bernoulli, no compaction, and other bits than ours."""
+    """The masking step of Transformers' collator: Bernoulli draws of other bits, not compacted."""
     from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
 
     class Tokenizer(PreTrainedTokenizerBase):
-        """The four facts that the masking asks of a tokenizer."""
+        """The four facts that the masking needs from a tokenizer."""
 
         mask_token = "[MASK]"
 
@@ -64,7 +64,7 @@ def case(label, batch, length, targets=None):
             "transformers": transformers_masking,
         },
         gate=assert_same_bits,
-        # Ids in and out, the mask in, and int64 positions and labels for 15 % of the tokens.
+        # Reads ids and the mask; writes ids, and int64 positions and labels of 15 % of the tokens.
         bytes=int(tokens * (8 + 8 + 1 + 2 * 8 * 0.15)),
         tokens=tokens,
         targets=targets or {},
@@ -72,7 +72,7 @@ def case(label, batch, length, targets=None):
 
 
 def gpu_cases():
-    # On an H200, in microseconds.
+    # Targets on an H200, in microseconds.
     targets = {"forward": (2.5, 6)}
     return [case("BERT-base 256x128", 256, 128, targets), case("BERT-base 64x512", 64, 512)]
 

@@ -15,7 +15,7 @@ DTYPE = torch.bfloat16 if GPU else torch.float32
 
 
 def inputs(pairs, longest, width):
-    """Sentences of a quarter of the longest to the longest."""
+    """Sets with the lengths of sentences, from a quarter of the longest to the longest."""
 
     def make(device: torch.device):
         generator = torch.Generator().manual_seed(0)
@@ -49,7 +49,7 @@ def scores(match):
 
 
 def case(label, pairs, longest, width):
-    # A mean of 5/8 of the longest, on both sides.
+    # The mean length is 5/8 of the longest, on both sides.
     rows, product = 2 * pairs * longest * 5 // 8, pairs * (longest * 5 // 8) ** 2 * width * 2
     size = DTYPE.itemsize
     return Case(

@@ -1,4 +1,4 @@
-"""ops.replaced_token_loss against its eager reference and the head as one writes it in PyTorch."""
+"""ops.replaced_token_loss against its eager reference and a head written by hand in PyTorch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def inputs(rows, width, padding):
             bias=torch.randn(1, device=device, dtype=DTYPE),
         )
         if padding:
-            # As many in every draw: the rates are of these.
+            # Every draw has the same number of rows that count, by which the rates are computed.
             order = torch.rand(rows, device=device).argsort()
             made["mask"] = order >= round(rows * padding)
         return made
@@ -41,7 +41,8 @@ def with_counts(function):
 
 
 def logits_then_bce(input, weight, replaced, bias, mask=None):
-    """What ``transformers.ElectraForPreTraining`` does; its boolean index waits for the device."""
+    """The loss of ``transformers.ElectraForPreTraining``, whose boolean index waits for the
+    device."""
     logits, labels = F.linear(input, weight[None, :], bias).squeeze(1), replaced.to(input.dtype)
     if mask is not None:
         logits, labels = logits[mask], labels[mask]
@@ -49,7 +50,7 @@ def logits_then_bce(input, weight, replaced, bias, mask=None):
 
 
 def logits_then_bce_and_metrics(**inputs):
-    """The counts in a pass of their own, as a training loop logs them."""
+    """The counts in a separate pass, as a training loop logs them."""
     with torch.no_grad():
         flagged = F.linear(inputs["input"], inputs["weight"][None, :], inputs["bias"])[:, 0] > 0
         replaced = inputs["replaced"]
@@ -62,7 +63,7 @@ def logits_then_bce_and_metrics(**inputs):
 
 
 def by_hand():
-    """The peers, and what a training loop logs beside the loss."""
+    """The peers, with the counts that a training loop logs beside the loss."""
     eager, fused = replaced_token_loss_ref, ops.replaced_token_loss
     return {
         "eager": eager,
@@ -90,7 +91,7 @@ def compiled():
 def case(label, rows, width, padding=0.0, targets=None, variants=by_hand):
     known, size = variants(), width * DTYPE.itemsize
     counted = rows - round(rows * padding)
-    # Of a row that counts: the row, its label, and its entry in the mask where there is one.
+    # A row that counts is read, with its label, and its entry in the mask if there is one.
     forward_bytes = counted * (size + 1) + (rows if padding else 0)
     return Case(
         op="replaced_token_loss",
@@ -99,11 +100,11 @@ def case(label, rows, width, padding=0.0, targets=None, variants=by_hand):
         make_small=inputs(257, width, padding),
         variants=known,
         gated=[name for name in known if name.startswith("fastplm")],
-        # Not the bias: its gradient is one number, whose rounding error is luck in the gate.
+        # The bias is left out: its gradient is one number, so its rounding error is chance.
         wrt=("input", "weight"),
         bytes=forward_bytes,
         flops=2 * counted * width,
-        # The gradient of every row is written, the rows are not read again.
+        # The backward writes the gradient of every row, and does not read the rows again.
         training_bytes=forward_bytes + rows * size,
         # A product and a sum for the logit and for the weight's gradient, a product for the row's.
         training_flops=5 * counted * width,
@@ -113,7 +114,7 @@ def case(label, rows, width, padding=0.0, targets=None, variants=by_hand):
 
 
 def gpu_cases():
-    # On an H200, in microseconds: forward and gradient together.
+    # Targets on an H200, in microseconds, for forward and gradient together.
     base = functools.partial(
         case, "BERT-base 256x128", 256 * 128, 768, targets={"training": (23, 29)}
     )

@@ -2,9 +2,9 @@
 
     python benchmarks/translation.py --model DIR --data DIR [--only TEXT] [--steps 1000]
 
-DIR of the model is an encoder's checkpoint (MiniLM); DIR of the data holds multi30k.train.en.gz,
-.de.gz, and those of test. ``--t5`` and ``--bart`` name checkpoints that ``fastplm pretrain`` made;
-the BART also translates back, from German through a new source encoder.
+The model's DIR is an encoder's checkpoint (MiniLM). The data's DIR holds multi30k.train.en.gz and
+.de.gz, and the same two of test. ``--t5`` and ``--bart`` name checkpoints of ``fastplm pretrain``.
+The BART also translates from German to English, through a new source encoder.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def starts(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 def measure(
     options: argparse.Namespace, start: str, settings: dict[str, Any], seed: int
 ) -> list[dict[str, Any]]:
-    """A row for each step at which one training was scored."""
+    """A row for each step at which a training was scored."""
     sides = ("de", "en") if "de-en" in start else ("en", "de")
     files = {
         name: options.data / f"multi30k.{split}.{side}.gz"

@@ -87,13 +87,13 @@ int64_t batch_of(const AttentionArguments& given) {
   return given.cu_seqlens_q ? given.cu_seqlens_q.size() - 1 : given.query.size(0);
 }
 
-// Rows of the queries, of all sequences.
+// The number of query rows of all sequences.
 int64_t rows_of(const AttentionArguments& given) {
   return given.query.size(0) * (given.cu_seqlens_q ? 1 : given.query.size(2));
 }
 
-// Every head of every sequence, by whichever thread is free: `out` is written by the forward,
-// `gradients` by the backward.
+// Computes every head of every sequence, each by a thread that is free. The forward writes `out`,
+// the backward `gradients`.
 template <typename T>
 void run(const AttentionArguments& given, Softmax* softmax, const Heads<T>* out,
          const Gradients<T>* gradients) {
@@ -138,7 +138,7 @@ void run(const AttentionArguments& given, Softmax* softmax, const Heads<T>* out,
           .scale = static_cast<float>(given.scale),
           .softmax = softmax + h * rows + (starts_q ? starts_q[b] : b * queries.length),
       };
-      const int64_t soon = task + 1;  // probably the next of this thread
+      const int64_t soon = task + 1;  // probably this thread's next task
       if (soon < tasks && !begun[soon].load(std::memory_order_relaxed)) {
         const int64_t b_soon = soon / heads, h_soon = soon % heads;
         head.soon[0] = queries.template head<const T>(b_soon, h_soon);
@@ -175,8 +175,8 @@ void run(const AttentionArguments& given, Softmax* softmax, const Heads<T>* out,
 
 // --- operators ------------------------------------------------------------------------------------
 
-// Sequences lie one after the other within the rows, and none is longer than it was said to be. Where
-// they do not, ops.attention_varlen says what is wrong.
+// Whether sequences lie one after the other within the rows, and none is longer than max_seqlen. If
+// not, ops.attention_varlen says what is wrong.
 void check_starts(const Dense<int32_t>& starts, const Tensor& rows, int64_t longest) {
   if (!starts) return;
   const int32_t* at = starts.data();
@@ -194,7 +194,8 @@ void check_starts(const AttentionArguments& given) {
   check_starts(given.cu_seqlens_k, given.key, given.longest_k);
 }
 
-// A tensor to fill, in memory as a projection is: [B, T, H, D], or [N, H, D] with 0 in spare rows.
+// A tensor to fill, with a projection's order in memory: [B, T, H, D], or [N, H, D] with 0 in spare
+// rows.
 Tensor like_projection(const Tensor& like, const Dense<int32_t>& starts) {
   if (!starts) {
     const Tensor out =
@@ -209,8 +210,8 @@ Tensor like_projection(const Tensor& like, const Dense<int32_t>& starts) {
   return out;
 }
 
-// (out, what a backward needs of the softmax of each row, fp32 [2, H, rows of the queries]: pairs of
-// its largest score and the inverse of its sum, a head after another).
+// (out, the softmax of each row for the backward, fp32 [2, H, rows of the queries]: pairs of a
+// row's largest score and the inverse of its sum, one head after another).
 std::tuple<Tensor, Tensor> attention(const AttentionArguments& given) {
   check_starts(given);
   const Tensor out = like_projection(given.query, given.cu_seqlens_q);
@@ -226,7 +227,7 @@ std::tuple<Tensor, Tensor> attention(const AttentionArguments& given) {
   return {out, stats};
 }
 
-// The gradients of query, key and value, and of the bias [B, H, buckets] in fp64, or an empty one.
+// The gradients of query, key and value, and of the bias: fp64 [B, H, buckets], or empty.
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(const AttentionArguments& given,
                                                               const BackwardArguments& upstream) {
   check_starts(given);
@@ -247,7 +248,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(const AttentionArg
     const Gradients<T> gradients{Heads<T>(upstream.grad_out, starts_q), Heads<T>(dq, starts_q),
                                  Heads<T>(dk, starts_k), Heads<T>(dv, starts_k),
                                  by_sample.numel() > 0 ? bias : nullptr};
-    // The backward only reads them.
+    // The cast is safe, as the backward only reads the pairs.
     auto* pairs = static_cast<Softmax*>(const_cast<void*>(upstream.stats.const_data_ptr()));
     run<T>(given, pairs, nullptr, &gradients);
   });

@@ -19,12 +19,12 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 // element of A.
 constexpr int kTileRows = 6;
 constexpr int kTileWide = kRegisters == 32 ? 4 : 2;
-// A product goes in slices of this many steps, whose rows of B stay in the first-level cache. Between
-// slices the sums are in C.
+// A product is computed in slices of this many steps, whose rows of B stay in the first-level
+// cache. Between slices the sums are in C.
 constexpr int64_t kSlice = 128;
 
-// The layout of A: the elements that a tile reads at a step are a stride apart (rows), or side by side (a
-// transposed view).
+// The layout of A: the elements that a tile reads at a step are a stride apart (A lies by rows), or
+// side by side (a transposed view).
 enum class Lies { kByRows, kByColumns };
 
 // C [kRows, kWide vectors] = (C +) A B
@@ -99,11 +99,11 @@ FASTPLM_HD void product(bool add, int64_t rows, int64_t columns, int64_t depth, 
 
 // --- rows -----------------------------------------------------------------------------------------
 
-// Rows are prefetched this far ahead: those of a head are short and far apart, so the CPU does not find
-// them by itself.
+// Rows are prefetched this far ahead: a head's rows are short and far apart, so the CPU does not
+// prefetch them itself.
 constexpr int64_t kRowsAhead = 16;
 
-// kNear: 3 into the first-level cache, 2 into the second.
+// kNear is 3 for the first-level cache, 2 for the second.
 template <int kToWrite, int kNear = 3, typename T>
 FASTPLM_HD void fetch_row(const T* row, int64_t width) {
   constexpr int64_t kLineBytes = 64;
@@ -132,8 +132,9 @@ FASTPLM_HD void store_rows(const float* from, int64_t from_stride, int64_t count
   }
 }
 
-// Scores [rows, columns] = Q [rows, width] K [columns, width]^T, for few rows: to transpose K for a product
-// would cost more. Of each row of K, and of `soon`, which is read next, `fetched` elements are prefetched.
+// Scores [rows, columns] = Q [rows, width] K [columns, width]^T for few rows, where it would cost
+// more to transpose K for a product. Prefetches `fetched` elements of each row of K and of `soon`,
+// which is read next.
 template <typename T>
 FASTPLM_HD void inner_products(int64_t rows, int64_t columns, int64_t width, const float* query,
                                int64_t query_stride, const float* key, int64_t key_stride,
@@ -154,8 +155,8 @@ FASTPLM_HD void inner_products(int64_t rows, int64_t columns, int64_t width, con
 
 // --- softmax --------------------------------------------------------------------------------------
 
-// Vector j of a row of scores: products q k [columns], scaled, plus the bias; minus infinity where a key is
-// hidden, or not below `limit`. With kAll there are no such keys.
+// Vector j of a row of scores: products q k [columns], scaled, plus the bias; minus infinity where
+// a key is masked, or not below `limit`. With kAll there are no such keys.
 template <bool kBias, bool kAll>
 struct Scores {
   FASTPLM_HD Floats operator()(int64_t j) const {
@@ -221,8 +222,8 @@ FASTPLM_HD float weights_of(const Row& row, int64_t columns, float most, float f
 template <typename T>
 class HeadPass {
  public:
-  // The most floats of scratch that a pass takes: matrices by key, transposed, by score and by query, and
-  // random bytes, masks and biases.
+  // The most floats of scratch memory that a pass takes: matrices with a row for each key (also
+  // transposed), score or query, and random bytes, masks and biases.
   static int64_t floats(int64_t seqlen_q, int64_t seqlen_k, int64_t dim, bool backward) {
     const int64_t columns = round_up(seqlen_k, kDrawnKeys);
     const int64_t width = round_up(dim, kWidth);
@@ -272,7 +273,8 @@ class HeadPass {
       const int64_t rows = std::min(kBlock, head_.seqlen_q - first);
       const int64_t columns = block_columns(first, rows);
       load_products(first, rows, columns);
-      // A row's sum needs its largest score. All rows find that first, so that none waits for its own.
+      // A row's sum needs its largest score. All rows find their largest first, so that no row
+      // waits.
       for_rows<false>(first, rows, columns, [&](const auto& scores, float*, Softmax& softmax) {
         softmax.most = largest_of(scores, columns);
       });
@@ -359,8 +361,8 @@ class HeadPass {
   static constexpr int64_t kDrawnKeys = 64;
   static constexpr int64_t kKeysOfADraw = 16;
 
-  // The rows of the keys up to the last that is seen, as padded fp32. For few queries a copy would cost as
-  // much as the rest, so it is left out where the tensor's own rows are the same.
+  // The rows of the keys up to the last that is seen, as padded fp32. For few queries a copy would
+  // cost as much as the rest, so the tensor's own rows are used if they are the same.
   FASTPLM_HD Strided<const float> rows_by_key(Strided<const T> from, Scratch& scratch) {
     if constexpr (std::is_same_v<T, float>) {
       if (head_.longest_q <= kFewQueries && head_.dim == width_ && all_seen_) return from;
@@ -383,7 +385,7 @@ class HeadPass {
   // [Dw, columns] of the keys, and 0 beyond the last that is seen.
   FASTPLM_HD const float* transposed(Strided<const T> from, Scratch& scratch) {
     float* to = scratch.next(width_ * line_);
-    float* rows = query_;  // not in use yet
+    float* rows = query_;  // serves as scratch, as it is not in use yet
     for (int64_t first = 0; first < columns_; first += kWidth) {
       const int64_t count = std::min(kWidth, seen_ - first);
       load_keys(from, first, count, rows);
@@ -401,7 +403,8 @@ class HeadPass {
     return to;
   }
 
-  // Where a product writes rows of a tensor: there, if they are unpadded fp32, or in scratch.
+  // Where a product writes rows of a tensor: in the tensor if they are unpadded fp32, or in
+  // scratch.
   FASTPLM_HD Strided<float> room_for(Strided<T> rows, float* room) {
     if constexpr (std::is_same_v<T, float>) {
       if (head_.dim == width_) return rows;
@@ -414,7 +417,7 @@ class HeadPass {
     store_rows(from.data, from.stride, count, head_.dim, 1.0f, to.data, to.stride);
   }
 
-  // C [keys, Dw] += A [rows, keys]^T B [rows, Dw]; from key number `begun` on nothing is in C yet.
+  // C [keys, Dw] += A [rows, keys]^T B [rows, Dw]; rows of C from `begun` on have no sums yet.
   FASTPLM_HD void add_by_key(int64_t begun, int64_t keys, int64_t rows, const float* a,
                              const float* b, Strided<float> c) {
     begun = std::min(begun, keys);
@@ -423,7 +426,7 @@ class HeadPass {
                               c.data + begun * c.stride, c.stride);
   }
 
-  // How many keys, in whole vectors, the last of these queries may see.
+  // The number of keys, in whole vectors, that any of these queries may see.
   FASTPLM_HD int64_t block_columns(int64_t first, int64_t rows) const {
     if (head_.attn_mask.data == nullptr) {
       return head_.is_causal ? std::min(columns_, round_up(limit(first + rows - 1), kWidth))
@@ -443,8 +446,8 @@ class HeadPass {
     return round_up(end, kWidth);
   }
 
-  // Writes row_hidden_, the keys that query i does not see for either mask. Returns whether there are any
-  // below `columns`, and whether all below `end` are.
+  // Writes row_hidden_, the keys that either mask leaves out for query i. Returns whether any key
+  // below `columns` is left out, and whether all below `end` are.
   FASTPLM_HD std::pair<bool, bool> hide_in_row(int64_t i, int64_t columns, int64_t end) {
     const bool* mask = head_.attn_mask.data + i * head_.attn_mask.stride;
     const int64_t keys = std::min(columns, seen_);
@@ -476,15 +479,16 @@ class HeadPass {
       product<Lies::kByRows>(false, rows, columns, width_, query_, row_, key_t_, line_, scores_,
                              line_);
     } else {
-      // A copy is in the caches already. Where keys are read in place, a forward reads values in place.
+      // If keys are read in place, the forward also reads values in place, so prefetch them. A copy
+      // is in the caches already.
       const bool in_place = static_cast<const void*>(key_.data) == head_.key.data;
       inner_products(rows, std::min(columns, seen_), width_, query_, row_, key_.data, key_.stride,
                      head_.value, in_place ? head_.dim : 0, scores_, line_);
     }
   }
 
-  // Calls function(scores, row, softmax) for each query of a block. The row of a query that may attend to
-  // nothing becomes 0. kFetch: the next head is prefetched meanwhile.
+  // Calls function(scores, row, softmax) for each query of a block. The row of a query that may
+  // attend to nothing becomes 0. With kFetch the next head is prefetched meanwhile.
   template <bool kFetch, typename Function>
   FASTPLM_HD void for_rows(int64_t first, int64_t rows, int64_t columns, const Function& function) {
     const float scale = head_.scale;
@@ -611,18 +615,18 @@ class HeadPass {
   const int64_t width_;                   // Dw
   const int64_t row_;                     // floats from a row of Dw to the next
   int64_t seen_;                          // keys up to the last that is not masked
-  int64_t first_seen_;                    // the first that is not masked
-  bool all_seen_;                         // up to that one
+  int64_t first_seen_;                    // the first key that is not masked
+  bool all_seen_;                         // whether no key below seen_ is masked
   int64_t columns_;                       // seen_ in whole vectors
   int64_t line_;                          // floats from a row of columns to the next
   int64_t shift_;
   int32_t* hidden_;                       // [columns], -1: masked
-  int32_t* row_hidden_ = nullptr;         // [columns], of one query; null: as hidden_
+  int32_t* row_hidden_ = nullptr;         // [columns], hidden_ of one query; null: hidden_ itself
   uint8_t* keep_;                         // [kBlock, columns rounded up to kDrawnKeys]
   float* query_;                          // [kBlock, Dw]
   float* scores_;                         // [kBlock, columns]
-  Strided<const float> key_ = {};         // [seen, Dw]; null: many queries of a forward
-  const float* key_t_ = nullptr;          // [Dw, columns]; null: few queries
+  Strided<const float> key_ = {};         // [seen, Dw]; null in a forward of many queries
+  const float* key_t_ = nullptr;          // [Dw, columns]; null for few queries
   float* distances_ = nullptr;            // [Tq + columns]
   float* distance_sums_ = nullptr;        // [Tq + columns]
 };

@@ -17,7 +17,7 @@ struct Strided {
 
 struct Bias {
   const float* weight;  // [buckets, H], the column of this head; null: no bias
-  int64_t heads;        // its stride
+  int64_t heads;        // H, the stride of the column
   int64_t count;        // buckets
   const int64_t* bucket;  // [2 furthest + 1], by distance + furthest
   int64_t furthest;
@@ -38,7 +38,7 @@ struct Softmax {
 template <typename T>
 struct Head {
   int64_t seqlen_q, seqlen_k, dim;
-  int64_t longest_q;  // of all sequences, so that a padded and a ragged batch are computed alike
+  int64_t longest_q;  // longest query length; makes a padded and a packed batch compute alike
   Strided<const T> query, key, value;
   const bool* key_mask;  // [Tk], true = attend; null: all
   Strided<const bool> attn_mask;  // [Tq, Tk], true = attend; null: all
@@ -47,11 +47,11 @@ struct Head {
   Bias bias;
   Dropout dropout;
   Softmax* softmax;  // [Tq], written by the forward for the backward
-  Strided<const T> soon[4];  // what the thread probably reads next, to prefetch; or null
+  Strided<const T> soon[4];  // rows to prefetch, which the thread probably reads next; or null
   int64_t soon_rows;
 };
 
-// Memory that a thread works in. It grows and is never freed, as new pages are slow.
+// Scratch memory of a thread. It grows and is never freed, as new pages are slow.
 class Scratch {
  public:
   Scratch() = default;

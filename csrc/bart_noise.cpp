@@ -1,4 +1,4 @@
-// fastplm_C::bart_noise on the CPU: rows in parallel on PyTorch's own threads, each row by one.
+// fastplm_C::bart_noise on the CPU: PyTorch's threads compute rows in parallel, one thread a row.
 #include <algorithm>
 #include <numeric>
 #include <vector>

@@ -17,14 +17,15 @@
 
 namespace fastplm {
 
-// Counters of Stream INFILL: lengths of spans from 0, their layout, and which of them is the last.
-// Of Stream ORDER: which sentences move from 0, their order, and the rotation.
+// Counters of Stream INFILL: from 0 the lengths of spans, from kSecondDraw their layout, from
+// kThirdDraw the choice of the last span. Counters of Stream ORDER: from 0 the sentences that move,
+// then their order, then the rotation.
 constexpr uint32_t kSecondDraw = 1u << 30;
 constexpr uint32_t kThirdDraw = 1u << 31;
 constexpr int64_t kSpareSpans = 16;
 constexpr int64_t kMostSpanThresholds = 64;
 
-// The length of a span, drawn by a random word: how many of these bounds are not above the word.
+// The length of a span for a random word: the number of bounds that are not above the word.
 struct SpanThresholds {
   SpanThresholds() = default;
   explicit SpanThresholds(const std::vector<int64_t>& given)
@@ -36,8 +37,8 @@ struct SpanThresholds {
   uint32_t bounds[kMostSpanThresholds];
 };
 
-// What the op takes besides tensors. Probabilities come as round(p * 2^32), so that a random choice is
-// a comparison of integers.
+// The op's arguments that are not tensors. Probabilities are round(p * 2^32), so that a random
+// choice is a comparison of integers.
 #define FASTPLM_BART_NOISE_SETTINGS(ARGUMENT)                                          \
   ARGUMENT(uint32_t, step)                                                             \
   ARGUMENT(int64_t, longest) /* most tokens of a row */                                \
@@ -70,7 +71,7 @@ struct BartNoiseCall : BartNoiseSettings {
     return given < longest ? given : longest;
   }
 
-  // The most spans of a row of which m tokens are to be covered.
+  // The most spans of a row with m tokens to cover.
   FASTPLM_HD static int64_t most_spans(int64_t m) { return 2 * m + kSpareSpans; }
 
   FASTPLM_HD int64_t span_length(uint32_t word) const {
@@ -91,7 +92,7 @@ struct BartNoiseCall : BartNoiseSettings {
     return sentence_end_count > 0 && sentence_end_ids[first] == id;
   }
 
-  // What stands for a masked token or a span: the mask, or a random id that is not special.
+  // The id that replaces a masked token or a span: the mask, or a random id that is not special.
   FASTPLM_HD Id replacement(uint32_t kind, uint32_t word) const {
     if (kind >= random_below) return static_cast<Id>(mask_token_id);
     int64_t id = choice(word, vocab_size - special_count);
@@ -107,7 +108,7 @@ struct NoiseRow {
   Id* tokens;         // [longest] by place
   Id* fills;          // [most spans] what stands for each
   uint32_t* keys;     // [most items, rounded up to a multiple of 4]
-  uint32_t* places;   // [longest] by token; first the sentence of each token
+  uint32_t* places;   // [longest] by token; before that, the sentence of each token
   uint32_t* begins;   // [longest + 1] of the sentences, in the given order
   uint32_t* moved;    // [longest] where each sentence goes
   uint32_t* order;    // [longest] the sentences in their new order
@@ -115,7 +116,7 @@ struct NoiseRow {
   uint32_t* covered;  // [most spans] tokens that the spans drawn before cover
   uint8_t* deleted;   // [longest] by place
 
-  // Lays the arrays out in `memory`, or nowhere if that is null; returns the bytes they take, a
+  // Lays the arrays out in `memory`, or only counts if that is null. Returns the bytes they take, a
   // multiple of 8.
   FASTPLM_HD int64_t lay_out(const BartNoiseCall<Id>& call, uint8_t* memory) {
     const int64_t m = share_of(call.longest, call.infill_scale);
@@ -142,8 +143,8 @@ struct NoiseRow {
   }
 };
 
-// Sorts numbers, no two of them equal, by a bitonic network. The lower place always gets the smaller
-// number, so that any size works: what is past the end never moves.
+// Sorts numbers, no two of them equal, by a bitonic network. The lower place always gets the
+// smaller number, so any size works: no number would move past the end.
 FASTPLM_GROUP_CODE
 template <typename Group>
 FASTPLM_HD void sort_ascending(Group& group, uint64_t* values, int64_t size) {
@@ -273,7 +274,7 @@ FASTPLM_HD WordLanes<kLanes> draw_neighbours(uint64_t seed, Stream stream, uint6
   return draw_lanes<kLanes>(seed, stream, sample, positions, step);
 }
 
-// memory.tokens and memory.deleted: each token at its place, masked or deleted or as it was.
+// memory.tokens and memory.deleted: each token at its place, masked, deleted or unchanged.
 FASTPLM_GROUP_CODE
 template <typename Group, typename Id>
 FASTPLM_HD void corrupt_tokens(Group& group, const BartNoiseCall<Id>& call, const Id* ids,
@@ -316,7 +317,7 @@ FASTPLM_HD int64_t draw_spans(Group& group, const BartNoiseCall<Id>& call, uint6
   for (int64_t tile = 0; covered < m; tile += int64_t{group.size()} * kLanes) {
     const int64_t first = tile + int64_t{group.rank()} * kLanes;
     const auto words = draw_neighbours<kLanes>(seed, Stream::kInfill, sample, first, call.step);
-    // The last span that is possible covers what is left.
+    // The last possible span covers all tokens that are left to cover.
     int64_t lengths[kLanes];
     int64_t mine = 0;
     for (int lane = 0; lane < kLanes; ++lane) {

@@ -1,11 +1,12 @@
-// What all of csrc/ shares: how functions are declared, and sizes in whole parts.
+// Shared by all of csrc/: the macros that declare functions, and rounding of sizes.
 #pragma once
 
 #include <cstdint>
 
 #if defined(__CUDACC__)
 #define FASTPLM_HD __host__ __device__ __forceinline__
-// A group's members are host functions in one instantiation and __device__ functions in another.
+// Silences nvcc: a group's members are host functions in one instantiation, __device__ ones in
+// another.
 #define FASTPLM_GROUP_CODE _Pragma("nv_exec_check_disable")
 #else
 // Always inlined, so that shared code is compiled with the instructions of the level that calls it.
@@ -28,8 +29,8 @@ FASTPLM_HD int64_t round_up(int64_t size, int64_t multiple) {
   return ceil_div(size, multiple) * multiple;
 }
 
-// A row's floats rounded up to an odd number of cache lines: rows that lie a power of 2 apart compete for
-// the same few places in the cache.
+// A row's floats, rounded up to an odd number of cache lines: rows that lie a power of 2 apart
+// would compete for the same few places in the cache.
 constexpr int64_t kCacheLine = 16;
 
 FASTPLM_HD int64_t odd_lines(int64_t floats) {

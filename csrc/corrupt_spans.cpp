@@ -1,4 +1,5 @@
-// fastplm_C::corrupt_spans on the CPU: rows in parallel on PyTorch's own threads, each row by one.
+// fastplm_C::corrupt_spans on the CPU: PyTorch's threads compute rows in parallel, one thread a
+// row.
 #include <algorithm>
 #include <vector>
 

@@ -16,18 +16,18 @@
 namespace fastplm {
 
 constexpr int64_t kIgnoredLabel = -100;
-// The keys of the noise tokens are drawn from counter 0 on, those of the kept ones from here on.
+// The keys of the noise tokens are drawn from counter 0 on, those of the kept tokens from here on.
 constexpr uint32_t kKeptPosition = uint32_t{1} << 31;
 
 struct SpanCounts {
   int64_t noise;  // tokens that leave the input
   int64_t kept;
   int64_t spans;
-  int64_t dropped;  // spans that there are no sentinels for
+  int64_t dropped;  // spans without a sentinel
 };
 
-// What the op takes besides tensors. Density and spans per noise token are times 2^32, rounded up, so
-// that all counting is in integers.
+// The op's arguments that are not tensors. Density and spans per noise token are times 2^32,
+// rounded up, so that all counting is in integers.
 #define FASTPLM_CORRUPT_SPANS_SETTINGS(ARGUMENT)               \
   ARGUMENT(uint32_t, step)                                     \
   ARGUMENT(int64_t, max_length) /* T */                        \
@@ -36,7 +36,7 @@ struct SpanCounts {
   ARGUMENT(int64_t, pad_token_id)
 FASTPLM_ARGUMENTS(CorruptSpansSettings, FASTPLM_CORRUPT_SPANS_SETTINGS)
 
-// What follows from a row's length alone.
+// Sizes that follow from a row's length alone.
 struct SpanPlan : CorruptSpansSettings {
   int64_t sentinels;  // K
 
@@ -55,11 +55,11 @@ struct SpanPlan : CorruptSpansSettings {
   FASTPLM_HD int64_t label_length(const SpanCounts& of) const {
     return of.noise + of.spans + has_eos();
   }
-  // The longest row needs the most of everything.
+  // The longest row needs the most room.
   FASTPLM_HD int64_t input_width() const { return input_length(counts(max_length)); }
   FASTPLM_HD int64_t label_width() const { return label_length(counts(max_length)); }
   FASTPLM_HD int64_t bounds_size() const { return counts(max_length).spans + 1; }
-  // Keys are drawn in fours.
+  // Keys are drawn four at a time.
   FASTPLM_HD int64_t keys_size() const { return (max_length + 3) / 4 * 4; }
 
  private:
@@ -104,8 +104,9 @@ FASTPLM_HD int64_t count_dropped(Group& group, const CorruptSpansCall<Id>& call)
   return static_cast<int64_t>(total);
 }
 
-// Cuts `size` items into `parts` parts of at least one item, every way to do so equally likely: at the
-// boundaries between neighbours that have the smallest keys. `keys` is room for `size` keys.
+// Cuts `size` items into `parts` parts of at least one item; every division is equally likely. The
+// cuts are the boundaries between neighbours that have the smallest keys. `keys` is room for `size`
+// keys.
 FASTPLM_GROUP_CODE
 template <typename Group, typename Id>
 FASTPLM_HD void cut(Group& group, SelectScratch& scratch, const CorruptSpansCall<Id>& call,
@@ -133,7 +134,7 @@ FASTPLM_HD void cut(Group& group, SelectScratch& scratch, const CorruptSpansCall
 // Several threads share a run, so that a GPU reads and writes neighbours together.
 struct Runs {
   int64_t first;  // the first span of this thread
-  int64_t step;   // to its next one
+  int64_t step;   // spans from there to the thread's next one
   int64_t lane;
   int64_t lanes;
 };

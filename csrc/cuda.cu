@@ -13,7 +13,7 @@
 namespace fastplm {
 namespace {
 
-// Makes the device of a tensor the current one, as long as this lives, and knows its stream.
+// Makes the device of a tensor the current one while this object lives, and has its stream.
 class CurrentStream {
  public:
   explicit CurrentStream(const Tensor& tensor) : guard_(tensor.get_device_index()) {
@@ -62,13 +62,13 @@ auto mask_tokens(const MaskTokensTensors& given, const MaskTokensSettings& setti
     using Id = std::remove_pointer_t<decltype(call.output_ids)>;
     const CurrentStream stream(given.input_ids);
     const int64_t rows = call.rows.count, tokens = call.rows.tokens;
-    if (rows == 0) {  // and so no slots
+    if (rows == 0) {  // then there are no slots
       stream.set_zero(call.count);
       stream.set_zero(call.dropped);
       stream.copy(call.output_ids, call.input_ids, tokens * sizeof(Id));
       return;
     }
-    // Only the device knows how long packed rows are.
+    // Only the device knows the lengths of packed rows.
     const bool is_packed = call.rows.cu_seqlens != nullptr;
     const bool all_short = !is_packed && call.rows.stride <= kSharedTokens;
     Scratch<uint32_t> keys(given.input_ids, all_short ? 0 : tokens + 4 * rows);

@@ -30,7 +30,7 @@ void dropout(const Tensor& input, const Tensor& seed, int64_t threshold, double 
   });
 }
 
-// The same of rows [..., E], whose samples and positions are int64 [N], dense.
+// The same for rows [..., E], with their samples and positions, int64 [N], dense.
 void dropout_rows(const Tensor& input, const Tensor& seed, int64_t threshold, double scale,
                   const Tensor& sample_index, const Tensor& position, Tensor& out) {
   const auto key = static_cast<uint64_t>(*seed.const_data_ptr<int64_t>());

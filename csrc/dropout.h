@@ -1,14 +1,15 @@
 // Dropout of a tensor's elements: each is multiplied by 1 / (1 - p) or becomes 0, by the bits of
-// fastplm/reference/dropout.py. The backward draws them again, so nothing is saved for it. Elements are
-// counted through the tensor, or in each row, whose sample and position then count, too.
+// fastplm/reference/dropout.py. The backward draws them again, so nothing is saved for it. The bits
+// of an element depend on its number in the tensor, or on its number in the row and the row's
+// sample and position.
 
 namespace fastplm::FASTPLM_LEVEL {
 
-constexpr int64_t kDraws = 16;  // side by side, a lane each, whatever the width of vectors
-constexpr int64_t kChoices = 8;    // of a draw: 16 bits each
+constexpr int64_t kDraws = 16;  // draws side by side, one a lane, for any width of vectors
+constexpr int64_t kChoices = 8;    // choices of a draw, 16 bits each
 constexpr int64_t kDropBlock = kChoices * kDraws;
 
-// The counters of the draws of a block, that of elements `first` … of the tensor.
+// The counters of the draws of a block, which begins at element `first` of the tensor.
 FASTPLM_HD WordLanes<kDraws> counter_of_elements(int64_t first) {
   WordLanes<kDraws> counter;
   for (int64_t lane = 0; lane < kDraws; ++lane) {
@@ -21,7 +22,7 @@ FASTPLM_HD WordLanes<kDraws> counter_of_elements(int64_t first) {
   return counter;
 }
 
-// The same of elements `first` … of a row.
+// The same for a block that begins at element `first` of a row.
 FASTPLM_HD WordLanes<kDraws> counter_of_row(int64_t sample, int64_t position, int64_t first) {
   WordLanes<kDraws> counter;
   for (int64_t lane = 0; lane < kDraws; ++lane) {
@@ -34,8 +35,8 @@ FASTPLM_HD WordLanes<kDraws> counter_of_row(int64_t sample, int64_t position, in
   return counter;
 }
 
-// The kDropBlock elements that kDraws draws decide for. Choice j of draw i is that of element
-// j * kDraws + i, so that lanes stay where they are.
+// Drops the kDropBlock elements of kDraws draws. Choice j of draw i is for element j * kDraws + i,
+// so that numbers stay in their lanes.
 template <typename T>
 FASTPLM_HD void drop_block(uint64_t seed, WordLanes<kDraws> counter, int32_t threshold, float scale,
                            const T* in, T* out) {
@@ -57,7 +58,7 @@ FASTPLM_HD void drop_block(uint64_t seed, WordLanes<kDraws> counter, int32_t thr
   narrow(kDropBlock, to, out);
 }
 
-// `count` elements, whose block at `first` has the counters counter_at(first).
+// Drops `count` elements; the block at `first` has the counters counter_at(first).
 template <typename T, typename CounterAt>
 FASTPLM_HD void drop_blocks(uint64_t seed, int32_t threshold, float scale, int64_t count, const T* in,
                             T* out, const CounterAt& counter_at) {
@@ -73,7 +74,7 @@ FASTPLM_HD void drop_blocks(uint64_t seed, int32_t threshold, float scale, int64
   }
 }
 
-// `count` elements from number `first` on, a multiple of kDropBlock.
+// Drops `count` elements from number `first` on, a multiple of kDropBlock.
 template <typename T>
 FASTPLM_HD void drop_elements(uint64_t seed, int32_t threshold, float scale, int64_t first,
                               int64_t count, const T* in, T* out) {
@@ -81,7 +82,7 @@ FASTPLM_HD void drop_elements(uint64_t seed, int32_t threshold, float scale, int
               [&](int64_t i) { return counter_of_elements(first + i); });
 }
 
-// A row of `width` elements.
+// Drops elements of a row of `width`.
 template <typename T>
 FASTPLM_HD void drop_row(uint64_t seed, int32_t threshold, float scale, int64_t sample, int64_t position,
                          int64_t width, const T* in, T* out) {

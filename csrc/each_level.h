@@ -1,5 +1,5 @@
-// Compiles a file once for each level: FASTPLM_FILE includes itself again from here, and so namespace
-// fastplm::FASTPLM_LEVEL is there once for each.
+// Compiles a file once for each level: this header includes FASTPLM_FILE again for each, so there
+// is one namespace fastplm::FASTPLM_LEVEL for each level.
 //
 //   #include "operators.h"          // headers that the levels share come first
 //   #define FASTPLM_FILE "op.cpp"
@@ -8,8 +8,8 @@
 //   ...
 //   FASTPLM_OPERATOR(op)            // registers function `op` of this process's level
 //
-// A function is compiled with the instructions that are switched on where it is written. So nothing
-// shared may be included after each_level.h: the linker would keep one level's copy for all.
+// A function is compiled with the instructions that are switched on where it is defined. So no
+// shared header may be included after each_level.h: the linker would keep one level's copy for all.
 #ifndef FASTPLM_EACH_LEVEL
 #define FASTPLM_EACH_LEVEL
 
@@ -53,8 +53,8 @@
 #define FASTPLM_BOX(name) ::fastplm::Operator<&::fastplm::baseline::name>::call
 #endif
 
-// FASTPLM_OPERATOR(name) of a function whose parameters are structs of arguments, and
-// FASTPLM_OPERATOR(name, "(Tensor input) -> Tensor") of any other, with the rest of its schema.
+// FASTPLM_OPERATOR(name) is for a function whose parameters are structs of arguments.
+// FASTPLM_OPERATOR(name, "(Tensor input) -> Tensor") is for any other, with the rest of its schema.
 #define FASTPLM_OPERATOR(name, ...)                                                           \
   STABLE_TORCH_LIBRARY_FRAGMENT(fastplm_C, library) {                                         \
     using Defined = ::fastplm::Operator<&::fastplm::baseline::name>;                          \

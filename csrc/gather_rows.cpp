@@ -29,7 +29,7 @@ Tensor gather_rows(const Tensor& input, const Tensor& positions) {
   const auto* from = static_cast<const char*>(input.const_data_ptr());
   auto* to = static_cast<char*>(out.mutable_data_ptr());
   const auto* position = positions.const_data_ptr<int64_t>();
-  // Where one is not, ops.gather_rows says what is wrong.
+  // If a position is outside, ops.gather_rows says what is wrong.
   const bool inside = std::all_of(position, position + slots, [rows](int64_t row) {
     return row >= -1 && row < rows;
   });

@@ -9,17 +9,17 @@
 
 namespace fastplm::FASTPLM_LEVEL {
 
-// Elements that are read before the first of them is written.
+// Elements of a block: all of them are read before the first is written.
 constexpr int64_t kGeluBlock = kTogether * kWidth;
 using Block = Several<kTogether>;
 
-// What x is multiplied by, sigma(2u), and the derivative of that.
+// The factor of x, sigma(2u), and its derivative.
 FASTPLM_HD void gate_and_slope(const Block& x, Block& gate, Block& slope) {
   constexpr float kTwice = 1.5957691f;  // 2 sqrt(2 / pi)
   constexpr float kCubic = 0.044715f;
   const Block square = x * x;
   const Block y = x * (square * (kTwice * kCubic) + kTwice);
-  // By e = e^-|y|, which does not overflow: sigma is r = 1 / (1 + e) or e r, and sigma' = e r^2.
+  // e = e^-|y| does not overflow: sigma is r = 1 / (1 + e) or e r, and sigma' = e r^2.
   Block e;
   for (int i = 0; i < kTogether; ++i) {
     const Ints negative = reinterpret_cast<const Ints&>(y.each[i]) | INT32_MIN;
@@ -38,8 +38,8 @@ FASTPLM_HD void gate_and_slope(const Block& x, Block& gate, Block& slope) {
   slope = other * r * (square * (3.0f * kTwice * kCubic) + kTwice);
 }
 
-// `count` elements as fp32, filled up with zeros, and back. With kWhole they are a whole block, whose size
-// the compiler knows.
+// Loads `count` elements as fp32, filled up with zeros, and stores them. With kWhole they are a
+// whole block, whose size the compiler knows.
 template <bool kWhole, typename T>
 FASTPLM_HD Block load_block(int64_t count, const T* from) {
   if constexpr (kWhole && std::is_same_v<T, float>) {
@@ -62,7 +62,8 @@ FASTPLM_HD void store_block(int64_t count, const Block& block, T* to) {
   }
 }
 
-// function(whole, i, size) of each block of `count` elements, which begins at i; the last may be a part.
+// Calls function(whole, i, size) for each block of `count` elements, which begins at i; the last
+// block may be shorter.
 template <typename Function>
 FASTPLM_HD void for_blocks(int64_t count, const Function& function) {
   int64_t i = 0;

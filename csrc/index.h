@@ -1,6 +1,6 @@
-// The index of a corpus on disk: runs of sentences and packed sequences. The same in Python, and the
-// specification, are in fastplm/data/index.py. Files are not trusted: whatever they hold, no function
-// here reads or writes beyond the sizes it was given.
+// The index of a corpus on disk: runs of sentences and packed sequences. fastplm/data/index.py has
+// the specification in Python. Files are not trusted: whatever they hold, no function here reads or
+// writes beyond the sizes it was given.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ namespace fastplm {
 inline int64_t sentence_chunks(const int64_t* sentences, int64_t sentence_count,
                                const int64_t* documents, int64_t document_count, int64_t room,
                                int64_t* out, int64_t capacity) {
-  // Garbage in a file may not overflow, so the difference is taken of unsigned numbers.
+  // The numbers are unsigned, so that the difference of garbage in a file cannot overflow.
   const auto tokens = [&](int64_t begin, int64_t end) {
     return static_cast<uint64_t>(sentences[end]) - static_cast<uint64_t>(sentences[begin]);
   };
@@ -62,7 +62,7 @@ class IntegerSet {
     std::size_t node = leaves_ + static_cast<std::size_t>(value);
     if (any_[node]) return value;
     while (node % 2 == 1 || !any_[node + 1]) node /= 2;
-    ++node;  // from the left child to its sibling, and there to the smallest
+    ++node;  // from a left child to its sibling; the loop below finds the smallest member there
     while (node < leaves_) node = 2 * node + (any_[2 * node] ? 0 : 1);
     return static_cast<int64_t>(node - leaves_);
   }
@@ -79,11 +79,11 @@ struct Packing {
 
 // Best-fit-decreasing bin packing in O(count log capacity) (Ding et al. 2024, arXiv 2404.10830):
 // sequences in the order of falling length, equal ones by index, each go into the bin with the
-// least room that still holds it; of several such bins into the one that was filled last.
+// least room that still holds it. If there are several such bins, the last one filled is taken.
 // False if a length is not in [1, capacity].
 inline bool pack_sequences(const int64_t* lengths, int64_t count, int64_t capacity,
                            Packing* packing) {
-  std::vector<int64_t> next(capacity + 1);  // where the sequences of capacity - i tokens go
+  std::vector<int64_t> next(capacity + 1);  // the next place of a sequence of capacity - i tokens
   for (int64_t i = 0; i < count; ++i) {
     if (lengths[i] < 1 || lengths[i] > capacity) return false;
     ++next[capacity - lengths[i] + 1];
@@ -93,7 +93,7 @@ inline bool pack_sequences(const int64_t* lengths, int64_t count, int64_t capaci
   for (int64_t i = 0; i < count; ++i) order[next[capacity - lengths[i]]++] = i;
 
   // The bins with the same room are a stack: its top in `newest`, the one below each in `older`.
-  // An empty bin is always at hand, and as it has the most room it is taken last.
+  // There is always an empty bin; it is taken last, as it has the most room.
   std::vector<int64_t> newest(capacity + 1, -1), older, bin_of(count), sizes;
   IntegerSet rooms(capacity);
   rooms.put(capacity, true);

@@ -69,10 +69,10 @@ class ThreadBlock {
 
 // --- mask_tokens ----------------------------------------------------------------------------------
 
-// Rows of up to so many tokens are worked on in shared memory.
+// Rows of up to so many tokens are masked in shared memory.
 constexpr int kSharedTokens = 4096;
 
-// What a kernel leaves for the next ones, and memory for rows that are longer than that.
+// The results of a kernel that the next ones read, and memory for longer rows.
 struct MaskScratch {
   uint32_t* keys;        // [tokens + 4 * rows], a row's part padded to whole draws
   uint32_t* sizes;       // [tokens]
@@ -85,8 +85,8 @@ struct MaskScratch {
   __device__ bool rows_are_apart() const { return apart == nullptr || *apart; }
 };
 
-// One block, for packed rows only: whether they are apart. If each block of the next kernels looked at all
-// boundaries, the work would grow with the square of the rows.
+// One block, for packed rows only: tests whether they are apart. If each block of the next kernels
+// tested all boundaries, the work would grow with the square of the rows.
 template <typename Id>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     mask_tokens_check_kernel(const MaskTokensCall<Id> call, const MaskScratch memory) {
@@ -126,8 +126,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
 }
 
-// One block: where the slots of each row begin. A thread has neighbouring rows; the sums of the
-// threads before it say where the slots of its first one do.
+// One block: computes where the slots of each row begin. A thread has neighbouring rows; the slots
+// of its first row begin at the sum of the threads before it.
 template <typename Id>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     mask_tokens_place_kernel(const MaskTokensCall<Id> call, const MaskScratch memory) {
@@ -182,8 +182,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 
 // --- corrupt_spans --------------------------------------------------------------------------------
 
-// Block b: row b. `keys` is [B, keys_size()], `bounds` [B, 2, bounds_size()]. The last block also sums over
-// all rows, which saves a kernel, and a counter that would have to be set to 0.
+// Block b: corrupts row b. `keys` is [B, keys_size()], `bounds` [B, 2, bounds_size()]. The last
+// block also sums over all rows, which saves a kernel and a counter to reset.
 template <typename Id>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     corrupt_spans_kernel(const CorruptSpansCall<Id> call, uint32_t* keys, uint32_t* bounds) {
@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 
 // --- bart_noise -----------------------------------------------------------------------------------
 
-// Block b: row b, with the bytes [b * row_bytes, (b + 1) * row_bytes) of `memory` to work in.
+// Block b: adds noise to row b, in the bytes [b * row_bytes, (b + 1) * row_bytes) of `memory`.
 template <typename Id>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     bart_noise_kernel(const __grid_constant__ BartNoiseCall<Id> call, uint8_t* memory,

@@ -21,8 +21,8 @@ FASTPLM_HD const Floats& at(const float* pointer) {
   return *reinterpret_cast<const Floats*>(pointer);
 }
 
-// Lane i becomes lane `from[i]` of the two vectors, those of `b` counted from where `a` ends.
-// (It is not returned, as how a vector is returned depends on the ABI.)
+// Lane i of the result is lane `from[i]` of `a` and `b`, whose lanes are numbered behind those of
+// `a`. (The result is not returned, as the ABI decides how a vector is returned.)
 FASTPLM_HD void shuffle(const Floats& a, const Floats& b, const Ints& from, Floats& out) {
 #if defined(__clang__)
   for (int i = 0; i < kWidth; ++i) out[i] = from[i] < kWidth ? a[from[i]] : b[from[i] - kWidth];
@@ -31,8 +31,8 @@ FASTPLM_HD void shuffle(const Floats& a, const Floats& b, const Ints& from, Floa
 #endif
 }
 
-// Two vectors a, b -> the lanes of `a` whose number lacks the bit kBit, with those of `b` that lack it
-// in the places between; and the same of those that have it.
+// One result has the lanes of `a` whose number lacks the bit kBit, and in between the lanes of `b`
+// that lack it. The other result has the lanes that have the bit, in the same way.
 template <int kBit>
 FASTPLM_HD void exchange(const Floats& a, const Floats& b, Floats& without, Floats& with) {
   Ints first, second;
@@ -45,8 +45,8 @@ FASTPLM_HD void exchange(const Floats& a, const Floats& b, Floats& without, Floa
   shuffle(left, right, second, with);
 }
 
-// Transposes kWidth rows of kWidth lanes. At each bit of their numbers, half the lanes of two rows change
-// places: those whose number has the bit, and those without.
+// Transposes kWidth rows of kWidth lanes. For each bit of the numbers, two rows exchange half of
+// their lanes: the lanes with the bit of one, and the lanes without it of the other.
 template <int kBit = 1>
 FASTPLM_HD void transpose(Floats* rows) {
   if constexpr (kBit < kWidth) {
@@ -57,7 +57,7 @@ FASTPLM_HD void transpose(Floats* rows) {
   }
 }
 
-// op of all lanes, half by half: an index that the compiler does not know would go through memory.
+// Combines all lanes by op, half by half: a lane index that is no constant would go through memory.
 template <typename Op>
 FASTPLM_HD float reduce(const Floats& lanes, const Op& op) {
   using Eight = float __attribute__((vector_size(32), aligned(4), may_alias));
@@ -92,7 +92,7 @@ FASTPLM_HD float maximum_of(const Floats& lanes) {
   return reduce(lanes, [](const auto& a, const auto& b, auto& out) { out = a > b ? a : b; });
 }
 
-// All bits of a lane where x is negative:
+// The result has all bits of a lane set where x is negative:
 FASTPLM_HD void sign_of(const Floats& x, Ints& mask) {
   mask = reinterpret_cast<const Ints&>(x) >> 31;
 }
@@ -104,8 +104,8 @@ FASTPLM_HD void choose(const Ints& mask, const Floats& a, const Floats& b, Float
   out = reinterpret_cast<const Floats&>(chosen);
 }
 
-// Several vectors that go through the same steps side by side: the CPU works on one while it waits for
-// another. This many fit in the registers, with what a step needs.
+// Several vectors that take the same steps side by side: the CPU computes one while it waits for
+// another. This many fit in the registers, beside the operands of a step.
 constexpr int kTogether = kRegisters / 8;
 
 template <int kCount>
@@ -175,7 +175,8 @@ FASTPLM_HD const float* as_floats(int64_t width, int64_t filled, const T* row, f
   return room;
 }
 
-// Where to write such a row; `narrow` then copies it to `out`, unless it is there.
+// Memory to write such a row to; `narrow` then copies the row to `out`, unless it was written
+// there.
 template <typename T>
 FASTPLM_HD float* floats_for(int64_t width, int64_t filled, T* out, float* room) {
   if constexpr (std::is_same_v<T, float>) {
@@ -210,17 +211,17 @@ FASTPLM_HD Several<kCount> exponential(const Several<kCount>& x) {
   const Several<kCount> shifted = x * 1.44269504f + kMagic;
   const Several<kCount> n = shifted - kMagic;
   const Several<kCount> r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  // The terms are added in pairs, so that a step waits for half as many others.
+  // The terms are added in pairs, so that a step waits for half as many earlier ones.
   const Several<kCount> rr = r * r;
   Several<kCount> p = r * 1.9875691500e-4f + 1.3981999507e-3f;
   p = p * rr + (r * 8.3334519073e-3f + 4.1665795894e-2f);
   p = p * rr + (r * 1.6666665459e-1f + 5.0000001201e-1f);
   p = p * rr + r + 1.0f;
   for (int i = 0; i < kCount; ++i) {
-    // The low bits of `shifted` are n. Unsigned, as far below 0 they wrap round.
+    // The low bits of `shifted` are n. They are unsigned, as they wrap round far below 0.
     const UInts bits = reinterpret_cast<const UInts&>(p.each[i]) +
                        (reinterpret_cast<const UInts&>(shifted.each[i]) << 23);
-    // 0 from -87 down to minus infinity, but not where it is NaN.
+    // The result is 0 from -87 down to minus infinity, but NaN stays NaN.
     const Ints kept = reinterpret_cast<const Ints&>(bits) & ~(x.each[i] < -87.0f);
     p.each[i] = reinterpret_cast<const Floats&>(kept);
   }

@@ -28,7 +28,7 @@ inline Level level_of_cpu() {
   return Level::kBaseline;
 }
 
-// PyTorch ignores, with a warning, a name that it does not know.
+// Like PyTorch, ignores a name that is not known; PyTorch warns of it.
 inline Level most_allowed(const char* capability) {
   if (capability != nullptr && std::strcmp(capability, "default") == 0) return Level::kBaseline;
   if (capability != nullptr && std::strcmp(capability, "avx2") == 0) return Level::kAvx2;

@@ -19,7 +19,7 @@
 namespace fastplm::FASTPLM_LEVEL {
 namespace {
 
-// function(i) for each i below count, by whichever thread is free.
+// Calls function(i) for each i below count, each on a thread that is free.
 template <typename Function>
 void in_parallel(int64_t count, const Function& function) {
   std::atomic<int64_t> next(0);
@@ -66,8 +66,9 @@ void product_of_many(const Operand& a, const Operand& b, const std::optional<Ten
 
 // --- few rows -------------------------------------------------------------------------------------
 
-// From this many rows on it pays to pack fp32. An inner tile without AVX-512 is smaller, and adds up lanes
-// more often; Zen 4 executes AVX-512 in halves. ops/linear.py knows where MKL is faster than both.
+// From this many rows on it is faster to pack fp32. Without AVX-512 an inner tile is smaller, and
+// adds up lanes more often; Zen 4 executes AVX-512 in halves. ops/linear.py knows where MKL is
+// faster than both.
 constexpr int64_t kManyRows = 49;
 
 int64_t many_inner_rows() {
@@ -79,7 +80,7 @@ int64_t many_inner_rows() {
   return kManyRows;
 }
 
-// How a product of few rows is computed: so many rows of A at a time, by this function.
+// A function for products of few rows, and the rows of A that it takes at a time.
 template <typename T>
 struct Method {
   int64_t tile;
@@ -180,15 +181,14 @@ void multiply(const Operand& a, const Operand& b, const std::optional<Tensor>& b
   });
 }
 
-// a [M, K] and b [K, N], neither of them empty, of each of which one stride is 1; bias [N]; out
-// [M, N], dense.
+// a [M, K] and b [K, N] are not empty, and each has a stride of 1; bias [N]; out [M, N], dense.
 void product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, Tensor& out) {
   multiply(Operand(a), Operand(b), bias, out);
 }
 
-// input [..., K] of at most 8 dimensions, weight [N, K], of which one stride is 1, neither of them
-// empty, and bias [N] -> [..., N]. The forward of a layer in one call: where a decoder generates tokens,
-// the calls of many layers of few rows cost as much as their products.
+// input [..., K] of at most 8 dimensions, weight [N, K] with a stride of 1, neither of them empty,
+// and bias [N] -> [..., N]. The forward of a layer is one call: when a decoder generates tokens,
+// the calls of many layers with few rows cost as much as their products.
 Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
   const Tensor dense = torch::stable::contiguous(input);
   const Operand b = Operand(weight).transposed();

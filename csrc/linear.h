@@ -11,25 +11,25 @@
 
 namespace fastplm::FASTPLM_LEVEL {
 
-// Sums in registers, beside a row of B and an element of A: at most this many rows of them.
+// A tile has at most this many rows of sums in registers, beside a row of B and an element of A.
 constexpr int64_t kTileRows = kRegisters == 32 ? 12 : 6;
-// Fewer have too few sums to keep the unit busy; heights are kLeastRows and whole steps above it.
+// Fewer rows have too few sums to keep the unit busy. A height is kLeastRows plus whole steps.
 constexpr int64_t kHeightStep = kTileRows / 6;
 constexpr int64_t kLeastRows = 4 * kHeightStep;
 constexpr int64_t kTileWide = 2;
 constexpr int64_t kTileColumns = kTileWide * kWidth;
 constexpr int64_t kSliceDepth = 384;
-// What a thread does at a time, at most and at least: the second-level cache holds a slice of its columns
-// of B, and its rows of C until the next slice.
+// The most and the least that a thread computes at a time: the second-level cache holds a slice of
+// its columns of B, and its rows of C until the next slice.
 constexpr int64_t kBlockTiles = 528 / kTileRows;
 constexpr int64_t kBlockColumns = 128;
 constexpr int64_t kLeastBlockColumns = 2 * kTileColumns;
-// How far ahead of a tile its panel is fetched.
+// A tile's panel is prefetched this far ahead.
 constexpr int64_t kAhead = 8;
 constexpr int64_t kPackTiles = 16;
 constexpr int64_t kPackSteps = 16;
 
-// A matrix of which rows or columns lie together: element (i, j) is at i * row + j * col.
+// A matrix with contiguous rows or columns: element (i, j) is at i * row + j * col.
 struct Matrix {
   const float* at(int64_t i, int64_t j) const { return data + i * row + j * col; }
 
@@ -37,20 +37,20 @@ struct Matrix {
   int64_t row, col;
 };
 
-// How a product that is not empty is cut. The number of threads decides how wide a block is, and nothing
-// that a sum is made of.
+// How a product that is not empty is cut. The number of threads decides the width of a block, but
+// not the order of any sum.
 struct Cut {
   Cut(int64_t rows, int64_t columns, int64_t depth, int64_t threads)
       : rows(rows), columns(columns), depth(depth) {
     tiles = ceil_div(rows, kTileRows);
-    // All of one height, so that of few rows as few as possible are filled up: 38 are four times 10.
+    // All tiles have one height, chosen so that few rows are padding: 38 rows are four tiles of 10.
     tile_rows = std::max(kLeastRows, round_up(ceil_div(rows, tiles), kHeightStep));
     slice = round_up(ceil_div(depth, ceil_div(depth, kSliceDepth)), kCacheLine);
     blocks_down = ceil_div(tiles, kBlockTiles);
     block_tiles = ceil_div(tiles, blocks_down);
     group_tiles = std::min(kPackTiles, ceil_div(tiles, threads));
-    // As wide as it may be without leaving threads idle: three blocks keep two threads busy for as long
-    // as four do.
+    // Blocks are as wide as possible without idle threads: three blocks take two threads as long as
+    // four.
     int64_t least = std::numeric_limits<int64_t>::max();
     for (int64_t width = kBlockColumns; width >= kLeastBlockColumns; width -= kTileColumns) {
       const int64_t longest = width * ceil_div(blocks_down * ceil_div(columns, width), threads);
@@ -61,7 +61,7 @@ struct Cut {
     }
     blocks_across = ceil_div(columns, block_columns);
   }
-  // Where the packed rows of a tile begin, of the slice from `k` on.
+  // The place of a tile's packed rows, for the slice from `k` on.
   int64_t packed(int64_t tile, int64_t k) const {
     return k * tiles * tile_rows + tile * tile_rows * depth_at(k);
   }
@@ -69,11 +69,11 @@ struct Cut {
   int64_t depth_at(int64_t k) const { return std::min(slice, depth - k); }
 
   int64_t rows, columns, depth;                     // M, N, K
-  int64_t tiles, tile_rows;                         // down C, and the rows of one
-  int64_t slice;                                    // the depth of a slice but the last
+  int64_t tiles, tile_rows;                         // tiles down C, rows of a tile
+  int64_t slice;                                    // the depth of each slice but the last
   int64_t blocks_down, blocks_across;               // blocks of C
-  int64_t block_tiles, block_columns;               // of one: tiles downwards, columns
-  int64_t group_tiles;                              // that a thread packs at a time
+  int64_t block_tiles, block_columns;               // tiles down a block, columns of a block
+  int64_t group_tiles;                              // tiles that a thread packs at a time
 };
 
 // --- packing --------------------------------------------------------------------------------------
@@ -114,13 +114,13 @@ FASTPLM_HD void pack(const float* data, int64_t across, int64_t along, int64_t c
   }
 }
 
-// How many steps of a tile or panel to pack before its neighbour: all, or few if the neighbour is in the
+// The steps of a tile or panel to pack before its neighbour: all, or few if the neighbour is in the
 // same cache lines.
 FASTPLM_HD int64_t steps_of(int64_t across, int64_t depth) {
   return across == 1 ? kPackSteps : depth;
 }
 
-// function(kRows) with the height of a tile as a constant.
+// Calls function(kRows) with the height of a tile as a constant.
 template <typename Function>
 FASTPLM_HD void with_height(const Cut& cut, const Function& function) {
   if (cut.tile_rows == kLeastRows) {
@@ -132,7 +132,7 @@ FASTPLM_HD void with_height(const Cut& cut, const Function& function) {
   }
 }
 
-// Tiles first … last - 1 of A, all their slices.
+// Packs tiles first … last - 1 of A, with all their slices.
 template <int64_t kRows>
 FASTPLM_HD void pack_tiles(const Cut& cut, const Matrix& a, int64_t first, int64_t last,
                            float* packed) {
@@ -148,7 +148,7 @@ FASTPLM_HD void pack_tiles(const Cut& cut, const Matrix& a, int64_t first, int64
   }
 }
 
-// The columns of a block of B, of one slice: panel after panel, [depth, kTileColumns] each.
+// Packs the columns of a block of B, for one slice: panel after panel, [depth, kTileColumns] each.
 FASTPLM_HD void pack_panels(const Matrix& b, int64_t k, int64_t depth, int64_t first, int64_t last,
                             float* panels) {
   const int64_t steps = steps_of(b.col, depth);
@@ -163,8 +163,8 @@ FASTPLM_HD void pack_panels(const Matrix& b, int64_t k, int64_t depth, int64_t f
 
 // --- tiles ----------------------------------------------------------------------------------------
 
-// C [kRows, kTileColumns] = start + A B, of packed A [depth, kRows] and B [depth, kTileColumns]; `start`
-// is what C holds, or one row for all.
+// C [kRows, kTileColumns] = start + A B, for packed A [depth, kRows] and B [depth, kTileColumns];
+// `start` is C itself, or one row for all.
 template <int64_t kRows>
 FASTPLM_HD void tile_product(int64_t depth, const float* a, const float* b, const float* start,
                              int64_t start_row, float* c, int64_t c_row) {
@@ -186,7 +186,7 @@ FASTPLM_HD void tile_product(int64_t depth, const float* a, const float* b, cons
   }
 }
 
-// The block of C with this number.
+// Computes the block of C with this number.
 template <int64_t kRows>
 FASTPLM_HD void block_product(const Cut& cut, const float* packed, const Matrix& b,
                               const float* bias, float* c, int64_t c_row, int64_t block) {
@@ -211,7 +211,7 @@ FASTPLM_HD void block_product(const Cut& cut, const float* packed, const Matrix&
         const int64_t columns = std::min(kTileColumns, last_column - column);
         const float* panel = panels + (column - first_column) * depth;
         float* out = c + row * c_row + column;
-        // What the sums of this slice start from: one row for all, or what C holds.
+        // The sums of this slice start from one row for all, or from C itself.
         const float* start = k == 0 ? first + (column - first_column) : out;
         const int64_t start_row = k == 0 ? 0 : c_row;
         if (rows == kRows && columns == kTileColumns) {

@@ -1,5 +1,5 @@
-// fastplm_C::product_bf16x3 and linear_bf16x3: fastplm_C::product and linear (linear.cpp) of fp32, for
-// those who allow torch.set_float32_matmul_precision("high").
+// fastplm_C::product_bf16x3 and linear_bf16x3: fastplm_C::product and linear (linear.cpp) in fp32,
+// used if torch.set_float32_matmul_precision("high") allows it.
 #include "level.h"
 #include "linear_bf16x3.h"
 #include "tensors.h"
@@ -14,8 +14,8 @@ namespace fastplm {
 namespace {
 
 #if FASTPLM_HAS_AMX
-// Whether the CPU has AMX, the level allows it, and Linux gives this process the 8 KiB of tiles, which go
-// to those who ask (Documentation/arch/x86/xstate.rst).
+// Whether the CPU has AMX, the level allows it, and Linux gives this process the 8 KiB of tiles,
+// for which a process must ask (Documentation/arch/x86/xstate.rst).
 bool ask_for_amx() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kAvx512Bf16 = 1u << 5;
@@ -31,7 +31,7 @@ bool has_bf16x3() {
   return has;
 }
 
-// Room for the steps of so many tiles.
+// Memory for the steps of so many tiles.
 struct Buffer {
   Buffer(const Tensor& like, int64_t tiles, int64_t steps)
       : bytes(empty_tensor(like, {tiles * steps * int64_t{sizeof(amx::Halves)} + kAlign},
@@ -45,8 +45,8 @@ struct Buffer {
   Tensor bytes;
 };
 
-// As many blocks of rows as there are threads at a time: their tiles stay in the caches. Of fewer blocks
-// each is multiplied by several threads, by some of the columns each.
+// Multiplies one block of rows for each thread at a time, so that their tiles stay in the caches.
+// If there are fewer blocks than threads, several threads share a block and divide the columns.
 void multiply(const Fp32Matrix& a, const Fp32Matrix& b, const float* bias, const Tensor& like,
               float* out) {
   const int64_t steps = ceil_div(a.columns, amx::kStep), columns = b.columns;

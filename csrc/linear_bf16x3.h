@@ -3,8 +3,8 @@
 //   x = hi(x) + lo(x) + r,   hi(x) = bf16(x), lo(x) = bf16(x - hi(x)), |r| <= 2^-18 |x|
 //   a b ~ lo(a) hi(b) + hi(a) lo(b) + hi(a) hi(b)
 //
-// So three products in place of one, each more than ten times as fast as that of fp32. lo(a) lo(b), up to
-// 2^-18 |a b|, is left out. Of an infinite x, lo(x) is NaN.
+// So three products replace one, each more than ten times as fast as one in fp32. lo(a) lo(b), up
+// to 2^-18 |a b|, is left out. If x is infinite, lo(x) is NaN.
 //
 //   C [M, N] = A [M, K] B [K, N] + bias [N]
 //
@@ -30,7 +30,7 @@
 
 namespace fastplm {
 
-// A matrix of fp32: element (i, j) is at i * row + j * col, and one of both is 1.
+// A matrix in fp32: element (i, j) is at i * row + j * col, and row or col is 1.
 struct Fp32Matrix {
   Fp32Matrix transposed() const { return {data, columns, rows, col, row}; }
   const float* at(int64_t i, int64_t j) const { return data + i * row + j * col; }
@@ -42,18 +42,18 @@ struct Fp32Matrix {
 }  // namespace fastplm
 
 #if FASTPLM_HAS_AMX
-// What is compiled for AMX from here on is only for CPUs that have it.
+// The code from here on is compiled for AMX, so only CPUs that have it may run it.
 #pragma GCC push_options
 #pragma GCC target("arch=x86-64-v4,avx512bf16,amx-tile,amx-bf16")
 #pragma GCC diagnostic push
-// False alarms of what GCC leaves undefined in its own header.
+// These warnings are false alarms, as GCC's own header leaves values undefined.
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
 
 namespace fastplm::amx {
 
-constexpr int64_t kSide = 16;          // rows of a tile, and columns of one of C
+constexpr int64_t kSide = 16;          // rows of a tile, and columns of a tile of C
 constexpr int64_t kStep = 2 * kSide;   // k of a step
 constexpr int64_t kPair = 2 * kSide;   // rows and columns of C that are computed together
 constexpr int64_t kBlock = 4 * kPair;  // rows of A that a thread multiplies by all columns of B
@@ -69,7 +69,7 @@ struct Halves {
 
 // --- packing ----------------------------------------------------------------------------------------
 
-// A mask of the first lanes.
+// The mask of the first lanes.
 inline __mmask16 lanes_below(int64_t count) {
   return static_cast<__mmask16>(count >= 16 ? 0xffff : count <= 0 ? 0 : (1 << count) - 1);
 }
@@ -82,14 +82,15 @@ inline __m512 widened(__m256i half) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
 
-// Both halves of 32 numbers, low[i] in element i and high[i] in element 16 + i.
+// Both halves (hi and lo) of 32 numbers: those of low[i] in element i, of high[i] in element 16 +
+// i.
 inline void split(__m512 low, __m512 high, __m512i& hi, __m512i& lo) {
   hi = rounded(low, high);
   lo = rounded(_mm512_sub_ps(low, widened(_mm512_castsi512_si256(hi))),
                _mm512_sub_ps(high, widened(_mm512_extracti64x4_epi64(hi, 1))));
 }
 
-// rows[i] element j = rows[j] element i, of 32 bits each.
+// Transposes: rows[i] element j = rows[j] element i, of 32 bits each.
 inline void transpose(Tile& tile) {
   __m512i* r = tile.rows;
   __m512i t[kSide];
@@ -118,7 +119,8 @@ inline void transpose(Tile& tile) {
   }
 }
 
-// Step k … k + 31 of rows i … i + 15, with zeros past the end: out row r holds elements of row i + r.
+// Packs k … k + 31 of rows i … i + 15, with zeros past the end: out row r holds elements of row i +
+// r.
 inline void pack_along(const Fp32Matrix& from, int64_t i, int64_t k, Halves& out) {
   const int64_t left = from.columns - k;
   for (int64_t r = 0; r < kSide; ++r) {
@@ -130,10 +132,10 @@ inline void pack_along(const Fp32Matrix& from, int64_t i, int64_t k, Halves& out
   }
 }
 
-// The same where the elements of a column lie together: out row r holds pair r of k of rows i … i + 15.
+// The same for contiguous columns: out row r holds pair r of k of rows i … i + 15.
 inline void pack_across(const Fp32Matrix& from, int64_t i, int64_t k, Halves& out) {
   const __mmask16 given = lanes_below(from.rows - i);
-  // From rows k and k + 1, one after the other, to their pairs.
+  // Interleaves rows k and k + 1 to pairs.
   const __m512i places = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
                                           23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   for (int64_t r = 0; r < kSide; ++r, k += 2) {
@@ -146,7 +148,7 @@ inline void pack_across(const Fp32Matrix& from, int64_t i, int64_t k, Halves& ou
   }
 }
 
-// A tile of A has a row for each row, one of B a row for each pair of k: `paired`.
+// A tile of A has a row for each row of A; a tile of B has a row for each pair of k (`paired`).
 inline void pack(const Fp32Matrix& from, int64_t i, int64_t k, bool paired, Halves& out) {
   const bool along = from.col == 1;
   if (along) {
@@ -162,8 +164,8 @@ inline void pack(const Fp32Matrix& from, int64_t i, int64_t k, bool paired, Halv
 
 // --- the product ------------------------------------------------------------------------------------
 
-// All eight tiles of 16 rows of 64 bytes, while it lives, in this thread. A constant: GCC does not see
-// that more of it is read than its first bytes.
+// Configures all eight tiles of this thread with 16 rows of 64 bytes, while the object lives. The
+// configuration is a constant, as GCC does not see that more than its first bytes are read.
 struct Tiles {
   struct Config {
     uint8_t palette, start_row, reserved[14];
@@ -177,7 +179,7 @@ struct Tiles {
   ~Tiles() { _tile_release(); }
 };
 
-// Tiles 0 to 3, 2 x 2 of C, += tiles 4 and 5 of A by 6 and 7 of B.
+// Adds the products of tiles 4 and 5 (of A) and 6 and 7 (of B) to tiles 0 to 3 (2 x 2 of C).
 inline void add_products() {
   _tile_dpbf16ps(0, 4, 6);
   _tile_dpbf16ps(1, 4, 7);
@@ -185,7 +187,8 @@ inline void add_products() {
   _tile_dpbf16ps(3, 5, 7);
 }
 
-// c [32, 32] = two tiles of rows of A by two of columns of B, `steps` each; the small products first.
+// c [32, 32] = the product of two tiles of rows of A and two of columns of B, with `steps` each;
+// the small products are added first.
 inline void multiply_tiles(const Halves* a0, const Halves* a1, const Halves* b0, const Halves* b1,
                            int64_t steps, float* c) {
   constexpr int64_t kBytes = sizeof(__m512i), kRow = kPair * sizeof(float);
@@ -213,7 +216,7 @@ inline void multiply_tiles(const Halves* a0, const Halves* a1, const Halves* b0,
   _tile_stored(3, c + kSide * kPair + kSide, kRow);
 }
 
-// out = c [32, 32] + bias, its first rows and columns.
+// out = the first rows and columns of c [32, 32] + bias.
 inline void store(const float* c, const float* bias, int64_t rows, int64_t columns, float* out,
                   int64_t stride) {
   for (int64_t n = 0; n < columns; n += kSide) {
@@ -226,7 +229,8 @@ inline void store(const float* c, const float* bias, int64_t rows, int64_t colum
   }
 }
 
-// The steps of so many tiles of 16 rows, from tile `begin` on. Of columns of B: its transpose, `paired`.
+// Packs the steps of the tiles `begin` … `end` - 1, 16 rows each. The tiles of B's columns are
+// packed from its transpose, with `paired`.
 inline void pack_tiles(const Fp32Matrix& from, int64_t begin, int64_t end, int64_t steps, bool paired,
                        Halves* packed) {
   for (int64_t tile = begin; tile < end; ++tile) {
@@ -234,8 +238,8 @@ inline void pack_tiles(const Fp32Matrix& from, int64_t begin, int64_t end, int64
   }
 }
 
-// `rows` rows of C at `out`, and its columns n … end of `columns`, in a thread that has Tiles. `left` are
-// the tiles of these rows, `right` those of all columns.
+// Computes `rows` rows of C at `out`, columns n … end of `columns`, in a thread that has Tiles.
+// `left` has the tiles of these rows, `right` those of all columns.
 inline void block_product(const Halves* left, const Halves* right, const float* bias, int64_t steps,
                           int64_t rows, int64_t n, int64_t end, int64_t columns, float* out) {
   alignas(64) float c[kPair * kPair];

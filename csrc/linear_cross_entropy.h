@@ -9,7 +9,7 @@ struct RowStatistics {
   float m, l, d, s;
 };
 
-// With `write` z becomes e^(z - m) / l. With `finite` a row that is all minus infinity uses 0 in place of m,
+// With `write`, z becomes e^(z - m) / l. With `finite`, a row that is all minus infinity has m = 0,
 // as the result would be NaN.
 FASTPLM_HD RowStatistics softmax_row(float* z, int64_t columns, bool finite, bool write,
                                      bool sampled, float temperature) {
@@ -43,7 +43,7 @@ FASTPLM_HD RowStatistics softmax_row(float* z, int64_t columns, bool finite, boo
     if (write) store(power, at_j);
   };
   for (j = 0; j < whole; j += kBlock) add(z + j);
-  if (whole < columns) {  // filled up with what adds nothing
+  if (whole < columns) {  // the last vector is filled up with numbers that add 0
     float rest[kBlock];
     std::fill(rest, rest + kBlock, -kInfinity);
     std::copy(z + whole, z + columns, rest);

@@ -2,9 +2,10 @@
 //
 //   C [M, N] = A [M, K] B [K, N]      A and C in fp32; B in fp32, fp16 or bf16, widened on the way
 //
-// Reading B takes most of the time: there are only 2 M operations an element. To pack it first (linear.h)
-// would read it twice and write it once. So B is read in place, each vector is used for all rows, and
-// the next ones are prefetched. The layout of B decides what a tile of C is made of:
+// Reading B takes most of the time: there are only 2 M operations an element. To pack B first
+// (linear.h) would read it twice and write it once. So B is read in place, each vector is used for
+// all rows, and the next vectors are prefetched. The layout of B decides how a tile of C is
+// computed:
 //
 //   inner   columns are contiguous (nn.Linear): a vector of K for each of a few rows and columns, whose
 //           lanes are added up at the end;
@@ -15,17 +16,18 @@
 
 namespace fastplm::FASTPLM_LEVEL {
 
-// Elements of K that the tiles of a few columns do at a time: the first-level cache holds their part of B
-// for the next rows of A.
+// Elements of K that the tiles of a few columns take at a time: the first-level cache holds their
+// part of B for the next rows of A.
 constexpr int64_t kInnerDepth = 768;
-// Steps of K that an outer tile adds up at a time: this many rows of B are read side by side. And steps
-// that are summed on their own before they are added to the rest: this rounds less than one long sum.
+// An outer tile adds up kOuterDepth steps of K at a time, so it reads this many rows of B side by
+// side. Each kOuterSlice steps are summed apart, then added to the rest: this rounds less than one
+// long sum.
 constexpr int64_t kOuterDepth = 16;
 constexpr int64_t kOuterSlice = 384;
-// How far ahead B is fetched, in elements.
+// B is prefetched so many elements ahead.
 constexpr int64_t kInnerAhead = 128;
 constexpr int64_t kOuterAhead = 48;
-// What a thread does at a time: at most so many rows and columns, columns in multiples of the unit.
+// A thread computes at most so many rows and columns at a time, columns in multiples of the unit.
 constexpr int64_t kFewRows = 64;
 constexpr int64_t kFewColumns = 384;
 constexpr int64_t kFewUnit = 48;
@@ -39,8 +41,9 @@ struct FewRows {
   int64_t rows, depth, stride;
 };
 
-// A tile has as many sums as the registers hold beside what is multiplied: fewer sums would wait for one
-// another, and load more for each product. The sums of an inner tile are added up kWidth at a time.
+// A tile has as many sums as the registers hold beside the operands: fewer sums would wait for one
+// another, and need more loads for each product. The sums of an inner tile are added up kWidth at a
+// time.
 constexpr int kInnerColumns = kRegisters == 32 ? 4 : 3;
 constexpr int kInnerRows = 4;
 constexpr int kInnerSums = (kInnerRows * kInnerColumns + kWidth - 1) / kWidth * kWidth;
@@ -54,7 +57,7 @@ static_assert(kFewColumns % kFewUnit == 0 && kFewUnit % kOuterColumns == 0 &&
 
 FASTPLM_HD void widen(const float* from, Floats& to) { to = at(from); }
 
-// Lane by lane, which GCC makes one instruction of.
+// Written lane by lane, of which GCC makes one instruction.
 template <typename T>
 FASTPLM_HD void bits_of(const T* from, UInts& to) {
   for (int i = 0; i < kWidth; ++i) to[i] = from[i].bits;
@@ -65,8 +68,8 @@ FASTPLM_HD void widen(const Bf16* from, Floats& to) {
   bits <<= 16;
   to = reinterpret_cast<const Floats&>(bits);
 }
-// Sign, exponent and mantissa where fp32 has them, and the exponent's bias by a factor, which
-// makes normal numbers of subnormal ones. Infinity and NaN get the exponent that says so.
+// Sign, exponent and mantissa are moved to their places in fp32. A factor corrects the exponent's
+// bias and makes subnormal numbers normal. Infinity and NaN get their exponent in fp32.
 FASTPLM_HD void widen(const Fp16* from, Floats& to) {
   UInts bits;
   bits_of(from, bits);
@@ -111,8 +114,8 @@ FASTPLM_HD void add_lanes(Floats* sums) {
   }
 }
 
-// C [kInnerRows, columns] (+)= A B of `depth` elements of K, of columns of B that lie b_col apart.
-// Where there are fewer than kInnerColumns, the last is multiplied several times.
+// C [kInnerRows, columns] (+)= A B over `depth` elements of K, with columns of B that lie b_col
+// apart. If there are fewer than kInnerColumns, the last one is multiplied several times.
 template <bool kFetch, typename T>
 FASTPLM_HD void inner_tile(int64_t depth, const float* a, int64_t a_row, const T* b, int64_t b_col,
                            int64_t columns, bool add, float* c) {
@@ -153,7 +156,7 @@ FASTPLM_HD void inner_tile(int64_t depth, const float* a, int64_t a_row, const T
   }
 }
 
-// The same for all rows of A. The first ones prefetch the next part of B.
+// The same for all rows of A. The first rows prefetch the next part of B.
 template <typename T>
 FASTPLM_HD void inner_tiles(const FewRows& a, int64_t depth, const T* b, int64_t b_col,
                             int64_t columns, bool add, float* c) {
@@ -163,7 +166,7 @@ FASTPLM_HD void inner_tiles(const FewRows& a, int64_t depth, const T* b, int64_t
   }
 }
 
-// C [rows, columns] = A B, of columns of B that lie b_col apart.
+// C [rows, columns] = A B, with columns of B that lie b_col apart.
 template <typename T>
 FASTPLM_HD void inner(const FewRows& a, const T* b, int64_t b_col, int64_t columns, float* c) {
   for (int64_t n = 0; n < columns; n += kInnerColumns) {
@@ -186,7 +189,7 @@ FASTPLM_HD void inner(const FewRows& a, const T* b, int64_t b_col, int64_t colum
 
 // --- outer ---------------------------------------------------------------------------------------
 
-// C [kRows, kOuterColumns] (+)= A B of `depth` steps of K.
+// C [kRows, kOuterColumns] (+)= A B over `depth` steps of K.
 template <int kRows, bool kFetch, typename T>
 FASTPLM_HD void outer_tile(int64_t depth, const float* a, int64_t a_row, const T* b, int64_t b_row,
                            bool add, float* c) {
@@ -219,7 +222,7 @@ FASTPLM_HD void outer_tiles(const FewRows& a, int64_t depth, const T* b, int64_t
   }
 }
 
-// C [rows, columns filled up to kOuterColumns] = A B of the first kOuterSlice steps of K.
+// C [rows, columns filled up to kOuterColumns] = A B over the first kOuterSlice steps of K.
 template <int kRows, typename T>
 FASTPLM_HD void outer_slice(const FewRows& a, const T* b, int64_t b_row, int64_t columns,
                             float* c) {

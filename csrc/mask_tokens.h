@@ -1,8 +1,8 @@
 // Masking of one row of tokens: the code that the CPU op and the CUDA kernels both run.
 //
 //   n  tokens of the row that may be chosen        k  tokens to choose
-//   A unit is chosen as a whole: a token, a word, or a run of one to `max_ngram` words. Its first
-//   token stands for it, and gives it its key.
+//   A unit is chosen as a whole: a token, a word, or a run of one to `max_ngram` words. The unit's
+//   first token represents it, and has its key.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,8 @@ namespace fastplm {
 constexpr int64_t kUnusedPosition = -1;
 constexpr int64_t kUnusedLabel = -100;
 
-// What the op takes besides tensors. Probabilities come as round(p * 2^32), so that a random choice is
-// a comparison of integers.
+// The op's arguments that are not tensors. Probabilities are round(p * 2^32), so that a random
+// choice is a comparison of integers.
 #define FASTPLM_MASK_TOKENS_SETTINGS(ARGUMENT)                                                  \
   ARGUMENT(uint32_t, step)                                                                      \
   ARGUMENT(int64_t, capacity) /* most tokens chosen in a row */                                 \
@@ -46,14 +46,14 @@ struct MaskTokensCall : MaskTokensSettings {
   int64_t* count;           // []
   int64_t* dropped;         // []
 
-  // How many of a row's n tokens to choose, before the capacity.
+  // The number of a row's n tokens to choose, before the capacity limits it.
   FASTPLM_HD int64_t share(int64_t n) const {
     const int64_t rounded = share_of(n, quota_scale);
     const int64_t at_least_one = rounded < 1 ? 1 : rounded;
     return at_least_one < n ? at_least_one : n;
   }
 
-  // What stands in the place of a chosen token: [MASK], a random id that is not special, or itself.
+  // The id that replaces a chosen token: [MASK], a random id that is not special, or its own.
   FASTPLM_HD int64_t replacement(const Words& words, int64_t token) const {
     if (words.x < mask_below) return mask_token_id;
     if (words.x >= random_below) return token;
@@ -81,7 +81,7 @@ class NgramLengths {
 
  private:
   static constexpr int kMaxNgram = 8;
-  static constexpr int64_t kMultiple = 840;  // of all of 1 … 8
+  static constexpr int64_t kMultiple = 840;  // a multiple of each of 1 … 8
   int64_t below_[kMaxNgram];
   int64_t total_;
 };
@@ -109,8 +109,8 @@ FASTPLM_HD void find_candidates(Group& group, const MaskTokensCall<Id>& call, in
   }
 }
 
-// sizes[i] from the candidates in `chosen`, with `keys` and `chosen` for scratch: neighbours of the
-// same word make a unit.
+// Writes sizes[i] from the candidates in `chosen`, with `keys` and `chosen` as scratch: neighbours
+// of the same word make a unit.
 FASTPLM_GROUP_CODE
 template <typename Group, typename Id>
 FASTPLM_HD void find_units(Group& group, const MaskTokensCall<Id>& call, int64_t row,
@@ -129,7 +129,8 @@ FASTPLM_HD void find_units(Group& group, const MaskTokensCall<Id>& call, int64_t
   }
   if (call.max_ngram == 1) return;
 
-  // The draws are expensive and have no order, so all threads share them. The chain over words is cheap.
+  // The draws are expensive and independent, so all threads share them. The loop over words is
+  // cheap.
   uint8_t* ngrams = memory.chosen;
   draw_words(group, static_cast<uint64_t>(*call.seed), Stream::kNgram, call.rows.sample(row), 0,
              call.step, length, memory.keys);
@@ -239,8 +240,8 @@ FASTPLM_HD int64_t choose_row(Group& group, SelectScratch& scratch, const MaskTo
   return count;
 }
 
-// Whether the boundaries of packed rows rise. Groups would write the same tokens if rows overlapped. The
-// CPU op refuses such rows; a GPU cannot check them before, so there nothing is chosen.
+// Whether the boundaries of packed rows ascend. If rows overlapped, groups would write the same
+// tokens. The CPU op refuses such rows; a GPU cannot check them in time, so it chooses nothing.
 FASTPLM_GROUP_CODE
 template <typename Group>
 FASTPLM_HD bool rows_are_apart(Group& group, const Rows& rows) {
@@ -254,7 +255,7 @@ FASTPLM_HD bool rows_are_apart(Group& group, const Rows& rows) {
   return falls == 0;
 }
 
-// Copies the tokens before the first of the packed rows and after the last: they are in no row.
+// Copies the tokens that are in no row: those before the first packed row and after the last.
 FASTPLM_GROUP_CODE
 template <typename Group, typename Id>
 FASTPLM_HD void copy_spare(Group& group, const MaskTokensCall<Id>& call, int64_t row) {
@@ -269,8 +270,8 @@ FASTPLM_HD void copy_spare(Group& group, const MaskTokensCall<Id>& call, int64_t
   }
 }
 
-// Writes what was chosen in a row: its positions and labels from slot `first_slot` on, and the
-// corrupted tokens.
+// Writes the choice in a row: positions and labels from slot `first_slot` on, and the corrupted
+// tokens.
 FASTPLM_GROUP_CODE
 template <typename Group, typename Id>
 FASTPLM_HD void write_row(Group& group, const MaskTokensCall<Id>& call, int64_t row,

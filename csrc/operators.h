@@ -1,4 +1,4 @@
-// Operators of fastplm_C on PyTorch's stable ABI: how it calls a function of ours.
+// Operators of fastplm_C on PyTorch's stable ABI: how PyTorch calls a function of csrc/.
 #pragma once
 
 #include <string>
@@ -10,7 +10,7 @@
 
 namespace fastplm {
 
-// What a schema calls a type of an argument, and as what type PyTorch passes it.
+// An argument type's name in a schema, and the type that PyTorch passes it as.
 template <typename T>
 struct Argument;
 template <>
@@ -66,8 +66,8 @@ struct Schema {
   std::string text;
 };
 
-// An operator: how PyTorch calls `function`, and its schema. That of a function whose parameters are
-// structs of FASTPLM_ARGUMENTS follows from them; a function with other parameters gets one written out.
+// An operator: how PyTorch calls `function`, and its schema. If the function's parameters are
+// structs of FASTPLM_ARGUMENTS, the schema follows from them; otherwise it is written out.
 template <auto function>
 struct Operator {
   static constexpr auto call = TORCH_BOX(function);
@@ -80,7 +80,7 @@ template <typename... Results, typename... Structs,
 struct Operator<function> {
   static void call(StableIValue* values, uint64_t, uint64_t) {
     Stack stack(values);
-    // Braces, as they are evaluated from left to right.
+    // Braces evaluate the arguments from left to right.
     const std::tuple<Structs...> arguments{Structs::read(stack)...};
     torch::stable::detail::box_from_tuple(values, std::apply(function, arguments));
   }

@@ -1,5 +1,5 @@
-// Philox4x32-10 (Salmon et al., SC 2011) and the counter layout of fastplm's random choices. The same in
-// Python, and the specification, is fastplm/reference/philox.py.
+// Philox4x32-10 (Salmon et al., SC 2011) and the counter layout of fastplm's random choices.
+// fastplm/reference/philox.py is the specification in Python.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace fastplm {
 
-// What a word is drawn for. Part of the randomness contract: never renumber.
+// What a word is drawn for. The numbers are part of the randomness contract: never change them.
 enum class Stream : uint32_t {
   kMaskSelect = 0,
   kMaskReplace = 1,
@@ -25,7 +25,7 @@ struct Words {
   uint32_t x, y, z, w;
 };
 
-// Several counters side by side, for vector units; on a GPU it is one.
+// Several counters side by side, for vector units; a GPU has one.
 template <int kLanes>
 struct WordLanes {
   uint32_t x[kLanes], y[kLanes], z[kLanes], w[kLanes];
@@ -33,7 +33,7 @@ struct WordLanes {
 };
 
 constexpr int kRounds = 10;
-constexpr int kDropoutRounds = 7;  // the fewest that pass all of BigCrush
+constexpr int kDropoutRounds = 7;  // the fewest rounds that pass all of BigCrush
 
 // Encrypts the counters in place.
 template <int kLanes, int kOfRounds = kRounds>

@@ -23,9 +23,9 @@ bool mkl_leaves_avx512_unused() {
 #endif
 }
 
-// Asks Linux for huge pages, so that writing to a large new tensor takes few page faults: one costs
-// about as much as the arithmetic on its 4 KiB. The tensor is dense, and nothing was written to it yet.
-// If Linux refuses, nothing changes.
+// Asks Linux for huge pages, so that writing to a large new tensor takes few page faults: a fault
+// costs about as much as the arithmetic on its 4 KiB. The tensor is dense, and nothing was written
+// to it yet. If Linux refuses, nothing changes.
 void ask_for_huge_pages(Tensor& tensor) {
 #if defined(__linux__)
   constexpr uintptr_t kPage = 4096;

@@ -15,15 +15,15 @@
 namespace fastplm::FASTPLM_LEVEL {
 namespace {
 
-// Elements that are worth a thread.
+// A thread should have at least so many elements.
 constexpr int64_t kDetectorGrain = 1 << 15;
 
-// Parts of rows of this width that are worth a thread.
+// The least number of parts (kDetectorPart rows of this width) that a thread should have.
 int64_t grain_of(int64_t width) {
   return std::max<int64_t>(1, kDetectorGrain / (kDetectorPart * width));
 }
 
-// sum_parts with what it adds up in.
+// sum_parts with the memory that it sums in.
 template <typename T>
 void add_parts(int64_t parts, int64_t width, int64_t stride, const float* from, double factor, T* out) {
   std::vector<double> total(width);
@@ -55,7 +55,8 @@ FASTPLM_ARGUMENTS(LossArguments, FASTPLM_REPLACED_TOKEN_LOSS)
   ARGUMENT(bool, need_input) ARGUMENT(bool, need_weight)
 FASTPLM_ARGUMENTS(BackwardArguments, FASTPLM_REPLACED_TOKEN_LOSS_BACKWARD)
 
-// function(is_replaced) of the labels: flags, or ids that differ from the original ones.
+// Calls function(is_replaced) with a test of the labels: flags, or ids compared with the original
+// ones.
 template <typename Function>
 void with_labels(const LossArguments& given, const Function& function) {
   if (!given.original) {

@@ -9,11 +9,11 @@
 
 namespace fastplm::FASTPLM_LEVEL {
 
-// Rows that are worked on together: they stay in the first-level cache from the logits to the sum for the
-// weight, and each element of w and of that sum is loaded once for all of them.
+// Rows that are computed together: they stay in the first-level cache from the logits to the sum
+// for the weight, and each element of w and of that sum is loaded once for all these rows.
 constexpr int kDetectorRows = 8;
 
-// Rows that make one part of each sum, whatever the number of threads.
+// Rows that make one part of each sum, for any number of threads.
 constexpr int64_t kDetectorPart = 128;
 
 // Sums over the rows that count, and numbers of rows: predicted as replaced (flagged), replaced (told),
@@ -69,8 +69,8 @@ FASTPLM_HD void detect(float logit, bool replaced, float& loss, float& slope) {
   slope = replaced ? -sigmoid : sigmoid;
 }
 
-// function(rows, number) of those of `first` … `last` - 1 that count, by kDetectorRows and the last few
-// one at a time: `rows` is how many, known to the compiler, and `number` says which they are.
+// Calls function(rows, number) for the rows of `first` … `last` - 1 that count, kDetectorRows at a
+// time, the last few one at a time. `rows` is their number, a constant; `number` has their indices.
 template <typename Function>
 FASTPLM_HD void for_rows(int64_t first, int64_t last, const bool* counts, const Function& function) {
   int64_t number[kDetectorRows];
@@ -116,7 +116,7 @@ FASTPLM_HD Detected detect_rows(int64_t first, int64_t last, int64_t width, cons
   return sums;
 }
 
-// weight_sum += sum over the rows that count of factor times row; as above.
+// weight_sum += sum over the rows that count of factor times row; arguments as above.
 template <typename T>
 FASTPLM_HD void add_weighted_rows(int64_t first, int64_t last, int64_t width, const T* input,
                                   int64_t stride, const bool* counts, const float* factor,
@@ -134,7 +134,7 @@ FASTPLM_HD void add_weighted_rows(int64_t first, int64_t last, int64_t width, co
   });
 }
 
-// out [width] = factor w, and 0 if it is a row that does not count.
+// out [width] = factor w, or 0 if the row does not count.
 template <typename T>
 FASTPLM_HD void scaled_row(int64_t width, const float* weight, bool counted, float factor, T* out) {
   if (counted) {

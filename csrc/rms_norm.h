@@ -13,19 +13,20 @@ namespace fastplm::FASTPLM_LEVEL {
 // Rows are fp32, filled up with zeros to whole blocks.
 constexpr int64_t kNormBlock = kTogether * kWidth;
 
-// Rows that make one part of the weight's gradient, whatever the number of threads.
+// Rows that make one part of the weight's gradient, for any number of threads.
 constexpr int64_t kNormRows = 32;
 
 FASTPLM_HD int64_t norm_width(int64_t width) {
   return round_up(width, kNormBlock);
 }
 
-// r of a row, whose squares have this sum.
+// r of a row, from the sum of its squares.
 FASTPLM_HD float scale_of(float squares, int64_t width, float eps) {
   return 1.0f / std::sqrt(squares / static_cast<float>(width) + eps);
 }
 
-// out [rows, width], of in [rows, width]; weight is one row, filled up with zeros, room one.
+// Computes out [rows, width] from in [rows, width]; weight is one row, filled up with zeros; room
+// has space for one row.
 template <typename In, typename Out>
 FASTPLM_HD void norm_rows(int64_t rows, int64_t width, float eps, const float* weight, const In* in,
                           Out* out, float* room) {
@@ -46,8 +47,9 @@ FASTPLM_HD void norm_rows(int64_t rows, int64_t width, float eps, const float* w
   }
 }
 
-// grad_in [rows, width], and these rows' part of the weight's gradient, added to grad_weight; weight
-// is one row, filled up with zeros, and grad_weight, x_room and grad_room are each room for one.
+// Computes grad_in [rows, width], and adds these rows' part of the weight's gradient to
+// grad_weight. weight is one row, filled up with zeros; grad_weight, x_room and grad_room have
+// space for one row each.
 template <typename In, typename Out>
 FASTPLM_HD void norm_grad_rows(int64_t rows, int64_t width, float eps, const float* weight,
                                const In* in, const Out* grad_out, In* grad_in, float* grad_weight,

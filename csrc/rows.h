@@ -1,7 +1,7 @@
 // The rows of a batch of token sequences: padded, [B, T], or packed one after the other, [N]; and the
 // group of threads that works on a row, one thread on the CPU and a thread block on the GPU. A row
 // algorithm is written once, as a template over the group, which offers
-//   rank(), size()             which thread of the group this is, and of how many
+//   rank(), size()             the number of this thread in the group, and of its threads
 //   kAlone                     whether it is a single thread
 //   kLanes                     neighbours that a thread works on at a time, for vector units
 //   sync()                     barrier; what was written before it is seen after it
@@ -18,7 +18,7 @@ namespace fastplm {
 
 struct OneThread {
   static constexpr bool kAlone = true;
-  // With fewer, GCC unrolls the loop over them before it looks for vectors, and finds none.
+  // With fewer lanes, GCC unrolls the loop over them before it looks for vectors, and finds none.
   static constexpr int kLanes = 32;
   int rank() const { return 0; }
   int size() const { return 1; }
@@ -40,7 +40,7 @@ struct Rows {
   int64_t stride;               // T of padded rows
   int64_t tokens;               // B * T, or N
 
-  // Clamped, so that a row lies within the tokens: boundaries on a GPU are not checked.
+  // Clamped, so that a row lies within the tokens: nothing checks boundaries on a GPU.
   FASTPLM_HD int64_t begin(int64_t row) const {
     return cu_seqlens == nullptr ? row * stride : clamp(cu_seqlens[row], 0, tokens);
   }

@@ -20,23 +20,23 @@ constexpr int kDigits = 1 << kDigitBits;
 struct SelectScratch {
   uint64_t bins[kDigits];  // by digit: items << 32 | sum of weights
   uint64_t digit;          // the digit in which the budget runs out
-  uint64_t bin;            // what lies in its bin
-  uint64_t below;          // the weights below it
+  uint64_t bin;            // the contents of that digit's bin
+  uint64_t below;          // the sum of the weights below that digit
 };
 
 // The items whose order, without its `shift` lowest bits, is below `bound`.
 struct Prefix {
   uint64_t bound;
   int shift;
-  uint64_t weight;  // of all its items
+  uint64_t weight;  // sum over all its items
   FASTPLM_HD bool has(uint64_t order) const { return order >> shift < bound; }
 };
 
 // The longest run of items in ascending order whose weights sum to `budget` at most.
 //
-// `order(i)` and `weight(i)` of the items 0 … size - 1; a weight of 0 stands for no item. Radix
-// selection from the highest digit down: a digit costs O(size), and random keys are told apart by
-// the first two or three.
+// `order(i)` and `weight(i)` describe the items 0 … size - 1; an item of weight 0 is left out.
+// Radix selection goes from the highest digit down: a digit costs O(size), and random keys differ
+// in the first two or three.
 FASTPLM_GROUP_CODE
 template <typename Group, typename Order, typename Weight>
 FASTPLM_HD Prefix select_prefix(Group& group, SelectScratch& scratch, int64_t size, uint64_t budget,
@@ -55,7 +55,7 @@ FASTPLM_HD Prefix select_prefix(Group& group, SelectScratch& scratch, int64_t si
     group.sync();
     for (int64_t i = group.rank(); i < size; i += group.size()) {
       const uint64_t place = order(i);
-      // All items have a first digit to look at; C++ has no shift by 64.
+      // The first digit of every item counts; C++ has no shift by 64.
       if (weight(i) == 0 || (above < 64 && place >> above != prefix.bound)) continue;
       group.add(&scratch.bins[place >> shift & (kDigits - 1)], uint64_t{1} << 32 | weight(i));
     }
@@ -88,8 +88,8 @@ FASTPLM_HD int64_t for_each_flagged(Group& group, int64_t size, const Flag& flag
                                     const Emit& emit) {
   int64_t found = 0;
   if constexpr (Group::kAlone) {
-    // A branch for each flagged item, and none for the others: flags are gathered in a word, then the
-    // loop goes over its set bits.
+    // Flags are gathered in a word, then the loop goes over its set bits: only flagged items cost a
+    // branch.
     constexpr int kBits = 64;
     for (int64_t first = 0; first < size; first += kBits) {
       uint8_t flags[kBits] = {};

@@ -18,8 +18,8 @@ namespace fastplm {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// A dense tensor on the device of `like`. The stable ABI's new_empty looks up its operator by name, which
-// takes several times as long as making a tensor.
+// A new dense tensor on the device of `like`. The stable ABI's new_empty is not used: it looks up
+// its operator by name, which takes several times as long as making a tensor.
 inline Tensor empty_tensor(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
                            ScalarType type) {
   std::array<int64_t, 8> strides;
@@ -46,7 +46,7 @@ inline Tensor dense(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
-// An optional tensor in row-major order; it owns the copy if one had to be made.
+// An optional tensor in row-major order; the object owns a copy if the tensor was not.
 template <typename T>
 struct Dense {
   Dense() = default;

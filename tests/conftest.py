@@ -1,7 +1,7 @@
 """Lanes and devices of the test suite.
 
 Without a GPU the Triton kernels run under Triton's interpreter, which must be switched on before a
-kernel module is imported; with one they are compiled and run on it, so the same tests serve both.
+kernel module is imported. With a GPU they are compiled and run there, by the same tests.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ hold_to_level()
 
 
 def _interpret_kernels():
-    """Switch Triton's interpreter on, without two things that cost it half its time for nothing.
+    """Switch Triton's interpreter on, without two steps that take half its time and do nothing.
 
-    It computes whether integers overflow, and looks at that only in its debug mode. And a launch
-    makes ``triton.language`` callable until it is done, which each call of a device function does
-    again: it is needed for the first one from a module of Triton's own, and changes nothing after.
+    The interpreter computes whether integers overflow, but uses that only in its debug mode. And a
+    launch makes ``triton.language`` callable until it ends; each call of a device function does so
+    again. Only the first such call, from a module of Triton's own, needs it.
     """
     os.environ["TRITON_INTERPRET"] = "1"
     from triton.runtime import interpreter
@@ -80,7 +80,7 @@ class Measured:
     least = {"gelu": 1 << 14, "dropout": 1 << 14, "rms_norm": 1 << 13}
 
     def ours(self, op: str, form: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> bool:
-        if op == "attention":  # but for the next token of a generation
+        if op == "attention":  # except for the next token of a generation
             seqlen_q, seqlen_k, heads = sizes
             return seqlen_q > 1 or seqlen_k * heads > 1 << 14
         return op in self.least and sizes[0] >= self.least[op]
@@ -91,7 +91,7 @@ class Measured:
 
 @pytest.fixture(autouse=True)
 def measured(monkeypatch) -> Measured:
-    """What is faster where, for tests of which kernel runs: no machine's own figures."""
+    """A fixed table of the faster backends, for tests of which kernel runs on any machine."""
     from fastplm import _measured
 
     table = Measured()
@@ -101,7 +101,7 @@ def measured(monkeypatch) -> Measured:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """A folder of a BERT of two layers for masked words, and its tokenizer of letters."""
+    """A folder with a BERT of two layers for masked words, and its tokenizer of letters."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import BertConfig, PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""Tables of cases in place of full products: any two values of two parameters meet in one case."""
+"""Tables of cases instead of full products: any two values of two parameters meet in a case."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Values = Iterable[Any] | Mapping[str, Any]
 def table(sizes: tuple[int, ...], strength: int = 2) -> list[tuple[int, ...]]:
     """Rows of indices in which every ``strength`` columns hold every combination of their values.
 
-    Greedy: the next row is the first of those that hold the most combinations not yet seen.
+    The search is greedy: the next row is the first that holds the most combinations not yet seen.
     """
     strength = min(strength, len(sizes))
     columns = list(itertools.combinations(range(len(sizes)), strength))
@@ -33,7 +33,7 @@ def table(sizes: tuple[int, ...], strength: int = 2) -> list[tuple[int, ...]]:
 
 
 def pairwise(strength: int = 2, **parameters: Values) -> pytest.MarkDecorator:
-    """``pytest.mark.parametrize`` over a table of these values; of a mapping the keys are ids."""
+    """``pytest.mark.parametrize`` over a table of these values; the keys of a mapping are ids."""
     named = [
         list(values.items()) if isinstance(values, Mapping) else [(str(v), v) for v in values]
         for values in parameters.values()

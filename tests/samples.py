@@ -1,4 +1,4 @@
-"""One call or several of each op, for the tests that hold of every op alike."""
+"""Sample calls of each op, for the tests that apply to every op."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastplm._registry import OPS
 from fastplm.errors import BackendError
 from fastplm.testing import poisoned_memory
 
-ROOM = 1 << 40  # for the logits of linear_cross_entropy
+ROOM = 1 << 40  # bytes for the logits of linear_cross_entropy
 
 
 class Sample(NamedTuple):
@@ -42,7 +42,7 @@ def ends_of(lengths: Tensor) -> Tensor:
 
 
 def attend(bias_weight=None, **inputs):
-    """The function that fits the inputs; the table of the bias is an argument with a gradient."""
+    """The op for the inputs; the bias' table is an argument, so that it gets a gradient."""
     if bias_weight is not None:
         inputs["relative_bias"] = ops.T5RelativeBias(bias_weight, True, 20)
     return (ops.attention_varlen if "cu_seqlens_q" in inputs else ops.attention)(**inputs)
@@ -73,7 +73,7 @@ def attention_with_all(size: int, dtype: torch.dtype) -> dict[str, Any]:
 
 def attention_varlen(size: int, dtype: torch.dtype) -> dict[str, Any]:
     lengths = ends_of(torch.tensor([size, size // 3]))
-    rows = size + size // 3 + 2  # two spare ones
+    rows = size + size // 3 + 2  # two of these are spare
     return dict(
         query=floats(rows, 1, 16)(dtype),
         key=floats(rows, 1, 16)(dtype),
@@ -94,7 +94,7 @@ def attention_varlen(size: int, dtype: torch.dtype) -> dict[str, Any]:
 def cross_entropy(logits_budget: int, **options):
     def make(size: int, dtype: torch.dtype) -> dict[str, Any]:
         target = torch.randint(0, 40, (size,))
-        if logits_budget == 0:  # kept logits of ignored rows are never written, hence never equal
+        if logits_budget == 0:  # kept logits of ignored rows are never written, so they may differ
             target[::3] = -100
         return dict(
             input=floats(size, 32)(dtype),
@@ -154,7 +154,7 @@ def detection(reduction: str):
 
 
 def detection_of_ids(size: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Without the options, and with the labels as two tensors."""
+    """A call without the options, with the labels as two tensors of ids."""
     ids, original = torch.randint(0, 3, (2, size))
     inputs = dict(input=floats(size, 40)(dtype), weight=floats(40)(dtype) / 6)
     return inputs | dict(replaced=(ids, original), normalizer=torch.tensor(7.0), return_counts=True)
@@ -170,7 +170,7 @@ def gathered(size: int, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def matched(size: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Also sets without anything to match, and spare rows."""
+    """Pairs of sets, some without anything to match, and spare rows."""
     sizes_q, sizes_k = torch.tensor([size, 0, size // 3, 2]), torch.tensor([size // 2, 3, size, 0])
     return dict(
         query=floats(int(sizes_q.sum()) + 2, 40)(dtype),
@@ -216,7 +216,7 @@ def rows_of_ids(size: int) -> dict[str, Any]:
 
 
 def packed_rows_of(make, longest: str):
-    """The first tokens of each row, one row after the other, and two spare ones."""
+    """The first tokens of each row, packed, and two spare tokens."""
 
     def packed(size: int, dtype: torch.dtype) -> dict[str, Any]:
         inputs = make(size, dtype) | {"lengths": None}
@@ -323,13 +323,13 @@ def _samples() -> dict[str, Sample]:
 SAMPLES = _samples()
 DIFFERENTIABLE = {name: sample for name, sample in SAMPLES.items() if sample.wrt}
 OF_TOKENS = {name: sample for name, sample in SAMPLES.items() if not sample.wrt}
-#: Without those that take the same kernels as others, as the interpreter takes its time.
+#: One sample for each set of kernels, as the interpreter is slow.
 DISTINCT = {
     name: sample
     for name, sample in SAMPLES.items()
     if name not in ("attention", "linear_cross_entropy, sampled", "replaced_token_loss, ids")
 }
-#: Under autocast these run in 16 bits, as nn.Linear does.
+#: These run in 16 bits under autocast, like nn.Linear.
 IN_16_BITS = (
     "attention",
     "linear_cross_entropy",
@@ -342,7 +342,7 @@ TWICE = ("linear", "rms_norm", "gelu", "dropout")
 
 
 def kernels(sample: Sample) -> list[str]:
-    """The backends that run it beside the reference."""
+    """The backends that run the sample, without the reference."""
     backends = OPS[sample.op].backends  # in their order
     return [name for name in backends if name != "eager"]
 
@@ -367,7 +367,7 @@ def each_sample(samples: dict[str, Sample] = SAMPLES):
 
 
 def to(device: torch.device | str, value: Any) -> Any:
-    """Tensors on the device, in whatever holds them; views on the CPU stay the views they are."""
+    """A structure with its tensors on the device; views on the CPU stay the same views."""
     if isinstance(value, dict):
         return {key: to(device, one) for key, one in value.items()}
     if isinstance(value, tuple) and type(value) is tuple:
@@ -376,7 +376,7 @@ def to(device: torch.device | str, value: Any) -> Any:
 
 
 def run(sample: Sample, backend: str, inputs: dict[str, Any]) -> Any:
-    """A call by a backend, or skip where that is for other tensors or is not built."""
+    """Runs a call by a backend; skips if the backend is for other tensors or is not built."""
     tensor = next(value for value in inputs.values() if isinstance(value, Tensor))
     kind = {"cpp": "cpu", "torch": "cpu", "cuda": "cuda"}.get(backend, tensor.device.type)
     if tensor.device.type not in (kind, "meta"):
@@ -402,7 +402,7 @@ def upstream_of(out: Tensor) -> Tensor:
 
 
 def results_and_grads(sample: Sample, backend: str, inputs: dict[str, Any]) -> list[Tensor]:
-    """All that a call returns and, of a random gradient of the first result, all gradients."""
+    """All results of a call, and all gradients for a random gradient of the first result."""
     inputs = leaves(sample, inputs)
     with poisoned_memory():
         results = run(sample, backend, inputs)
@@ -413,7 +413,7 @@ def results_and_grads(sample: Sample, backend: str, inputs: dict[str, Any]) -> l
 
 
 class Operators(TorchDispatchMode):
-    """The operators of fastplm that run inside, and what with."""
+    """The operators of fastplm that run inside, and their arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -429,7 +429,7 @@ class Operators(TorchDispatchMode):
 
 
 def run_compiled(function: Callable[..., Any], device: torch.device, inputs: dict[str, Any]) -> Any:
-    """csrc/ on this device; views on the CPU stay the views they are."""
+    """Runs csrc/ on this device; views on the CPU stay the same views."""
     backend = {"cpu": "cpp", "cuda": "cuda"}[device.type]
     try:
         with fastplm.use_backend(backend), poisoned_memory():
@@ -439,7 +439,7 @@ def run_compiled(function: Callable[..., Any], device: torch.device, inputs: dic
 
 
 def assert_same(got: Any, expected: Any) -> None:
-    """The same bits in all tensors, whatever device they lie on."""
+    """Checks that all tensors have the same bits, on any devices."""
     got, expected = tree_leaves(got), tree_leaves(expected)
     assert len(got) == len(expected)
     for one, other in zip(got, expected, strict=True):

@@ -1,4 +1,4 @@
-"""What a wrong call is told: the argument, what it got, what was expected, and what to do."""
+"""The error of a wrong call names the argument, what it got, what was expected, and what to do."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ OF_ROWS = {
     "step": (-1, 2**28, *NO_INT[:3]),
 }
 
-#: Each op: a call without error, and for its arguments values that are wrong.
+#: For each op, a call without error, and wrong values for its arguments.
 OPS = {
     "attention": (
         dict(query=zeros(2, 2, 3, 8), key=zeros(2, 2, 4, 8), value=zeros(2, 2, 4, 8)),
@@ -311,7 +311,7 @@ PACKED = {
     )
     for given in [OPS[op][0]]
 }
-#: Wrong together with others, and the beginning of what is said of the argument.
+#: Arguments that are wrong together with others, and the beginning of the message.
 TOGETHER = [
     (
         "attention",
@@ -369,7 +369,7 @@ def test_the_call_is_right_but_for_that(op):
 
 
 def fails(function, given: dict) -> str:
-    """What the error says."""
+    """The message of the error."""
     with pytest.raises(fastplm.FastplmError) as caught:
         function(**given)
     said = str(caught.value)
@@ -419,7 +419,7 @@ def test_ops_name_what_does_not_fit_the_rest(op, change, words):
 
 @each_sample()
 def test_declared_tensors_name_themselves(sample):
-    """Of another kind, dtype, number of dimensions, device or size."""
+    """A tensor of another kind, dtype, number of dimensions, device or size is named."""
     inputs, signature = sample.make(9, torch.float32), OPS_OF[sample.op].arguments
     packed = "cu_seqlens" in inputs or "cu_seqlens_q" in inputs
     given = [(signature.names[one.place], one) for one in signature.tensors[packed]]
@@ -443,7 +443,7 @@ def test_declared_tensors_name_themselves(sample):
                 assert said.startswith("ArgumentValue") and " got shape (" in said
 
 
-#: What makes of a dense tensor one of another kind.
+#: Functions from a dense tensor to one of another kind.
 OTHER_TENSORS = {
     "sparse": lambda value: value.to_sparse(),
     "csr": lambda value: value.to_sparse_csr(),
@@ -453,7 +453,7 @@ OTHER_TENSORS = {
 
 
 def wrong_kinds():
-    """(op, argument, a value of another kind), of every argument that an annotation describes."""
+    """(op, argument, a value of another kind) for every argument with an annotation."""
     for op, (given, _) in OPS.items():
         for name, parameter in inspect.signature(getattr(ops, op)).parameters.items():
             kinds, value = parameter.annotation.split(" | "), given.get(name)
@@ -464,7 +464,7 @@ def wrong_kinds():
                 wrong = ["1", [1.0], {}, 1j, zeros(2), *([] if "None" in kinds else [None])]
                 wrong += [INF, HUGE, 10**5000] if kinds == ["int"] else []
             elif isinstance(value, torch.Tensor):
-                # Rows that are compressed need a matrix, and a ragged one something to be cut.
+                # Compressed rows need a matrix, and a nested tensor needs a dimension to cut.
                 least = {"csr": 2, "jagged": 1}
                 wrong = [kind for kind in OTHER_TENSORS if value.dim() >= least.get(kind, 0)]
                 wrong = [kind for kind in wrong if kind != "csr" or value.dim() == 2]
@@ -544,7 +544,7 @@ def decoded(name, **given):
     return given
 
 
-#: (class, what it is given, the argument that its message names).
+#: (class, its arguments, the argument that the message names).
 MODEL_CALLS = [
     *((name, dict(input_ids=TOO_LONG), "input_ids") for name in (*POSITIONS, "OpenAIGPTModel")),
     ("BartModel", dict(input_ids=TOO_LONG), "input_ids"),
@@ -610,7 +610,7 @@ def test_models_name_the_argument(name, given, argument):
 
 @pytest.mark.parametrize("name", [*POSITIONS, "OpenAIGPTModel", "BartModel"])
 def test_the_most_tokens_there_are_positions_for(name):
-    """One token more is too many, and no value is looked at to know it."""
+    """One token more is too many; no value of a tensor is read to know it."""
     most = 19 if name == "RobertaModel" else 20
     model(name)(**(decoded(name, input_ids=torch.full((2, most), 5))))
     with pytest.raises(ValueError, match=rf"at most {most}, .*max_position_embeddings"):

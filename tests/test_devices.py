@@ -1,4 +1,4 @@
-"""What the library says of devices and tensors that its kernels do not run on."""
+"""The library's messages about devices and tensors that its kernels do not run on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def looks_up(monkeypatch):
-    """Devices of a capability, asked as if never before; returns the devices that are asked for."""
+    """Gives devices a compute capability, and clears caches. Returns the devices that are asked."""
     asked = []
 
     def pretend(major, minor, hip=None):
@@ -57,7 +57,7 @@ def test_an_old_gpu_and_rocm_are_refused(looks_up, major, minor, hip, reason):
     asked = looks_up(major, minor, hip)
     there = SimpleNamespace(device=GPU)
     assert _backends.needs_nvidia(GPU) == _backends.needs_nvidia(GPU) == reason
-    assert asked == ([] if hip else [0])  # once for a device
+    assert asked == ([] if hip else [0])  # each device is asked once
     assert _backends.needs_triton(there, forced=True) == reason
     if "cuda" in OPS["mask_tokens"].backends:
         said = OPS["mask_tokens"].backends["cuda"].rejects((there,), forced=True)
@@ -90,7 +90,7 @@ def test_missing_triton_warns_once_and_names_the_fix(monkeypatch):
         warnings.simplefilter("error")
         _backends.needs_triton(there, forced=False)
         _backends._warn_of_eager.cache_clear()
-        _backends.needs_triton(there, forced=True)  # which raises its own error
+        _backends.needs_triton(there, forced=True)  # raises its own error
         cpu = SimpleNamespace(device=torch.device("cpu"))
         _backends.needs_triton(cpu, forced=False)
 
@@ -130,7 +130,7 @@ def test_a_dtensor_is_refused_with_the_way_out(tmp_path):
 
 
 class Names(TorchDispatchMode):
-    """Which operators run."""
+    """Records the operators that run."""
 
     def __init__(self):
         super().__init__()
@@ -145,7 +145,7 @@ class Names(TorchDispatchMode):
 @pytest.mark.parametrize("settings", ((32, True, 128), (32, False, 128), (4, True, 2), (8, 1, 300)))
 def test_the_bucket_table_is_filled_where_it_is_used(settings, monkeypatch):
     values = t5_buckets(*settings)
-    # The way of a GPU, on a device that has values and on one where nothing could be copied from.
+    # The code for GPUs, on a device with values and on one from which nothing can be copied.
     here = SimpleNamespace(type="not cpu")
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda shape, dtype, device: empty(shape, dtype=dtype))
@@ -176,14 +176,14 @@ def test_a_bucket_table_of_a_capture_is_not_kept(monkeypatch):
     (
         (80, None, 80),
         (86, None, 86),
-        (87, shared_limit(80), 80),  # of sm_86's kind, with the memory of sm_80
+        (87, shared_limit(80), 80),  # like sm_86, but with the memory of sm_80
         (89, None, 86),
         (90, None, 90),
         (100, None, 100),
         (103, shared_limit(100), 100),
         (120, None, 120),
         (121, shared_limit(120), 120),
-        (130, shared_limit(100), 80),  # not known yet
+        (130, shared_limit(100), 80),  # an unknown architecture
     ),
 )
 def test_launch_tables_are_chosen_by_what_a_device_has(arch, shared, expected):
@@ -218,14 +218,14 @@ def test_a_triton_without_fences_is_named_once(monkeypatch, version, major, warn
 
 
 def test_sm_120_takes_no_entry_of_sm_90_or_100():
-    """It is newer, with neither their instructions nor their memory."""
+    """sm_120 is newer, but has neither their instructions nor their memory."""
     assert nearest_arch(120, (80, 86, 90, 100)) == 86
     assert nearest_arch(120, (80, 90, 100, 120)) == 120
     assert nearest_arch(100, (80, 86, 90)) == 90
 
 
 def test_what_is_made_for_less_shared_memory_serves_no_newer_card():
-    """Where a table has no entry for 90, it takes the one before: that must not be 86's."""
+    """sm_90 without an entry takes the one before, which must not be that of 86."""
     attention, loss = (
         importlib.import_module(f"fastplm.triton_kernels.{op}.configs")
         for op in ("attention", "linear_cross_entropy")

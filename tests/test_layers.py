@@ -1,4 +1,4 @@
-"""Layers that stand for PyTorch's and Transformers': where they run an op, and which models do."""
+"""Layers that replace PyTorch's and Transformers': when they run an op, and in which models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers.activations import ACT2FN, gelu_new
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 import fastplm
-import fastplm.models.t5  # so that its layer norm has a drop-in
+import fastplm.models.t5  # registers the drop-in class of T5's layer norm
 from fastplm import _extension, models
 from fastplm.models._base import restore_modules, switch_modules
 from fastplm.nn import Dropout
@@ -27,7 +27,7 @@ def gelu_tanh(input):
     return F.gelu(input, approximate="tanh")
 
 
-#: A layer, and the one of PyTorch or Transformers that became it, or what that computes.
+#: A layer, and the layer of PyTorch or Transformers that it replaces, or that layer's function.
 LAYERS = {
     "GELU": (lambda: nn.GELU("tanh"), gelu_tanh),
     "gelu_new": (lambda: ACT2FN["gelu_new"], ACT2FN["gelu_new"]),
@@ -54,7 +54,7 @@ def test_a_layer_takes_its_op_where_it_is_faster(make, theirs):
         for input in (large, large[:4]):
             ours, parents = (lambda input, f=f: f(input) for f in (layer, theirs))
             assert_within_budget(ours, parents, {"input": input})
-    if kind is not nn.RMSNorm:  # which takes one dtype alone
+    if kind is not nn.RMSNorm:  # nn.RMSNorm takes one dtype alone
         assert backends_of(layer, large.bfloat16()) == ["cpp"]
     assert backends_of(layer.double(), large.double()) == []
     assert backends_of(layer.to("meta"), large.double().to("meta")) == []
@@ -66,15 +66,15 @@ SIZES = dict(vocab_size=37, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 T5 = dict(d_model=64, d_kv=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
 GPT = dict(n_embd=64, n_layer=1, n_head=2, n_positions=256)
 BERT = dict(hidden_size=64, num_hidden_layers=1, num_attention_heads=2)
-#: A family, its configuration, an op, and how often a model runs it.
+#: For each family: its configuration, an op, and how often a model runs the op.
 MODELS = {
     "Albert": (BERT | dict(embedding_size=16, intermediate_size=256), "gelu", 1),
     "GPT2": (GPT, "gelu", 1),
     "OpenAIGPT": (GPT, "gelu", 1),
     "T5, gated": (T5 | dict(d_ff=256, feed_forward_proj="gated-gelu"), "gelu", 2),
-    # Two and three in a layer, and one at each end.
+    # Two in an encoder layer, three in a decoder layer, and one at the end of each.
     "T5": (T5 | dict(d_ff=96), "rms_norm", 2 + 1 + 3 + 1),
-    # Of the embeddings, the attention block and the feed-forward block.
+    # Dropout of the embeddings, the attention block and the feed-forward block.
     "Bert": (BERT | dict(intermediate_size=64), "dropout", 3),
 }
 
@@ -93,6 +93,6 @@ def test_models_run_ops_and_are_given_back_without(name):
     for model in (ours, fastplm.accelerate(parent)):
         assert ops_of(lambda model=model: model(**given)).count(op) == count
     assert op not in ops_of(lambda: fastplm.restore(parent)(**given))
-    # OpenAI's activation is one module for every model, those of Transformers among them.
+    # All models share OpenAI's activation module, those of Transformers, too.
     assert type(gelu_new) is transformers.activations.NewGELUActivation
     assert not any(isinstance(module, Dropout) for module in parent.modules())

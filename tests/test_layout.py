@@ -76,7 +76,7 @@ def test_nothing_stands_there_that_is_not_an_op():
 
 
 def broken_law(importing: str, imported: str) -> str | None:
-    """Which law of the two storeys it breaks that one module of fastplm imports another."""
+    """The law of the two storeys that is broken if one module of fastplm imports another."""
     own, other = (f"{name}.".split(".")[1] for name in (importing, imported))
     if "" in (own, other) or own == other:  # the package, which imports names when they are used
         return None
@@ -138,15 +138,15 @@ def test_the_ops_load_nothing_of_the_upper_storey():
 
 
 def import_graph() -> dict[str, set[str]]:
-    """Which modules of fastplm each of them imports, in functions, too, but not for types alone."""
+    """The modules of fastplm that each imports, also in functions, but not for types alone."""
     paths = {}
     for folder, package in (("fastplm", "fastplm"), ("triton_kernels", "fastplm.triton_kernels")):
         for path in python_files(folder):
-            if folder == "fastplm" and "triton_kernels" in path.parts:  # a link to the other
+            if folder == "fastplm" and "triton_kernels" in path.parts:  # a link to the other folder
                 continue
             parts = path.relative_to(ROOT / folder).with_suffix("").parts
             paths[".".join((package, *parts)).removesuffix(".__init__")] = path
-    del paths["fastplm"]  # imported with all of them; its own imports wait for a name to be used
+    del paths["fastplm"]  # every module imports it; its own imports wait for a name to be used
     graph = {}
     for module, path in paths.items():
         tree = ast.parse(path.read_text())
@@ -154,13 +154,13 @@ def import_graph() -> dict[str, set[str]]:
             if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
                 node.body = [ast.Pass()]
         graph[module] = {name for name in imports(path, tree) if name in paths} - {module}
-        # ``from fastplm.ops import linear`` is of the module linear, not of its package.
+        # ``from fastplm.ops import linear`` imports the module linear, not its package.
         graph[module] -= {name.rpartition(".")[0] for name in graph[module]}
     return graph
 
 
 def test_no_import_circles():
-    """The modules that are reached from where they are imported."""
+    """The modules that these import, directly or through others."""
     graph = import_graph()
 
     def reached(start: str) -> set[str]:
@@ -215,7 +215,7 @@ def test_kernels_are_launched_by_keyword_through_launch():
     "folder", ("fastplm/ops", "fastplm/nn", "fastplm/models", "triton_kernels")
 )
 def test_no_host_sync_in_hot_paths(folder):
-    """``.item()`` and friends stop a GPU; what runs on the CPU alone says so by its name."""
+    """``.item()`` and the like stop a GPU; functions for the CPU alone say so by their name."""
     for path in python_files(folder):
         for function in ast.walk(ast.parse(path.read_text())):
             if not isinstance(function, ast.FunctionDef) or "cpu" in function.name:
@@ -256,7 +256,7 @@ def test_the_cuda_library_registers_each_op_that_runs_there():
 
 
 def test_contributing_lists_every_environment_variable():
-    """Both ours and those of others that the library and its build read."""
+    """fastplm's own variables, and those of others that the library and its build read."""
     text = (ROOT / "CONTRIBUTING.md").read_text().split("## Environment variables")[1]
     listed = set(re.findall(r"`([A-Z][A-Z_]+)`", text))
     paths = [*python_files("fastplm", "triton_kernels", "tests"), ROOT / "setup.py"]
@@ -277,18 +277,18 @@ def test_contributing_lists_every_environment_variable():
 
 # --- messages -------------------------------------------------------------------------------------
 
-#: What torch.compile traces. A message that is built there before it is needed, say in an argument
-#: of a check, makes the size that it names a constant of the graph: a graph for every size.
+#: The files that torch.compile traces. If they build a message before it is needed, say as an
+#: argument of a check, the size in it becomes a constant: there is a graph for every size.
 TRACED = [ROOT / "fastplm" / name for name in ("_checks.py", "hf.py")]
 TRACED += python_files("fastplm/ops", "fastplm/nn", "fastplm/models")
-TRACED.remove(ROOT / "fastplm/models/_accelerate.py")  # which changes classes, and computes nothing
+TRACED.remove(ROOT / "fastplm/models/_accelerate.py")  # changes classes, and computes nothing
 #: Names that stand for words, not for numbers.
 WORDS = {"name", "prefix", "op", "family", "table", "layer", "first", "rows", "unit", "__name__"}
 WORDS |= {"config", "decoder", "g", "i"}
 
 
 def fails(suite: list[ast.stmt]) -> bool:
-    """Whether these lines come to an error, a warning or the reason of a refusal."""
+    """Whether these lines end in an error, a warning or the reason of a refusal."""
     last = suite[-1]
     if isinstance(last, ast.Raise) or (isinstance(last, ast.Return) and last.value is not None):
         return True
@@ -298,7 +298,7 @@ def fails(suite: list[ast.stmt]) -> bool:
 
 
 def names(node: ast.AST) -> set[str]:
-    """{x} of an expression x or x.y.z, else nothing."""
+    """{x} for an expression x or x.y.z, else an empty set."""
     while isinstance(node, ast.Attribute):
         node = node.value
     return {node.id} if isinstance(node, ast.Name) else set()
@@ -309,7 +309,7 @@ def early_messages(tree: ast.AST) -> list[str]:
     found = []
 
     def look(node: ast.AST) -> None:
-        if isinstance(node, ast.Raise | ast.Lambda):  # what a note says, if it is listened to
+        if isinstance(node, ast.Raise | ast.Lambda):  # a note's text is built only when needed
             return
         if isinstance(node, ast.FunctionDef) and node.name in (
             "__init__",

@@ -1,4 +1,4 @@
-"""The table of what is faster where: look-ups, files, and the command that writes them."""
+"""The table of faster backends: look-ups, files, and the command that writes them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastplm._registry import OPS
 from fastplm.ops.linear import linear_if_faster
 
 GAIN = _measured.LEAST_GAIN
-# Before any test has put its own table in the way.
+# The function is taken before any test replaces it by its own table.
 _TABLE = _measured.table
 needs_csrc = pytest.mark.skipif(_machine.level() == "none", reason="csrc/ is not built")
 
@@ -66,7 +66,7 @@ def _linear(table, form, rows):
 
 
 def test_the_form_of_a_weight_counts(monkeypatch):
-    """Tall, square and wide; a table of before says nothing of it."""
+    """The weights are tall, square and wide; an older table has no entry for the product."""
     monkeypatch.setattr(_machine, "computes_in", lambda dtype: False)
     axes = [[8, 512], [4096], [16, 64]]
     forms = _table_of(
@@ -106,7 +106,7 @@ def test_a_product_of_few_rows_that_was_measured_with_one_weight_gains_less(monk
 @needs_csrc
 @pytest.mark.parametrize("speedup", [0.9, 1 + (GAIN - 1) / 2, GAIN])
 def test_a_small_gain_is_none(measured, monkeypatch, speedup):
-    """The next CPU of the kind, or the next hour of this one, may have none."""
+    """Another CPU of the kind, or this one an hour later, may not show a small gain."""
     monkeypatch.setattr(measured, "speedup", lambda *call: speedup)
     query, weight = torch.randn(1, 2, 300, 16), torch.randn(64, 64)
     for call in (
@@ -189,7 +189,7 @@ def test_the_command_measures_and_its_figures_are_used(on_disk, monkeypatch, cap
     assert str(_measured.own_table()) in said and _measured.table().path == _measured.own_table()
     assert set(_measured.table().contents["ops"]) == {"gelu", "rms_norm"}
     assert "-> cpp" in fastplm.explain(ops.gelu, torch.randn(512), approximate="tanh")
-    # What was measured of other ops stays.
+    # The measurements of other ops stay.
     assert cli.main(["measure", "gelu"]) == 0
     assert set(json.loads(_measured.own_table().read_text())["ops"]) == {"gelu", "rms_norm"}
 
@@ -216,7 +216,7 @@ def test_products_are_measured_with_weights_in_turn_and_with_one_thread(monkeypa
 
 @needs_csrc
 def test_attention_is_measured_after_its_choice_and_with_one_thread(monkeypatch):
-    """What comes before the choice is paid for PyTorch's kernel, too."""
+    """The time before the choice is also spent if PyTorch's kernel is chosen."""
     monkeypatch.setattr(ops, "attention", None)
     plans = {plan.form: plan for plan in _measure._attention(torch.float32)}
     assert list(plans) == ["forward", "forward, 1 thread", "training", "training, 1 thread"]
@@ -275,7 +275,7 @@ def test_the_only_query_of_a_causal_call_is_a_plain_call(measured):
 
 
 def _plain_calls():
-    """Calls with nothing to find out, and with all that somebody may want to know of them."""
+    """Plain calls of attention and linear, with several dtypes, layouts and sizes, also empty."""
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         query, key = (torch.randn(2, 3, length, 16).to(dtype) for length in (5, 7))
         by_feature = key.mT.contiguous().mT

@@ -1,4 +1,4 @@
-"""PyTorch's own samples of two of its functions, run against the ops that stand for them."""
+"""PyTorch's own samples for two of its functions, run against the ops that replace them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 
 @pytest.fixture(scope="module")
 def samples():
-    """``samples(name, dtype)``: what torch tests a function of ``torch.nn.functional`` with."""
+    """``samples(name, dtype)``: torch's own samples for a function of ``torch.nn.functional``."""
     environment = dict(os.environ)
     stub = None
     if importlib.util.find_spec("expecttest") is None:
-        # torch ships these samples, but not a package that its own test cases derive from.
+        # torch ships these samples, but not the package that its test cases derive from.
         stub = types.ModuleType("expecttest")
         stub.TestCase = unittest.TestCase
         sys.modules["expecttest"] = stub
     from torch.testing._internal.common_methods_invocations import op_db
 
-    # What that import sets for all that follows is for torch's tests alone.
+    # The import changes global settings for torch's own tests.
     torch.backends.__allow_nonbracketed_mutation_flag = True
     os.environ.clear()
     os.environ.update(environment)
@@ -46,14 +46,14 @@ def samples():
 
 
 def batched(*tensors: Tensor) -> tuple[tuple[int, ...], list[Tensor]]:
-    """The common leading dimensions, and the tensors with these as [B, H]."""
+    """(the common leading dimensions, the tensors with these reshaped to [B, H])."""
     shape = torch.broadcast_shapes(*(x.shape[:-2] for x in tensors))
     full = (x.expand(*shape, *x.shape[-2:]) for x in tensors)
     return shape, [x if len(shape) == 2 else x[None] for x in full]
 
 
 def ours(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, **options) -> Tensor:
-    """In SDPA query i sees the keys j <= i, in ours as many from the end."""
+    """SDPA aligns causality at the top left, ops.attention at the bottom right."""
     shape, (query, key, value) = batched(query, key, value)
     if is_causal:
         seen = query.shape[2]
@@ -64,7 +64,7 @@ def ours(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, **option
 
 
 def theirs(query: Tensor, key: Tensor, value: Tensor, **options) -> Tensor:
-    """On four dimensions: with three, PyTorch takes another kernel, whose error is another."""
+    """SDPA on four dimensions: with three, PyTorch takes a kernel with another error."""
     shape, tensors = batched(query, key, value)
     out = F.scaled_dot_product_attention(*tensors, **options)
     return out.view(*shape, *out.shape[-2:])
@@ -73,18 +73,18 @@ def theirs(query: Tensor, key: Tensor, value: Tensor, **options) -> Tensor:
 @pytest.mark.slow
 @DTYPES
 def test_scaled_dot_product_attention(samples, dtype):
-    """All samples at once: of one tiny output with scores near 100 the error is luck."""
+    """All samples are compared at once: with scores near 100 a tiny output's error is chance."""
     calls = []
     for sample in samples("scaled_dot_product_attention", dtype):
         options = dict(sample.kwargs)
-        # Other masks than of keys are not its business, nor is torch's choice of random bits.
+        # Masks that are not key masks are left out, and torch's random bits.
         if options.pop("attn_mask", None) is not None or options.pop("dropout_p", 0.0):
             continue
         if options.pop("enable_gqa", False):
             continue
         calls.append(((sample.input, *sample.args), options))
-    assert len(calls) >= 6  # torch 2.15 has half of those of 2.13
-    # Each kind of tensor is one, so that a gradient's error is that of all samples, too.
+    assert len(calls) >= 6  # torch 2.15 has half the samples of 2.13
+    # The tensors of each kind are joined, so that a gradient's error is that of all samples.
     kinds = dict(
         zip(("query", "key", "value"), zip(*(call[0] for call in calls), strict=True), strict=True)
     )
@@ -111,7 +111,7 @@ def test_cross_entropy(samples, dtype):
     run = 0
     for sample in samples("cross_entropy", dtype):
         (target,), options = sample.args, sample.kwargs
-        # Weights of classes and distributions for targets are none of its arguments.
+        # The op has no weights of classes, and no distributions as targets.
         if options.get("weight") is not None or target.is_floating_point():
             continue
 

@@ -1,4 +1,4 @@
-"""What holds of every op alike, by every backend: one table of calls, one test for each promise."""
+"""The promises of every op, by every backend: one table of calls, one test for each promise."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_autocast_without_instructions_for_16_bits(sample, monkeypatch):
 
 
 def check_autocast(device, sample):
-    """The result is that of inputs of 16 bits, where the op multiplies in them."""
+    """If the op multiplies in 16 bits, its result is that of 16-bit inputs."""
     wide = to(device, sample.make(9, FP32))
     floating = [name for name in sample.wrt if name != "bias_weight"]  # a table keeps its dtype
     floating += [
@@ -145,7 +145,7 @@ def check_autocast(device, sample):
     count = len(sample.wrt)
     for name, grad, rounded in zip(sample.wrt, rest[-count:], grads[-count:], strict=True):
         assert grad.dtype is FP32
-        if name not in ("linear_weight", "linear_bias"):  # whose gradients nothing rounds
+        if name not in ("linear_weight", "linear_bias"):  # nothing rounds these gradients
             assert_same(grad, rounded.float())
 
 
@@ -154,8 +154,8 @@ def check_autocast(device, sample):
 
 @each_kernel(DISTINCT | {"attention": SAMPLES["attention"]})
 def test_compiles_without_graph_breaks_or_recompiles(device, sample, backend):
-    """Other values need no other graph, nor does another size after the second one."""
-    run(sample, backend, to(device, sample.make(9, FP32)))  # or skip
+    """Other values need no new graph, and other sizes need none after the second size."""
+    run(sample, backend, to(device, sample.make(9, FP32)))  # skips if the backend cannot run
     torch._dynamo.reset()
     count = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(sample.function, fullgraph=True, backend=count)
@@ -174,7 +174,7 @@ def test_compiles_without_graph_breaks_or_recompiles(device, sample, backend):
 @pytest.mark.parametrize("backend", ("auto", "eager"))
 @each_sample(OF_TOKENS)
 def test_numbers_that_count_up_compile_twice(device, sample, backend):
-    """The first one is a constant of its graph, the others are one symbol."""
+    """The first number is a constant of its graph; the others are one symbol."""
     torch.compiler.reset()
     count = CompileCounterWithBackend("inductor")
     compiled = torch.compile(sample.function, fullgraph=True, backend=count)
@@ -215,7 +215,7 @@ NOT_IN_EAGER = ("linear_cross_entropy, sampled", "replaced_token_loss", "replace
 @pytest.mark.parametrize("backend", ("auto", pytest.param("eager", marks=pytest.mark.slow)))
 @each_sample({name: one for name, one in SAMPLES.items() if name not in NOT_ROW_BY_ROW})
 def test_rows_that_are_chosen_in_the_graph_need_one_graph(device, sample, backend):
-    """As with ``hidden[labels != -100]``; also without a row."""
+    """Rows are chosen as by ``hidden[labels != -100]``; there may be none."""
     if backend == "eager" and any(sample is SAMPLES[name] for name in NOT_IN_EAGER):
         pytest.skip("PyTorch cannot trace the reference for an unknown number of rows")
     torch._dynamo.reset()
@@ -234,7 +234,7 @@ def test_rows_that_are_chosen_in_the_graph_need_one_graph(device, sample, backen
 
 
 def test_an_exported_program_may_choose_its_rows():
-    """torch.export, with the sizes of the batch and of the rows as symbols."""
+    """torch.export has the sizes of the batch and of the rows as symbols."""
 
     class Loss(torch.nn.Module):
         def forward(self, hidden, weight, labels):
@@ -256,7 +256,7 @@ def test_an_exported_program_may_choose_its_rows():
 @pytest.mark.gpu
 @each_kernel()
 def test_forward_and_backward_fit_in_one_cuda_graph(sample, backend):
-    """Replayed on other values and another seed."""
+    """The CUDA graph is replayed with other values and another seed."""
     static, other = (to("cuda", sample.make(70, FP32)) for _ in range(2))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -286,7 +286,7 @@ VIEWS = {
 
 @each_kernel(DISTINCT)
 def test_layouts(device, sample, backend):
-    """Poison lies between and around what a view shows."""
+    """NaN lies between and around the elements of a view."""
     plain = to(device, sample.make(20, FP32))
     tensors = [name for name, value in plain.items() if isinstance(value, Tensor) and value.dim()]
     expected = results_and_grads(sample, backend, plain)
@@ -318,7 +318,7 @@ def test_upstream_gradients_of_any_strides(device, sample, backend):
             assert_close(torch.autograd.grad(out, wrt, view, retain_graph=True), expected)
 
 
-# Those of linear_cross_entropy have a test of their own, in each of its data flows.
+# Another test has the gradients of linear_cross_entropy, in each of its data flows.
 @each_kernel({name: one for name, one in ONCE.items() if "cross_entropy" not in name})
 def test_each_gradient_alone(device, sample, backend):
     inputs = to(device, sample.make(20, FP32))
@@ -341,7 +341,7 @@ def test_a_second_backward_through_one_forward(device, sample, backend):
 
 @each_kernel(ONCE)
 def test_gradients_of_gradients_are_right_or_refused(device, sample, backend):
-    """What the budget calls the output is a first gradient here, and its gradients are second."""
+    """The budget's output is a first gradient here, and its gradients are second gradients."""
 
     def first_gradients(backend):
         def call(**inputs):
@@ -375,7 +375,7 @@ def test_a_forced_backend_is_recorded_and_repeats_bit_for_bit(device, sample, ba
 @each_sample({name: DISTINCT[name] for name in ONCE if name != "dropout"})
 @pytest.mark.parametrize("bug", ("a factor", "rows swapped", "a gradient lost", "a gradient twice"))
 def test_the_budget_of_these_calls_sees_a_bug(sample, bug):
-    """Each op's own tests hold it to the reference in this way."""
+    """Each op's own tests compare it with the reference by this budget."""
     inputs = sample.make(33, FP32)
 
     def wrong(**inputs):

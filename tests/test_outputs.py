@@ -1,6 +1,6 @@
-"""No command writes what it reads, two never write one thing, and nothing is half there.
+"""No command overwrites its inputs, two never write one output, and no output is incomplete.
 
-A row for every command that writes, a column for everything that an output may be.
+The tables have a row for every command that writes, and a column for every kind of output.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fastplm.data import _output
 from fastplm.data._output import hold, release, whole
 from fastplm.errors import DataError
 
-#: The words of each command without --out; words in capitals are inputs.
+#: Each command's words without --out; words in capitals are inputs.
 COMMANDS = {
     "embed": "embed --model MODEL --data DATA",
     "score": "score --model MODEL --data DATA",
@@ -50,7 +50,7 @@ every_file = pytest.mark.parametrize("command", FILES)
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A folder of inputs, which are never read: what is wrong is seen before."""
+    """A folder of inputs that are never read, as the error comes before."""
     monkeypatch.chdir(tmp_path)
     inside = tmp_path / "inputs"
     (inside / "MODEL").mkdir(parents=True)
@@ -106,7 +106,7 @@ def test_an_output_that_is_an_input(command, word, link, place, refused):
         out = place / "link.npy"
         os.link(path_of(place, word), out)
     if command == "embed" and word == "MODEL" and out.suffix != ".npy":
-        return  # its name is refused
+        return  # the name is refused
     refused(argv(command, place, out, "--overwrite"), "`out` got", "--")
 
 
@@ -230,7 +230,7 @@ with claimed("pretrain", out, resume=False, overwrite=True) as make_room:
 
 @pytest.mark.slow
 def test_several_that_move_one_folder(tmp_path):
-    """One gets it; what was there is moved once, and nobody moves what another one made."""
+    """One process gets the folder; the old one is moved once, and no process moves another's."""
     out = tmp_path / "out"
     out.mkdir()
     (out / "before").write_text("before")
@@ -269,7 +269,7 @@ def embedding(checkpoint, tmp_path):
 
 
 def test_a_full_disk_is_one_line(embedding, tmp_path, monkeypatch, capsys):
-    """A page of a memory map for which there is no room would end the process."""
+    """If the disk has no room for a page of a memory map, the process would be killed."""
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -322,10 +322,10 @@ def test_what_a_killed_process_left_is_removed(embedding, tmp_path):
     words = [sys.executable, "-c", KILLED, *embedding]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout.readline() == "here\n"
-    assert main(embedding) == 2  # it is still written
+    assert main(embedding) == 2  # the other process is still writing
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert len([*tmp_path.glob(".out.npy.*")]) == 2  # its part and its lock
+    assert len([*tmp_path.glob(".out.npy.*")]) == 2  # the part written so far, and the lock
     assert main(embedding) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"texts.txt", "out.npy"}
     assert np.load(tmp_path / "out.npy").shape == (2, 16)
@@ -334,7 +334,7 @@ def test_what_a_killed_process_left_is_removed(embedding, tmp_path):
 def test_a_link_to_a_file_stays(embedding, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "out.npy").symlink_to(tmp_path / "elsewhere" / "vectors.npy")
-    assert main(embedding) == 2  # it exists, though it points to nothing
+    assert main(embedding) == 2  # the link exists, though its target does not
     assert main([*embedding, "--overwrite"]) == 0
     assert (tmp_path / "out.npy").is_symlink()
     assert np.load(tmp_path / "elsewhere" / "vectors.npy").shape == (2, 16)
@@ -377,7 +377,7 @@ def interrupted(words, monkeypatch, capsys, where):
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_ctrl_c_in_embed(overwrite, embedding, monkeypatch, capsys):
-    """It has no checkpoints, and the command is given back as it was."""
+    """The command has no checkpoints; the message repeats it as it was given."""
     words = [*embedding, "--overwrite"] if overwrite else embedding
     line = interrupted(words, monkeypatch, capsys, "fastplm.inference.embed.reserve")
     assert "nothing was written" in line and "checkpoint yet" not in line
@@ -385,7 +385,7 @@ def test_ctrl_c_in_embed(overwrite, embedding, monkeypatch, capsys):
 
 
 def test_ctrl_c_before_the_old_run_is_moved(place, tmp_path, monkeypatch, capsys):
-    """The checkpoints that are there are not those of this run: --resume would continue it."""
+    """The folder has another run's checkpoints, which --resume would continue."""
     corpus = tmp_path / "texts.txt"
     corpus.write_text("\n\n".join(f"The river {i} follows the house {i % 7}." for i in range(400)))
     out = tmp_path / "run"
@@ -405,7 +405,7 @@ def test_ctrl_c_before_the_old_run_is_moved(place, tmp_path, monkeypatch, capsys
 
 
 def test_names_with_odd_letters(tmp_path):
-    """A name may hold what a pattern of names would take for something else."""
+    """A file name may contain special characters of glob patterns."""
     path = tmp_path / "a[b]*.tsv"
     other = tmp_path / ".ab.tsv.1.part"
     other.write_text("mine")

@@ -1,4 +1,4 @@
-"""What is shipped: the wheel, the source archive, and what an import costs."""
+"""The wheel, the source archive, and the time of an import."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BUILD = (
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory) -> Path:
-    """A copy of what is needed to build, as building writes into the tree."""
+    """A copy of the files for a build, as building writes into the tree."""
     copy = tmp_path_factory.mktemp("tree")
     ignore = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info")
     for name in ("fastplm", "triton_kernels", "csrc", "tests", "tools", "benchmarks"):
@@ -45,7 +45,7 @@ def tree(tmp_path_factory) -> Path:
 
 
 def build(kind: str, tree: Path, out: Path, **environment: str) -> tuple[Path, str]:
-    """Run the build backend as pip does without isolation; the archive, and what was said."""
+    """Run the build backend as pip does without isolation. Returns the archive and the output."""
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     result = subprocess.run(
         [sys.executable, "-c", BUILD, kind, str(out)],
@@ -61,7 +61,7 @@ def build(kind: str, tree: Path, out: Path, **environment: str) -> tuple[Path, s
 
 
 def small(tree: Path, copy: Path) -> Path:
-    """A copy with one CPU op of csrc/: an installation compiles all, and takes minutes."""
+    """A copy with one CPU op of csrc/, as an installation of all takes minutes."""
     shutil.copytree(tree, copy)
     for source in (copy / "csrc").glob("*.cpp"):
         if source.name != "gather_rows.cpp":
@@ -71,7 +71,7 @@ def small(tree: Path, copy: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(tree, tmp_path_factory) -> Path:
-    """A wheel with one CPU op and the CUDA code; of several workers of pytest, one builds it."""
+    """A wheel with one CPU op and the CUDA code; if pytest has several workers, one builds it."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
@@ -88,7 +88,7 @@ def wheel(tree, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def site(wheel, tmp_path) -> Path:
-    """The wheel installed, with all CPU ops as they are built here."""
+    """The installed wheel, with all CPU ops from this tree's build."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     compiled = list(Path(fastplm.__file__).parent.glob("_C.*"))
@@ -131,7 +131,7 @@ def test_wheel_holds_the_extension_and_works_alone(wheel, tmp_path):
     if COMPILER is None:
         pytest.skip("no C++ compiler on the PATH")
     assert [name for name in files(wheel) if name.startswith("fastplm/_C.")]
-    # No Python symbol in it: one wheel for all versions of Python.
+    # The library needs no Python symbol, so one wheel serves all versions of Python.
     assert "-cp310-abi3-" in wheel.name
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
@@ -166,10 +166,10 @@ def test_a_failed_compilation_costs_one_notice(tree, tmp_path):
 @pytest.mark.parametrize("why", ("nvcc was not found", "the CUDA code of csrc/ could not be built"))
 def test_without_cuda_code_one_notice_and_the_rest(why, tree, tmp_path):
     short = small(tree, tmp_path / "tree")
-    old = short / "fastplm/_C_cuda.abi3.so"  # of a build in place, and of other sources than these
+    old = short / "fastplm/_C_cuda.abi3.so"  # as from a build in place, of other sources
     old.touch()
     nvcc = tmp_path / "cuda/bin/nvcc"
-    if "not found" not in why:  # one that knows its architectures and compiles for none
+    if "not found" not in why:  # a compiler that knows its architectures but compiles for none
         nvcc.parent.mkdir(parents=True)
         nvcc.write_text('#!/bin/sh\n[ "$1" = --list-gpu-arch ] && echo compute_80\n')
         nvcc.chmod(0o755)
@@ -185,13 +185,13 @@ def test_without_cuda_code_one_notice_and_the_rest(why, tree, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on the PATH")
 def test_files_are_compiled_at_a_time_and_once(tree, tmp_path):
-    """Without ninja, with a line for each, and again only those whose sources have changed."""
+    """Without ninja each file has a line of output, and only changed files are compiled again."""
     copy, seen = small(tree, tmp_path / "tree"), tmp_path / "seen"
     (copy / "csrc/gather_rows.cpp").unlink()
     for name in ("a", "b", "c"):
         (copy / f"csrc/{name}.h").touch()
         (copy / f"csrc/{name}.cpp").write_text(f'#include "{name}.h"\nint {name};\n')
-    compiler = tmp_path / "bin/c++"  # it waits for company while it compiles one of the three
+    compiler = tmp_path / "bin/c++"  # waits until a second one runs
     compiler.parent.mkdir()
     compiler.write_text(
         "#!/bin/sh\n"
@@ -236,7 +236,7 @@ def test_cuda_library_has_code_for_every_architecture(site):
 
     known = subprocess.run([NVCC, "--list-gpu-arch"], capture_output=True, text=True).stdout.split()
     archs = {arch for arch in (80, 90, 100, 120) if f"compute_{arch}" in known}
-    # sm_86 and sm_89 run what is made for sm_80; later ones compile the PTX of the two newest.
+    # sm_86 and sm_89 run the code for sm_80; later GPUs compile the PTX of the two newest.
     assert listed("--list-elf") == archs and listed("--list-ptx") == set(sorted(archs)[-2:])
 
 
@@ -247,7 +247,7 @@ def test_cuda_library_needs_nothing_but_the_stable_abi(site):
     command = ["nm", "--dynamic", "--undefined-only", str(library)]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     needed = {line.split()[-1] for line in said.splitlines() if line.split()[0] != "w"}
-    # What has a version is of the C, C++ or compiler's library.
+    # Symbols with a version belong to the libraries of C, C++ or the compiler.
     torch_has = {name for name in needed if "@" not in name}
     shims = [
         path
@@ -256,7 +256,7 @@ def test_cuda_library_needs_nothing_but_the_stable_abi(site):
         if (path := Path(folder, name)).exists()
     ]
     declared = {name for path in shims for name in re.findall(r"\w+", path.read_text())}
-    # One macro of the header declares a function for each type.
+    # A macro of the header declares one function for each type.
     declared |= {name for name in torch_has if re.fullmatch(r"(aoti_)?torch_dtype_\w+", name)}
     assert "torch_call_dispatcher" in torch_has
     assert torch_has <= declared
@@ -265,7 +265,7 @@ def test_cuda_library_needs_nothing_but_the_stable_abi(site):
 
 
 def status(site: Path, torch_cuda: str | None, *libraries: Path) -> tuple[str, dict, bool]:
-    """With a torch of some CUDA: what became of the code, what the ops lack, if it is loaded."""
+    """(message about the CUDA code, what the ops lack, whether it is loaded) for a torch's CUDA."""
     return python_says(
         "import json, pathlib, torch\n"
         f"torch.version.cuda = {torch_cuda!r}\n"
@@ -300,7 +300,7 @@ def test_cuda_library_is_loaded_where_it_can_run(site, tmp_path):
     older = f"{major - 1}.9"
     functions = "aoti_torch_get_current_cuda_stream", "torch_c10_cuda_check_msg"
     functions += ("torch_c10_cuda_free_error_msg",)
-    # Every other name that it needs, the torch here has to have.
+    # The torch here must have every other name that the library needs.
     torch_cuda = library(
         tmp_path / "torch/libtorch_cuda.so",
         "".join(f'extern "C" int {name}() {{ return 0; }}\n' for name in functions),
@@ -367,7 +367,7 @@ def test_import_touches_no_device_and_takes_under_a_second():
         "driver = triton and triton.driver._active\n"
         "print(json.dumps([seconds, torch.cuda.is_initialized(), driver is not None]))"
     )
-    for _ in range(3):  # a machine may be busy once
+    for _ in range(3):  # a busy machine gets further tries
         seconds, *touched = python_says(script)
         assert not any(touched)
         if seconds < 1.0:

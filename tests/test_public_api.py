@@ -1,4 +1,4 @@
-"""What a user may import, and what each of it must say of itself."""
+"""The public names, and what the docstring of each must say."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def test_an_op_documents_itself(function):
 
 @pytest.mark.parametrize("function", OP_FUNCTIONS, ids=lambda f: f.__name__)
 def test_options_are_keyword_only_as_in_torch(function):
-    by_position = {ops.linear: ["bias"], ops.dropout: ["p"]}.get(function, [])  # as of torch's
+    by_position = {ops.linear: ["bias"], ops.dropout: ["p"]}.get(function, [])  # as in torch
     if function in (ops.linear_distillation, ops.linear_distillation_topk):
-        by_position = ["target"]  # where linear_cross_entropy has it
+        by_position = ["target"]  # the same place as in linear_cross_entropy
     parameters = inspect.signature(function).parameters.values()
     options = [p for p in parameters if p.default is not p.empty and p.name not in by_position]
     assert all(p.kind is p.KEYWORD_ONLY for p in options)
@@ -169,7 +169,7 @@ def test_explain_names_the_backend_and_every_rejection():
 
 
 def test_whoever_looks_at_operators_sees_them():
-    """Elsewhere a call goes past the dispatcher, straight to its backend."""
+    """Without a mode, a call skips the dispatcher and goes straight to its backend."""
     rows = torch.randn(4, 16, requires_grad=True)
     positions = torch.tensor([2, -1])
     plain = torch.autograd.grad(ops.gather_rows(rows, positions).sum(), rows)[0]
@@ -194,7 +194,7 @@ TWICE = {
 
 
 def penalty(function, x, profiled=False):
-    """What a gradient penalty needs: the gradient of a gradient's square."""
+    """A gradient penalty needs the gradient of a gradient's square."""
     with torch.profiler.profile() if profiled else contextlib.nullcontext():
         (grad,) = torch.autograd.grad(function(x).square().sum(), x, create_graph=True)
         return torch.autograd.grad(grad.square().sum() + x.sum(), x)[0]
@@ -203,14 +203,14 @@ def penalty(function, x, profiled=False):
 @pytest.mark.parametrize("profiled", [False, True])
 @pytest.mark.parametrize("op", TWICE)
 def test_a_gradient_without_one_of_its_own_says_so(op, profiled):
-    """And does not pass for a constant; the reference has one."""
+    """A gradient without a gradient raises, and is not a constant; the reference's has one."""
     x = torch.randn(4, 16, requires_grad=True)
     with pytest.raises(fastplm.FastplmError, match=rf"use_backend\('eager', '{op}'\)"):
         penalty(TWICE[op], x, profiled)
     with fastplm.use_backend("eager", op):
         second = penalty(TWICE[op], x)
     assert (second != 1).any()
-    # The gradient itself is as ever.
+    # The gradient itself is the usual one.
     once = torch.autograd.grad(TWICE[op](x).square().sum(), x)[0]
     again = torch.autograd.grad(TWICE[op](x).square().sum(), x, create_graph=True)[0]
     assert torch.equal(once, again)

@@ -110,7 +110,7 @@ def test_low_precision_inside_an_fp32_kernel_is_caught():
 @DTYPES
 @pytest.mark.parametrize("where", (*QKV, "output"))
 def test_ten_roundings_in_the_same_direction_are_caught(where, dtype):
-    """However small: PyTorch's own go in all directions."""
+    """A small bias is caught, as PyTorch's own errors go in all directions."""
     off = 1 + 10 * torch.finfo(dtype).eps
 
     class Off(torch.autograd.Function):
@@ -136,7 +136,7 @@ def test_one_lucky_draw_of_pytorchs_is_not_the_budget():
     inputs = dict(input=torch.rand(100) + 1)
 
     def reference(lucky):
-        """Off by 1e-5 in fp32, but for some draws."""
+        """A function that is wrong by 1e-5 in fp32, except in some draws."""
         draws = itertools.count()
 
         def run(input):
@@ -168,7 +168,7 @@ def test_planted_loss_bugs_are_caught(bug, dtype):
         weight=torch.randn(12, 32).to(dtype),
         target=torch.randint(0, 10, (9,)),
     )
-    inputs["weight"][-1] = inputs["input"][0]  # a tail that matters
+    inputs["weight"][-1] = inputs["input"][0]  # makes the last column matter
 
     def broken(input, weight, target):
         logits = (input @ weight.T).float()
@@ -203,7 +203,7 @@ def test_wrong_dtype_and_shape_are_caught():
 
 def test_a_single_number_that_pytorch_has_right_by_luck_may_be_two_roundings_off():
     gold = torch.tensor(44.0, dtype=torch.float64)
-    unit = 2.0**-18  # of an fp32 number of this size
+    unit = 2.0**-18  # the last place of an fp32 number of this size
     check_error("x", (gold + 2 * unit).float(), gold, [gold.float()], 2.0)
     with pytest.raises(BudgetExceeded, match="max error"):
         check_error("x", (gold + 3 * unit).float(), gold, [gold.float()], 2.0)
@@ -243,7 +243,7 @@ def test_the_error_of_a_peer_is_pytorchs_too():
 
 
 def test_products_in_tf32():
-    """Half as many bits as fp32 has, and more than bf16; the gradients are such products, too."""
+    """Products have half the bits of fp32, but more than bf16; so do those of the gradients."""
     a, b = torch.randn(80, 70, requires_grad=True), torch.randn(70, 90, requires_grad=True)
     upstream = torch.randn(80, 90)
     with ProductsInTF32():
@@ -326,7 +326,7 @@ def test_a_level_has_settings_of_its_own(monkeypatch):
     found = []
     for level in (None, "avx2", "default"):
         for name in (*names, "ATEN_CPU_CAPABILITY"):
-            monkeypatch.setenv(name, "")  # so that it is deleted in the end
+            monkeypatch.setenv(name, "")  # monkeypatch then deletes it at the end
             monkeypatch.delenv(name)
         if level is not None:
             monkeypatch.setenv("ATEN_CPU_CAPABILITY", level)
@@ -341,7 +341,7 @@ def test_a_level_has_settings_of_its_own(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() not in _machine.X86, reason="levels of x86")
 def test_one_level_is_one_machine():
-    """At AVX2 nothing of PyTorch or of ours uses what only CPUs with AVX-512 have."""
+    """At AVX2 neither PyTorch nor fastplm uses features that only CPUs with AVX-512 have."""
     program = """if True:
         import torch
         from fastplm import _measured

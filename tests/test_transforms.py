@@ -21,7 +21,7 @@ from .samples import DIFFERENTIABLE, SAMPLES, first
 
 @pytest.fixture(autouse=True)
 def no_call_for_an_issue(capfd, recwarn):
-    """PyTorch prints one for each operator that it finds no batching rule for."""
+    """PyTorch prints a warning for each operator without a batching rule."""
     torch.set_warn_always(True)
     yield
     torch.set_warn_always(False)
@@ -42,7 +42,7 @@ VOCABULARY = drawn(11, WIDTH)
 
 
 def function_of(name: str, wrt: str):
-    """A sample's call as a function of one of its tensors alone, and that tensor."""
+    """(a sample's call as a function of one of its tensors, the tensor)."""
     sample = SAMPLES[name]
     inputs = sample.make(ROWS, torch.float32)
 
@@ -55,7 +55,7 @@ def function_of(name: str, wrt: str):
     return function, inputs[wrt]
 
 
-#: Every op that has a gradient, as a function of one tensor, and that tensor.
+#: For every op with a gradient: (the op as a function of one tensor, the tensor).
 with torch.random.fork_rng():
     torch.manual_seed(0)
     FUNCTIONS = {name: function_of(name, sample.wrt[0]) for name, sample in DIFFERENTIABLE.items()}
@@ -70,7 +70,7 @@ every_function = pytest.mark.parametrize("name", FUNCTIONS)
 
 
 def number(name: str):
-    """One of these as a number that depends on all it gives, and its argument."""
+    """(a function to one number, which depends on all results of the op; its argument)."""
     function, x = FUNCTIONS[name]
     return lambda x: function(x).sin().sum(), x
 
@@ -109,7 +109,7 @@ def test_a_forced_kernel_says_that_it_has_no_tangent(backend):
 
 
 def test_a_graph_of_kernels_does_not_lose_a_tangent():
-    """A compiled function has its operators, and the reference could be chosen no more."""
+    """A compiled function has fixed operators, so the reference cannot be chosen any more."""
     function, x = FUNCTIONS["gather_rows"]
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     compiled(x)
@@ -128,7 +128,7 @@ def test_torch_func_grad_is_backward(name):
     function(leaf).backward()
     assert torch.equal(torch.func.grad(function)(x), leaf.grad)
     assert torch.equal(torch.func.vjp(function, x)[1](torch.ones(()))[0], leaf.grad)
-    # Of two numbers; the backward runs under vmap.
+    # The function has two numbers; its backward runs under vmap.
     both = torch.func.jacrev(lambda x: torch.stack((function(x), 2 * function(x))))(x)
     assert torch.equal(both[0], leaf.grad) and torch.equal(both[1], 2 * leaf.grad)
 
@@ -142,13 +142,13 @@ def test_a_compiled_gradient(name):
 
 
 def check_same(out: Tensor, expected: Tensor) -> None:
-    """What was traced runs by kernels that need not be the fastest, of other orders of sums."""
+    """A traced function may run slower kernels, which sum in another order."""
     torch.testing.assert_close(out, expected)
 
 
 @every_function
 def test_gradients_of_samples(name):
-    """vmap of a gradient, as for differential privacy, and the product of a Hessian."""
+    """vmap of a gradient works, as for differential privacy, and a Hessian-vector product."""
     function, x = number(name)
     samples = torch.stack((x, x.flip(0)))
     out = torch.vmap(torch.func.grad(function), randomness="same")(samples)
@@ -162,7 +162,7 @@ def test_gradients_of_samples(name):
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_samples_of_every_op(name):
-    """Along another dimension than the first, and of vmaps in each other."""
+    """vmap works along any dimension, and nested."""
     sample = SAMPLES[name]
     inputs = sample.make(ROWS, torch.float32)
     key = sample.wrt[0] if sample.wrt else "input_ids"
@@ -208,7 +208,7 @@ def test_a_second_gradient_is_right_or_refused(name):
 
 
 def test_a_gradient_of_a_loss_is_no_constant():
-    """By its input alone, too, whose slope the forward of the loss has made."""
+    """The gradient by the input alone also depends on the input: the forward computed its slope."""
     function, x = FUNCTIONS["replaced_token_loss"]
     x = x.clone().requires_grad_()
     (grad,) = torch.autograd.grad(function(x), x, create_graph=True)
@@ -245,7 +245,7 @@ def test_overlapping_blocks_of_threads_leave_nothing_behind():
 
 
 def test_blocks_may_be_left_in_any_order():
-    """As those of coroutines of one thread."""
+    """Coroutines of one thread may leave their blocks in any order."""
     first, second = fastplm.use_backend("eager"), fastplm.use_backend("torch", "attention")
     first.__enter__()
     second.__enter__()
@@ -256,7 +256,7 @@ def test_blocks_may_be_left_in_any_order():
 
 
 def test_threads_without_a_choice_follow_the_main_thread():
-    """Such as those in which PyTorch runs a backward on a GPU, and recomputes a checkpoint."""
+    """PyTorch runs a backward on a GPU, and recomputes a checkpoint, in such threads."""
     seen = []
     with fastplm.use_backend("eager"):
         thread = threading.Thread(target=lambda: seen.append(_backends.requested("gelu")))
@@ -301,7 +301,7 @@ def test_a_compiled_function_follows_the_choice_of_its_thread():
 
 @every_function
 def test_batched_upstream_gradients(name):
-    """``torch.autograd.functional.jacobian(vectorize=True)`` passes them."""
+    """``torch.autograd.functional.jacobian(vectorize=True)`` passes such gradients."""
     function, x = FUNCTIONS[name]
     x = x.detach().requires_grad_()
     out = function(x)
@@ -313,7 +313,7 @@ def test_batched_upstream_gradients(name):
 
 @every_function
 def test_create_graph_through_a_checkpoint(name):
-    """Its saved tensors may be read once."""
+    """The saved tensors of a checkpoint may be read only once."""
     function, x = FUNCTIONS[name]
     x = x.detach().requires_grad_()
     expected = torch.autograd.grad(function(x).sum(), x)[0]

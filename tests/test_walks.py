@@ -1,4 +1,4 @@
-"""The walks of CONTRIBUTING.md are what runs."""
+"""The walks of CONTRIBUTING.md list the functions that run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def written(title: str) -> list[str]:
 
 
 def trips(outline: list[str]) -> list[list[str]]:
-    """The ways from the first line of an outline to each line under which there is none."""
+    """The paths from the first line of an outline to each line without lines below it."""
     found: list[list[str]] = []
     stack: list[str] = []
     for line in outline:
@@ -41,8 +41,7 @@ def trips(outline: list[str]) -> list[list[str]]:
 
 
 def roads(run, *ends: str) -> list[list[str]]:
-    """For each of the ends, "file function": the functions of fastplm that are being called when it
-    first is."""
+    """For each end ("file function"), the stack of fastplm's functions when it is first called."""
     stack: list[str] = []
     found: dict[str, list[str]] = {}
 

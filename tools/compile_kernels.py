@@ -1,9 +1,9 @@
 """Compile every kernel to machine code without a GPU, and report on the result.
 
 The ``compile_cases()`` of each op call its launchers on meta tensors, and their launches are
-recorded. So what is compiled is what would be launched: the same argument types, the same
-specialisation of ones and multiples of 16, the launch table of the architecture. The assembler and
-the disassembler come with the Triton wheel.
+recorded. So the code is that of a real launch: the same argument types, the same specialisation of
+ones and multiples of 16, the launch table of the architecture. The assembler and the disassembler
+come with the Triton wheel.
 
     python tools/compile_kernels.py [--all] [--arch 90] [name …]     prints the table
     python tools/compile_kernels.py --findings [--uneven]            what costs time
@@ -43,9 +43,9 @@ from fastplm.triton_kernels._launch import Launch, record_launches, shared_limit
 from hazards import find_hazards
 from offsets import offset_overflows
 
-#: The architectures that the launch tables are made for, and that docs/kernels.md shows.
+#: The architectures that have launch tables of their own, and that docs/kernels.md shows.
 ARCHS = (80, 90, 100)
-#: Others that use these tables, with less shared memory.
+#: Other architectures, with less shared memory, which use these tables.
 SMALLER_ARCHS = (86, 89, 120)
 _TYPES = {
     torch.float16: "fp16",
@@ -65,7 +65,7 @@ _DOT = re.compile(r"tt\.dot .*-> tensor<(\d+)x")
 
 @dataclass(frozen=True)
 class Report:
-    """What one kernel became in one configuration on one architecture."""
+    """The compiled code of one kernel in one configuration on one architecture."""
 
     op: str
     kernel: str
@@ -76,15 +76,15 @@ class Report:
     stages: int
     registers: int
     spills: int  # accesses of local memory
-    loop_spills: int  # those that an inner loop repeats
+    loop_spills: int  # accesses of local memory in an inner loop
     shared: int
-    blocks: int  # that an SM holds at once
+    blocks: int  # blocks that an SM holds at once
     hgmma: bool
     dots: bool  # whether a matmul has the 64 rows that a warp group needs
     half: bool
     mix: dict[str, int]  # instructions of the inner loop, by kind
-    cycles: dict[str, float]  # of one block and one iteration, by the unit that needs them
-    flops: int  # of the matmuls of an iteration
+    cycles: dict[str, float]  # cycles of one iteration of one block, by unit
+    flops: int  # FLOPs of the matmuls of an iteration
     moved: int  # bytes that an iteration loads and stores
     overflows: list[str]
     hazards: dict[str, list[str]]  # "races", "findings" and what they follow from
@@ -94,10 +94,10 @@ class Report:
         return max(self.cycles.items(), key=lambda item: item[1])
 
     def roofline(self) -> tuple[str, float]:
-        """What an iteration takes on an SM that does nothing but its work, and the cycles.
+        """The limit of an iteration that has the SM to itself, and its cycles.
 
-        "FLOPs": its matmuls at the full rate, as their tiles may come from the L2; where it has
-        none, "bytes" at the rate of memory.
+        The limit is "FLOPs": the iteration's matmuls at the full rate, as their tiles may come from
+        the L2. Without matmuls it is "bytes", at the rate of memory.
         """
         if self.flops:
             rates = machine_code.TENSOR_FLOPS if self.mix["tensor"] else machine_code.FP32_FLOPS
@@ -107,7 +107,7 @@ class Report:
     def problems(self) -> list[str]:
         """Why this kernel must not ship; empty if it may."""
         found = []
-        if self.loop_spills:  # a few outside, once for a program, cost less than a smaller tile
+        if self.loop_spills:  # a few spills outside of loops cost less than a smaller tile
             count = self.loop_spills
             found.append(f"{count} local-memory instructions in a loop (register spills)")
         limit = shared_limit(self.arch)
@@ -222,7 +222,7 @@ def _compile(source: ASTSource, arch: int, options: dict[str, int]) -> CompiledK
 
 
 def _reports(op: str, arch: int, found: list[tuple[str, Launch, CompiledKernel]]) -> list[Report]:
-    """Of labels of cases, launches, and what these compile to."""
+    """The reports of some (label of the case, launch, compiled kernel)."""
     codes = disassemble([compiled.asm["cubin"] for _, _, compiled in found], arch)
     return [
         _report(op, arch, *each, sass, usage)
@@ -281,8 +281,8 @@ _MEMORY = re.compile(
 def tile_work(ttir: str) -> tuple[int, int]:
     """(FLOPs of matmuls, bytes loaded and stored) of one iteration of the inner loop.
 
-    The Triton IR says what a tile asks for, however the machine code gets it. The loop is chosen by
-    the rules of ``machine_code.inner_loop``.
+    They are read from the Triton IR, so they do not depend on the machine code. The loop is chosen
+    by the rules of ``machine_code.inner_loop``.
     """
     flops, moved, opened, loops = [], [], [], []
     for number, line in enumerate(ttir.splitlines()):
@@ -335,9 +335,9 @@ def _text(cubin: bytes) -> bytes:
 
 
 def disassemble(cubins: list[bytes], arch: int) -> list[tuple[str, str]]:
-    """(SASS, resource usage) of each cubin; the addresses of a kernel follow those of the last.
+    """(SASS, resource usage) of each cubin; the addresses continue from cubin to cubin.
 
-    The disassembler takes a third of a second to start, so that it starts once for all.
+    The disassembler takes a third of a second to start, so it starts once for all cubins.
     """
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
 
@@ -368,7 +368,7 @@ def compile_all(
     workers: int | None = None,
     uneven: bool = False,
 ) -> Iterator[Report]:
-    """Compile many ops for many architectures, a process per core."""
+    """Compile many ops for many architectures, with one process for each core."""
     jobs = [(op, arch, all_cases, uneven) for op in ops for arch in archs]
     with concurrent.futures.ProcessPoolExecutor(workers or os.cpu_count()) as pool:
         for reports in pool.map(compile_op, *zip(*jobs, strict=True)):

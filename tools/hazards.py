@@ -1,9 +1,9 @@
 """Hazards of compiled kernels: races, and what costs time. Counts of instructions show neither.
 
-Races are found in the Triton GPU IR (``races``). Behind that IR, Triton places thread barriers
-between ordinary accesses, and proxy fences after copies. Both are looked for in the PTX:
-``unordered`` finds copies without a barrier since other warps read what they overwrite (as far as
-source places tell instructions apart, and in innermost loops), ``unfenced`` missing fences, and
+Races are found in the Triton GPU IR (``races``). After that IR, Triton adds thread barriers between
+ordinary accesses, and proxy fences after copies. Missing ones are found in the PTX: ``unordered``
+finds copies that overwrite what other warps have read with no barrier in between (in innermost
+loops, as far as source lines tell instructions apart), ``unfenced`` finds missing proxy fences, and
 ``ptx.fences`` registers that a ``wgmma`` accesses with no ``wgmma.fence``.
 """
 
@@ -39,11 +39,11 @@ _KINDS = {
 }
 
 
-Place = tuple[str, str]  # of an instruction, and of the call that it was inlined at
+Place = tuple[str, str]  # source line of an instruction, and of the call that was inlined
 
 
 class Access(NamedTuple):
-    """An instruction on memory, or one that orders them; its bytes for one thread."""
+    """A load, store or copy with its bytes for one thread, or an instruction that orders these."""
 
     kind: str
     width: int
@@ -51,7 +51,7 @@ class Access(NamedTuple):
 
 
 def loop_accesses(ptx: str) -> list[list[Access]]:
-    """Of each loop that has no other in it, the instructions on memory and the barriers."""
+    """The memory instructions and barriers of each innermost loop."""
     lines = ptx.splitlines()
     labels, files = {}, {}
     for number, line in enumerate(lines):
@@ -62,7 +62,7 @@ def loop_accesses(ptx: str) -> list[list[Access]]:
     places, place, inline = [], ("", ""), False
     for before, line in zip(["", *lines], lines, strict=False):
         inline = "// begin inline asm" in line or (inline and "// end inline asm" not in line)
-        # LLVM counts the lines of inline assembly on from its first.
+        # LLVM numbers the further lines of inline assembly from its first line on: skip those.
         counted = inline and "// begin inline asm" not in before
         if not counted and (at := _PLACE.match(line)):
             caller = _CALLER.search(line)
@@ -93,13 +93,13 @@ def _access(line: str, place: Place) -> Access | None:
 
 
 def _where(module: Module, op: Op) -> Place:
-    """As PTX has it."""
+    """The place of an operation, written as in the PTX."""
     place, *callers = module.place(op.loc).split(" @[ ")
     return place, callers[0].rstrip(" ]") if callers else ""
 
 
 def _instructions(module: Module, op: Op, kind: str, loop: list[Access]) -> list[int]:
-    """Where in a loop's machine code an operation is; operations of one place come in order."""
+    """The indices of an operation in a loop's code; operations of one place keep their order."""
     place = _where(module, op)
     found = [i for i, access in enumerate(loop) if (access.kind, access.place) == (kind, place)]
     alike = [
@@ -115,11 +115,11 @@ def _instructions(module: Module, op: Op, kind: str, loop: list[Access]) -> list
 
 
 def unordered(module: Module, seen: Followed, loops: list[list[Access]]) -> list[str]:
-    """Copies over a buffer that other warps may still read: no barrier came in between."""
+    """Copies into a buffer that other warps may still read, as no barrier is in between."""
     found: dict[str, None] = {}
     for reader, copy in seen.ordered.values():
         for loop in loops if copy.loop and reader.loop is copy.loop else ():
-            if reader.name == "ttng.warp_group_dot":  # over where a thread has waited for it
+            if reader.name == "ttng.warp_group_dot":  # its reads end where a thread waits for it
                 reads = [i for i, access in enumerate(loop) if access.kind == "wgmma.wait"]
             else:
                 reads = _instructions(module, reader, "shared", loop)
@@ -140,10 +140,9 @@ _PROXIES = re.compile(
 
 
 def unfenced(ptx: str) -> list[str]:
-    """Matmuls after a wait for copies, with no fence that shows them to the asynchronous proxy.
+    """Matmuls after a wait for copies, with no fence that shows these to the asynchronous proxy.
 
-    A race on sm_90. On sm_100, where Triton leaves some out, it is a finding: ours to know of, not
-    to mend.
+    On sm_90 this is a race. On sm_100 it is a finding, as Triton leaves some fences out there.
     """
     found: dict[str, None] = {}
     fenced = True
@@ -161,15 +160,15 @@ def unordered_registers(ptx: str) -> list[str]:
         return []
     try:
         return [f"race: {fault}" for fault in unfenced_registers(parse(ptx))]
-    except PtxError as error:  # of a Triton that writes other PTX
+    except PtxError as error:  # another version of Triton may write other PTX
         return [f"not modelled: {error}"]
 
 
 def narrow(module: Module, accesses: list[Access], threads: int) -> list[str]:
     """Accesses in innermost loops that could be wider.
 
-    A tile that has 16 bytes for each thread is moved by 16 bytes; one that has not may still take
-    a thread many accesses of a byte or two, where its layout repeats it for many threads.
+    If a tile has 16 bytes or more for each thread, every access should move 16. A smaller tile is
+    reported if a thread needs 8 accesses or more of 1 or 2 bytes: its layout repeats it in threads.
     """
     found: dict[str, None] = {}
     for op in module.ops:
@@ -187,7 +186,7 @@ def narrow(module: Module, accesses: list[Access], threads: int) -> list[str]:
 
 
 def unpipelined(module: Module) -> list[str]:
-    """Loads whose data a matmul of the same iteration multiplies: it waits for memory."""
+    """Loads whose data a matmul of the same iteration reads, so that it waits for memory."""
     users: dict[str, list[Op]] = {}
     for op in module.ops:
         for name in op.operands:
@@ -218,9 +217,9 @@ def _within(op: Op, loop: Op) -> bool:
 
 
 def _handed_on(op: Op, name: str) -> list[str]:
-    """Where the data of a value goes, through one operation of the same iteration."""
+    """The values that hold the data of value ``name`` after ``op``, in the same iteration."""
     if op.name in ("tt.load", "ttg.async_copy_global_to_local", *_DOTS):
-        return []  # as a pointer or mask; or as what is multiplied already
+        return []  # the value is a pointer or a mask, or a matmul has multiplied it
     if op.name in ("ttg.local_store", "ttng.tmem_store"):
         return [op.operands[1]] if name == op.operands[0] else []
     if op.name == "scf.yield":
@@ -232,7 +231,7 @@ def _handed_on(op: Op, name: str) -> list[str]:
 
 
 def shallow(module: Module, ahead: Distances, stages: int) -> list[str]:
-    """Copies that are issued later than the stages allow, and loops that let none be in flight."""
+    """Copies that are issued later than the stages allow, and loops that wait for all copies."""
     found: dict[str, None] = {}
     for loop in (op for op in module.ops if op.name in LOOPS):
         late: dict[int, set[str]] = {}
@@ -254,14 +253,13 @@ def shallow(module: Module, ahead: Distances, stages: int) -> list[str]:
 
 
 def find_hazards(ttgir: str, ptx: str, stages: int) -> dict[str, list[str]]:
-    """What is wrong ("races"), what costs time ("findings"), and what the loops do:
-
-    the widths of their accesses, and how many iterations ahead they copy.
+    """Faults ("races"), costs of time ("findings"), and for the loops the widths of their accesses
+    ("widths") and the number of iterations that copies are ahead ("ahead").
     """
     try:
         module = Module(ttgir)
         seen = find_races(module)
-    except (ValueError, LookupError) as error:  # of a Triton that prints another IR
+    except (ValueError, LookupError) as error:  # another version of Triton may print another IR
         wrong = [f"not modelled: {type(error).__name__}: {error}"]
         return {"races": wrong, "findings": [], "widths": [], "ahead": []}
     loops = loop_accesses(ptx)

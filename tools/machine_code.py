@@ -1,9 +1,9 @@
 """What a kernel's machine code says about its speed, by arithmetic alone.
 
-The inner loop is a natural loop of the control flow graph (its head dominates a branch back to it;
-a mere backward branch also ends the out-of-line waits that ptxas places behind a kernel). Every
-instruction in it is counted once for every warp, so the code behind a branch inside the loop is
-counted as if taken; a load or store counts all its bytes, without bank conflicts.
+The inner loop is a natural loop of the control flow graph: its head dominates a branch back to it.
+(A backward branch alone is not enough: the out-of-line waits that ptxas places behind a kernel end
+in one, too.) Every instruction in the loop is counted once for every warp, so a branch inside the
+loop counts as taken. A load or store counts all its bytes, without bank conflicts.
 
 Rates per SM and clock: CUDA C++ programming guide, table of arithmetic throughput (16 special
 functions, 32 shuffled lanes, 4 schedulers of one warp instruction each, 128 bytes of shared
@@ -23,7 +23,7 @@ from fastplm.triton_kernels._launch import SHARED_PER_SM
 
 
 class Device(NamedTuple):
-    """Of an architecture: its SMs, their clock, and what its memory moves."""
+    """A GPU of an architecture: its SMs, their clock, and the bandwidth of its memory."""
 
     name: str
     sms: int
@@ -36,9 +36,9 @@ class Device(NamedTuple):
         return self.bytes_per_s / self.sms / self.clock
 
 
-#: The data sheets of A100 80GB, A40, L40S, RTX PRO 6000 Blackwell, and B200, whose clock follows
-#: from its dense bf16 FLOPs; of the H200 a clock of 1.755 GHz, and what a copy on the device reads
-#: and writes.
+#: Numbers of the data sheets of A100 80GB, A40, L40S, RTX PRO 6000 Blackwell and B200 (its clock
+#: follows from its dense bf16 FLOPs). The H200 has a clock of 1.755 GHz and the measured bandwidth
+#: of a copy, read and write.
 DEVICES = {
     80: Device("A100", 108, 1.41e9, 2.039e12),
     86: Device("A40", 84, 1.74e9, 0.696e12),
@@ -47,9 +47,10 @@ DEVICES = {
     100: Device("B200", 148, 1.855e9, 8.0e12),
     120: Device("RTX PRO 6000", 188, 2.617e9, 1.792e12),
 }
-#: GeForce cards with sm_86 to sm_120 have half of these where the sum is fp32.
+#: 16-bit FLOPs of the tensor cores per SM and clock. GeForce cards with sm_86 to sm_120 have half
+#: of these if the sum is fp32.
 TENSOR_FLOPS = {80: 2048, 86: 1024, 89: 1024, 90: 4096, 100: 8192, 120: 1024}
-#: Of the fp32 lanes: 64, then 128, a product and a sum each.
+#: FLOPs of the fp32 lanes per SM and clock: 64 lanes, later 128, one multiply-add each.
 FP32_FLOPS = {80: 128, 86: 256, 89: 256, 90: 256, 100: 256, 120: 256}
 #: (blocks, warps) that an SM holds at most.
 _RESIDENT = {80: (32, 64), 86: (16, 48), 89: (24, 48), 90: (32, 64), 100: (32, 64), 120: (24, 48)}
@@ -70,7 +71,7 @@ _GROUPS = {
     "barrier": "BAR SYNCS WARPSYNC WARPGROUP",
 }
 _GROUP = {root: group for group, roots in _GROUPS.items() for root in roots.split()}
-#: What a loop is counted into; ``ex2`` is part of ``mufu``.
+#: The kinds that the instructions of a loop are counted by; ``ex2`` is part of ``mufu``.
 KINDS = ("tensor", *_GROUPS, "other", "ex2")
 
 
@@ -149,7 +150,7 @@ _WORK = {"mufu", "fp32", "shared", "global"}
 
 
 def _innermost(bodies: list[set[int]], kinds: list[str], wanted: Iterable[str]) -> list[set[int]]:
-    """Of the loops that hold wanted kinds of instructions those that hold no other such loop."""
+    """The innermost of the loops that hold instructions of the wanted kinds."""
     bodies = [body for body in bodies if any(kinds[i] in wanted for i in body)]
     return [body for body in bodies if not any(other < body for other in bodies)]
 
@@ -157,8 +158,8 @@ def _innermost(bodies: list[set[int]], kinds: list[str], wanted: Iterable[str]) 
 def spills(sass: str) -> tuple[int, int]:
     """(all accesses of local memory, those that an inner loop repeats).
 
-    An inner loop is one of the innermost that use the tensor cores, or that work at all. Where a
-    kernel has none, all of it is one.
+    Inner loops are the innermost loops with tensor work, and the innermost with any work. If a
+    kernel has none, all of its code counts as one.
     """
     code = parse(sass)
     kinds = [instruction.kind for instruction in code]
@@ -172,10 +173,10 @@ def spills(sass: str) -> tuple[int, int]:
 def inner_loop(code: list[Instruction]) -> list[Instruction]:
     """The innermost loop with the most tensor work, else the longest one; else all of the code.
 
-    All of it, too, where the tensor work stands outside of every loop.
+    All of the code is also taken if the tensor work is outside of every loop.
 
-    Of loops with equal tensor work the shorter is taken: where a kernel has a loop for whole tiles
-    and one for masked tiles, most iterations are in the former.
+    The shorter one of several loops with equal tensor work is taken: if a kernel has a loop for
+    whole tiles and one for masked tiles, most iterations are in the former.
     """
     if not code:
         return []
@@ -199,7 +200,7 @@ _REGISTER = re.compile(r"R(\d+)\b")
 
 
 def _written(instruction: Instruction) -> range:
-    """The registers that an instruction writes, but for what a matmul adds to."""
+    """The registers that an instruction writes, except the sums of an HGMMA."""
     root, *parts = instruction.name.split(".")
     operands = instruction.operands.split(", ")
     behind_predicate = root in ("LOP3", "SHFL", "ATOM", "ATOMG", "ATOMS")
@@ -217,10 +218,10 @@ def _written(instruction: Instruction) -> range:
 
 
 def overwritten(sass: str) -> list[str]:
-    """Where a wgmma may still read an operand from registers that are written again.
+    """Registers that are written while a wgmma in flight may still read an operand from them.
 
-    Only the wait guards them, and some versions of ptxas give the registers of a matmul in flight
-    to what the next iteration loads.
+    They are free only after the wait, but some versions of ptxas load the next iteration's data
+    into them before it.
     """
     code = parse(sass)
     edges, found = _successors(code), []
@@ -230,7 +231,7 @@ def overwritten(sass: str) -> list[str]:
             continue
         reads = range(int(a[1]), int(a[1]) + 4)
         seen: set[tuple[int, int]] = set()
-        # Places that are reached, with the groups committed since: this matmul's is the first.
+        # Places that are reached, each with the number of groups committed since the matmul began.
         stack = [(place, int("gsb0" in matmul.operands)) for place in edges[start]]
         while stack:
             place, groups = stack.pop()
@@ -263,7 +264,7 @@ def _width(name: str) -> int:
 def _tensor_work(code: list[Instruction], place: int, warps: int) -> tuple[int, int]:
     """(16-bit FLOPs, bytes of operands in shared memory) of one instruction, for the whole block.
 
-    One step in k reads 32 bytes of every row, whatever the dtype.
+    One step in k reads 32 bytes of every row, for any dtype.
     """
     instruction = code[place]
     halves = 2 if "TF32" in instruction.name else 1
@@ -287,9 +288,9 @@ def _tensor_work(code: list[Instruction], place: int, warps: int) -> tuple[int, 
 
 
 def loop_mix(sass: str, warps: int, arch: int) -> tuple[dict[str, int], dict[str, float]]:
-    """(instructions of the inner loop by kind, cycles of one iteration by the unit they need).
+    """(instructions of the inner loop by kind, cycles of one iteration by unit).
 
-    The cycles are those of one block that has an SM to itself, were that unit the only limit.
+    The cycles are those of one block that has an SM to itself, if that unit were the only limit.
     """
     code = parse(sass)
     loop = inner_loop(code)
@@ -316,10 +317,10 @@ def loop_mix(sass: str, warps: int, arch: int) -> tuple[dict[str, int], dict[str
 def blocks_per_sm(
     arch: int, warps: int, registers: int, shared: int, tensor_columns: int = 0
 ) -> int:
-    """How many blocks an SM holds at once.
+    """The number of blocks that an SM holds at once.
 
-    Registers are given to a warp by the 256, out of 16,384 of each of the four schedulers; every
-    block costs 1 KB of shared memory more than it asks for; tensor memory (sm_100) has 512 columns.
+    A warp gets registers in units of 256, from the 16,384 of its scheduler (one of four). A block
+    takes 1 KB of shared memory more than it asks for. Tensor memory (sm_100) has 512 columns.
     """
     per_warp = -(-registers * 32 // 256) * 256
     blocks, resident = _RESIDENT[arch]

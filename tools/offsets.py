@@ -22,43 +22,44 @@ class _Value:
     """Where a value of the Triton IR comes from."""
 
     made_by: str
-    sources: list[int]  # the operands that decide how large it is
+    sources: list[int]  # the operands that decide how large the value is
     operands: list[int]
-    number: int = 0  # of a constant; the last place of a range; the limit of a program's number
-    place: str | None = None  # of a 32-bit product
-    factor: int = 0  # of that product, if it is a constant
-    wide: str | None = None  # the place of a 64-bit product of run-time values
-    sum: str | None = None  # the place of a 32-bit sum
-    is_integer: bool = False  # of 16 bits or more
+    number: int = 0  # a constant's value, a range's last element, or a program id's limit
+    place: str | None = None  # the source line of a 32-bit product
+    factor: int = 0  # the constant factor of that product, if it has one
+    wide: str | None = None  # the source line of a 64-bit product of run-time values
+    sum: str | None = None  # the source line of a 32-bit sum
+    is_integer: bool = False  # an integer of 16 bits or more
 
 
 @dataclass
 class _Carried:
-    """What a loop carries: its number in a round, at the start, and in the next round."""
+    """A value that a loop carries: its id in a round, at the start, and in the next round."""
 
     value: int
     start: int
     following: int
-    counter: _Value | None  # of the loop, if it has one
+    counter: _Value | None  # the loop's counter, if it has one
 
 
 def offset_overflows(ttir: str, launch: Launch, signature: dict[str, str]) -> list[str]:
     """The places ("file.py:line") of 32-bit products that become pointer offsets.
 
     A product of two run-time values (``row * stride``) can exceed 2^31 in a large tensor, even if
-    it is converted to 64 bits afterwards. The search ends at a bound: a minimum is as small as its
-    smaller operand, a loop counter as the end of its loop. A product inside a tile
+    it is converted to 64 bits afterwards. The search ends at a bound: a minimum is at most its
+    smaller operand, a loop counter at most the end of its loop. A product inside a tile
     (``arange * stride``) is allowed: launchers ensure that rows are less than 2^23 elements apart.
 
-    The index of a program, or the number of programs, times a constant (``tile * BLOCK``) is
-    allowed if it is a row or a column, of which there are fewer than 2^31. The launch, whose grid
-    and sizes are known, tells which it is: a row or column exceeds the longest dimension of the
-    matrices by at most one tile, a count of elements does not stay below that. A bound does not
-    help here, because a number that has wrapped around is negative.
+    A program id, or the number of programs, times a constant (``tile * BLOCK``) is allowed if it is
+    the index of a row or column, of which there are fewer than 2^31. The grid and sizes of the
+    launch tell: a row or column exceeds the longest dimension of the matrices by at most one tile,
+    an element count by more. A bound does not help here, because a number that has wrapped around
+    is negative.
 
-    A shift to the left is a product, and so is a sum that a loop carries: of a run-time step
-    (``o += stride``), or of a constant one and the rounds of this launch. A number that was loaded
-    has no bound: no constant may multiply it, and no 64-bit product may become 32 bits again.
+    A left shift counts as a product. So does a sum that a loop carries: the step is a run-time
+    value (``o += stride``), or a constant that the rounds of this launch multiply. A number that
+    was loaded has no bound: no constant may multiply it, and no 64-bit product may become 32 bits
+    again.
     """
     values, offsets, arguments, carried = _read_ttir(ttir, launch.grid)
     names = (name for name, kind in signature.items() if kind != "constexpr")
@@ -86,7 +87,8 @@ def _reaches(
     wanted: Callable[[int], bool],
     bounds: Callable[[_Value], bool] = lambda origin: False,
 ) -> bool:
-    """Whether a value may be as large as one that is wanted. ``bounds``: what is small anyway."""
+    """Whether a wanted value decides how large ``value`` is. ``bounds``: values known to be small,
+    where the search ends."""
     seen, open_ = set(), [value]
     while open_:
         value = open_.pop()
@@ -101,7 +103,7 @@ def _reaches(
 def _running_sums(
     values: dict[int, _Value], carried: list[_Carried]
 ) -> Iterator[tuple[int, int, _Carried]]:
-    """(sum, step, what is carried) of each 32-bit sum that a loop adds to in every round."""
+    """(sum, step, carried value) of each 32-bit sum that a loop adds to in every round."""
     kept = (*_SHAPING, "arith.addi", "arith.subi", "arith.select")
     for each in carried:
         seen, open_ = set(), [each.following]
@@ -120,7 +122,7 @@ def _running_sums(
 def _reachable(
     values: dict[int, _Value], offsets: list[int], through_bounds: bool = True
 ) -> Iterator[int]:
-    """All that decides how large an offset is, the bounds and steps of loops too."""
+    """All values that decide how large an offset is, with the bounds and steps of loops."""
     seen, open_ = set(), list(offsets)
     while open_:
         value = open_.pop()
@@ -135,7 +137,7 @@ def _reachable(
 
 
 def _is_loaded(values: dict[int, _Value], value: int, factor: int = 1) -> bool:
-    """Whether an integer from memory times a factor may be larger than that integer."""
+    """Whether ``value`` times ``factor`` may be larger than an integer that was loaded."""
 
     def loads(source: int) -> bool:
         origin = values.get(source)
@@ -186,7 +188,7 @@ def _products_at_run_time(values: dict[int, _Value], offsets: list[int]) -> froz
 
     def products(value: int) -> frozenset[str]:
         if value not in found and value in values:
-            found[value] = frozenset()  # a loop carries the value into itself
+            found[value] = frozenset()  # ends the recursion if a loop carries the value
             origin = values[value]
             sources = [products(source) for source in origin.sources]
             inherited = frozenset().union(*sources)
@@ -210,13 +212,13 @@ def _products_of_programs(
     known: dict[int, tuple[int, bool]] = {}
 
     def limit(value: int) -> tuple[int, bool]:
-        """(what it is at most in this launch, whether the number of a program is in it).
+        """(the largest value in this launch, whether it depends on a program id).
 
-        What is read from memory counts as 0: it is no number of a program.
+        A value that was loaded counts as 0, as it does not depend on a program id.
         """
         if value in known:
             return known[value]
-        known[value] = sizes.get(value, 0), False  # also where a loop carries it into itself
+        known[value] = sizes.get(value, 0), False  # ends the recursion if a loop carries the value
         if value not in values or values[value].made_by == "tt.load":
             return known[value]
         origin = values[value]
@@ -269,15 +271,15 @@ def _products_of_programs(
 def _read_ttir(
     ttir: str, grid: tuple[int, ...]
 ) -> tuple[dict[int, _Value], list[int], list[int], list[_Carried]]:
-    """(what every value is made from, the offsets of all pointer additions, the arguments, what
-    loops carry)."""
+    """(where every value comes from, the offsets of all pointer additions, the arguments, the
+    values that loops carry)."""
     context = ir.context()
     ir.load_dialects(context)
     with tempfile.NamedTemporaryFile("w", suffix=".ttir") as file:
         file.write(ttir)
         file.flush()
         module = ir.parse_mlir_module(file.name, context)
-    # Triton 3.6 does not tell attributes of an operation; they stand in the text in the same order.
+    # Triton 3.6 has no access to an operation's attributes; the text has them in the same order.
     constants = iter(re.findall(r"arith\.constant (?:dense<)?([^\s>]+)", ttir))
     programs = iter(re.findall(r"tt\.get_(program_id|num_programs) ([xyz])", ttir))
     values: dict[int, _Value] = {}
@@ -285,7 +287,7 @@ def _read_ttir(
     arguments: list[int] = []
     loops: list[_Carried] = []
     blocks: dict[int, list[Any]] = {}  # the blocks of a region
-    ends: dict[int, list[int]] = {}  # what the last operation of a block hands on
+    ends: dict[int, list[int]] = {}  # the operands of a block's last operation
 
     def number(name: str, kind: str) -> int:
         if name == "arith.constant":
@@ -382,7 +384,7 @@ def _read_ttir(
 
 
 def _origin(values: dict[int, _Value], value: int) -> _Value | None:
-    """What a value was made from, whatever its shape became since; None for an argument."""
+    """The value that this one was reshaped or broadcast from; None for an argument."""
     while value in values and values[value].made_by in _SHAPING:
         (value,) = values[value].sources
     return values.get(value)

@@ -7,13 +7,13 @@ counts. A race is an access that nothing orders after one that is in flight:
 
 - a buffer is written while a matmul may still read it, or read before its copy was waited for;
 - two copies go into one buffer at once; an accumulator is used before its matmul was waited for;
-- a matmul reads what was stored from registers to shared memory with no proxy fence in between;
+- a matmul reads data that was stored from registers, with no proxy fence in between;
 - a buffer is freed while in flight; an index lies past its buffers; a wait can never end.
 
-Not modelled: the addresses of allocations (two that share one count as separate); on sm_100 the
-order of threads' own accesses to tensor memory, barriers of several arrivals, TMA, clusters and
-warp specialisation. A slice of a buffer counts as all of it, a masked copy as made. An operation of
-the GPU dialects that is not known is reported, never ignored.
+Not modelled: the addresses of allocations (two with the same address count as separate); on sm_100
+the order of threads' own accesses to tensor memory, barriers of several arrivals, TMA, clusters and
+warp specialisation. A slice of a buffer counts as the whole buffer, a masked copy as a full one. An
+unknown operation of the GPU dialects is reported, never ignored.
 
 Triton has no pass that proves this: its concurrency sanitizer instruments a kernel that then runs.
 """
@@ -44,7 +44,7 @@ LOOPS = ("scf.for", "scf.while")
 
 @dataclass(eq=False)
 class Op:
-    """One operation: ``text`` is what stands behind its name, ``loc`` where it comes from."""
+    """One operation: ``text`` is the text after its name, ``loc`` its source location."""
 
     name: str
     results: list[str]
@@ -52,7 +52,7 @@ class Op:
     loc: str = ""
     regions: list[list[Block]] = field(default_factory=list)
     parent: Op | None = None
-    loop: Op | None = None  # the innermost around it
+    loop: Op | None = None  # the innermost loop around it
 
     @cached_property
     def operands(self) -> list[str]:
@@ -80,17 +80,17 @@ class Block:
 
 
 class Module:
-    """The function of a printed module, and where its values come from."""
+    """The function of a printed module, and the operations that make its values."""
 
     def __init__(self, text: str) -> None:
         self._locs: dict[str, str] = {}
         self.ops: list[Op] = []
         self.made_by: dict[str, Op] = {}
-        self.carries: dict[str, str] = {}  # the argument or result of a loop: what it starts as
+        self.carries: dict[str, str] = {}  # argument or result of a loop -> its initial value
         top = Op("top", [], "", regions=[[Block()]])
         stack, loops = [top], [None]
         self._seen: set[str] = set()
-        self._renamed: list[dict[str, str]] = [{}]  # by region: names are printed once for each
+        self._renamed: list[dict[str, str]] = [{}]  # by region, as regions may use the same names
         for line in map(str.strip, text.splitlines()):
             if line.startswith("#") or not line:
                 if alias := _LOC.match(line):
@@ -130,7 +130,7 @@ class Module:
         self.arguments = {name: kind.strip().split(" loc(")[0] for name, kind in header}
 
     def steps(self, block: Block) -> list[Op]:
-        """What a simulation executes of a block: not the arithmetic of tensors."""
+        """The operations of a block that a simulation executes: all but tensor arithmetic."""
         if id(block) not in self._steps:
             self._steps[id(block)] = [op for op in block.ops if self._matters(op)]
         return self._steps[id(block)]
@@ -140,7 +140,7 @@ class Module:
             return True
         if op.results and "tensor<" not in op.result_type():
             return True
-        # An accumulator may be used too early.
+        # The simulation checks whether an accumulator is used too early.
         return any(name in self._accumulators for name in op.operands)
 
     def _open(self, op: Op, stack: list[Op], loops: list[Any]) -> None:
@@ -150,7 +150,7 @@ class Module:
         self._renamed.append(dict(self._renamed[-1]))
 
     def _define(self, name: str) -> str:
-        """A name of its own for what has the name of a value in another region."""
+        """Define a value; it gets a new name if another region has a value of this name."""
         if name in self._seen:
             self._renamed[-1][name] = f"{name}.{len(self._seen)}"
             name = self._renamed[-1][name]
@@ -181,7 +181,7 @@ class Module:
         return op
 
     def place(self, loc: str) -> str:
-        """ "file.py:line:column @[ caller ]", as PTX names it."""
+        """ "file.py:line:column @[ caller ]", as the PTX writes it."""
         loc = self._locs.get(loc, loc)
         if call := re.fullmatch(r"callsite\((.*) at (.*)\)", loc):
             return f"{self.place(call[1])} @[ {self.place(call[2])} ]"
@@ -193,7 +193,7 @@ class Module:
         return f"{Path(found[1]).name}:{found[2]}" if found else "unknown place"
 
     def base(self, value: str) -> str:
-        """What a bound is, but for a constant more or less: where a loop's last turns are apart."""
+        """A loop's bound before a constant was added to it, as for peeled last iterations."""
         op = self.made_by.get(value)
         if op and op.name in ("arith.addi", "arith.subi"):
             other = self.made_by.get(op.operands[1])
@@ -215,7 +215,7 @@ class Module:
 
 
 def _header(op: Op) -> re.Match[str]:
-    """(counter, start, stop, step, what is carried) of a loop."""
+    """(counter, start, stop, step, carried values) of a loop."""
     return search(_FOR, op.text.strip())
 
 
@@ -227,7 +227,7 @@ def search(pattern: str | re.Pattern[str], text: str) -> re.Match[str]:
 
 
 def iter_args(op: Op) -> list[tuple[str, str]]:
-    """(argument, what it starts as) of everything that a loop carries."""
+    """(argument, initial value) of each value that a loop carries."""
     carried = _header(op)[5]
     pairs = (pair.split(" = ") for pair in (carried or "").split(", ") if carried)
     return [(argument, start) for argument, start in pairs]
@@ -238,7 +238,7 @@ def iter_args(op: Op) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class View:
-    """A buffer: its allocation, and the indices into that."""
+    """A buffer: its allocation, and the indices into it."""
 
     alloc: str
     index: tuple[int, ...] = ()
@@ -260,23 +260,23 @@ class Copy:
 
 @dataclass(eq=False)
 class Matmul:
-    """An asynchronous matmul: what it reads, and (tcgen05) the accumulator it writes."""
+    """An asynchronous matmul: the buffers it reads, and (tcgen05) the accumulator it writes."""
 
     op: Op
     reads: list[View]
     writes: View | None = None
 
 
-#: Of a loop and a pointer: how many iterations before its use a copy was issued.
+#: By loop and pointer: the number of iterations from a copy's issue to its use.
 Distances = dict[tuple[int, str], set[int]]
 
 
 class Drawn(int):
-    """A number in whose place the simulation drew one."""
+    """A number that only a launch knows, so the simulation drew it."""
 
 
 class _Abandoned(Exception):
-    """The numbers drawn lead too far."""
+    """The numbers that were drawn make the simulation too long."""
 
 
 def _divide(a: int, b: int) -> int:
@@ -291,7 +291,7 @@ _COMPARE: dict[str, Callable[[int, int], bool]] = {
     "gt": lambda a, b: a > b,
     "ge": lambda a, b: a >= b,
 }
-#: By name without "arith." and its end: nothing drawn is negative, so unsigned is signed.
+#: By name without "arith." and suffix. No drawn number is negative, so unsigned equals signed.
 _ARITHMETIC: dict[str, Callable[..., int]] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
@@ -313,15 +313,15 @@ _ARITHMETIC: dict[str, Callable[..., int]] = {
     "index_cast": int,
 }
 _INTEGER = re.compile(r"arith\.(\w+?)(?:[su]?i)?")
-#: Operations of the GPU dialects on registers, or on scratch of their own from start to end.
+#: Operations of the GPU dialects that use registers, or their own scratch memory alone.
 _INERT = {"ttg.convert_layout"}
 _GPU_DIALECTS = ("ttg", "ttng", "gpu", "nvgpu", "nvvm", "nvws", "gluon", "tti", "llvm")
 _CONTROL = ("scf.for", "scf.while", "scf.if", "cf.br", "cf.cond_br")
 _ENDS = ("scf.yield", "scf.condition", "tt.return")
-#: How large the numbers drawn are, in turn: few, some and many iterations.
+#: The largest number drawn in each run, in turn, so that loops run few, some and many times.
 _SCALES = (700, 3000, 150, 6000, 300, 1500, 70, 6000)
 _WORLDS, _LEAST_WORLDS = 24, 8
-#: A loop is known once it ran this often: more than its buffers and its stages.
+#: A loop was simulated enough once it ran this often: more than its buffers and its stages.
 _TRIPS = 8
 _MOST_TRIPS, _MOST_STEPS = 100, 60_000
 
@@ -329,7 +329,7 @@ _MOST_TRIPS, _MOST_STEPS = 100, 60_000
 class Simulation:
     """One run of a kernel's integers, with numbers drawn by ``world``.
 
-    ``stretched`` is a loop whose bounds are set apart, as soon as both are known.
+    ``stretched`` is a loop whose bounds are moved apart, as soon as both are known.
     """
 
     def __init__(self, module: Module, world: int, stretched: Op | None = None) -> None:
@@ -347,12 +347,12 @@ class Simulation:
         self._matmuls: list[Matmul] = []
         self._unfenced: list[tuple[View, Op]] = []
         self._landed: dict[View, Copy] = {}
-        self._commits: dict[View, list[Matmul | None]] = {}  # of a barrier, the last matmul before
+        self._commits: dict[View, list[Matmul | None]] = {}  # last matmul before each arrival
         self._passed: dict[View, int] = {}  # phases of a barrier known to be over
-        self._read_since: list[tuple[View, Op]] = []  # the last barrier, and over in this thread
+        self._read_since: list[tuple[View, Op]] = []  # this thread's reads since the last barrier
         self.found: dict[str, None] = {}  # in order
-        self.ordered: dict[tuple[int, int], tuple[Op, Op]] = {}  # a barrier must keep these apart
-        self.reached: set[int] = set()  # of what is asynchronous
+        self.ordered: dict[tuple[int, int], tuple[Op, Op]] = {}  # pairs that need a barrier between
+        self.reached: set[int] = set()  # asynchronous operations that ran
         self.trips: dict[int, int] = {}
         self.distances: Distances = {}
 
@@ -385,7 +385,7 @@ class Simulation:
     # Control flow
 
     def _region(self, blocks: list[Block]) -> list[Any]:
-        """What the region hands on."""
+        """Run the region. Returns the values that its last operation passes on."""
         labels = {block.label: block for block in blocks}
         block = blocks[0]
         while True:
@@ -506,7 +506,7 @@ class Simulation:
             self._env[op.results[0]] = (start[0], start[1] + self._number(offset))
 
     def _load(self, op: Op) -> None:
-        """The same number whenever the same place is read, and larger ones behind it: offsets."""
+        """A place always has the same number; later places have larger ones, as offsets do."""
         place = self._env.get(op.operands[0])
         if not isinstance(place, tuple):
             self._env[op.results[0]] = self._draw()
@@ -590,9 +590,9 @@ class Simulation:
             self._clash(view, op, "writes {}")
 
     def _clash(self, view: View, op: Op, does: str, adds: bool = False) -> None:
-        """Report what is in flight that may not be while ``op`` does this.
+        """Report copies and matmuls in flight that conflict with ``op``, which ``does`` this.
 
-        ``adds``: to what the matmuls before it add to.
+        ``adds``: ``op`` is a matmul, which may add to the accumulator of earlier matmuls.
         """
         does = does.format(self._of(view))
         for copy in self._pending():
@@ -624,7 +624,7 @@ class Simulation:
     def _wait(self, op: Op) -> None:
         kept = op.number("num")
         self._groups = self._groups[-kept:] if kept else []
-        self._barrier(op)  # which Triton places behind it
+        self._barrier(op)  # Triton places a barrier behind the wait
 
     def _barrier(self, op: Op) -> None:
         self._read_since.clear()
@@ -632,7 +632,7 @@ class Simulation:
     # Matmuls of sm_90
 
     def _warp_group_dot(self, op: Op) -> None:
-        # An operand that is no buffer is in registers.
+        # An operand that is not a buffer is in registers.
         reads = [view for name in op.operands[:2] if (view := self._view(name))]
         for view in reads:
             self._read(view, op, by_matmul=True)
@@ -644,14 +644,14 @@ class Simulation:
 
     def _warp_group_dot_wait(self, op: Op) -> None:
         kept = op.number("pendings")
-        # Other warps may still be at it.
+        # Other warps may not have finished these matmuls.
         for matmul in self._matmuls[:-kept] if kept else self._matmuls:
             self._read_since += [(view, matmul.op) for view in matmul.reads]
         self._matmuls = self._matmuls[-kept:] if kept else []
         for result, name in zip(op.results, op.operands, strict=True):
             self._env[result] = self._env.get(name)
 
-    # Matmuls of sm_100, which end in the order of their issue and say so to a barrier
+    # Matmuls of sm_100, which end in the order of their issue and then signal a barrier
 
     def _tensor_core(self, op: Op) -> None:
         parts = op.text.split(" : ")[0].split(" {")[0].split(", ")
@@ -696,7 +696,7 @@ class Simulation:
         if view not in self._passed:
             self.found[f"not modelled: a wait for {barrier} ({self._at(op)})"] = None
             return
-        # A wait for a parity ends as soon as the phase before the current one has it.
+        # A wait for a parity ends if the phase before the current one has this parity.
         passed, commits = self._passed[view], self._commits[view]
         passed += (passed + self._number(phase) + 1) % 2
         if passed > len(commits):
@@ -768,7 +768,7 @@ _HANDLERS: dict[str, Callable[[Simulation, Op], None]] = {
     "ttng.tmem_subslice": Simulation._same,
 }
 _SHARED = {name for name in _HANDLERS if name.startswith(("ttg.", "ttng."))}
-#: What may be given an accumulator that is not ready.
+#: Handlers of operations that may get an accumulator before its matmul is done.
 _TAKES_RESULTS = {
     Simulation._for,
     Simulation._while,
@@ -782,7 +782,7 @@ def _unknown(op: Op) -> bool:
     """Whether an operation may touch shared memory in a way that is not modelled."""
     if op.name in _HANDLERS or op.name in _INERT:
         return False
-    if op.name in _ENDS:  # hands on what others made
+    if op.name in _ENDS:  # these only pass values on
         return False
     foreign = op.name.split(".")[0] in _GPU_DIALECTS or op.name == "tt.call"
     return foreign or "memdesc" in op.text or "tt.descriptor_" in op.name
@@ -790,7 +790,7 @@ def _unknown(op: Op) -> bool:
 
 @dataclass
 class Followed:
-    """What simulations of a kernel saw."""
+    """The results of a kernel's simulations."""
 
     wrong: dict[str, None] = field(default_factory=dict)  # in order
     ahead: Distances = field(default_factory=dict)
@@ -798,7 +798,7 @@ class Followed:
 
 
 def find_races(module: Module) -> Followed:
-    """Every hazard of a kernel, and what follows from how its loops run."""
+    """Every race of a kernel, and what else the simulations of its loops found."""
     seen = Followed()
     trips: dict[int, int] = {}
     missing = {id(op): op for op in module.ops if op.name in ASYNCHRONOUS}
@@ -850,7 +850,7 @@ def _pipelined(module: Module, loop: Op) -> bool:
 
 
 def _fixed(module: Module, loop: Op) -> bool:
-    """Whether a loop runs as often as it says itself."""
+    """Whether constants alone decide how often a loop runs."""
     bounds = _header(loop).groups()[1:4] if loop.name == "scf.for" else ()
     makers = [module.made_by.get(bound) for bound in bounds]
     return bool(bounds) and all(op is not None and op.name == "arith.constant" for op in makers)

@@ -1,10 +1,11 @@
 """Every text model of Transformers under fastplm's attention: right, refused, or wrong.
 
 Each model is built tiny, with random weights, and compared with its own eager attention in fp64,
-and in fp32, in which the kernels run: without padding, with padding at the right, at the left and
-scattered, with other later tokens, with other values in the padding, its gradients, and what it
-generates from left padding. ``python tools/survey_models.py --markdown docs/families.md`` writes
-the table that ``tests/models/test_survey.py`` holds to what the models do.
+and in fp32, in which the kernels run. The inputs have no padding, or padding at the right, at the
+left or scattered; other later tokens, and other values in the padding, must change nothing.
+Gradients are compared, too, and the tokens generated from left padding.
+``python tools/survey_models.py --markdown docs/families.md`` writes the table, and
+``tests/models/test_survey.py`` checks it.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ import fastplm
 from fastplm import hf
 from fastplm.errors import UnsupportedError
 
-#: As many sequences as tokens: a mask [B, T] that is added to scores [B, H, T, T] raises no error.
+#: B = T: a mask [B, T] that is wrongly added to scores [B, H, T, T] then raises no error.
 VOCAB, SEQLEN, BATCH = 64, 12, 12
-#: A model with more is not small: its configuration has sizes that ``SIZES`` does not name.
+#: A model with more parameters is not built: its configuration has sizes that ``SIZES`` misses.
 MOST_PARAMETERS = 5_000_000
 ROUTES = ("name", "accelerate")
 #: The lists of Transformers' Auto classes in which text models stand; the first class is taken.
@@ -46,11 +47,11 @@ _TASKS = (
     "QUESTION_ANSWERING",
     "SEQUENCE_CLASSIFICATION",
 )
-#: Parts of a model of which text is only one, by the names that their configurations have.
+#: Models with a part of such a name in their configuration do not read text alone.
 _NOT_TEXT = ("audio", "vision", "encoder_config", "patcher", "semantic", "esmfold")
 
 
-#: Models that take more than the ids of a text, and are listed as if they did not.
+#: Models in the lists that need more inputs than the ids of a text.
 _OTHER_INPUTS = (
     "fuyu",
     "kimi_linear",
@@ -160,7 +161,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 
 class Case(NamedTuple):
-    """A model of the survey: its name in the table, its class, and fields beside the small ones."""
+    """A model of the survey: its name in the table, its class, fields beside ``SIZES``."""
 
     name: str
     kind: type
@@ -168,7 +169,7 @@ class Case(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What a route made of a model.
+    """The result of one route for one model.
 
     Args:
         verdict: one of ``VERDICTS``.
@@ -192,7 +193,7 @@ VERDICTS = {
 
 
 def cases() -> Iterator[Case]:
-    """Every text model that the Auto classes of Transformers list; encoders as decoders, too."""
+    """Every text model in the Auto classes of Transformers; encoders also as decoders."""
     kinds: dict[str, str] = {}
     for task in _TASKS:
         for name, kind in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").items():
@@ -226,7 +227,7 @@ def config_of(case: Case) -> PreTrainedConfig:
     for field, value in {**SIZES, **_TOKENS}.items():
         try:
             known = getattr(default, field, None) is not None or field in _TOKENS
-        except Exception:  # fields that some configurations have only for each layer
+        except Exception:  # some configurations have this field only for each layer
             continue
         if known and field not in kind.attribute_map and not _is_read_only(kind, field):
             fields[field] = value
@@ -240,10 +241,10 @@ def _is_read_only(kind: type, field: str) -> bool:
 
 
 def build(case: Case, implementation: str) -> PreTrainedModel:
-    """A model in fp64 with weights that let every part of it matter."""
+    """A model in fp64, with weights so large that every part of it changes the output."""
     config = config_of(case)
     with contextlib.suppress(AttributeError):
-        config._experts_implementation = "eager"  # the others are of fp32 alone
+        config._experts_implementation = "eager"  # the other implementations take fp32 alone
     with torch.device("meta"):
         count = sum(p.numel() for p in case.kind(copy.deepcopy(config)).parameters())
     if count > MOST_PARAMETERS:
@@ -260,7 +261,7 @@ def build(case: Case, implementation: str) -> PreTrainedModel:
 
 
 def batch(model: PreTrainedModel, mask: Tensor | None, seed: int = 0) -> dict[str, Any]:
-    """Random inputs of a model under a mask [B, T]; its decoder's have no padding."""
+    """Random inputs of a model with a mask [B, T]; the inputs of a decoder have no padding."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(5, VOCAB, (BATCH, SEQLEN), generator=generator)
     inputs: dict[str, Any] = {"input_ids": ids}
@@ -298,7 +299,7 @@ def scores(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
 
 
 class _Double(TorchFunctionMode):
-    """What asks for fp32 gets fp64, as an eager attention does whose softmax is of fp32."""
+    """Conversions to fp32 give fp64: eager attention computes its softmax in fp32."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.float:
@@ -312,13 +313,13 @@ class _Double(TorchFunctionMode):
 
 
 def _exact(model: PreTrainedModel) -> contextlib.AbstractContextManager:
-    """Around a call of a model: fp64 is not rounded on its way."""
+    """A context in which a model in fp64 rounds nothing to fp32."""
     double = next(model.parameters()).dtype is torch.float64
     return _Double() if double else contextlib.nullcontext()
 
 
 def _real(out: Tensor, mask: Tensor | None) -> Tensor:
-    """The rows of real tokens; all rows of outputs that have another length."""
+    """The rows of real tokens; all rows if the output has another length."""
     if mask is None or out.shape[:2] != mask.shape:
         return out
     return out[mask.bool()]
@@ -338,7 +339,7 @@ def _differ(ours: Tensor, theirs: Tensor, least: float) -> bool:
 
 def failures(ours: PreTrainedModel, theirs: PreTrainedModel) -> Iterator[str]:
     """The checks in which ``ours`` is not what the same model gives with eager attention."""
-    # fp64 has 2e-16; a mask that is ignored changes the outputs by more than 1e-3.
+    # The rounding of fp64 is 2e-16; an ignored mask changes the outputs by more than 1e-3.
     least = 1e-7 if next(theirs.parameters()).dtype is torch.float64 else 1e-4
     for name, mask in _masks().items():
         inputs = batch(theirs, mask)
@@ -473,7 +474,7 @@ def survey(case: Case, route: str) -> Row:
 
 
 def _fits_in_fp32(ours: PreTrainedModel, theirs: PreTrainedModel) -> bool:
-    """Whether fp32, in which the kernels run, is at most ten times as far from fp64 as eager's."""
+    """Whether the error of fp32, in which the kernels run, is at most ten times that of eager."""
     mask = _masks()["right padding"]
     inputs = batch(theirs, mask)
     with torch.no_grad():
@@ -493,7 +494,7 @@ def _first_line(error: Exception) -> str:
 
 
 def rows(only: list[str], routes: tuple[str, ...] = ROUTES) -> dict[str, dict[str, Row]]:
-    """The table: the rows of each model, by route. What cannot be built stands with its error."""
+    """The table: the rows of each model, by route. A model that cannot be built has its error."""
     table: dict[str, dict[str, Row]] = {}
     for case in cases():
         if only and case.name not in only:

@@ -1,16 +1,17 @@
-"""How long compiled code takes on one SM, by what its machine code says of its waits.
+"""The time that compiled code takes on one SM, simulated from the waits in its machine code.
 
 ptxas writes into every instruction when the next one may issue, which scoreboards it sets, and
-which it waits for. Here warps issue in order by these rules, on the pipes of an SM: a cycle for
-each scheduler, matrix products that run beside the warps until they are waited for, copies ahead,
-barriers, memory with a latency and a rate. So what overlaps in the code overlaps here, and what
-waits, waits. A program's start and end and whole waves of programs are part of it.
+which it waits for. The simulation issues the instructions of each warp in order by these rules, on
+the pipes of an SM: one cycle of a scheduler for each instruction, matrix products that run beside
+the warps until a wait, copies ahead, barriers, memory with a latency and a rate. So work that
+overlaps in the code overlaps here, too. A program's start and end are simulated, and whole waves of
+programs.
 
-What it does not know: which of two ready warps the hardware prefers (here the one that waited
-longest), caches (what a loop loads comes from the L2, what stands outside of loops from memory),
-branches inside a loop (it goes on as the code stands, also where Triton made one loop of two),
-clocks that fall under load, and the matrix units of sm_100, which signal by other means. It was
-never held against a device. Nothing here is measured but the rates and latencies below.
+The simulation does not know which of two ready warps the hardware prefers (here the one that waited
+longest), caches (here loads in a loop come from the L2, others from memory), branches inside a loop
+(here the code continues in its order, also where Triton made one loop of two), clocks that fall
+under load, and the matrix units of sm_100, which signal by other means. It was never compared with
+a device. The rates and latencies below are the only measured numbers.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from typing import NamedTuple
 import machine_code
 from machine_code import Instruction
 
-#: Architectures whose code can be followed.
+#: Architectures whose code can be simulated.
 ARCHS = (80, 86, 89, 90, 120)
 
-#: Cycles until a result can be used; of H100, by Luo et al. (2024, arXiv 2402.13499) but for the
-#: special functions, barriers and the end of a product, which are assumed.
+#: Cycles until a result can be used, on an H100, measured by Luo et al. (2024, arXiv 2402.13499).
+#: The latencies of special functions, barriers and the end of a product are assumed.
 LATENCY = {"shared": 29, "l1": 41, "l2": 263, "memory": 479} | {
     "mufu": 22,
     "shuffle": 24,
     "other": 20,
 }
 BARRIER, PRODUCT_END, OPERANDS_READ, NEXT_PROGRAM = 16, 24, 12, 400
-#: Bytes that the L2 gives one SM in a cycle, if all of them read. On an H100 28 were measured
+#: Bytes that the L2 gives one SM in a cycle, if all SMs read. On an H100 28 were measured
 #: (Chips and Cheese 2023: 5.6 TB/s for 114 SMs); products with tiles of 128x256 that reach 650
 #: TFLOP/s without multicast read 30.
 L2_BYTES = 30.0
-#: What may queue in front of the pipes beside the schedulers, in cycles of work.
+#: The longest queue in front of a pipe that is beside the schedulers, in cycles of work.
 QUEUE = 48.0
 
 
@@ -48,13 +49,13 @@ class Control(NamedTuple):
     """The control bits of an instruction (bits 105 to 121), the same since Volta."""
 
     stall: int
-    writes: int  # scoreboard set until the result is there; 7: none
-    reads: int  # until the operands are read
+    writes: int  # scoreboard that is set until the result is there; 7: none
+    reads: int  # scoreboard that is set until the operands are read; 7: none
     waits: tuple[int, ...]
 
 
 def controls(text: bytes) -> list[Control]:
-    """Of each instruction in the text section of a cubin."""
+    """The control bits of each instruction in the text section of a cubin."""
     found = []
     for place in range(0, len(text), 16):
         bits = int.from_bytes(text[place : place + 16], "little") >> 105
@@ -64,26 +65,26 @@ def controls(text: bytes) -> list[Control]:
 
 
 class Step(NamedTuple):
-    """What the simulation needs of an instruction."""
+    """An instruction, as the simulation needs it."""
 
     name: str
     kind: str
     control: Control
-    pipe: str  # "" where only the issue slot counts
-    cycles: float  # of that pipe
+    pipe: str  # "" if the instruction takes an issue slot alone
+    cycles: float  # cycles of that pipe
     latency: int
-    bytes: float  # from or to global memory, for a warp
+    bytes: float  # bytes that a warp loads from or stores to global memory
     pending: int  # groups that a wait leaves in flight
 
 
 @dataclass
 class Timing:
-    """What came of a simulation, in cycles."""
+    """The result of a simulation, in cycles."""
 
     cycles: float
-    #: Of all warps together: cycles that they waited, by what for.
+    #: Cycles that all warps together waited, by what they waited for.
     waited: dict[str, float]
-    #: Cycles that each pipe worked, of one scheduler or of the SM.
+    #: Cycles that each pipe worked; a scheduler's own pipe counts as the mean of the four.
     worked: dict[str, float]
 
     def reason(self) -> str:
@@ -99,12 +100,12 @@ _WAITS = {"WARPGROUP.DEPBAR.LE": "products", "DEPBAR.LE": "copies"}
 _PENDING = re.compile(r"(0x[0-9a-f]+)\s*$")
 #: Bytes that a thread moves, by a part of the name.
 _WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
-#: Lanes of a scheduler by kind of instruction, where they are fewer than 32.
+#: Instructions for which a scheduler has 16 lanes, not 32.
 _ALU = set(machine_code._GROUPS["integer"].split()) - {"IMAD", "MOV", "F2F", "F2I", "I2F", "CS2R"}
 
 
 def step(code: list[Instruction], place: int, control: Control, arch: int, in_loop: bool) -> Step:
-    """One instruction as the simulation sees it."""
+    """The step of one instruction."""
     one = code[place]
     root, *parts = one.name.split(".")
     memory = "l2" if in_loop else "memory"
@@ -128,7 +129,7 @@ def step(code: list[Instruction], place: int, control: Control, arch: int, in_lo
         return Step(root, "barrier", control, "", 0, 0, 0, 0)
     if root.startswith(("UTC", "SYNCS", "UTMA", "UBLKCP")):
         raise ValueError(f"not modelled: {one.name}")
-    if one.predicated and one.operands.startswith("RZ"):  # never executed: ptxas fills with it
+    if one.predicated and one.operands.startswith("RZ"):  # padding of ptxas, never executed
         return Step(root, "plain", control, "", 0, 0, 0, 0)
     if root == "LDGSTS":
         return Step(root, "copy", control, "shared", wide / 4, LATENCY[memory], 32 * wide, 0)
@@ -161,13 +162,13 @@ def nest(code: list[Instruction]) -> list[set[int]]:
 
 
 def path(code: list[Instruction], loops: list[set[int]], turns: Sequence[int]) -> list[int]:
-    """The places that a warp executes: in, through the loops that often, and out to the end.
+    """The places that a warp executes, from the beginning through the loops to the end.
 
     Args:
-        loops: as ``nest`` gives them, from the inner one.
-        turns: of each; how often a loop runs for each turn of the one around it.
+        loops: as ``nest`` gives them, the inner one first.
+        turns: turns of each loop, for one turn of the loop around it.
 
-    Other loops are left at once. Where a branch is open the code goes on as it stands.
+    Other loops run once. After any other branch the path continues with the next instruction.
     """
     edges = machine_code._successors(code)
     backward: list[list[int]] = [[] for _ in code]
@@ -192,8 +193,8 @@ def path(code: list[Instruction], loops: list[set[int]], turns: Sequence[int]) -
         stays = [body for body, turn in zip(loops, left, strict=True) if place in body and turn > 0]
         done = [body for body, turn in zip(loops, left, strict=True) if place in body and not turn]
         if code[place].name == "EXIT" and done and not stays and not wants:
-            return found  # the loop ends with the program
-        if wants:  # the inner loop is still to come
+            return found  # the loop ends in the program's EXIT
+        if wants:  # the path has yet to enter the inner loop
             inside = [o for o in options if o in to_inner and (o > place or o in heads)]
         elif stays and stays[0] is loops[0]:
             inside = [o for o in options if o in loops[0]]
@@ -210,14 +211,14 @@ def path(code: list[Instruction], loops: list[set[int]], turns: Sequence[int]) -
 
 @dataclass
 class _Warp:
-    number: int  # in its block
+    number: int  # number of the warp in its block
     at: int = 0
     ready: float = 0.0
-    #: When each is free, and what it waits for.
+    #: When each scoreboard is free, and what it waits for.
     scoreboards: list[tuple[float, str]] = field(default_factory=lambda: [(0.0, "")] * 6)
-    copied: float = 0.0  # when the copies since the last group are there
-    groups: list[float] = field(default_factory=list)  # of copies
-    products: int = 0  # how many it has issued
+    copied: float = 0.0  # when the copies since the last group have landed
+    groups: list[float] = field(default_factory=list)  # when each group of copies has landed
+    products: int = 0  # products that the warp has issued
     commits: list[int] = field(default_factory=list)  # the last product of each group
 
 
@@ -225,7 +226,7 @@ class _Warp:
 class _Block:
     warps: list[_Warp]
     arrived: list[_Warp] = field(default_factory=list)
-    #: Of each warp group: how many of its four warps have issued a product, and its end.
+    #: By warp group and product: how many of the four warps have issued it, and when it ends.
     issued: dict[tuple[int, int], int] = field(default_factory=Counter)
     ends: dict[tuple[int, int], float] = field(default_factory=dict)
     waiting: dict[tuple[int, int], list[_Warp]] = field(default_factory=dict)
@@ -233,7 +234,7 @@ class _Block:
 
 
 def simulate(steps: list[Step], warps: int, blocks: int, programs: int) -> Timing:
-    """``programs`` of one kernel after another on an SM that has room for ``blocks`` of them."""
+    """The time of ``programs`` programs of a kernel, on an SM with room for ``blocks`` at once."""
     waited: Counter[str] = Counter()
     worked: Counter[str] = Counter()
     issue = [0.0] * 4
@@ -258,7 +259,7 @@ def simulate(steps: list[Step], warps: int, blocks: int, programs: int) -> Timin
             push(time, block, warp)
 
     def after(block: _Block, warp: _Warp, time: float) -> None:
-        """The warp goes on at ``time``, or when the scoreboards of its next instruction allow."""
+        """The warp continues at ``time``, or when its next instruction's scoreboards are free."""
         nonlocal end
         warp.at += 1
         if warp.at == len(steps):
@@ -278,7 +279,7 @@ def simulate(steps: list[Step], warps: int, blocks: int, programs: int) -> Timin
     while heap:
         time, _, block, warp = heapq.heappop(heap)
         one, scheduler = steps[warp.at], warp.number % 4
-        # An issue slot, and a place at the pipe.
+        # The instruction starts when it has an issue slot and the pipe has room.
         start = max(time, issue[scheduler])
         side = one.kind in ("beside", "copy", "global")
         key = (one.pipe, -1 if one.pipe == "shared" else scheduler)
@@ -367,15 +368,15 @@ def simulate(steps: list[Step], warps: int, blocks: int, programs: int) -> Timin
 def follow(
     sass: str, text: bytes, arch: int, warps: int, blocks: int, turns: Sequence[int], programs: int
 ) -> Timing:
-    """The time of ``programs`` on one SM.
+    """The time of ``programs`` programs on one SM.
 
     Args:
         text: the instructions, see ``compile_kernels``.
-        blocks: that the SM holds at once.
-        turns: of the inner loop, and of those around it for each program; 1 for those not given.
-            Where the code has fewer loops, the inner one runs as often as both.
+        blocks: blocks that the SM holds at once.
+        turns: turns of the inner loop, then of the loops around it; 1 for loops not given. If the
+            code has fewer loops, the numbers of the inner two are multiplied.
 
-    Long runs are continued from their last waves and outermost turns, which repeat.
+    Long runs are extrapolated from their last waves and outermost turns, which repeat.
     """
     if arch not in ARCHS:
         raise ValueError(f"arch must be one of {ARCHS}, got {arch}: its waits are not modelled")
@@ -389,7 +390,7 @@ def follow(
     for i in sorted(inside):
         if every[i].name == "LDG" and "128" not in code[i].name:
             base = _BASE.search(code[i].operands)[1]
-            if base in seen:  # beside what was just loaded
+            if base in seen:  # in a cache line that was just loaded
                 every[i] = every[i]._replace(latency=LATENCY["l1"], bytes=0)
             seen.add(base)
     while len(turns) > len(loops) > 0:
@@ -417,5 +418,5 @@ def follow(
     )
 
 
-#: As much of a run is simulated: turns of a loop, of one with another in it, waves of programs.
+#: So much of a run is simulated: turns of an inner loop, turns of an outer loop, waves of programs.
 _TURNS, _OUTER_TURNS, _WAVES = 8, 2, 3

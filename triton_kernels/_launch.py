@@ -1,11 +1,11 @@
 """``launch``, the one function that launches kernels. It can record launches instead.
 
 The compile tests record the launches that a launcher makes on meta tensors, and compile exactly
-those signatures for each architecture. So a kernel's arguments are written once.
+those signatures for each architecture. So no test writes a kernel's arguments a second time.
 
 On a GPU, Triton's JIT compiles a kernel at its first launch and looks it up at each later one. The
-look-up takes the host as long as a small kernel takes the device. ``_CompiledKernels`` needs half
-of that time. It uses Triton's own function to tell which arguments a kernel is specialised on.
+look-up takes the host as long as a small kernel takes the device. ``_CompiledKernels`` looks up in
+half that time. It asks Triton's own function which arguments a kernel is specialised on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from triton._C import libtriton
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
-#: Whether the kernels of this process are interpreted: fixed when they are decorated.
+#: Whether Triton interprets the kernels of this process: ``triton.jit`` decides when it decorates.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
@@ -60,15 +60,15 @@ def record_launches(arch: int) -> Iterator[list[Launch]]:
 
 
 def is_recording() -> bool:
-    """Whether launches are recorded. Tools that record may change launch tables in between."""
+    """Whether launches are recorded. Tools that record may change launch tables between calls."""
     return _Recorder.launches is not None
 
 
 class Fixed(dict[str, Any]):
     """The arguments, without pointers, of repeated launches of one kernel. Do not change it.
 
-    A launcher that is called again with the same sizes passes the same object, so that the compiled
-    kernel is looked up by the other arguments alone.
+    A launcher that is called again with the same sizes passes the same object. The compiled kernel
+    is then looked up by the other arguments alone.
     """
 
     def __init__(self, **arguments: Any) -> None:
@@ -191,12 +191,12 @@ def _getter(names: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
 
 @cache
 def _compiled_kernels(kernel: Any, index: int, names: tuple[str, ...]) -> _CompiledKernels | None:
-    """None if the JIT must launch this kernel: it is of a kind that this file does not know."""
+    """None if the JIT must launch this kernel, as this file does not know its type."""
     if type(kernel) is not triton.JITFunction or not hasattr(libtriton, "native_specialize_impl"):
         return None
     try:
         return _CompiledKernels(kernel, index, names)
-    except (AttributeError, TypeError, ValueError):  # a version of Triton that is not known
+    except (AttributeError, TypeError, ValueError):  # this file does not know this Triton
         return None
 
 
@@ -218,7 +218,7 @@ SHARED_PER_SM = {
 
 
 def shared_limit(arch: int) -> int:
-    """Bytes of shared memory that a block may ask for: 1 KB of an SM's is reserved."""
+    """Bytes of shared memory that a block may ask for: CUDA reserves 1 KB of each SM."""
     return SHARED_PER_SM[arch] - 1024
 
 
@@ -252,7 +252,7 @@ def table_arch(arch: int, shared: int) -> int:
 def sm_count(device: torch.device) -> int:
     """The number of SMs."""
     if device.type != "cuda":
-        return 4  # the interpreter: few, so that a program handles several tiles
+        return 4  # interpreted: few, so that a program handles several tiles
     return _multiprocessors(device.index or 0)
 
 
@@ -289,7 +289,7 @@ def _multiprocessors(index: int) -> int:
 def nearest_arch(arch: int, known: tuple[int, ...]) -> int:
     """The newest architecture in ``known`` that is not newer than ``arch``, else the oldest.
 
-    Of 90 and 100 sm_120 has neither the instructions nor the memory.
+    sm_120 skips the entries of 90 and 100: it has neither their instructions nor their memory.
     """
     older = (entry for entry in known if entry <= arch and (arch < 120 or entry not in (90, 100)))
     return max(older, default=min(known))

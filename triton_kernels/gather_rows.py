@@ -6,11 +6,11 @@
 The backward is a gather, not a scatter, and needs neither a sort nor a gradient filled with zeros.
 A first kernel counts the slots of each row and stores up to eight of them, in any order. Then each
 program handles a tile of rows: it adds the slots of each row in ascending order and writes every
-row once. If no position occurs more than eight times, that is all.
+row once. Nothing else runs if no position occurs more than eight times.
 
 A row with more slots is called long. Programs at the end of the grid search for its slots again, in
 chunks of 512 slots, and only in chunks where a bit says that the row occurs. So a row costs at most
-512 comparisons for each of its slots. One program adds up a long row. If the row has more than a
+512 comparisons for each of its slots. A long row is added up by one program. If it has more than a
 sixteenth of all slots, each chunk gets a program, and the one that finishes last adds the partial
 sums. The positions alone fix the order of all sums, so results repeat bit for bit. Atomics are used
 on integers only; their order decides which program does the work, not the result.
@@ -32,12 +32,12 @@ from fastplm.triton_kernels._launch import cdiv, launch, next_power_of_2, sm_cou
 # Not measured on a device yet.
 _TILE = 4096
 _MAX_BLOCK_E = 256
-# Slots of a chunk, how many of them are compared as one vector, and how many slots of a row are
-# added side by side.
+# Slots of a chunk; slots that are compared as one vector; slots of a row that are added side by
+# side.
 _CHUNK, _BLOCK_P, _BLOCK_S = 512, 256, 16
-# A row of more slots than this is long. One sector of memory (32 bytes) stores that many.
+# A row of more slots than this is long. One sector of memory (32 bytes) stores so many slots.
 _SHORT = 8
-# A row is split if it has more slots than this, and than this part of all.
+# A row is split if it has more than _SPLIT slots, and more than 1/_PART of all slots.
 _SPLIT, _PART = 128, 16
 
 
@@ -98,7 +98,7 @@ def _lists(
     return words, limit, totals_ptr, totals_ptr + 2, long_ptr, long_ptr + num_slots // (SHORT + 1)
 
 
-# A multiple of 16 slots is loaded two at a time.
+# If 16 divides the number of slots, they are loaded two at a time.
 @triton.jit(do_not_specialize=["num_rows"])
 def _gather_rows_count_kernel(
     # pointers
@@ -296,11 +296,11 @@ def gather_rows_bwd(grad_out: torch.Tensor, positions: torch.Tensor, rows: int) 
     grad_input = grad_out.new_empty(rows, width)
     chunks = cdiv(slots, _CHUNK)
     block_n, block_e = _blocks(width)
-    block_n //= 2  # beside the slots of its rows a whole tile would spill on sm_120
+    block_n //= 2  # a whole tile, with the slots of its rows, would spill on sm_120
     tiles_e = cdiv(width, block_e)
     sizes = dict(num_rows=rows, num_slots=slots)
     limits = dict(CHUNK=_CHUNK, SHORT=_SHORT, SPLIT=_SPLIT, PART=_PART)
-    # A count and bits for each row, and what `_lists` has: no more rows can be split, or long.
+    # A count and bits for each row, and the lists of `_lists`, each with room for the most rows.
     max_split = slots // (max(_SPLIT, slots // _PART) + 1)
     lists = 2 + max_split * (1 + tiles_e) + slots // (_SHORT + 1)
     state = torch.zeros(rows * (1 + cdiv(chunks, 64)) + lists, dtype=torch.int64, device=device)

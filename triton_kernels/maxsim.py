@@ -1,4 +1,4 @@
-"""The best match of every row of two ragged batches, from similarities that exist in tiles only.
+"""The best match of every row of two packed batches, from similarities that exist in tiles only.
 
     s_ij = q_i . k_j / (|q_i| |k_j|)        rows i and j of one pair of sets
     score_i = max_j s_ij    score_j = max_i s_ij
@@ -6,7 +6,7 @@
 A program takes a tile of queries of one pair and goes through the pair's keys. It keeps the best
 match of its queries in registers, and writes for each key the best match among its queries. If the
 longest set of queries takes several tiles, a second kernel finds the best of these, in the order of
-the tiles. Of equal similarities the first row wins, so results repeat bit for bit.
+the tiles. If similarities are equal the first row wins, so results repeat bit for bit.
 
 Legend: Nq, Nk rows of queries and of keys · E row width · tile: of BLOCK_Q queries of one pair
 """
@@ -30,8 +30,8 @@ from fastplm.triton_kernels._launch import (
 )
 
 # Kind of call -> arch -> (BLOCK_Q, BLOCK_K, BLOCK_E, num_warps, num_stages). "uneven": the width is
-# no multiple of 16, so elements are loaded one at a time, which needs registers.
-# Not measured on a device yet: chosen by the compile tests, which allow no spills.
+# no multiple of 16, so elements are loaded one at a time, which takes more registers.
+# None was measured on a device yet: the compile tests, which allow no spills, chose them.
 _TABLE = {
     "long": {
         80: (128, 128, 32, 8, 3),
@@ -188,7 +188,7 @@ def maxsim_fwd(
     """Launch the forward.
 
     Args:
-        scale_q, scale_k: fp32 [Nq] and [Nk], what similarities are multiplied by, or None.
+        scale_q, scale_k: fp32 [Nq] and [Nk], factors of the similarities, or None.
         score, index: fp32 and int64 [Nq + Nk], written where a row has a match.
     """
     (queries, width), keys, device = query.shape, key.shape[0], query.device

@@ -30,9 +30,9 @@ import triton.language as tl
 
 from fastplm.triton_kernels._launch import cdiv, launch, next_power_of_2
 
-# As few warps as can hold a row, one up to 2 KB, because every warp of a row computes its logit's
-# last sums, sigmoid and loss. A row has up to four parts, each of 16 bytes for each thread, so its
-# width need not be a power of two (768 = 3 x 256).
+# A row gets as few warps as can hold it (one up to 2 KB), because each of its warps computes the
+# logit's last sums, sigmoid and loss. A row has up to four parts, each of 16 bytes for each thread,
+# so its width need not be a power of two (768 = 3 x 256).
 _BYTES_PER_WARP = 32 * 16
 _MAX_PARTS = 4
 _MAX_WARPS = 8
@@ -54,7 +54,7 @@ class _Tile(NamedTuple):
 
 @lru_cache
 def _tile(width: int, stride: int, itemsize: int) -> _Tile:
-    """For rows of ``width`` elements that lie ``stride`` elements apart."""
+    """The tile for rows of ``width`` elements that lie ``stride`` elements apart."""
     needed = cdiv(width * itemsize, _MAX_PARTS * _BYTES_PER_WARP)
     warps = min(_MAX_WARPS, next_power_of_2(needed))
     if needed == 4:
@@ -65,12 +65,12 @@ def _tile(width: int, stride: int, itemsize: int) -> _Tile:
     if warps >= 4:
         block_n //= 2  # a whole tile of such rows spills on sm_90
     if width * itemsize % 16 or stride * itemsize % 16:
-        block_n //= 2  # elements arrive one by one, each in a register of its own
+        block_n //= 2  # elements are loaded one by one, each into its own register
     return _Tile(block_n, part, parts, warps)
 
 
 def _groups(rows: int) -> tuple[int, int]:
-    """(number of groups, rows of each); one group at least, which finds no row."""
+    """(number of groups, rows of each); without rows there is one group, which finds none."""
     blocks = max(1, cdiv(rows, _ROWS))
     blocks_per_group = cdiv(blocks, _MAX_GROUPS)
     return cdiv(blocks, blocks_per_group), blocks_per_group * _ROWS
@@ -414,7 +414,7 @@ def _as_bytes(flags: torch.Tensor) -> torch.Tensor:
 
 
 def _mask_arguments(mask: torch.Tensor | None, other: torch.Tensor) -> dict[str, object]:
-    # Without a mask the pointer is never read; any tensor will do.
+    # Without a mask the pointer is never read, so it may be that of any tensor.
     return dict(mask_ptr=_as_bytes(other if mask is None else mask), HAS_MASK=mask is not None)
 
 
@@ -512,7 +512,7 @@ def replaced_token_loss_bwd(
     need_input: bool,
     need_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch the backward: of input [N, E], weight [E], bias []; empty where not needed."""
+    """Launch the backward: gradients of input [N, E], weight [E], bias []; empty if not needed."""
     rows, width = slope.shape[0], weight.shape[0]
     stride = width if input is None else input.stride(0)
     tile = _tile(width, stride, weight.element_size())

@@ -1,4 +1,4 @@
-"""The benchmarks' own modules, which are no package, and a harness that measures no ceilings."""
+"""Makes the modules of benchmarks/ importable, and a harness that measures no ceilings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if str(BENCHMARKS) not in sys.path:
 
 @pytest.fixture
 def harness(monkeypatch):
-    """With no rows yet, and ceilings of 1 GB/s and 1 GFLOP/s."""
+    """The harness without rows, and with ceilings of 1 GB/s and 1 GFLOP/s."""
     import harness
 
     monkeypatch.setattr(harness, "SESSION", harness.Session())

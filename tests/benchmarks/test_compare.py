@@ -45,7 +45,7 @@ def test_intervals_that_overlap_prove_nothing():
 
 def test_a_slow_down_must_exceed_what_unchanged_code_shows():
     before = [row(), row("eager"), row("peer")]
-    for noisy in (130, 100 / 1.3):  # the machine was slower in one of the turns: either one
+    for noisy in (130, 100 / 1.3):  # the machine was slower in one turn, the first or the second
         after = [row(p50=125), row("eager"), row("peer", p50=noisy)]
         assert flagged(before, after) == []
     assert flagged(before, [row(p50=135), row("eager"), row("peer", p50=130)]) == ["fastplm"]
@@ -78,7 +78,7 @@ def test_all_turns_count():
 def test_a_busy_moment_hides_nothing():
     disturbed = dataclasses.replace(row(), p80_us=5000.0)
     assert flagged([row(), disturbed, row()], [row(p50=120)] * 3) == ["fastplm"]
-    assert flagged([disturbed], [row(p50=120)]) == []  # of one turn nothing else is known
+    assert flagged([disturbed], [row(p50=120)]) == []  # one turn alone cannot show it
 
 
 def test_what_does_not_run_any_more_is_flagged_and_what_is_new_is_not():
@@ -110,9 +110,9 @@ def test_the_table_has_a_line_for_each_variant_and_names_the_slow_ones():
 
 
 class Clock:
-    """Time that passes with the work that is done, and with nothing else.
+    """A clock that only work advances.
 
-    What a busy machine does to real times has no bound, so no verdict on them is sure.
+    A busy machine may change real times by any amount, so no verdict on them is sure.
     """
 
     def __init__(self):
@@ -124,7 +124,7 @@ class Clock:
         self.seconds += 1e-3 * (1 + 0.01 * (self.calls % 7))  # no two turns are quite equal
 
     def time(self, call, device) -> float:
-        """In place of ``harness._seconds``."""
+        """Replaces ``harness._seconds``."""
         began = self.seconds
         call()
         return self.seconds - began
@@ -132,7 +132,7 @@ class Clock:
 
 @pytest.fixture
 def turn(monkeypatch):
-    """A function that returns the rows of a case whose variant does its work that often."""
+    """A function that returns the rows of a case; its variant repeats its work so often."""
     clock = Clock()
     monkeypatch.setattr(harness, "SESSION", harness.Session())
     monkeypatch.setattr(harness, "_seconds", clock.time)
@@ -188,7 +188,7 @@ def test_rows_of_that_commit_and_this_machine_are_taken(turn, tmp_path, monkeypa
     text = compare.against("main", now)
     assert "before: main (abc1234), committed rows" in text
     assert "\n  toy, product, forward, fastplm: SLOWER" in text
-    # The same as a folder.
+    # A folder of rows gives the same.
     folder = compare.against(str(tmp_path), now)
     assert folder.replace(str(tmp_path), "main (abc1234), committed rows") == text
 
@@ -260,7 +260,7 @@ for name, each in times.items():
 
 @pytest.fixture
 def repository(tmp_path) -> Path:
-    """A tree as small as ours may be, with one commit."""
+    """The smallest tree that can be compared, with one commit."""
     root = tmp_path / "repository"
     files = {
         "benchmarks/harness.py": HARNESS,
@@ -304,10 +304,10 @@ def test_two_commits(repository):
     trees = (f"HEAD ({commit})", f"{commit}-dirty")  # in turns
     turns = [f"toy, turn {turn} of 3: {tree}" for turn in (1, 2, 3) for tree in trees]
     assert progress == turns
-    # One library serves both, as csrc/ is the same.
+    # One library serves both trees, as csrc/ is the same.
     assert "toy, built True, forward, fastplm: SLOWER" in done.stdout
     assert "1 of 2 flagged" in done.stdout
-    # Nothing is left behind.
+    # The worktree is removed.
     assert len(run_git(repository, "worktree", "list").splitlines()) == 1
     assert run_git(repository, "status", "--porcelain").split() == ["M", "fastplm/__init__.py"]
 

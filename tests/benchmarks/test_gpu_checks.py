@@ -1,4 +1,4 @@
-"""The checks that come before a speed: whether there are enough, and whether they can turn red."""
+"""The checks that come before a speed: there are enough of them, and they can turn red."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastplm._registry import OPS
 from fastplm.triton_kernels import gather_rows
 
 CPU = torch.device("cpu")
-#: The others take the interpreter half a minute.
+#: The other ops take half a minute in the interpreter.
 QUICK = ("gather_rows", "maxsim", "mask_tokens", "corrupt_spans", "bart_noise")
 
 
@@ -68,7 +68,7 @@ def test_a_wrong_kernel_turns_its_op_red(monkeypatch, capsys):
 
 
 def test_the_other_ops_get_a_process_that_has_a_gpu(monkeypatch, capsys):
-    """A kernel that reads where it must not takes the GPU from all later calls of its process."""
+    """After an illegal access, every later call of the process on the GPU fails."""
     begun = []
 
     def lost(check, where):

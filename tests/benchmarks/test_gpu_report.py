@@ -1,7 +1,7 @@
-"""The report's steps, whatever becomes of them, its page, and what it measures itself.
+"""The report's steps and their outcomes, its page, and what it measures itself.
 
-Steps are tiny commands here, and rows are planted; the whole of it runs, without a GPU, in the slow
-lane.
+Steps are tiny commands here, and rows are planted. The slow lane runs a whole report, without a
+GPU.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def python(code: str, name="step", share=1.0) -> Step:
 
 @pytest.fixture
 def report(tmp_path, monkeypatch):
-    """Runs steps as on a machine; returns the page."""
+    """Runs the steps, and returns the page."""
     monkeypatch.setattr(gpu_report, "LOGS", tmp_path / "logs")
     monkeypatch.setattr(gpu_report, "machine", lambda dry_run: CPU)
 
@@ -110,7 +110,7 @@ def test_none_starves_and_the_rest_is_said_not_to_be_reached(report, monkeypatch
     assert [step.outcome for step in steps] == [
         "stopped after 0.7 s",
         "ok",
-        "stopped after 1.2 s",  # with what "next" left of its share
+        "stopped after 1.2 s",  # it also had the time that "next" did not use
         "not reached: the time was up",
     ]
 
@@ -153,7 +153,7 @@ gpu_report.report(steps, Path({str(tmp_path / "rows")!r}), 100)
     page = (tmp_path / "rows" / "cpu" / "report.md").read_text()
     assert "| first | ok |" in page
     assert "| second | stopped with the report |" in page and "| third | not reached |" in page
-    with pytest.raises(ProcessLookupError):  # once its new parent has heard of its end
+    with pytest.raises(ProcessLookupError):  # as soon as its new parent has waited for it
         while time.time() < deadline + 20:
             os.kill(int(log.read_text()), 0)
             time.sleep(0.05)
@@ -193,21 +193,21 @@ def test_the_plan_has_every_benchmark_and_begins_with_the_telling_ones(tmp_path)
 
 
 MODELS = ("bert", "electra", "t5", "albert", "bart", "gpt2", "roberta")
-#: Kernels that a step launches on sm_90, as compile_cache.py counts them; of a model as many as the
-#: distinct launches of its training step.
+#: Kernels that a step launches on sm_90, as compile_cache.py counts them; for a model, the distinct
+#: launches of its training step.
 KERNELS = {
     **dict(checks=330, attention=51, linear_cross_entropy=45, replaced_token_loss=16),
     **dict(gather_rows=5, linear_distillation=27, maxsim=10, pretrain=24, profile_kernels=30),
     **dict.fromkeys(MODELS, 12),
 }
-COMPILING, BEGINNING = 0.8, 8.0  # seconds a kernel, and of a process that imports torch
+COMPILING, BEGINNING = 0.8, 8.0  # seconds to compile a kernel, and to start a process with torch
 FIXED = dict(build=120.0, info=0.0, compile=8.0, checks=330 * 0.05, memory=10.0, pretrain=30.0)
 FIXED["profile_kernels"] = 25.0
 
 
 @functools.cache
 def cases_on_a_gpu() -> dict[str, list]:
-    """Of each op's benchmark: label, full, directions, variants and targets of its cases."""
+    """The cases of each op's benchmark: label, full, directions, variants and targets."""
     code = """
 import importlib, json, harness, torch, gpu_report
 harness.default_device = lambda: torch.device("cuda")
@@ -230,15 +230,14 @@ print(json.dumps({
 
 
 def device_seconds(step: Step) -> float:
-    """What a step takes on an H200, once its kernels are compiled: calls times what the static
-    model says of them (1 ms where it says nothing), each behind half a millisecond of sleep, and a
-    tenth of a second to prepare a variant."""
+    """Seconds of a step on an H200, without compiling: for each call its target (1 ms without one)
+    and half a millisecond of sleep, and a tenth of a second for each variant."""
     if step.name in FIXED:
         return BEGINNING + FIXED[step.name]
     seconds, rounds = BEGINNING, harness._QUICK_ROUNDS + 2
     part = step.name.partition(": ")[2]
     for name in ops_of(step):
-        if name in MODELS:  # whose benchmarks ask for the GPU: three cases, three variants
+        if name in MODELS:  # their benchmarks need the GPU; they have three cases of three variants
             seconds += 3 * 3 * (2.0 + rounds * 0.05)
             continue
         for label, full, directions, variants, times in cases_on_a_gpu()[name]:
@@ -258,7 +257,7 @@ def device_seconds(step: Step) -> float:
 def test_what_an_h200_is_expected_to_reach_in_nine_minutes(
     tmp_path, monkeypatch, rest, filled, cpus
 ):
-    """All of it, with a cache or CPUs that fill it; else the page says what was dropped."""
+    """With a cache, or CPUs that fill it, every step fits; else the page names what was dropped."""
     now, compiled = 0.0, 1.0 if filled else 0.0
     order = []
 
@@ -272,7 +271,7 @@ def test_what_an_h200_is_expected_to_reach_in_nine_minutes(
             wanted = (1 - compiled) * total * COMPILING / cpus
             compiled += min(wanted, limit - seconds) * cpus / COMPILING / total
             seconds += wanted
-        elif name == "build" and rest:  # the first run has left it
+        elif name == "build" and rest:  # the first run has built it
             seconds = 0.0
         seconds += (1 - compiled) * KERNELS.get(name, 0) * COMPILING
         step.outcome = "ok" if seconds < limit else f"stopped after {limit:.0f} s"
@@ -356,7 +355,7 @@ def test_an_op_that_is_red_or_not_tested_has_no_speed(tmp_path):
     for op in ("gather_rows", "mask_tokens", "bert"):
         (line,) = rows_of(never, op)
         assert "not tested" in line and "[" not in line
-    assert "[8–8]" in rows_of(never, "gelu")[0]  # which has no kernel for a GPU
+    assert "[8–8]" in rows_of(never, "gelu")[0]  # gelu has no kernel for a GPU
     assert "make test-device" in never
 
 
@@ -444,7 +443,7 @@ def test_gains_on_a_cpu():
             yield row(*key, p50=100, machine=CPU)
             yield row(*key, "transformers sdpa", p50=100 * gain, machine=CPU)
 
-    # Theirs takes as long as ever, ours less by the padding.
+    # Transformers' step takes the same time with padding, fastplm's takes less.
     rows = list(steps({share: 1.4 / (1 - share / 100) for share in (0, 30, 50)}))
     name = "BERT-base step, padding {}, dropout 0, fp32, times as fast as Transformers with SDPA"
     between = judged(name.format("35 % (by arithmetic from 30 and 50 %)"), *rows)
@@ -517,7 +516,7 @@ def test_a_profile_names_what_takes_the_time(tmp_path, harness):
     rows = profile_kernels.write_profile(tmp_path, "op", "case", "forward", many)
     assert len(rows) == 13 and rows[-1]["kernel"] == "2 others" and rows[-1]["us"] == 20
     assert sum(row["share"] for row in rows) == pytest.approx(1, abs=1e-3)
-    assert not plots.latest_rows(tmp_path)  # which are of another kind
+    assert not plots.latest_rows(tmp_path)  # rows of a profile are of another kind
 
 
 def test_the_worst_are_profiled_first(monkeypatch, harness):

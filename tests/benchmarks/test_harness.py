@@ -1,4 +1,4 @@
-"""What makes a row: the gate, the clock, the ceilings, and the file that it is appended to."""
+"""The making of a row: the gate, the clock, the ceilings, and the file that it is appended to."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def by_variant(rows):
 
 
 class FakeBenchmark:
-    """As much of pytest-benchmark's fixture as the harness asks for."""
+    """The part of pytest-benchmark's fixture that the harness uses."""
 
     def __init__(self):
         self.extra_info, self.rounds = {}, 0
@@ -148,7 +148,7 @@ def test_a_gated_variant_that_breaks_is_red(harness):
 
 
 def told(name: str, ran: list[str]):
-    """The reference, which leaves its name where it runs."""
+    """The reference, which also notes its name when it runs."""
 
     def run(**inputs):
         ran.append(name)
@@ -184,10 +184,10 @@ def test_figures_follow_from_the_median(harness, monkeypatch):
     rows = by_variant(harness.measure(case, "training", benchmark, rounds=3))
     assert benchmark.rounds == 3
     eager, ours = rows["eager"], rows["fastplm"]
-    assert (eager.p50_us, ours.p50_us) == (2e6, 2e6)  # of 1, 2, 3 and of 4, 2, 1
+    assert (eager.p50_us, ours.p50_us) == (2e6, 2e6)  # the medians of 1, 2, 3 and of 4, 2, 1
     assert eager.p20_us == 1.4e6 and ours.p80_us == 3.2e6
     assert ours.vs_eager == 1.0 and ours.status == "ok"
-    # 9000 FLOPs in 2 s, where 0.9 s would do by the ceiling, and 0.09 s by the data sheet.
+    # 9000 FLOPs take 2 s; the ceiling allows 0.9 s, and the data sheet 0.09 s.
     assert (ours.of_roofline, ours.mfu) == (0.45, 0.045)
     assert ours.gflop_per_s == round(4500 / 1e9, 2)
     assert ours.tokens_per_s == 5.0
@@ -213,7 +213,7 @@ def test_ceilings_count_the_fastest_of_some_calls(monkeypatch):
 
     times = iter([0.1, 0.4, 0.2, 0.3])
     monkeypatch.setattr(harness, "_seconds", lambda call, device: next(times))
-    # The first call does not count, and another does not fit in a second.
+    # The first call does not count, and no further call fits in a second.
     assert harness._fastest(lambda: None, torch.device("cpu")) == 0.2
     assert next(times, "none") == "none"
 
@@ -311,7 +311,7 @@ def test_the_committed_rows_have_all_columns():
 
     for path in (BENCHMARKS / "results").glob("*/*.csv"):
         head, *body = lines(path)
-        if head[:9] == harness.COLUMNS[:9]:  # the others are not of the harness
+        if head[:9] == harness.COLUMNS[:9]:  # other files are not the harness'
             assert head == harness.COLUMNS, path
             assert body and all(len(line) == len(head) for line in body), path
 
@@ -319,7 +319,7 @@ def test_the_committed_rows_have_all_columns():
 def test_rows_of_the_json_are_those_of_the_run(harness, tmp_path, monkeypatch):
     benchmark = FakeBenchmark()
     rows = harness.measure(make_case(harness), "forward", benchmark, rounds=1)
-    # A machine's rows go to its own folder, wherever they are written.
+    # A machine's rows go to its own folder, also if another machine writes them.
     benchmark.extra_info["rows"][1]["machine"] = "NVIDIA H200 (driver 570.1)"
     source = tmp_path / "run.json"
     entries = [{"extra_info": benchmark.extra_info}, {"extra_info": {}}]

@@ -1,7 +1,7 @@
-"""Every peer answers what the reference answers, or says why it does not; the targets are there.
+"""Every peer gives the reference's results, or says why it does not; the targets are there.
 
-The libraries that need a GPU are stood in for by functions of their signatures over the references:
-what is tested is the adapter, that is the layout, the order of the arguments and the options.
+Functions with the signatures of the libraries that need a GPU call the references here: these tests
+check the adapters, that is the layout, the order of the arguments and the options.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DEVICE = default_device()
 
 @pytest.fixture(autouse=True)
 def apart(monkeypatch):
-    """No row and no second of compiling of one test counts in another; nothing compiles."""
+    """Rows and seconds of compiling do not pass from test to test; nothing compiles."""
     monkeypatch.setattr(harness, "SESSION", harness.Session())
     monkeypatch.setattr(peers.Peer, "spent", type(peers.Peer.spent)())
     monkeypatch.setattr(peers, "_compile", lambda function, **options: function)
@@ -38,7 +38,7 @@ def apart(monkeypatch):
 
 @pytest.fixture
 def install(monkeypatch):
-    """Installs a module of functions, on what then passes for a GPU."""
+    """Installs a module of functions, and makes the device count as a GPU."""
     monkeypatch.setattr(peers, "_needs_cuda", lambda: None)
 
     def install(name, **members):
@@ -51,7 +51,7 @@ def install(monkeypatch):
 
 
 def answer(peer, inputs):
-    """None and the reason, or the answer, which the peer has compared with the reference."""
+    """(None, the reason), or (the result, ""), which the peer has compared with the reference."""
     with torch.no_grad():
         try:
             return peer(**inputs), ""
@@ -74,7 +74,7 @@ SHAPES = {
     "bias": replace(PLAIN, bias=True),
     "prefix": replace(PLAIN, prefix=True),
 }
-#: The shapes that a peer says it does not take.
+#: The shapes that a peer says it does not support.
 REFUSED = {
     "sdpa": {"ragged", "ragged cross"},
     "sdpa math": {"ragged", "ragged cross"},
@@ -196,7 +196,7 @@ def test_without_a_gpu_its_peers_say_so(monkeypatch):
 
 
 def test_a_kernel_that_pytorch_lacks_is_no_failure():
-    """SDPA's flash kernel has no gradient of a mask, which T5's bias asks for."""
+    """SDPA's flash kernel has no gradient of a mask, which T5's bias needs."""
     shape = replace(PLAIN, bias=True)
     inputs = shape.make(torch.device("cpu"))
     inputs["weight"].requires_grad_()
@@ -229,7 +229,7 @@ def liger(input, weight, target, bias=None, ce_weight=None, ignore_index=-100):
 
 
 def liger_of_all_rows(input, weight, target, bias=None):
-    """The mean over the ignored rows too: what compiling did to Liger's loss."""
+    """A mean that also counts ignored rows, as Liger's loss did when it was compiled."""
     counts = (target != -100).float().mean()
     return liger(input, weight, target, bias) * counts
 
@@ -346,13 +346,13 @@ def test_a_peer_may_err_as_the_reference_does_and_no_more():
 
 # --- targets --------------------------------------------------------------------------------------
 
-#: Microseconds on an H200: floor, must, stretch, of forward and of backward.
+#: Microseconds on an H200: floor, must, stretch, for forward and for backward.
 ATTENTION = {
     "BERT-base 256x128": ((256, 12, 128, 128), (47, 60, 54), (82, 125, 105)),
     "BERT-base 64x512": ((64, 12, 512, 512), (65, 128, 110), (163, 380, 300)),
     "ALBERT-xxlarge 16x512": ((16, 64, 512, 512), (87, 172, 146), (218, 505, 400)),
     "ELECTRA-small 128x128": ((128, 4, 128, 128), (8, 14, 11), (16, 26, 22)),
-    # 10 % and 20 % over BERT-base 64x512; to stretch to, 5 % and 12 %.
+    # 10 % and 20 % above BERT-base 64x512; the goals are 5 % and 12 %.
     "T5-base 64x512": ((64, 12, 512, 512), (65, 140.8, 115.5), (163, 456, 336)),
     "GPT-2 16x1024 causal": ((16, 12, 1024, 1024), (33, 80, 65), (82, 215, 175)),
     "cross 128x512": ((64, 12, 128, 512), (30, 42, 36), (59, 95, 80)),
@@ -364,7 +364,7 @@ ATTENTION = {
         (163, 425.6, 336),
     ),
 }
-#: Of forward and backward together.
+#: Microseconds for forward and backward together.
 LINEAR_CROSS_ENTROPY = {
     "BERT-base N 4915": ((4915, 30522, 768), (880, 1150, 1000)),
     "BERT-large N 4915": ((4915, 30522, 1024), (1170, 1500, 1320)),
@@ -393,7 +393,7 @@ def test_attention_has_its_targets_and_every_peer(label):
     named = [word in label for word in ("T5", "causal", "dropout", "ragged")]
     assert list(features) == named
     names = {"eager", "fastplm", "compiled", *peers.ATTENTION}
-    if shape.dropout_p:  # which FlexAttention does not take
+    if shape.dropout_p:  # FlexAttention has no dropout
         names -= {"compiled", "flex_attention"}
     assert names <= set().union(*(each.variants for each in (case, *rest)))
 

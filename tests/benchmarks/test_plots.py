@@ -1,4 +1,4 @@
-"""The pictures show what the rows say, and say which rows are missing. The rows are planted."""
+"""The pictures show the rows' figures, and missing rows are named. The rows are planted."""
 
 from __future__ import annotations
 

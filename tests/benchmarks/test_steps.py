@@ -1,4 +1,4 @@
-"""The steps of all families: the same loss and gradients on every path, and the work counted."""
+"""The steps of all families: every variant has the same loss and gradients; FLOPs are counted."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_gate_in_bf16_lets_the_right_step_pass():
 
 @pytest.fixture
 def scaled_by(monkeypatch):
-    """``plant(factor)``: one of our weights is off."""
+    """``plant(factor)``: one weight of fastplm's model is wrong by this factor."""
     real = steps.build
 
     def plant(factor):
@@ -86,7 +86,7 @@ def test_what_is_compiled_says_where_it_is_compared(monkeypatch):
 
 @every_family
 def test_the_work_is_what_transformers_multiplies(family, monkeypatch):
-    """Where every token is masked, no slot is padding, and causal attention computes all pairs."""
+    """PyTorch's count, if every token is masked, without padding, with all pairs in attention."""
     monkeypatch.setattr(steps, "MASKED", 1.0)
     monkeypatch.setattr(flops, "_triangles", flops._squares)
     step = small(family, padding=0.0)
@@ -97,7 +97,7 @@ def test_the_work_is_what_transformers_multiplies(family, monkeypatch):
         steps.Path("eager").loss(steps.build(step, "eager", CPU), step, batch)
     counted = counter.get_total_flops()
     config = step.config()
-    if family == "gpt2":  # predicts something after the last token, too
+    if family == "gpt2":  # Transformers also computes logits after the last token
         counted -= 2 * step.batch * config.n_embd * config.vocab_size
     assert step.flops == 3 * counted
 
@@ -120,7 +120,7 @@ def test_room_is_enough_and_less_than_everything(family):
 
 
 def test_a_hand_written_electra_draws_what_it_judges():
-    """Its loss is that of given replacements where the draws are certain."""
+    """The hand-written step's loss with certain draws is that with given replacements."""
     step = small("electra")
     batch = step.make(CPU)
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
@@ -150,7 +150,7 @@ def test_sizes_are_the_published_ones():
     config = steps.Step("bert-large", 1, 1).config()
     with torch.device("meta"):
         model = steps.models.BertForMaskedLM(config)
-    # 335,141,888 of docs/models.md, without the pooler, and with the head's transform and biases.
+    # The 335,141,888 of docs/models.md, less the pooler, plus the head's transform and biases.
     pooler, head = 1024 * 1024 + 1024, 1024 * 1024 + 1024 + 2 * 1024 + 30522
     assert sum(p.numel() for p in model.parameters()) == 335_141_888 - pooler + head
 

@@ -61,7 +61,8 @@ bool dropped(int64_t i, int64_t j, uint32_t threshold) {
   return (words[octet / 2] >> (octet % 2 * 16 + j % 2 * 8) & 0xff) < threshold;
 }
 
-// The largest difference, in units of what rounding may cost: a sum of n terms n times an epsilon.
+// The largest difference, in units of the possible rounding: n times an epsilon for a sum of n
+// terms.
 double worst = 0.0;
 
 void compare(const char* what, const Shape& s, const Rows& got, const std::vector<double>& gold) {
@@ -87,7 +88,7 @@ void run(const Shape& s, std::mt19937& random) {
   for (Rows* rows : {&query, &key, &value, &grad_out}) rows->fill(random);
   const std::unique_ptr<bool[]> mask(new bool[tk]);
   for (int64_t j = 0; j < tk; ++j) mask[j] = !s.masked || random() % 3 > 0;
-  // Rows that lie apart, and one that sees nothing.
+  // A dense mask with gaps between its rows, and with a row that may attend to nothing.
   const std::unique_ptr<bool[]> dense(new bool[std::max<int64_t>(1, tq * (tk + 3))]);
   const auto seen = [&](int64_t i, int64_t j) -> bool& { return dense[i * (tk + 3) + j]; };
   for (int64_t i = 0; i < tq; ++i) {
@@ -99,7 +100,7 @@ void run(const Shape& s, std::mt19937& random) {
   const int64_t bucket[2 * kFurthest + 1] = {0, 0, 1, 3, 2, 2, 1};
   const double scale = 0.3;
 
-  // What masked keys hold must not matter.
+  // The contents of masked keys must not matter.
   std::vector<double> k(tk * dim), v(tk * dim);
   for (int64_t j = 0; j < tk; ++j) {
     for (int64_t d = 0; d < dim; ++d) {

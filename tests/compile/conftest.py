@@ -1,4 +1,4 @@
-"""Kernels are compiled in a process of their own, as this one may have TRITON_INTERPRET set."""
+"""Kernels are compiled in another process, as this one may have TRITON_INTERPRET set."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def _run(*arguments: str) -> list:
-    """The JSON values that a Python prints, one a line."""
+    """Runs a Python script; returns the JSON values that it prints, one a line."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     folders = [str(ROOT / "tools"), str(ROOT / "benchmarks"), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
@@ -43,7 +43,7 @@ def run_reports():
 
 @pytest.fixture(scope="session")
 def reports(tmp_path_factory):
-    """Of every kernel; where pytest has several workers, one compiles and the others wait."""
+    """The reports of every kernel. If pytest has several workers, one compiles for all of them."""
     from compile_kernels import Report
 
     folder = tmp_path_factory.getbasetemp()

@@ -1,11 +1,11 @@
-// As much of CUDA as the kernels of csrc/ use, so that a C++ compiler builds their own sources and
+// The part of CUDA that the kernels of csrc/ use, so that a C++ compiler builds their sources and
 // the CPU runs them.
 //
-// A block is a thread of the CPU, and its threads take turns on it, each going on until it reaches
-// a barrier. So every run is the same, and as unfair as can be: a warp runs ahead of the others as
-// far as it gets, then the next one does; blocks change at each __syncthreads. In one order of the
-// threads or in its reverse, what lacks a barrier happens too early. Atomics are plain additions
-// here: nobody comes in between.
+// A block is a thread of the CPU, and the block's threads take turns on it: each runs until it
+// reaches a barrier. So every run is the same, and as unfair as possible: a warp runs ahead of the
+// others as far as it can, then the next one does; blocks change at each __syncthreads. In one
+// order of the threads or in its reverse, an access that lacks a barrier happens too early. Atomics
+// are plain additions here, as no other thread can interrupt them.
 #pragma once
 
 #include <ucontext.h>
@@ -35,7 +35,7 @@
 #define CUDA_ON_THREADS_ASAN
 #endif
 
-// AddressSanitizer guards no thread_local variables. Under it the blocks run one after the other.
+// AddressSanitizer guards no thread_local variables, so with it the blocks run one after the other.
 #if defined(CUDA_ON_THREADS_ASAN)
 #define __shared__ static
 constexpr bool kBlocksTogether = false;
@@ -64,7 +64,7 @@ inline std::vector<int> in_order(int count, bool backwards) {
   return order;
 }
 
-// Whose turn it is, of the blocks that have not ended.
+// Lets the blocks that have not ended take turns.
 class Turns {
  public:
   explicit Turns(std::vector<int> blocks) : blocks_(std::move(blocks)) {}
@@ -120,12 +120,12 @@ class Block {
 
   static void sync() { running_->leave(State::kAtBlockBarrier); }
 
-  // What the thread `from` of this warp has for a value.
+  // The value of the thread `from` of this warp.
   template <typename T>
   static T exchange(T value, int from) {
     Thread* const warp = &running_->threads_[threadIdx.x / kWarp * kWarp];
     Thread& self = running_->threads_[threadIdx.x];
-    // Two in turn: a lane gives the next one while others have yet to read this one.
+    // Two buffers in turn: a lane writes its next value while others have yet to read this one.
     const int slot = self.exchanges++ % 2;
     self.given[slot] = static_cast<uint64_t>(value);
     running_->leave(State::kAtWarpBarrier);
@@ -146,7 +146,7 @@ class Block {
     running_->kernel_();
     running_->threads_[threadIdx.x].state = State::kEnded;
   }
-  // On to the next thread of the warp, or back to run_warp.
+  // Switches to the next thread of the warp, or back to run_warp.
   void leave(State state) {
     Thread& self = threads_[threadIdx.x];
     self.state = state;
@@ -189,7 +189,7 @@ template <typename... Parameters, typename... Arguments>
 void launch(bool backwards, void (*kernel)(Parameters...), int64_t blocks,
             const Arguments&... arguments) {
   const std::vector<int> order = in_order(static_cast<int>(blocks), backwards);
-  // As on a GPU, only so many of them are there at a time.
+  // As on a GPU, only so many blocks run at a time.
   constexpr int kResident = 32;
   for (size_t first = 0; first < order.size(); first += kResident) {
     const size_t last = std::min(first + kResident, order.size());

@@ -19,7 +19,7 @@ using namespace fastplm;
 using namespace fastplm::tested;
 
 void check(const char* what, double x, double got, double expected) {
-  // Some units in the last place of 1, times what is multiplied by that.
+  // Some units in the last place of 1, times the factor.
   if (std::fabs(got - expected) <= 4e-7 * std::fmax(1.0, std::fabs(x))) return;
   std::printf("%s at %.9g: %.9g, not %.9g\n", what, x, got, expected);
   std::exit(1);

@@ -1,5 +1,5 @@
-// csrc/index.h under AddressSanitizer: right answers on good input, and on garbage no access beyond
-// the arrays, each of which is an allocation of exactly its size.
+// csrc/index.h under AddressSanitizer: right results on good input, and no access beyond the arrays
+// on garbage. Each array is an allocation of exactly its size.
 #include "index.h"
 
 #include <cstdio>
@@ -22,7 +22,7 @@ using Random = std::mt19937_64;
     }                                                                    \
   } while (false)
 
-// A vector may own more than its size, beyond which nothing is noticed.
+// A vector may own more memory than its size, where a stray access is not noticed.
 template <typename T>
 struct Exact {
   explicit Exact(const std::vector<T>& values) : size(values.size()), data(new T[values.size()]) {
@@ -49,7 +49,7 @@ std::vector<int64_t> ascending(Random& random, int64_t last) {
   return {members.begin(), members.end()};
 }
 
-// The number of runs, after a look at each.
+// The number of runs; each run is checked.
 int64_t cut(const std::vector<int64_t>& sentences, const std::vector<int64_t>& documents,
             int64_t room) {
   const Exact<int64_t> s(sentences), d(documents);

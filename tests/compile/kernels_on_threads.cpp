@@ -1,7 +1,7 @@
-// The CUDA kernels of csrc/, grids, blocks, shared memory and all, on the CPU: they must write what
-// the CPU path writes, whatever the order of their threads and blocks. Every array is an allocation
-// of exactly its size, so that AddressSanitizer sees a stray access. Built and run by
-// test_kernels_on_threads.py.
+// The CUDA kernels of csrc/ on the CPU, with grids, blocks and shared memory: they must write what
+// the CPU ops write, in any order of their threads and blocks. Every array is an allocation of
+// exactly its size, so that AddressSanitizer sees a stray access. test_kernels_on_threads.py builds
+// and runs this.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -14,8 +14,9 @@
 
 #include "cuda_on_threads.h"
 
-// AddressSanitizer guards the static variables of a function template, which stand for shared
-// memory, only where other files cannot have them too. What csrc/ includes is included above.
+// Static variables of function templates serve as shared memory. AddressSanitizer guards them only
+// if other files cannot have them, too, hence the namespace. Headers that csrc/ includes come
+// before it.
 namespace {
 #include "kernels.cuh"
 }  // namespace
@@ -26,11 +27,12 @@ using namespace fastplm;
 using cuda_on_threads::launch;
 
 constexpr int64_t kOne = int64_t{1} << 32;  // a probability of 1
-constexpr int kPoison = -7;                 // in every output; no kernel writes it
+constexpr int kPoison = -7;                 // fills every output; no kernel writes it
 
 int failures = 0;
 
-// A vector may own more than its size, or nothing at all, and arithmetic on no array is undefined.
+// An array of exactly its size. A vector may own more, or nothing, where pointer arithmetic is
+// undefined.
 template <typename T>
 struct Array {
   explicit Array(int64_t length, T value = static_cast<T>(kPoison))
@@ -67,7 +69,7 @@ Shape packed(const char* name, const std::vector<int32_t>& boundaries, int64_t t
   return {name, static_cast<int64_t>(boundaries.size()) - 1, 0, tokens, boundaries, {}};
 }
 
-// Boundaries of so many rows of three tokens, the first one from token 2 on.
+// The boundaries of so many rows of three tokens; the first row begins at token 2.
 std::vector<int32_t> every_third(int rows) {
   std::vector<int32_t> boundaries(rows + 1);
   for (int row = 0; row <= rows; ++row) boundaries[row] = 2 + 3 * row;
@@ -115,17 +117,18 @@ void expect_same(const std::string& what, const char* output, const Array<T>& go
   }
 }
 
-// Who runs a call: the CPU path, or the kernels in either order.
+// How to run a call: by the CPU op, or by the kernels in either order.
 enum class By { kCpu, kBlocks, kBlocksBackwards };
 
-// A stray access is one in any order.
+// A stray access shows in any order.
 const std::vector<By> kRuns = kBlocksTogether
                                   ? std::vector<By>{By::kBlocks, By::kBlocksBackwards}
                                   : std::vector<By>{By::kBlocks};
 
 // ---- the group
 
-// Twice each: what the second call writes must not reach who still reads of the first.
+// Each is called twice: the writes of the second call must not disturb threads that still read
+// results of the first.
 __global__ void group_kernel(uint64_t* output) {
   __shared__ uint64_t warp_values[kWarps];
   const ThreadBlock block(warp_values);
@@ -173,7 +176,7 @@ void mask_by_rows(const MaskTokensCall<Id>& call, int64_t longest) {
   OneThread group;
   SelectScratch scratch{};
   Rows rows = call.rows;
-  if (!rows_are_apart(group, rows)) rows.count = 0;  // nothing is chosen
+  if (!rows_are_apart(group, rows)) rows.count = 0;  // then nothing is chosen
   Array<uint32_t> keys(longest + 3), sizes(longest);
   Array<uint8_t> chosen(rows.tokens);
   int64_t dropped = 0;
@@ -199,7 +202,7 @@ template <typename Id>
 void mask_by_blocks(const MaskTokensCall<Id>& call, bool backwards) {
   const int64_t count = call.rows.count;
   const int64_t tokens = call.rows.tokens;
-  // As csrc/cuda.cu has it.
+  // The launches of csrc/cuda.cu.
   const bool all_short = call.rows.cu_seqlens == nullptr && call.rows.stride <= kSharedTokens;
   Array<uint32_t> keys(all_short ? 0 : tokens + 4 * count), sizes(all_short ? 0 : tokens);
   Array<uint8_t> chosen(tokens);
@@ -221,7 +224,7 @@ Masked<Id> mask(const Shape& shape, const MaskSettings& settings, By by) {
   Array<bool> maskable(shape.tokens);
   Array<int64_t> words(shape.tokens);
   for (int64_t i = 0; i < shape.tokens; ++i) {
-    // A word of seven tokens and four of one: what the long ones leave, the short ones fill.
+    // A word of seven tokens and four words of one: the short words fill the room that is left.
     words[i] = i / 11 * 8 + (i % 11 < 7 ? 0 : i % 11);
     maskable[i] = i % 19 != 2;
   }
@@ -276,7 +279,8 @@ void check_mask(const Shape& shape, const MaskSettings& settings) {
   }
 }
 
-// The slots of rows alone, as the other kernels take long for many rows. The last of them find none.
+// Runs only the kernel for the slots of rows, as the others take long for many rows. The last rows
+// have no slots left.
 void check_place() {
   for (const int64_t rows : {1, 255, 256, 257, 511, 512, 513, 70001}) {
     Array<int64_t> counts(rows), dropped(rows), wanted(rows), wanted_sums(2);
@@ -498,13 +502,13 @@ void check_all() {
       padded("one token more than fits in shared memory", 2, kSharedTokens + 1),
       packed("packed rows of both memories", {3, 4109, 4200, 8302}, 8310),
   };
-  // Rows that fall back, overlap and leave the tokens, and long ones of them.
+  // Rows whose boundaries descend, overlap or leave the tokens; also long ones.
   const std::vector<Shape> hostile = {
       packed("hostile boundaries", {7, 60, 20, 90, -5, 200, 30, 101, kMost, kLeast, 64, 50}, 100),
       packed("long rows that overlap", {kLeast, 4200, 50, 4300, 10, kMost}, 4301),
   };
 
-  // Room for all or not, int32 or int64: each mode meets each of them with one shape or another.
+  // Enough room or not, int32 or int64: each mode meets each of these in some shape.
   int number = 0;
   for (const auto* shapes : {&small, &large, &hostile}) {
     for (const Shape& shape : *shapes) {
@@ -522,12 +526,12 @@ void check_all() {
     }
   }
 
-  // A thread that places rows has two of them, then one, then none.
+  // The threads that place rows have two rows each, then one, then none.
   const Shape many = packed("more rows than a block has threads", every_third(kThreads + 3),
                             3 * kThreads + 20);
   check_mask<int32_t>(many, {0, kOne / 2, 3, many.tokens / 3});
 
-  // What these two write of a row, no other row writes.
+  // No two rows of these ops write the same memory.
   std::vector<Shape> others = small;
   others.push_back(large.back());
   others.push_back(hostile.front());
@@ -552,7 +556,7 @@ void check_all() {
 }  // namespace
 
 int main() {
-  std::setvbuf(stdout, nullptr, _IONBF, 0);  // what was wrong before a crash
+  std::setvbuf(stdout, nullptr, _IONBF, 0);  // so that a crash loses no message
   check_group();
   check_place();
   check_all();

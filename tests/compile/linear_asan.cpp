@@ -22,7 +22,7 @@ namespace {
 using namespace fastplm;
 using namespace fastplm::tested;
 
-// An allocation of rows x columns floats, which lie by rows or by columns.
+// A matrix of rows x columns floats in an allocation of exactly that size, by rows or by columns.
 struct Array {
   Array(int64_t rows, int64_t columns, bool by_rows, std::mt19937& random)
       : data(new float[rows * columns]), row(by_rows ? columns : 1), col(by_rows ? 1 : rows) {
@@ -36,7 +36,7 @@ struct Array {
   int64_t row, col;
 };
 
-// The largest difference, in units of what rounding may cost.
+// The largest difference, in units of the possible rounding.
 double run(int64_t rows, int64_t columns, int64_t depth, int layout, int64_t threads,
            std::mt19937& random) {
   const Array a(rows, depth, (layout & 1) != 0, random);
@@ -120,7 +120,7 @@ void run_few(int64_t rows, int64_t columns, int64_t depth, std::mt19937& random)
   }
   for (int64_t m = 0; m < rows; ++m) {
     for (int64_t n = 0; n < columns; ++n) {
-      float gold = 0.0f;  // exact, in any order
+      float gold = 0.0f;  // exact in any order of the sum
       for (int64_t k = 0; k < depth; ++k) {
         gold += a[m * stride + k] * plain[kByRows ? k * columns + n : n * depth + k];
       }
@@ -157,7 +157,7 @@ int main() {
   run_few_sizes<4, Bf16>(random);
   run_few_sizes<kMostOuterRows, float>(random);
   run_few_sizes<kMostOuterRows, Fp16>(random);
-  // Around the sizes of a tile, of what is packed at a time, and of a block; then of a slice.
+  // Sizes around those of a tile, of the rows packed at a time, of a block, then of a slice.
   for (int64_t rows : {1, 7, 11, 12, 13, 19, 97, 541}) {
     for (int64_t columns : {1, 31, 32, 33, 129, 384}) {
       for (int64_t depth : {1, 15, 16, 33}) {

@@ -1,5 +1,6 @@
-// One level of csrc/'s vector code, for a program: the one whose instructions it is compiled with, or of
-// vectors as wide as -DFASTPLM_WIDTH says, which the compiler makes of what it has.
+// One level of csrc/'s vector code, for a program: the level whose instructions the program is
+// compiled with, or one with vectors of -DFASTPLM_WIDTH floats, which the compiler splits if it
+// must.
 #pragma once
 
 #include <type_traits>

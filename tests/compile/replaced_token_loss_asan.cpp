@@ -57,7 +57,7 @@ void run(int64_t rows, int64_t width, bool masked, float size) {
   int64_t flagged = 0, told = 0, correct = 0, found = 0, counted = 0;
   for (int64_t row = 0; row < rows; ++row) {
     if (!counts[row]) {
-      check("loss of a row that does not count", loss[row], -1, 0);  // left alone
+      check("loss of a row that does not count", loss[row], -1, 0);  // not written
       continue;
     }
     double z = bias, scale = 1;

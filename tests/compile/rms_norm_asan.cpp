@@ -60,7 +60,7 @@ void run(int64_t rows, int64_t width, float size) {
     }
   }
   for (int64_t i = 0; i < width; ++i) check("weight's", sum[i], of_weight[i], rows + 1.0);
-  // Half of two parts is the sum of one.
+  // Half the sum of two equal parts is the sum of one.
   std::vector<float> parts(2 * width), added(width);
   for (int64_t i = 0; i < 2 * width; ++i) parts[i] = sum[i % width];
   std::vector<double> total(width);

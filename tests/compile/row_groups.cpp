@@ -1,6 +1,6 @@
-// The row algorithms as the GPU runs them, by a group of cooperating threads, but on threads of the
-// CPU: eight of them must write what one writes. Under ThreadSanitizer a missing barrier shows, under
-// AddressSanitizer a stray access. Built and run by test_csrc.py.
+// The row algorithms, run by a group of cooperating threads as on the GPU, but on threads of the
+// CPU: eight threads must write what one writes. ThreadSanitizer shows a missing barrier,
+// AddressSanitizer a stray access. test_csrc.py builds and runs this.
 #include <algorithm>
 #include <condition_variable>
 #include <cstdio>
@@ -72,7 +72,7 @@ struct Threads {
   }
 };
 
-// Runs function(group) by all threads of a group of `size`, or by one thread alone if it is 1.
+// Runs function(group) on all threads of a group of `size`, or on one thread alone if it is 1.
 template <typename Function>
 void run_group(int size, const Function& function) {
   if (size == 1) {
@@ -92,7 +92,7 @@ void run_group(int size, const Function& function) {
   for (auto& thread : threads) thread.join();
 }
 
-// select_prefix against its definition. Random keys are all different: `kept_bits` makes some equal.
+// select_prefix against its definition. Random keys all differ; `kept_bits` makes some equal.
 bool select_is_right(int size, int64_t items, uint32_t kept_bits, uint32_t heaviest) {
   std::mt19937 random(static_cast<uint32_t>(items) + kept_bits);
   std::vector<uint32_t> keys(items), weights(items);
@@ -146,7 +146,7 @@ Masked mask(int size, int64_t length, int64_t max_ngram, int64_t chosen_below, i
   std::vector<int64_t> input(2 * length), words(2 * length);
   for (int64_t i = 0; i < 2 * length; ++i) {
     input[i] = i % 13;
-    // A word of seven tokens and four of one: what the long ones leave, the short ones fill.
+    // A word of seven tokens and four words of one: the short words fill the room that is left.
     words[i] = i / 11 * 8 + (i % 11 < 7 ? 0 : i % 11);
     maskable[i] = i % 19 != 2;
   }

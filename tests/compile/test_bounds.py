@@ -1,4 +1,4 @@
-"""The iterations that the pages of bounds multiply by, counted by hand. Nothing is compiled."""
+"""The numbers of iterations in the pages of bounds, counted by hand. Nothing is compiled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.compile
 
 @pytest.fixture
 def bound(monkeypatch):
-    """The script of a name from benchmarks/."""
+    """The script of this name from benchmarks/."""
     folder = Path(__file__).parents[2] / "benchmarks"
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     return importlib.import_module
@@ -41,7 +41,7 @@ def test_every_product_of_the_vocabulary_pass_covers_its_matrix(bound):
         assert set(done) == ({0, 1, 2} if kept else wanted)
         product = 1000 * 5000 * width
         for name, multiplications in done.items():
-            # All of it, and no more than what tiles at the ends leave empty.
+            # The tiles do all the work, and no more than the empty parts of the last tiles.
             assert product <= multiplications < 1.25 * product, name
 
 

@@ -1,4 +1,4 @@
-"""The compile cache that is filled without a GPU: asked for a second time, nothing is compiled."""
+"""The compile cache that is filled without a GPU: a second run compiles nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "compile_cache.py"
 
 
 def fill(folder: Path, arch: int, *steps: str) -> dict[str, tuple[int, int]]:
-    """By step, the kernels that it asked for and those that were compiled."""
+    """By step, the number of its kernels and of those that were compiled."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, SCRIPT, folder, "--arch", arch, "--jobs", 1, *steps]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""csrc/ without a GPU: machine code that spills nothing, row algorithms by many threads."""
+"""csrc/ without a GPU: machine code without spills, and row algorithms on many threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _USED = re.compile(r"Used (?P<registers>\d+) registers.*?(?P<shared>\d+) bytes s
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not on the PATH: csrc/cuda.cu is not compiled")
-# No kernel looks at the architecture (__CUDA_ARCH__), so one of them says nearly all.
+# No kernel depends on the architecture (__CUDA_ARCH__), so one architecture tests nearly all.
 @pytest.mark.parametrize(
     "arch", [90, *(pytest.param(a, marks=pytest.mark.slow) for a in (80, 100))]
 )
@@ -32,7 +32,7 @@ def test_kernels_compile_without_spills(arch, tmp_path, capsys):
     if f"compute_{arch}" not in known.split():
         pytest.skip(f"this nvcc does not know sm_{arch}")
     includes = [f"-isystem={path}" for path in include_paths()]
-    # What calls the kernels is the same for all: it is compiled once.
+    # The host code is the same for all architectures, so it is compiled once.
     kind = "-c" if arch == 90 else "-cubin"
     command = [NVCC, "-std=c++20", "-O3", f"-arch=sm_{arch}", kind, "-Xptxas", "-v", "-DUSE_CUDA"]
     command += [STABLE_ABI, *includes, str(ROOT / "csrc/cuda.cu"), "-o", tmp_path / "out.o"]
@@ -76,7 +76,7 @@ def test_a_group_of_threads_does_what_one_does(sanitizer, tmp_path):
     missing = subprocess.run([*build, *flags], capture_output=True, text=True).stderr
     if missing:
         subprocess.run(build, check=True)
-    # A missing barrier may also hang: the whole of it takes seconds.
+    # A missing barrier may also hang; the whole program takes only seconds.
     result = subprocess.run([program], capture_output=True, text=True, timeout=300)
     if "unexpected memory mapping" in result.stderr:
         missing = result.stderr

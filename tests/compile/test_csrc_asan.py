@@ -1,6 +1,6 @@
-"""csrc/<op>.h at each level of vector instructions, once with sanitizers looking on; index.h, too.
+"""csrc/<op>.h at each level of vector instructions, once with sanitizers; index.h, too.
 
-The library holds all of them, of which a machine runs one.
+The library has the code of all levels, but a machine runs only one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WIDTHS = {
     "default": ("", ()),
     "avx2": ("avx2", ("-mavx2", "-mfma")),
     "avx512": ("avx512bw", ("-march=x86-64-v4",)),
-    "amx": ("amx_bf16", ()),  # which the file switches on
+    "amx": ("amx_bf16", ()),  # the file switches it on
 }
 
 
@@ -31,7 +31,7 @@ WIDTHS = {
 @pytest.mark.parametrize(
     ("op", "width"),
     [
-        # At its own level this process tests csrc/ itself (tests/ops), so here that is slow.
+        # tests/ops tests csrc/ at this process's own level, so that level is in the slow lane here.
         *(
             pytest.param(op, width, marks=pytest.mark.slow if width == _machine.level() else ())
             for op, width in itertools.product(
@@ -40,7 +40,7 @@ WIDTHS = {
             )
         ),
         ("linear_bf16x3", "amx"),
-        ("index", "default"),  # which reads files that others may have spoilt
+        ("index", "default"),  # reads files that other programs may have damaged
     ],
 )
 def test_it_stays_within_its_arrays_and_is_right(op, width, tmp_path):
@@ -62,10 +62,10 @@ def test_it_stays_within_its_arrays_and_is_right(op, width, tmp_path):
     ]
     build += [str(source), "-o", str(program)]
     sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    # One width is enough for them: the accesses are the same, and they take long to compile.
+    # One width is enough for sanitizers: the accesses are the same, and compiling takes long.
     options = sanitizers if width in ("default", "amx") else []
     built = subprocess.run([*build, *options], capture_output=True, text=True)
-    if built.returncode != 0 and options:  # not every compiler ships their libraries
+    if built.returncode != 0 and options:  # not every compiler ships the sanitizers' libraries
         plain = subprocess.run(build, capture_output=True, text=True)
         assert plain.returncode == 0, plain.stderr
     else:

@@ -1,5 +1,5 @@
-"""csrc/<op>.h on CPUs that this machine need not have: the programs of test_csrc_asan and its kin,
-run by QEMU. Arm with NEON, and x86 without AVX, where one instruction too many ends a program."""
+"""csrc/<op>.h on CPUs that this machine need not have: QEMU runs the programs of test_csrc_asan and
+others on Arm with NEON, and on x86 without AVX, where an AVX instruction ends the program."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ pytestmark = pytest.mark.compile
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(ROOT.glob("tests/compile/*_asan.cpp")) + [ROOT / "tests/compile/row_groups.cpp"]
-# Compiler, emulator and the CPU that it is to be.
+# Compiler, emulator and the emulated CPU.
 CPUS = {
     "arm": ("aarch64-linux-gnu-g++", "qemu-aarch64-static", "neoverse-n1"),
     "sse": ("x86_64-linux-gnu-g++", "qemu-x86_64-static", "Nehalem"),
 }
-# On x86 without AVX only what has vectors is another program than everywhere.
+# On x86 without AVX only programs with vector code differ from those of other levels.
 CASES = [
     pytest.param(source, cpu, id=f"{source.stem}-{cpu}")
     for source in SOURCES
@@ -49,7 +49,7 @@ def test_it_is_right(source, cpu, tmp_path):
 
 
 def test_an_instruction_of_a_higher_level_is_seen(tmp_path):
-    """Else x86 without AVX would prove nothing."""
+    """The emulated CPU must refuse AVX, or the tests on it prove nothing."""
     source = tmp_path / "avx.cpp"
     source.write_text('int main() { __asm__ volatile("vzeroupper"); }')
     command = build("sse", source, tmp_path / "avx")

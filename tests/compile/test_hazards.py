@@ -1,5 +1,5 @@
-"""Hazards of pipelined kernels: planted ones are seen, harmless siblings are not, and what ships
-has no race; what costs it time is listed, each with a reason."""
+"""Hazards of pipelined kernels: planted ones are found, harmless variations are not. The kernels
+have no race; findings that cost them time are listed, each with a reason."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from hazards import find_hazards
 
 pytestmark = pytest.mark.compile
 
-#: db is a sum of dz, dw a product with it: the compiler counts the buffers of dz for the sum alone
-#: where both read one load.
+#: db is a sum of dz, and dw a product with dz: if both read one load, the compiler allocates the
+#: buffers of dz for the sum alone.
 PLANTED = """
 import torch
 import triton
@@ -130,7 +130,7 @@ CASES = (
 
 
 def buffers(kernel: Planted) -> dict[str, int]:
-    """How many buffers the compiler gave the copies of each load."""
+    """The number of buffers for the copies of each load."""
     found = re.findall(r"%(\w+?)(?:_\d+)? = ttg.local_alloc : .*<(\d+)x64x64x", kernel.ttgir)
     return {name: int(count) for name, count in found}
 
@@ -144,7 +144,7 @@ def test_the_race_of_a_buffer_that_a_sum_reads_too(planted, case, stages):
         r"race: async_copy\S+ \(planted.*\) writes dz\[(\d)\] while warp_group_dot .* reads it"
     )
     assert {int(re.fullmatch(pattern, race)[1]) for race in races} == set(range(stages - 1))
-    # The same copies, but each matmul over before the next one is issued.
+    # The same copies, but each matmul ends before the next one is issued.
     waited = kernel.ttgir.replace("pendings = 1", "pendings = 0")
     assert waited != kernel.ttgir and not kernel.hazards(waited)["races"]
 
@@ -160,7 +160,7 @@ def test_its_siblings_have_none(planted, arch):
 
 
 def once(pattern: str, new: str):
-    """A change to the loop of a kernel, which must be possible in one place alone."""
+    """A change to the loop of a kernel; its pattern must occur in one place alone."""
 
     def change(text: str) -> str:
         head, loop, rest = re.split(r"(?=scf\.for)|(?<=scf\.yield)", text, maxsplit=2)
@@ -195,7 +195,7 @@ def deeper(match: re.Match) -> str:
 
 
 WAIT = r"async_wait(.*)num = (\d+)"
-#: case, architecture, what is changed, what is said of it
+#: case, architecture, change, expected finding
 CHANGES = {
     "a wait for too few copies, sm_80": (
         ("same load", 80, once(WAIT, deeper)),
@@ -280,7 +280,7 @@ def test_a_copy_needs_a_barrier_after_the_reads_of_other_warps(planted, case, ar
     for barrier in re.finditer(r"bar\.sync", kernel.ptx):
         without = kernel.ptx[: barrier.start()] + "nop" + kernel.ptx[barrier.end() :]
         found += kernel.hazards(ptx=without)["races"]
-    # Others stand elsewhere: what counts is the one between the reads and the copy.
+    # Other barriers stand elsewhere: only the one between the reads and the copy counts.
     assert found
     assert all(re.fullmatch(rf"race: a copy .* since {reader}", line) for line in found)
 
@@ -350,8 +350,8 @@ FULL = (
     " in a loop nor leaves an SM fewer blocks; or a block has one or two turns alone"
 )
 SPARE = "of rows that are not expected to count: each tile of E computes dZ again, without a buffer"
-#: What costs a kernel that ships time, where, and why it is left so. An entry that no longer
-#: applies fails: what was made good stays good.
+#: Findings that cost a kernel time, with the architectures and the reason why they remain. An entry
+#: that no longer applies fails, so that a better kernel stays better.
 KNOWN: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {
     ("attention_bwd_dbias", "narrow: 1-byte ld of attn_mask_ptr"): ((80, 90), PAIRS),
     ("attention_stream_bwd_dkdv", "narrow: 4-byte cp.async of bias_ptr"): ((90,), DISTANCES),
@@ -468,12 +468,12 @@ KNOWN: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {
 
 
 def races(reports: list[Report]) -> list[tuple[str, str, int, str]]:
-    """Of all launches of a case, several of which may be of one kernel."""
+    """The races in all launches of a case, which may launch a kernel several times."""
     return [(r.kernel, r.case, r.arch, race) for r in reports for race in r.hazards["races"]]
 
 
 def test_registers_that_a_matmul_in_flight_reads_are_not_written(planted):
-    """A fault of the machine code alone, of some versions of ptxas: the PTX waits as it must."""
+    """Some versions of ptxas have this fault in machine code alone; the PTX waits correctly."""
     if triton.__version__ != TRITON:
         pytest.skip(f"the fault is seen with the assembler of Triton {TRITON}")
     kernel = planted["in registers", 90]
@@ -543,7 +543,7 @@ def test_a_matmul_needs_a_fence_of_its_registers(planted):
 
 
 def test_no_race_is_overlooked(planted):
-    """Where another launch of the same case has none."""
+    """A race is found also if another launch of the same case has none."""
     clean, bad = planted["plain", 90].report, planted["same load", 90].report
     clean = dataclasses.replace(clean, case=bad.case)
     found = races([bad])
@@ -551,7 +551,7 @@ def test_no_race_is_overlooked(planted):
 
 
 def test_what_ships_has_no_race(reports):
-    """In the cases of the compile lane; those of `-m slow` are looked at there."""
+    """The kernels of the compile lane have no race; `-m slow` checks the long list."""
     assert not races(reports)
 
 
@@ -567,7 +567,7 @@ def test_what_costs_time_is_known(reports):
 
 
 def test_copies_of_a_nested_loop_are_ahead_inside_a_tile(reports):
-    """What TILES says: the findings are of the loop over the tiles alone."""
+    """The expected findings of TILES are in the loop over the tiles alone."""
     nested = [
         r
         for r in reports
@@ -580,8 +580,8 @@ def test_copies_of_a_nested_loop_are_ahead_inside_a_tile(reports):
             assert f"{pointer}: [{r.stages - 1}]" in r.hazards["ahead"]
 
 
-#: Kernels that spill registers where 16 divides no size and no stride, and where: their tiles are
-#: chosen for the others. An embedding of 768 has such strides, one of 100 has not.
+#: Kernels that spill registers if 16 divides no size and no stride, and the architectures: their
+#: tiles are chosen for multiples of 16. Rows of 768 elements have such strides, rows of 100 do not.
 UNEVEN_SPILLS: dict[str, tuple[int, ...]] = {
     "attention_bwd_dbias": (80,),
     "attention_row_fwd": (80, 90),

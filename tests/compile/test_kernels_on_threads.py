@@ -1,4 +1,4 @@
-"""The CUDA kernels of csrc/ on threads of the CPU: what they write, and that they stay inside."""
+"""The CUDA kernels of csrc/ on threads of the CPU: they write the right numbers, and in bounds."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 
 def _build(source, program, *flags):
-    # Unoptimised: that takes longer to run, but optimising takes longer than that.
+    # Not optimised: optimising takes more time than it saves.
     command = [COMPILER, "-std=c++20", "-O0", "-g", "-Wall", "-Werror", f"-I{ROOT / 'csrc'}"]
     command += [str(source), "-o", str(program), "-pthread", *flags]
     return subprocess.run(command, capture_output=True, text=True)
 
 
 def _run(program):
-    # A kernel that does not end takes forever; all of them take seconds.
+    # The timeout finds a kernel that never ends; all kernels together take seconds.
     return subprocess.run([program], capture_output=True, text=True, timeout=300)
 
 

@@ -21,7 +21,7 @@ def planted(self, arguments):  # a rule that forgets what is divisible by 16
     return (self, self.constants(arguments), *((str(kind), "D") for kind in kinds))
 """
 
-#: Every launch of every op's cases, and each again with one argument at a time made something else.
+#: Every launch of every op's cases, and each again with one argument changed at a time.
 KEYS = (
     HEAD
     + """
@@ -71,7 +71,7 @@ print(json.dumps(dict(told=len(told), finer=finer, seen=sorted(seen), kernels=so
 """
 )
 
-#: Calls of two ops, each twice, by the launches as they are and by the JIT alone.
+#: Calls of two ops, each twice, through ``launch`` and through the JIT alone.
 CALLS = (
     HEAD
     + """
@@ -132,7 +132,7 @@ print(json.dumps(dict(launches=len(fast), left_to_the_jit=left, jit=len(jit), sa
 """
 )
 
-#: With hooks, debugging or instrumentation a launch is the JIT's.
+#: With hooks, debugging or instrumentation the JIT makes the launch.
 HOOKED = (
     HEAD
     + """
@@ -178,7 +178,7 @@ print(json.dumps(found))
 """
 )
 
-#: The kernels that the first steps of a BERT and an ELECTRA compile, whose batches differ in rows.
+#: The kernels that the first steps of a BERT and an ELECTRA compile, with batches of varying rows.
 STEPS = (
     HEAD
     + """
@@ -229,7 +229,7 @@ def test_launches_that_share_a_kernel_are_specialised_alike_by_the_jit(run):
     (keys,) = run("-c", KEYS)
     assert keys["seen"] == keys["kernels"] and len(keys["seen"]) >= 10
     assert keys["wrong"] == []
-    assert keys["told"] > 1000 and keys["finer"] == 0  # and by nothing that the JIT ignores
+    assert keys["told"] > 1000 and keys["finer"] == 0  # keys differ only where the JIT's do
     (planted,) = run("-c", KEYS, "planted")
     assert planted["wrong"] == planted["seen"]
 
@@ -249,7 +249,7 @@ def test_the_jit_launches_where_hooks_or_debugging_ask_for_it(run):
     assert found["stream"] == 99 and found["jit after"] == 0
 
 
-#: Load more at once where a count is a multiple of 16: compiled for that and for the rest.
+#: Kernels that load more at once if 16 divides a count, so they are compiled twice.
 TWICE = {
     "_gather_rows_count_kernel",
     "_replaced_token_loss_fwd_kernel",

@@ -16,9 +16,9 @@ import fastplm
 pytestmark = pytest.mark.compile
 
 LIBRARIES = list(Path(fastplm.__file__).parent.glob("_C.*"))
-#: What a level multiplies and adds with, and the register that only it and those above it may name.
+#: A level's multiply-add instruction, and the registers that only this level and higher ones use.
 LEVELS = {"avx2": "ymm", "avx512": "zmm"}
-#: Multiply-adds of a step of the largest tile: sums in registers.
+#: Multiply-adds in a step of the largest tile, one for each vector of sums.
 TILES = {
     ("attention", "avx2"): 6 * 2,
     ("attention", "avx512"): 6 * 4,
@@ -31,13 +31,13 @@ _FUNCTION = re.compile(r"^[0-9a-f]+ <(?P<name>.*)>:$")
 _INSTRUCTION = re.compile(r"^ *(?P<at>[0-9a-f]+):\t(?P<text>.*)$")
 _JUMP = re.compile(r"^j\w+ +(?P<to>[0-9a-f]+)")
 _MULTIPLY_ADD = re.compile(r"^vfn?m(?:add|sub)\d+ps ")
-#: A lane at a time, or through memory of the function's own.
+#: Instructions on one lane, or on the function's own stack memory.
 _LANES = re.compile(r"^v?(?:movss|insertps|pinsr|pextr|extractps)")
 _STACK = re.compile(r"\(%r[sb]p")
 
 
 class Loop(NamedTuple):
-    """An innermost loop: the instructions from where it jumps to, to its jump."""
+    """An innermost loop: the instructions from the target of its jump to the jump."""
 
     function: str
     instructions: tuple[str, ...]
@@ -110,11 +110,11 @@ def test_the_largest_tile_is_all_in_registers(loops, op, level):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_no_loop_of_products_takes_vectors_apart(loops, level):
-    """As a compiler does with vectors wider than the unit."""
+    """Planted: code as a compiler makes it of vectors wider than the unit."""
     looked_at = 0
     for loop in loops:
         work = loop.multiply_adds(LEVELS[level])
-        # A loop that is mostly something else is over rows, and what is inside was not told apart.
+        # A loop with mostly other instructions is an outer loop, whose inner loop was not found.
         if f"fastplm::{level}::" not in loop.function or work < max(4, len(loop.instructions) / 8):
             continue
         looked_at += 1
@@ -124,12 +124,12 @@ def test_no_loop_of_products_takes_vectors_apart(loops, level):
 
 
 def _is_of(level: str, name: str) -> bool:
-    """Some names of lambdas in lambdas objdump leaves as they are mangled."""
+    """objdump does not demangle some names of lambdas within lambdas."""
     return f"{level}::" in name or f"7fastplm{len(level)}{level}" in name
 
 
 def test_no_level_is_used_outside_of_its_namespace(functions):
-    """What all levels share must run on any CPU."""
+    """Code that all levels share must run on any CPU."""
     for name, code in functions.items():
         levels = {level for level in (*LEVELS, "amx") if _is_of(level, name)}
         wide = [text for _, text in code if "%zmm" in text]

@@ -1,4 +1,4 @@
-"""The static report: what the committed rows say of today's machine code, and what it flags."""
+"""The static report: the committed rows match today's machine code; worse code is reported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastplm.triton_kernels._launch import shared_limit
 
 pytestmark = pytest.mark.compile
 
-#: Compiles attention's streaming forward, as shipped but for its launch configuration.
+#: Compiles attention's streaming forward with another launch configuration.
 PLANTED = """
 import dataclasses, json, sys
 import compile_kernels
@@ -94,7 +94,7 @@ for label in sys.argv[1:]:
 
 @pytest.mark.slow
 def test_dk_and_dv_with_bias_and_dropout_have_no_race(run):
-    """Only in the long list, and with three stages Q was copied over the rows of a product."""
+    """A kernel of the long list: with three stages a copy of Q overwrote a product's rows."""
     counts = run("-c", RACES, "slow: bfloat16 D=128 T=64 everything and bias")
     assert len(counts) >= 3 and not any(counts)
 
@@ -171,18 +171,18 @@ def test_the_machine_code_does_the_work_of_the_tile(reports):
     for r in reports:
         where = (r.kernel, r.case, r.arch)
         done = r.cycles["tensor"] * machine_code.TENSOR_FLOPS[r.arch]
-        done /= 1 + ("tf32" in r.case)  # which has half the rate
+        done /= 1 + ("tf32" in r.case)  # TF32 has half the rate
         if done:
             assert r.flops <= done, where
             if r.flops < done:
                 redundant.add(r.kernel)
-        elif r.flops:  # by the lanes, an instruction of which may do two on sm_100
+        elif r.flops:  # fp32 lanes, whose instructions may do two operations on sm_100
             lanes = 2 * 32 * r.warps * r.mix["fp32"]
             assert 0.5 * r.flops <= lanes <= 1.2 * r.flops, where
         else:
             assert r.roofline()[0] == "bytes" and r.moved > 0, where
-    # A tile with fewer rows than its warps have in one instruction is multiplied more than once. Of
-    # a loop over columns that ptxas unrolls, the loop over tiles around it is looked at.
+    # A tile with fewer rows than its warps have in one instruction is multiplied more than once. If
+    # ptxas unrolls a loop over columns, the report has the loop over tiles around it.
     unrolled = {"linear_distillation_fwd"}
     assert redundant <= {"attention_stream_bwd_dkdv", "attention_stream_bwd_dq"} | unrolled
 
@@ -221,13 +221,13 @@ def test_the_work_of_a_tile_is_that_of_its_inner_loop():
     assert tile_work(without) == (0, 64 * 16 * 2 + 16 * 32 * 2)
     straight = without.replace("scf.for", "scf.if")
     assert tile_work(straight) == (0, 8 + 64 * 16 * 2 + 16 * 32 * 2 + 8 * 4 + 64 * 32 * 4)
-    # In a nest, the loop that has no other loop with work inside.
+    # In a nest of loops, the innermost loop with work counts.
     (dot,) = (line + "\n" for line in LOOPS.splitlines() if "tt.dot" in line)
     opened = "    scf.for %o = %a to %b step %c  : i32 {\n"
     nested = LOOPS.replace("    %0 = tt.load", f"{opened}{dot}    %0 = tt.load")
     nested = nested.replace("    tt.store", "    } loc(#loc)\n    tt.store")
     assert tile_work(nested) == tile_work(LOOPS)
-    # Of two loops with the same matmul, the shorter: the other is for tiles with a mask.
+    # The shorter one of two loops with the same matmul counts: the other is for masked tiles.
     load = "      %7 = tt.load %p : tensor<4x!tt.ptr<i8>> loc(#loc)\n"
     twice = LOOPS.replace("    tt.store", f"{opened}{load}{dot}    }} loc(#loc)\n    tt.store")
     assert tile_work(twice) == (tile_work(LOOPS)[0], 4)
@@ -263,7 +263,7 @@ def test_what_counts_as_worse(static_report, changes, said):
 
 
 def test_check_names_what_got_worse(static_report, reports, tmp_path, monkeypatch, capsys):
-    # Every kernel's code would take minutes: as if it had been compiled.
+    # To compile every kernel would take minutes, so the results are faked.
     compiled = list(reports)
     monkeypatch.setattr(static_report, "compile_all", lambda *arguments: compiled)
     monkeypatch.setattr(static_report, "RESULTS", tmp_path / "static" / "kernels.csv")

@@ -1,4 +1,4 @@
-"""The simulation of machine code's waits, on code written by hand whose cycles are known."""
+"""The simulation of the waits in machine code, on hand-written code with known cycles."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def test_a_warp_issues_by_its_stall_counts():
 
 
 def test_warps_of_a_scheduler_share_its_issue_slots():
-    # Four warps are on four schedulers; of sixteen, four hide each other's stalls.
+    # Four warps run on four schedulers; of sixteen warps, the four of a scheduler hide each other's
+    # stalls.
     steps = [step(stall=4)] * 100
     assert cycles(steps, warps=4) == 400
     assert cycles(steps, warps=16) == pytest.approx(400, abs=8)
@@ -61,7 +62,7 @@ def test_copies_that_are_ahead_are_not_waited_for(ahead):
     turn = [copy, step("group"), step("copies", pending=ahead), *[step()] * 400]
     alone = cycles([step()] * 403 * 20)
     waited = cycles(turn * 20) - alone
-    # One tile ahead has 400 cycles to come, which is more than the latency.
+    # A copy one tile ahead has 400 cycles to arrive, which is more than the latency.
     assert waited == pytest.approx(20 * 263 if ahead == 0 else 0, abs=20 * 8)
 
 
@@ -73,7 +74,7 @@ def test_products_run_beside_the_warps_until_they_are_waited_for():
     beside = cycles([product, *work, wait] * 10, warps=4)
     assert one_after_another == pytest.approx(10 * (200 + PRODUCT_END + 150), rel=0.05)
     assert beside == pytest.approx(10 * (200 + PRODUCT_END), rel=0.05)
-    # Two warp groups share the tensor cores, and the second one's arithmetic fills them.
+    # Two warp groups share the tensor cores: one multiplies during the other's arithmetic.
     assert cycles([product, wait, *work] * 10, warps=8) < 1.25 * one_after_another
 
 

@@ -1,6 +1,6 @@
 """The compile lane: every Triton kernel becomes machine code for every architecture, with no GPU.
 
-Runs in a process of its own, because this one may have switched Triton's interpreter on.
+The kernels are compiled in another process, as this one may have Triton's interpreter switched on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from compile_kernels import (
 
 pytestmark = pytest.mark.compile
 
-# Kernels whose machine code, or fault, is known beforehand.
+# Kernels whose machine code, or fault, is known in advance.
 PLANTED = """
 import torch
 import triton
@@ -227,7 +227,7 @@ def test_every_kernel_fits_on_an_sm_and_has_a_bound(reports):
 
 @pytest.mark.slow
 def test_kernels_fit_a_card_with_less_shared_memory(run_reports):
-    """Of the smaller cards the one whose compiler spills first; the long list has all of them."""
+    """sm_120 stands for the smaller cards, as it spills first; the long list has all of them."""
     options = ("--json", "--arch", "120", "attention", "gather_rows", "linear_cross_entropy")
     found = run_reports("tools/compile_kernels.py", *options)
     assert {(report.op, report.arch) for report in found} == {(op, 120) for op in options[3:]}
@@ -263,7 +263,7 @@ def test_the_page_has_a_row_for_every_report(planted):
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_gate_sees_a_spill(planted, arch):
-    """A kernel with far too large a tile must be reported, or the gate proves nothing."""
+    """A kernel whose tile is far too large must be reported, or the gate proves nothing."""
     assert any("register spills" in problem for problem in planted["spill", arch].problems())
     assert not planted["exp", arch].problems()
 
@@ -310,11 +310,11 @@ def names(text: str) -> list[str]:
 
 
 def test_spills_are_counted_by_where_they_are():
-    """Once for a program, or in each iteration; a kernel without a loop is one."""
+    """Spills outside of loops, and in an inner loop; a kernel without a loop counts as one."""
     loop = ("HMMA.16816.F32.BF16 R4, R8, R12, R4", "@!P1 BRA 0x10", "LDL R1, [R2]", "EXIT")
     assert machine_code.spills(sass("STL [R2], R1", *loop)) == (2, 0)
     assert machine_code.spills(sass("NOP", "STL [R2], R1", *loop[:1], "@P0 BRA 0x10")) == (1, 1)
-    # A loop that waits on a barrier inside of the loop with the work is none.
+    # A loop that waits on a barrier, within the loop with the work, does not count.
     waits = ("SYNCS R1", "@!P2 BRA 0x20", "@!P1 BRA 0x10", "EXIT")
     assert machine_code.spills(sass("NOP", "HMMA R4, R8, R12, R4", *waits)) == (0, 0)
     assert machine_code.spills(
@@ -369,7 +369,7 @@ def test_a_wait_is_no_loop_and_neither_is_a_jump_back_out_of_line():
     [
         (90, 8, 168, 0, 0, 1),  # 5,376 registers a warp: 3 warps a scheduler
         (90, 4, 128, 0, 0, 4),
-        (90, 4, 121, 0, 0, 4),  # rounded up to 128
+        (90, 4, 121, 0, 0, 4),  # registers are rounded up to 128
         (90, 4, 32, 100 * 1024, 0, 2),
         (80, 4, 32, 100 * 1024, 0, 1),
         (90, 4, 32, 75 * 1024, 0, 3),  # 3 * (75 + 1) KB are all of it

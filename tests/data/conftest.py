@@ -58,7 +58,7 @@ def store(documents, tokenizer, tmp_path_factory) -> TokenStore:
 
 @pytest.fixture
 def store_of(tmp_path):
-    """Makes a store of the numbers given, whatever tokenizers make of a text."""
+    """Makes a store of the given token ids, without a tokenizer."""
 
     def build(tokens, sentences, documents) -> TokenStore:
         np.asarray(tokens, dtype=np.int32).tofile(tmp_path / "tokens.bin")

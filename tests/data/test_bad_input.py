@@ -1,4 +1,4 @@
-"""What a user may do wrong with a corpus, a tokenizer or a cache, and the one line that says so."""
+"""A user's mistakes with a corpus, a tokenizer or a cache, and the one line that explains each."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def flipped(data, place):
 with open(sys.executable, "rb") as opened:
     PROGRAM = opened.read(4096)
 
-#: The bytes of one file, and what is said of it.
+#: The bytes of one file, and the message about it.
 CONTENTS = {
     "empty": (b"", "an empty file"),
     "blank": (b" \n\n\t\n", "an empty file"),
@@ -94,7 +94,7 @@ def test_contents_of_a_file(name, tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(data)
     refuses(DataError, words, str(path), lambda: read_documents([path]))
-    # In a folder, it stands by its own name, too, unless there is nothing in it.
+    # A file in a folder is named, too, unless it is empty.
     folder = words == "an empty file"
     words = "1 .txt files and no text in them" if folder else words
     named = str(tmp_path if folder else path)
@@ -140,7 +140,7 @@ def fifo_inside(folder):
 
 def unix_socket(folder):
     here = os.getcwd()
-    os.chdir(folder)  # a socket's path has few letters
+    os.chdir(folder)  # the path of a socket must be short
     with socket.socket(socket.AF_UNIX) as opened:
         opened.bind("a.txt")
     os.chdir(here)
@@ -153,7 +153,7 @@ def twice(folder):
     return folder
 
 
-#: What makes a path, and what is said of it.
+#: A function that makes a path, and the message about the path.
 PATHS = {
     missing: "a path that does not exist",
     below_a_file: "a path that does not exist",
@@ -191,7 +191,7 @@ def generator():
     yield "a text"
 
 
-#: A wrong call, its error, and what that says.
+#: A wrong call, its error and the error's message.
 CALLS = [
     (lambda t, d: read_documents([]), DataError, "`paths` got no path"),
     (lambda t, d: read_documents("a.txt"), ArgumentTypeError, "Pass ['a.txt']"),

@@ -151,7 +151,7 @@ FILES = ("meta.json", "tokens.bin", "sentences.bin", "documents.bin")
 
 @pytest.fixture
 def copy(store, tmp_path):
-    """A folder of the files of a store, to be spoilt."""
+    """A folder with the files of a store, to damage."""
     for name in FILES:
         shutil.copy(store.directory / name, tmp_path)
     return tmp_path
@@ -274,7 +274,7 @@ def mutations(draw):
 @given(st.lists(mutations(), min_size=1, max_size=3))
 @settings(max_examples=150, deadline=None)
 def test_damaged_stores_are_refused_or_valid(mutated):
-    """Errors of one kind alone; and what opens has boundaries and ids that can be."""
+    """Damaged files raise one kind of error, or open with valid boundaries and ids."""
     sentences = [0, 4, 9, 10, 25, 31, 40]
     files = {
         "meta.json": b'{"dtype": "uint16", "vocab_size": 50}',

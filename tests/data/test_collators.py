@@ -55,7 +55,7 @@ def test_invariants_of_full_blocks(blocks, tokenizer):
         }
         assert batch["attention_mask"].all()
         check_masks(batch, tokenizer)
-        # The quota of BERT: 15 % of the 30 tokens that are no [CLS] or [SEP] and known.
+        # BERT's quota: 15 % of the 30 tokens that are known, and not [CLS] or [SEP].
         unknown = batch["input_ids"].eq(tokenizer.unk_token_id).any()
         assert unknown or (batch["labels"].ne(-100).sum(1) == 5).all()
 
@@ -270,7 +270,7 @@ def test_packed_documents_have_independent_masks(store, tokenizer):
     batch = collator([stream[i] for i in range(4)])
     lengths = [length for i in range(4) for length in stream[i]["sequence_lengths"]]
     assert batch["cu_seq_lens_q"].diff().tolist() == lengths and len(lengths) > 4
-    # A sequence is masked as it would be alone, under its own index.
+    # A sequence is masked as it would be alone, with its own sample index.
     ends = batch["cu_seq_lens_q"].tolist()
     original = torch.where(batch["labels"] == -100, batch["input_ids"], batch["labels"])[0]
     place = 0
@@ -320,7 +320,7 @@ def plain_model(family, tokenizer):
 @pytest.mark.parametrize("block_size", (None, 48))
 @pytest.mark.parametrize("family", ("bert", "roberta", "albert", "gpt2"))
 def test_packed_batches_train_like_padded_ones(pairs, tokenizer, family, block_size):
-    """In a plain Transformers model, with the whole batch: same loss, same gradient."""
+    """Packed rows give a Transformers model the loss and gradient of the padded batch."""
     keys = ("input_ids", "sample_index") if family == "gpt2" else (*pairs[0],)
     keys = [key for key in keys if key != "next_sentence_label"]
     samples = [{key: pairs[i][key] for key in keys} for i in range(5)]
@@ -371,7 +371,7 @@ def test_causal_labels(tokenizer, packed, offset):
 
 @pytest.fixture(scope="module")
 def plain():
-    """A tokenizer of words that has [MASK] as its one special token, and nothing to pad with."""
+    """A tokenizer of words; [MASK] is its only special token, so it cannot pad."""
     words = [*(f"w{i}" for i in range(40)), "[MASK]"]
     model = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}))
     return PreTrainedTokenizerFast(tokenizer_object=model, mask_token="[MASK]")

@@ -64,7 +64,7 @@ STORIES = "Größe – 😀 one.\n\ntwo, naïve.\r\nits second line\r\n\r\nthree
 
 
 def halves(compress):
-    """Compressed in two frames, which are cut within a letter."""
+    """The text compressed in two frames, cut within a letter."""
     return lambda data: compress(data[:3]) + compress(data[3:])
 
 
@@ -85,7 +85,7 @@ def test_the_same_text_however_it_is_written(tmp_path, encoding, compress, frame
     if frames == 2 and compress is not bytes:
         compress = halves(compress)
     (tmp_path / "folder").mkdir()
-    file = tmp_path / "folder" / "a.txt.gz"  # the contents tell, whatever the name says
+    file = tmp_path / "folder" / "a.txt.gz"  # the contents count, not the name
     file.write_bytes(compress(data))
     for path in file, file.parent:
         documents = read_documents([path])
@@ -150,7 +150,7 @@ def test_embedded_corpus_is_english_of_a_useful_size(embedded):
 
 @pytest.mark.slow
 def test_embedded_corpus_is_the_same_in_every_process(tmp_path, monkeypatch):
-    # A part of the library shows it, and is parsed at once.
+    # A part of the library is enough, and is parsed quickly.
     for part in ("pydoc_data", "email", "json"):
         shutil.copytree(Path(sysconfig.get_path("stdlib")) / part, tmp_path / part)
     command = (
@@ -183,14 +183,14 @@ def test_real_text(real_text):
 
 @pytest.fixture(scope="module")
 def all_opened():
-    """The paths that are opened in this process, in whatever way."""
+    """All paths that this process opens, by any function."""
     paths, end = [], []
 
     def audit(event, arguments):
         if event == "open" and not end:
             paths.append(str(arguments[0]))
 
-    sys.addaudithook(audit)  # which cannot be removed
+    sys.addaudithook(audit)  # a hook cannot be removed
     yield paths
     end.append(True)
 
@@ -234,7 +234,7 @@ def test_a_corpus_is_read_once_and_then_never(kind, documents, opened, tmp_path,
     opened()
     corpus.release()
     assert list(corpus) == list(plain) and opened().count("a.txt") == 2
-    # Another vocabulary, a damaged cache, and a file that has changed, though not in size.
+    # Another vocabulary, a damaged cache, and a file that has changed but kept its size.
     opened()
     read(310)
     assert opened() == files

@@ -1,4 +1,4 @@
-"""DataCollatorForDenoising: what BART is given."""
+"""DataCollatorForDenoising: the inputs of BART."""
 
 from __future__ import annotations
 

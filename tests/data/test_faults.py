@@ -1,4 +1,4 @@
-"""Caches that were damaged: the same result as before, and one line that says so."""
+"""Damaged caches give the same result as before, and one line says so."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def spoil(file: Path, kind: str, chance: random.Random) -> None:
         changed = data[:place] + flipped + data[place + 1 :]
         other = {"cut": data[:place], "empty": b"", "longer": data + flipped}
         file.write_bytes(other.get(kind, changed))
-        if kind == "old-time":  # as a disk does that forgets
+        if kind == "old-time":  # a failing disk may return older contents
             os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
@@ -87,7 +87,7 @@ def check_faults(whole, corpus, folder, capsys, number: int) -> None:
     assert results(corpus, copied, kind) == expected, (file, damage)
     (line,) = capsys.readouterr().err.splitlines()
     assert f"the cache {file.parent} is damaged" in line and "built again" in line
-    # Now it is whole, and nothing else was left.
+    # Now the cache is complete, and no other file is left.
     assert results(corpus, copied, kind) == expected
     assert capsys.readouterr().err == ""
     assert not [path for path in copied.rglob(".*")]
@@ -96,7 +96,7 @@ def check_faults(whole, corpus, folder, capsys, number: int) -> None:
 
 @pytest.mark.slow
 def test_files_of_a_cache_are_damaged(whole, corpus, tmp_path, capsys):
-    """Every file once, in a way that is drawn."""
+    """Damages every file once, in a random way."""
     _, _, cache = whole
     files = sum(path.is_file() for path in cache.rglob("*"))
     assert files > 20
@@ -119,7 +119,7 @@ def test_caches_of_older_versions_and_foreign_files(whole, corpus, tmp_path, cap
     (tokenizer,) = tmp_path.glob(f"cache/{kind}-*")
     (store / "manifest.json").unlink()
     (tokenizer / "added_tokens.json").write_text('{"anna": 7}')  # Transformers would read it
-    (tokenizer / ".DS_Store").write_text("")  # but not this
+    (tokenizer / ".DS_Store").write_text("")  # Transformers would not read it
     assert results(corpus, tmp_path / "cache", kind) == expected
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
@@ -152,7 +152,7 @@ def write(folder: Path) -> None:
 
 
 def test_pages_of_large_files(tmp_path, monkeypatch):
-    """A flip between two pages is seen by the whole hash, which the file's time calls for."""
+    """The full hash finds a bit flipped between two pages; the file's changed time asks for it."""
     monkeypatch.setattr(_folder, "_LARGE", 8999)
     monkeypatch.setattr(_folder, "_PAGES", 2)
     monkeypatch.setattr(_folder, "_PAGE", 100)
@@ -176,7 +176,7 @@ def test_pages_of_large_files(tmp_path, monkeypatch):
 
 
 def test_concurrent_builders_and_readers(tmp_path):
-    """Each lock is of its own open file, so that threads stand for processes."""
+    """Each thread opens its own lock file, so threads can stand for processes."""
     expected = random.Random(0).randbytes(9000)
 
     def use(number: int) -> bool:
@@ -243,7 +243,7 @@ def test_a_full_disk(tmp_path):
 
 
 def test_a_disk_with_no_room_for_a_map(whole, tmp_path, monkeypatch):
-    """Written to, such a map kills the process; so the room is asked for before."""
+    """A write to such a map would kill the process, so the disk space is checked before."""
 
     def full(descriptor: int, begin: int, size: int) -> None:
         assert size % 24 == 0 < size

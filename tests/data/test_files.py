@@ -1,4 +1,4 @@
-"""The lines of a text file: what ends one, however the file is encoded and packed."""
+"""The lines of a text file and their ends, in any encoding and compression."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from fastplm.data._files import lines_of
 
-#: What a file holds, and its lines.
+#: The contents of a file, and its lines.
 LINES = {
     "unix": ("a\nb\n", ["a\n", "b\n"]),
     "windows": ("a\r\n\r\nb\r\nc", ["a\n", "\n", "b\n", "c"]),

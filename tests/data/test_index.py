@@ -43,7 +43,7 @@ def test_first_outside(dtype, place):
 
 @both("sentence_chunks")
 def test_sentence_chunks(sentence_chunks):
-    # Sentences of 3, 2, 4, 1, 10 and 1 tokens; documents of four, one and one of them.
+    # Sentences of 3, 2, 4, 1, 10 and 1 tokens; documents of four, one and one sentences.
     sentences = np.array([0, 3, 5, 9, 10, 20, 21])
     chunks = sentence_chunks(sentences, np.array([0, 4, 5, 6]), 5)
     # The run of sentences 2 and 3 ends with its document, and the last sentence is too short.
@@ -57,7 +57,7 @@ def test_pack_sequences(pack_sequences):
     # 7 | 5 | 4 open three blocks; 3 fills that of 5; 2 goes where 4 is; 1 fills that of 7.
     offsets, members = pack_sequences(np.array([3, 5, 2, 7, 1, 4]), 8)
     assert offsets.tolist() == [0, 2, 4, 6] and members.tolist() == [3, 4, 1, 0, 5, 2]
-    # Of two bins with the same room the one that was filled last is taken.
+    # If two bins have the same room, the one that was filled last is taken.
     offsets, members = pack_sequences(np.array([6, 6, 3]), 10)
     assert offsets.tolist() == [0, 1, 3] and members.tolist() == [0, 1, 2]
     assert [part.tolist() for part in pack_sequences(np.array([], dtype=np.int64), 3)] == [[0], []]
@@ -94,7 +94,7 @@ def test_chunks_follow_their_definition(corpus, room):
 
 
 def packed(lengths, capacity):
-    """The packing, which is that of the reference."""
+    """Checks that the packing is the reference's, and returns it."""
     found = index.pack_sequences(lengths, capacity)
     for part, expected in zip(found, index.pack_sequences_ref(lengths, capacity), strict=True):
         assert part.tolist() == expected.tolist()
@@ -110,7 +110,7 @@ def test_packing_follows_its_definition(lengths, capacity):
     bins = [lengths[members[i:j]] for i, j in zip(offsets, offsets[1:], strict=False)]
     assert all(0 < sum(members) <= capacity for members in bins)
     assert sum(2 * sum(members) <= capacity for members in bins) <= 1
-    # Best fit: no bin that was open when a sequence was put in had less room that would have done.
+    # Best fit: when a sequence was placed, no other open bin with enough room had less room.
     room, where = {}, np.empty(len(lengths), dtype=np.int64)
     where[members] = np.repeat(np.arange(len(bins)), np.diff(offsets))
     for sequence in np.argsort(-lengths, kind="stable"):

@@ -37,7 +37,7 @@ def sequences_of(blocks):
 
 
 def test_small_packing(documents_of):
-    # 12 tokens are a piece of 8 and one of 4; 3 joins 5, and 2 joins 4.
+    # 12 tokens become pieces of 8 and 4; 3 joins 5, and 2 joins 4.
     blocks = PackedDocuments(documents_of([5, 3, 12, 2]), 8)
     assert [block["sequence_lengths"] for block in blocks] == [[8], [5, 3], [4, 2]]
     ids = [(block["input_ids"] - 10).tolist() for block in blocks]
@@ -67,7 +67,7 @@ def test_every_token_is_in_one_piece(numbered, block_size, options):
         tokens = ids - 10
         assert len(tokens) and (np.diff(tokens) == 1).all()
         first, last = np.searchsorted(ends, tokens[[0, -1]], side="right")
-        assert first == last  # one document
+        assert first == last  # both are in one document
         seen.append(tokens)
     assert np.sort(np.concatenate(seen)).tolist() == list(range(len(numbered)))
 
@@ -75,7 +75,7 @@ def test_every_token_is_in_one_piece(numbered, block_size, options):
 def test_little_room_is_left(numbered):
     blocks = PackedDocuments(numbered, 256, **SPECIAL)
     total = sum(sum(block["sequence_lengths"]) for block in blocks)
-    assert len(blocks) == -(-total // 256)  # the fewest possible
+    assert len(blocks) == -(-total // 256)  # the fewest blocks possible
 
 
 @pytest.mark.parametrize("workers", [0, 2])

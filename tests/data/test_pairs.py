@@ -29,7 +29,7 @@ def pairs_of(store, length=1000, seed=0, block_size=BLOCK, kind=NextSentencePair
 
 @pytest.fixture
 def numbered(store_of):
-    """445 documents of 1 to 17 sentences of 1 to 29 tokens, in which every token is another one."""
+    """445 documents of 1 to 17 sentences of 1 to 29 tokens; no token id occurs twice."""
     n = np.arange(4000)
     sentences = np.cumsum([0, *(1 + (n * n * 7 + n * 3) % 29)])
     documents = np.cumsum([0, *(1 + (np.arange(444) * 13) % 17)])
@@ -76,7 +76,7 @@ def test_pairs_are_what_their_label_says(numbered, kind):
             assert earlier[-1] < later[0] and later[-1] < end
             if end - begin == len(first) + len(second):  # no token was cut off
                 assert earlier[0] == begin and earlier[-1] + 1 == later[0] and later[-1] + 1 == end
-        else:  # tokens are their places, which say the document
+        else:  # token ids are places in the store, which tell the document
             document = np.searchsorted(ends, second[0], side="right") - 1
             assert second[-1] < ends[document + 1] and document != chunks.document[chunk]
         if kind is NextSentencePairs and chunks.end[chunk] - chunks.begin[chunk] == 1:
@@ -90,7 +90,8 @@ def test_pairs_are_what_their_label_says(numbered, kind):
 
 def test_one_pair_in_ten_is_short(store):
     lengths = np.array([len(item["input_ids"]) for item in items_of(pairs_of(store, 3000))])
-    # Half of those; a run is short too where its document ends, hence the loose upper bound.
+    # Half of the short pairs are below half a block. So are some runs at the end of a document,
+    # hence the loose upper bound.
     assert 0.025 < (lengths < BLOCK / 2).mean() < 0.4
     assert (lengths == BLOCK).mean() > 0.3
 
@@ -102,7 +103,7 @@ def test_truncation_takes_from_the_longer_segment_at_both_ends():
     assert len(a) == 14 and len(b) == 10
     assert a[0] > 0 and a[-1] < 29 and (np.diff(a) == 1).all()
     a, b = _truncate(first, second, 9, words)
-    assert len(a) == 5 and len(b) == 4  # at equal lengths the second one gives way first
+    assert len(a) == 5 and len(b) == 4  # at equal lengths the second one is cut first
     a, b = _truncate(first, second, 40, words)
     assert len(a) == 30 and len(b) == 10
 
@@ -115,7 +116,7 @@ def test_a_sentence_longer_than_a_block(tokenizer, tmp_path):
 
 
 def test_next_sentence_pairs_do_not_change(numbered):
-    """Those of the first version, but for the runs of one sentence, which it cut in two."""
+    """The pairs are those of the first version, except for runs of one sentence, which it cut."""
     digest = hashlib.sha256()
     for item in items_of(pairs_of(numbered, 500, seed=5)):
         digest.update(np.array([*item["input_ids"], item["next_sentence_label"]]).tobytes())
@@ -141,7 +142,7 @@ def test_both_objectives_cut_the_same_runs(numbered):
         strict=True,
     ):
         if torn["next_sentence_label"] != ordered["sentence_order_label"]:
-            different += 1  # of one sentence
+            different += 1  # the run has one sentence
             assert torn["next_sentence_label"] == 1
         if not torn["next_sentence_label"]:
             assert torch.equal(torn["input_ids"], ordered["input_ids"])
@@ -150,8 +151,8 @@ def test_both_objectives_cut_the_same_runs(numbered):
 
 
 def test_a_lone_sentence_is_whole_and_its_pair_random(store_of):
-    """BERT's create_pretraining_data.py: ``len(current_chunk) == 1`` is always a random next."""
-    # Documents of one sentence of 10 tokens each, all of them other tokens.
+    """As in BERT's create_pretraining_data.py: ``len(current_chunk) == 1`` has a random next."""
+    # Documents of one sentence of 10 tokens each; no token id occurs twice.
     store = store_of(10 + np.arange(60), np.arange(0, 61, 10), np.arange(7))
     pairs = pairs_of(store, 200)
     assert pairs.chunks.lone == 1.0

@@ -1,4 +1,4 @@
-"""DataCollatorForSpanCorruption: what T5 is given."""
+"""DataCollatorForSpanCorruption: the inputs of T5."""
 
 from __future__ import annotations
 

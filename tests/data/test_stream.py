@@ -28,9 +28,9 @@ def test_permutation_is_a_bijection_and_differs_by_epoch_and_seed(size):
 
 
 def test_permutation_looks_random():
-    # Over many epochs every place must get every element equally often: chi-square, 63 degrees of
-    # freedom for each place, 64 places; the mean of 64 such values is within 8 of 63 but for one
-    # in a million.
+    # Over many epochs every place must get every element equally often. Chi-square has 63 degrees
+    # of freedom for each of 64 places; the mean of the 64 values is further from 63 than 8 once in
+    # a million runs.
     size, epochs = 64, 640
     epoch = torch.arange(epochs)[:, None].expand(epochs, size)
     order = permute(torch.arange(size).expand(epochs, size), size, 5, epoch)

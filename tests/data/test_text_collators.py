@@ -1,4 +1,4 @@
-"""What the collators of T5 and BART share: a row depends on its text, its place and the seed."""
+"""The collators of T5 and BART: a row depends on its text, its sample index and the seed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KINDS = {
 
 @pytest.fixture(params=KINDS)
 def case(request):
-    """What makes the collator, and samples with BOS (BART's) and EOS."""
+    """(function that makes the collator, samples with BOS (BART's) and EOS)."""
     tokenizer, samples = request.getfixturevalue(request.param)
     return partial(KINDS[request.param], tokenizer), samples
 

@@ -44,7 +44,7 @@ def test_special_tokens_of_roberta_and_t5(trained, documents):
         ids = [last - i for i in range(100)]
         assert trained.convert_tokens_to_ids(sentinels) == ids
         assert set(ids) < set(trained.all_special_ids)
-        # A sentinel in a text is one token.
+        # A sentinel that occurs in a text is one token.
         assert trained("<extra_id_7>", add_special_tokens=False).input_ids == [last - 7]
         assert trained(documents[0]).input_ids[-1] == 1
     else:
@@ -102,7 +102,7 @@ for kind, size in zip(KINDS, (90, 290, 150), strict=True):
 @pytest.mark.slow
 def test_vocabulary_is_the_same_in_every_process(tmp_path):
     # The trainers of the tokenizers library number pieces in the order of randomised hash maps,
-    # and add in the order of their threads.
+    # and sum in the order of their threads.
     outputs = set()
     for process, threads in enumerate(("1", "2", "5")):
         environment = {"PYTHONHASHSEED": str(process), "RAYON_NUM_THREADS": threads}
@@ -168,7 +168,7 @@ def test_long_words_are_cut_with_one_line(documents, tmp_path, monkeypatch, caps
     assert capsys.readouterr().err == ""
     assert longest(whole) > 16
     monkeypatch.setattr("fastplm.data.tokenizer.LONGEST_WORD", 16)
-    for _ in range(2):  # the second time it comes from the cache
+    for _ in range(2):  # the second one comes from the cache
         cut = train_tokenizer(text, 500, tmp_path / "cut", kind).get_vocab()
     (line,) = capsys.readouterr().err.splitlines()
     assert "has 234 letters" in line and "cut every 16" in line
@@ -226,7 +226,7 @@ def test_load_asks_for_what_is_needed(trained, tmp_path):
 
 @pytest.mark.parametrize("kind", ["wordpiece", "bytelevel", "unigram"])
 def test_a_line_without_an_end_is_given_to_the_tokenizer_in_parts(kind, tmp_path, monkeypatch):
-    """The library keeps dozens of bytes a letter, and ends the process where they have no room."""
+    """The library takes dozens of bytes a letter, and ends the process if memory is short."""
     text = " ".join(f"{word}{number % 7}" for number in range(400) for word in ("ab", "river"))
     expected = train_tokenizer([text], 400, tmp_path / "whole", kind)
     whole = tokenize([text], expected, tmp_path / "whole").tokens.tolist()

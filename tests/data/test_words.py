@@ -18,7 +18,7 @@ SUFFIXES = ("s", "t", "re", "ve", "m", "ll", "d")
 
 @pytest.fixture(scope="module")
 def text(request) -> list[str]:
-    """Real text: that of $FASTPLM_TEST_DATA, else Python's own."""
+    """Real text: from $FASTPLM_TEST_DATA, else Python's own."""
     folder = os.environ.get("FASTPLM_TEST_DATA")
     if folder:
         documents = list(read_documents([Path(folder) / "text"]))
@@ -39,8 +39,8 @@ def bytelevel(text, tmp_path_factory):
 
 
 def disagreements(tokenizer, starts, document):
-    """(left token, right token, whether a word begins between them by our table) wherever the
-    tokenizer says otherwise."""
+    """(left token, right token, whether a word begins between them by fastplm's table), at every
+    place where the tokenizer disagrees."""
     encoding = tokenizer(document)
     tokens, theirs = encoding.tokens(), encoding.word_ids()
     ours = word_ids(torch.tensor(encoding["input_ids"]), starts).tolist()
@@ -54,7 +54,7 @@ def disagreements(tokenizer, starts, document):
 def test_words_are_those_of_the_tokenizer(trained, text):
     starts = word_starts(trained)
     for document in text[::3]:
-        if trained.cls_token == "<s>":  # what no table can see is the next test's
+        if trained.cls_token == "<s>":  # the next test has the cases that no table can know
             document = " ".join(re.sub(r"[^!-&(-~\s]", "", document).split())
         assert not list(disagreements(trained, starts, document))
 
@@ -77,7 +77,7 @@ def test_byte_level_differs_only_where_it_says(bytelevel, text):
 
 
 def whole(token: str) -> bool:
-    """No part of a character of several bytes is in it: all letters stand for ASCII."""
+    """The tokens hold no part of a character of several bytes: all letters stand for ASCII."""
     return all("!" <= letter <= "~" or letter in "ĠĊ" for letter in token)
 
 
@@ -132,7 +132,7 @@ def test_layouts(trained):
     assert torch.equal(word_ids(ids.T.contiguous().T, starts), numbers)
     assert word_ids(ids[:, :1], starts).tolist() == [[1], [1], [1]]
     assert word_ids(ids[:, :0], starts).shape == (3, 0)
-    # No value of a tensor is looked at, so nothing waits for a device.
+    # Nothing reads a value of a tensor, so nothing waits for a device.
     assert word_ids(ids.to("meta"), starts.to("meta")).shape == ids.shape
 
 
@@ -160,9 +160,9 @@ def unknown_kinds():
     backend = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     return [
-        PreTrainedTokenizerFast(tokenizer_object=backend),  # no decoder
+        PreTrainedTokenizerFast(tokenizer_object=backend),  # has no decoder
         OpenAIGPTTokenizer(),  # marks the ends of words, not their beginnings
-        ByT5Tokenizer(),  # not on the tokenizers library
+        ByT5Tokenizer(),  # does not use the tokenizers library
     ]
 
 

@@ -1,4 +1,4 @@
-"""pages.py for the tests beside it, and a folder with the files that pages name."""
+"""Makes pages.py importable for these tests, and a folder with the files that pages name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if str(Path(__file__).parent) not in sys.path:
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory) -> Path:
-    """A folder with all of them."""
+    """A folder with all files that pages name."""
     from pages import write_files
 
     folder = tmp_path_factory.mktemp("files")
@@ -23,7 +23,7 @@ def files(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def here(files, tmp_path, monkeypatch) -> Path:
-    """A folder of the test's own with those files, where it works."""
+    """The test's working directory: its own folder with these files."""
     for path in files.iterdir():
         (tmp_path / path.name).symlink_to(path)
     monkeypatch.chdir(tmp_path)

@@ -69,7 +69,7 @@ def sentence(i: int) -> str:
 
 
 def write_files(folder: Path) -> None:
-    """All that pages name, and a cache of vocabularies."""
+    """Writes all files that pages name, and a cache of vocabularies."""
     stories = [". ".join(sentence(i + j) for j in range(4 + i % 7)) + "." for i in range(150)]
     (folder / "my-texts").mkdir()
     for name in ("wiki.txt", "my-texts/one.txt"):
@@ -104,7 +104,7 @@ def write_files(folder: Path) -> None:
     prompt = {"template": "{text} a {label}.", "labels": words}
     (folder / "prompt.json").write_text(json.dumps(prompt))
     (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
-    # As large as BERT's vocabulary, as the README has one of its token ids.
+    # The vocabulary is as large as BERT's, as the README has one of BERT's token ids.
     tokenizer = train_tokenizer(stories, 120, folder / "cache")
     torch.manual_seed(0)
     config = transformers.BertConfig(
@@ -114,7 +114,7 @@ def write_files(folder: Path) -> None:
         num_attention_heads=2,
         intermediate_size=64,
     )
-    # Models of Hugging Face by name are folders here, which Transformers looks for first.
+    # Models of the Hugging Face Hub are folders here, which Transformers looks for first.
     public = ("google-bert/bert-base-uncased", "distilbert/distilbert-base-uncased")
     for name in ("path/to/bert", "path/to/model", *public):
         transformers.BertForMaskedLM(config).save_pretrained(folder / name)
@@ -152,7 +152,7 @@ def write_files(folder: Path) -> None:
     sentences = [sentence(i) for i in range(6)]
     (folder / "sentences.txt").write_text("\n".join(sentences))
     (folder / "pairs.tsv").write_text("\n".join(f"{text}\t{text}" for text in sentences))
-    # Those of benchmarks/finetuning.py and benchmarks/distillation.py.
+    # The files of benchmarks/finetuning.py and benchmarks/distillation.py.
     for name, source in {
         "sentiment/movie.train.tsv": "scores.tsv",
         "sentiment/movie.test.tsv": "scores.tsv",

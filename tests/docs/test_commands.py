@@ -1,17 +1,17 @@
-"""Every command of README.md and docs/ runs: its own words, and what cuts it down.
+"""Every command of README.md and docs/ runs, with its own words and options that make it short.
 
-- ``fastplm …`` runs in this process, two steps of a tiny model (``SMALL``), those of a block in one
-  folder with the files that the pages name; ``torchrun`` there as one process, and in the slow lane
-  as two that take the place of eight.
-- All others run in a copy of this checkout (``tree``), those of a block in one copy, and must leave
-  or say what their page promises. Arguments and variables that a user has, too, cut them down
-  (``CUTS``): one case of a benchmark, one round, the smallest vocabulary. The copy has a .venv that
-  is this Python, with the Makefile's stamps set, and pip has no index: nothing is fetched. Triton's
-  compiler gets one kernel file alone, and no command gets a GPU, whose cases have other names.
-  What takes longer than some seconds is in the slow lane.
+- ``fastplm …`` runs in this process, for two steps of a tiny model (``SMALL``). The commands of a
+  block run in one folder with the files that the pages name. ``torchrun`` runs as one process, and
+  in the slow lane as two instead of eight.
+- Other commands run in a copy of this checkout (``tree``), one copy for each block, and must write
+  or print what their page promises. Arguments and environment variables that users have, too, make
+  them short (``CUTS``): one case of a benchmark, one round, the smallest vocabulary. The copy's
+  .venv is this Python, with the Makefile's stamps set, and pip has no index, so nothing is fetched.
+  Triton's compiler gets one kernel file alone. No command gets a GPU, where cases have other names.
+  Commands that take longer than some seconds are in the slow lane.
 
-Before a command runs, and for those within a sentence instead, the targets, files, modules and
-options that it names must exist. A block in a language without a rule fails, and so does a command.
+Before a command runs, the targets, files, modules and options that it names must exist. Commands
+within a sentence are only checked so. A command, or a block's language, without a rule fails.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from fastplm import cli
 if sys.version_info >= (3, 11):
     import tomllib
 
-#: What ``fastplm`` is cut down to; arguments that come later count.
+#: Arguments that make ``fastplm`` short; the last value of an argument counts.
 SMALL = {
     "pretrain": "--steps 2 --batch-size 2 --block-size 32 --vocab-size 400 --precision fp32",
     "finetune": "--epochs 1 --batch-size 2 --max-samples 4 --max-eval-samples 2 --seeds 1"
@@ -58,14 +58,14 @@ SMALL = {
 
 @dataclass(frozen=True)
 class Cut:
-    """How another command is cut down, and what it promises.
+    """How to make another command short, and the results that it promises.
 
     Args:
-        arguments: behind its own.
-        variables: of its environment.
+        arguments: arguments added behind its own.
+        variables: environment variables.
         leaves: files that it writes.
-        says: a pattern of what it prints.
-        judges: whether it exits with 1 for a speed, too, of which so few rounds say nothing.
+        says: a pattern of its output.
+        judges: it may exit with 1 for a bad speed, which so few rounds cannot tell.
         slow: whether it takes longer than some seconds.
     """
 
@@ -82,7 +82,7 @@ ONE_OP = {"PYTEST_ADDOPTS": "-k test_mask_tokens"}
 ITS_TABLE = r"mask_tokens +BERT-base 32x128 +forward +fastplm +\d"
 RESULTS = "benchmarks/results"
 ONE_STEP_OF_THE_REPORT = "--skip-build --skip-tests --only mask_tokens --rounds 1"
-#: By what a command begins with; the longest counts.
+#: The cuts by a command's first words; the longest match counts.
 CUTS = {
     "make bench": Cut(
         variables=ONE_OP,
@@ -189,9 +189,9 @@ def ours(block: Block) -> list[list[str]]:
 
 
 def others() -> list[Any]:
-    """The parameters of a test: the other commands of a block that are of one lane.
+    """The parameters of a test: the other commands of each block that belong to one lane.
 
-    What stands on several pages is run for the first of them.
+    A command on several pages runs for the first page alone.
     """
     known: list[list[str]] = []
     found = []
@@ -209,7 +209,7 @@ def others() -> list[Any]:
 
 
 def test_every_block_has_a_language_with_a_rule():
-    """An indented block has none: it would be shown as code, and never run."""
+    """A fenced block may not be indented: it would be shown as code, and never run."""
     for block in BLOCKS:
         assert block.language in ("python", "pycon", "sh", "text"), f"{block}: {block.language!r}"
         if block.language == "text":
@@ -224,7 +224,7 @@ def test_every_block_has_a_language_with_a_rule():
 
 # --- what a page's line runs as -------------------------------------------------------------------
 
-#: The commands of an environment that has fastplm; not its own scripts, which it may lack.
+#: The commands of an environment with fastplm, as Python code: scripts may not be installed.
 SCRIPTS = {
     "python": "",
     "python3": "",
@@ -236,7 +236,7 @@ SCRIPTS = {
 
 @pytest.fixture
 def tree(files, here) -> Path:
-    """A copy of this checkout, what git ignores left out but for csrc/ as built; a commit, main."""
+    """A copy of this checkout, with csrc/ as built but no other ignored file; a commit on main."""
     tree = here / "tree"
     ignored = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text().split()]
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", *ignored))
@@ -254,9 +254,9 @@ def tree(files, here) -> Path:
         program = programs / name
         program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {module} "$@"\n')
         program.chmod(0o755)
-    for stamp in ("base", "docs", "peers", "test"):  # as after `make test` and `make bench`
+    for stamp in ("base", "docs", "peers", "test"):  # those of `make test` and `make bench`
         (tree / ".venv" / f".{stamp}").touch()
-    # The package as it is installed, with the smallest kernel file alone.
+    # The package as an installation has it, with the smallest kernel file alone.
     package = here / "site" / "fastplm"
     (package / "triton_kernels").mkdir(parents=True)
     for path in (tree / "fastplm").iterdir():
@@ -266,12 +266,12 @@ def tree(files, here) -> Path:
     return tree
 
 
-#: Variables of this run of tests, and of the `make` that it is of.
+#: Variables of this run of tests, and of the `make` that started it.
 OUTER = ("MAKE", "MFLAGS", "PYTEST", "TRITON")
 
 
 def run(words: list[str], cut: Cut, tree: Path) -> None:
-    """In an environment that ``tree/.venv`` is the active one of, without a network and a GPU."""
+    """Runs a command with ``tree/.venv`` as the active environment, without network and GPU."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(OUTER)}
     changed = {
         "PATH": f"{tree / '.venv' / 'bin'}:{os.environ['PATH']}",
@@ -305,7 +305,7 @@ def run(words: list[str], cut: Cut, tree: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [block for block in SHELL if ours(block)], ids=str)
 def test_fastplm_of_a_block(block, here, capsys):
-    """One after another in one folder: a later one may take what an earlier one made."""
+    """The commands of a block run in one folder, as a later one may use an earlier one's files."""
     for words in ours(block):
         arguments = CHECKS[words[0]](words)
         if arguments:
@@ -337,7 +337,7 @@ def test_others_of_a_block(lines, tree):
 
 
 def give_all_shares_of_padding(rows: Path) -> None:
-    """The picture is of three or more, and the command before was cut down to one."""
+    """The picture needs three points or more, but the command before is cut to one."""
     head, *lines = rows.read_text().splitlines(keepends=True)
     shares = ("0%", "30%", "50%")
     rows.write_text(head + "".join(li.replace("50%", share) for share in shares for li in lines))
@@ -349,7 +349,7 @@ def test_every_cut_is_of_a_command():
 
 
 def test_commands_in_prose():
-    """They are not run, but what they name must be there."""
+    """Commands in a sentence are not run, but the things that they name must exist."""
     found = 0
     for page in PAGES:
         for match in re.finditer(r"(?<!`)`([^`]+)`(?!`)", prose(page)):
@@ -361,7 +361,7 @@ def test_commands_in_prose():
 
 
 def check_fastplm(words: list[str]) -> list[str]:
-    """What to run in its place: nothing for what takes minutes by its nature."""
+    """The command to run instead; none if it cannot be shorter than minutes."""
     command = words[1]
     options, required = parser_of(command)
     unknown = {word for word in words if word.startswith("--")} - options
@@ -391,7 +391,7 @@ def parser_of(command: str) -> tuple[set[str], set[str]]:
 
 
 def check_torchrun(words: list[str]) -> list[str]:
-    """One process in place of several, which tests of their own run."""
+    """The command line for one process instead of several, which other tests run."""
     at = words.index("-m")
     assert words[at + 1] == "fastplm"
     importlib.import_module("torch.distributed.run")
@@ -443,7 +443,7 @@ def check_pip(words: list[str]) -> list[str]:
     return []
 
 
-#: The rule of a command: it checks the words, and returns what the command line is to run of them.
+#: The rule of a command: it checks the words, and returns the command line to run.
 CHECKS: dict[str, Callable[[list[str]], list[str]]] = {
     "fastplm": check_fastplm,
     "make": check_make,

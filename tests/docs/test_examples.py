@@ -27,7 +27,7 @@ def test_python_of_a_page(page, here):
         if "torch.onnx" in block.code and not importlib.util.find_spec("onnxscript"):
             continue
         if (block.page, block.language) == (page, "python"):
-            # As many lines before it as on the page, so that a traceback names the page's.
+            # Empty lines before the block give tracebacks the page's line numbers.
             exec(compile("\n" * block.line + block.code, page, "exec"), namespace)
 
 
@@ -57,7 +57,7 @@ def test_examples_of_docstrings(module, here):
 
 
 def run_doctest(test: doctest.DocTest) -> int:
-    """How many examples it has, all of which hold."""
+    """The number of examples in a docstring; all of them must hold."""
     said: list[str] = []
     runner = doctest.DocTestRunner(verbose=False)
     result = runner.run(copy.copy(test), out=said.append)

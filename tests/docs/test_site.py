@@ -73,7 +73,7 @@ def test_every_public_name_is_explained(pages):
 
 @needs_mkdocs
 def test_docstrings_become_text(pages):
-    """Formulas, arguments with their types, and sections of ours, as they are meant to look."""
+    """Formulas, arguments with their types, and fastplm's own sections look as intended."""
     page = text_of(pages["api/ops.html"])
     assert "O = dropout(softmax(scale * Q K^T + bias + mask)) V" in page
     assert "Vaswani et al. 2017, eq. 1" in page

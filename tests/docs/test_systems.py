@@ -23,7 +23,7 @@ def named(cell: str) -> list[str]:
 
 
 def resolve(name: str) -> object:
-    """A class of ``fastplm.models``, or what its path inside fastplm leads to."""
+    """A class of ``fastplm.models``, or the object at this path inside fastplm."""
     if hasattr(models, name):
         return getattr(models, name)
     module, _, attribute = name.rpartition(".")

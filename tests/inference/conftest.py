@@ -10,13 +10,13 @@ from transformers import PreTrainedTokenizerFast
 from fastplm.testing import check_in_fp64
 
 LETTERS = "abcdefghijklmnop"
-#: Of different lengths, in no order, one of them without a letter, one of them twice.
+#: Texts of different lengths, in no order; one has no letter, one occurs twice.
 TEXTS = ["ab cde", "p", "abc defg hi klm", "", "fg fg fgh", "p", "olm nop bad", "k lm"]
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each letter; at most 16 of a text."""
+    """A tokenizer with a token for each letter, and at most 16 tokens of a text."""
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *LETTERS, *(f"##{letter}" for letter in LETTERS)]
     vocabulary = {word: index for index, word in enumerate(words)}
     backend = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
@@ -44,7 +44,7 @@ def states_of(parent, ids):
 
 
 def hold(model, parent, ours, theirs):
-    """``ours(model)`` is ``theirs(parent)`` in fp64."""
+    """Checks that ``ours(model)`` equals ``theirs(parent)`` in fp64."""
     out = torch.as_tensor(ours(model.double()))
     gold, single = theirs(parent.double()), theirs(parent.float())
     check_in_fp64({"result": out}, {"result": gold}, {"result": single})

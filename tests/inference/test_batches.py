@@ -50,7 +50,7 @@ def test_long_texts_are_cut_off_and_named(tokenizer):
     tokens = Tokens.of("test", tokenizer, TEXTS, limit=6)
     assert tokens.cut == [0, 2, 4, 6]
     assert max(tokens.lengths) == 6
-    assert tokens.ids[tokens.offsets[1:] - 1].tolist() == [3] * len(TEXTS)  # [SEP] stays
+    assert tokens.ids[tokens.offsets[1:] - 1].tolist() == [3] * len(TEXTS)  # [SEP] is not cut off
 
 
 def test_what_a_model_takes(tokenizer):

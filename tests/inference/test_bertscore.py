@@ -19,7 +19,7 @@ REFERENCES = ["ab cdf", "p", "hi klm abc", "fg", "abc", "nop olm bad hh", "lm k"
 
 
 def by_hand(parent, tokenizer, candidates, references, weight, layer=-1):
-    """[pairs, 3]"""
+    """The scores [pairs, 3], by the paper's formula."""
     rows = []
     for texts in zip(candidates, references, strict=True):
         ids = [tokenizer(text.strip())["input_ids"] for text in texts]
@@ -36,7 +36,7 @@ def by_hand(parent, tokenizer, candidates, references, weight, layer=-1):
 
 
 def plain(token):
-    return 0.0 if token in (2, 3) else 1.0  # [CLS] and [SEP]
+    return 0.0 if token in (2, 3) else 1.0  # [CLS] and [SEP] count nothing
 
 
 def idf(tokenizer, texts):
@@ -96,9 +96,9 @@ def test_empty_texts_have_0(tokenizer):
     assert [len(part) for part in bert_score([], [], model, tokenizer)] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("room", [1, 20])  # tokens; in 1 each pair is matched alone
+@pytest.mark.parametrize("room", [1, 20])  # tokens; room 1 matches each pair alone
 def test_each_text_is_encoded_once_and_dropped_after_its_last_pair(room, tokenizer, monkeypatch):
-    """Whatever is matched together, and however often a text comes again."""
+    """Scores do not depend on the pairs matched together, nor on repeated texts."""
     model, _ = pair("BertModel")
     expected = bert_score(CANDIDATES, REFERENCES, model, tokenizer)
     computed, kept = [], []

@@ -64,7 +64,7 @@ def of_words(parent, tokenizer, kind, layers=(-1,)):
 @every_family
 @pytest.mark.parametrize("layers, budget", [(LAYERS, 17), ((1,), 1), ((-1,), 1000)])
 def test_texts_are_those_of_the_parent_one_by_one(family, layers, budget, tokenizer):
-    """Every pooling, whatever shares a batch."""
+    """Every pooling, with any texts in the same batch."""
     options = {"pooling": POOLINGS, "layers": layers, "batch_tokens": budget}
     hold(
         *pair(f"{PREFIXES[family]}Model"),
@@ -117,7 +117,7 @@ def test_heads_and_decoders_are_left_out(name, tokenizer):
 
 
 def test_models_of_transformers_alone(tokenizer):
-    """Padded batches: of a class without a drop-in class, and of a parent."""
+    """Padded batches, for a class without a drop-in class and for a parent."""
     config = transformers.DistilBertConfig(
         vocab_size=37, dim=16, hidden_dim=24, n_layers=2, n_heads=2, initializer_range=0.3
     )
@@ -146,7 +146,7 @@ def test_no_layer_above_the_chosen_ones_runs(family, tokenizer):
     for layer in (0, 1, 2):
         ran.clear()
         embed(model, tokenizer, TEXTS, layers=(layer,), batch_tokens=1000)
-        assert len(ran) <= max(layer, 1)  # the embeddings are taken from the first layer's input
+        assert len(ran) <= max(layer, 1)  # the embeddings are the first layer's input
 
 
 def test_the_last_layer_computes_only_the_tokens_that_are_read(tokenizer):
@@ -157,7 +157,7 @@ def test_the_last_layer_computes_only_the_tokens_that_are_read(tokenizer):
     )
     embed(model, tokenizer, TEXTS, pooling="cls", batch_tokens=1000)
     embed(model, tokenizer, WORDS, words="first", batch_tokens=1000)
-    # The pooler of this model reads the first token of each text, too.
+    # This model's pooler also reads the first token of each text.
     assert rows == [len(TEXTS), 9 + len(WORDS)]  # nine of the words have a token
 
 
@@ -224,7 +224,7 @@ def test_bad_arguments(options, said, tokenizer):
 
 @pytest.fixture(scope="module")
 def checkpoint(tokenizer, tmp_path_factory):
-    """A folder as sentence-transformers writes it."""
+    """Writes a folder in the format of sentence-transformers."""
     folder = tmp_path_factory.mktemp("checkpoint")
     pair("BertForMaskedLM")[0].save_pretrained(folder)
     tokenizer.save_pretrained(folder)

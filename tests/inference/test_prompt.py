@@ -75,7 +75,7 @@ def by_hand(family, parent, tokenizer, before, word):
 
 
 def of_prompts(family, parent, tokenizer, befores):
-    """[prompts, labels]"""
+    """The scores [prompts, labels], word by word."""
     return torch.stack(
         [
             torch.stack(
@@ -97,7 +97,7 @@ def of_prompts(family, parent, tokenizer, befores):
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_scores_are_those_of_the_parent_word_by_word(family, words):
     model, parent, tokenizer = models(family, words)
-    if family in ("gpt2", "openai", "bart"):  # which end in no token of the tokenizer
+    if family in ("gpt2", "openai", "bart"):  # the tokenizer adds no token at the end for these
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.backend_tokenizer.post_processor = None
     for prompt in (PROMPT, FEW_SHOT):
@@ -136,7 +136,7 @@ def test_words_share_inputs(words):
     model.transformer.wte.register_forward_hook(lambda m, i, output: computed.append(output.shape))
     prompt = Prompt("{text} a {label}", {"x": ["b"], "y": ["c", "d"]})
     score_labels(model, tokenizer, prompt, [("p",)] * 5)
-    distinct = 1 + len(CONTENT_FREE)  # the premise is that with the empty text
+    distinct = 1 + len(CONTENT_FREE)  # the prompt with the empty text is also the premise
     ids = [tokenizer(f"{text} a".strip())["input_ids"] for text in ("p", *CONTENT_FREE)]
     assert sum(shape[-2] for shape in computed) == sum(map(len, ids)) and len(ids) == distinct
 
@@ -147,7 +147,7 @@ def test_texts_that_are_too_long_are_cut_off(words):
     tokenizer.model_max_length = 12
     with pytest.warns(UserWarning, match="1 of 2 texts were cut off: a prompt has 12 tokens"):
         long = score_labels(model, tokenizer, PROMPT, [("a" * 40,), ("b",)])
-    short = score_labels(model, tokenizer, PROMPT, [("a" * 6,), ("b",)])  # 6 + a + 3 + 2 = 12
+    short = score_labels(model, tokenizer, PROMPT, [("a" * 6,), ("b",)])  # 12 tokens: 6 + a + 3 + 2
     assert np.array_equal(long.texts, short.texts)
     with pytest.raises(ArgumentValueError, match="`prompt` got .* tokens too many"):
         score_labels(model, tokenizer, FEW_SHOT, [("b",)])

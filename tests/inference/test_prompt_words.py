@@ -52,6 +52,6 @@ def test_words_that_say_nothing(labels, said, bert):
 
 
 def test_words_that_say_something(bert):
-    # A part that is unknown, and one word twice for one label, leave labels that differ.
+    # Labels may contain an unknown part, or a word twice, if they still differ.
     labels = {"good": ["great", "Great"], "bad": ["bad", "bad awful"]}
     assert score(bert, labels).shape == (1, 2)

@@ -25,11 +25,11 @@ from fastplm.inference.score import (
 )
 from fastplm.testing import KeptDouble, check_in_fp64
 
-# Words of letters alone, so that a tokenizer's marks say where words begin.
+# Words consist of letters alone, so that a tokenizer's marks tell where words begin.
 TEXTS = ["the lazy foxes jump", "a", "", "unbelievably lazy", "dogs  and dogs"]
 SOURCES = ["dogs", "the lazy dogs jump", "a fox", "", "over and over"]
 _CORPUS = [*TEXTS[:2], *TEXTS[3:], *SOURCES[:3], "jumping", "believe", "able"] * 3
-#: Tokens of each kind of tokenizer, so few that words have several.
+#: Vocabularies of each kind of tokenizer, so small that words have several tokens.
 _SIZES = {"wordpiece": 60, "bytelevel": 285, "unigram": 130}
 _SMALL = dict(
     num_hidden_layers=2,
@@ -129,14 +129,14 @@ def _begins_a_word(kind: str, token: str, first: bool) -> bool:
 
 
 def _tokens(tokenizer: Any, text: str) -> list[str]:
-    """Not ``tokenize``, which may write an unknown token as it stands in the text."""
+    """The tokens of a text. ``tokenize`` is not used, as it may return an unknown token's text."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     return tokenizer.convert_ids_to_tokens(ids)
 
 
 @torch.no_grad()
 def masked_loop(parent: Any, tokenizer: Any, kind: str, text: str, method: str) -> Tensor:
-    """The copies of one text, each with the masks of another token."""
+    """The copies of one text, each with other tokens masked."""
     ids = tokenizer(text)["input_ids"]
     tokens = _tokens(tokenizer, text)
     written = tokenizer.convert_ids_to_tokens(ids)
@@ -180,7 +180,7 @@ def hold(
     ours: Callable[[Any], list[TextScore]],
     loop: Callable[[Any], list[Tensor]],
 ) -> list[TextScore]:
-    """Check our scores in fp64 against those of the loop over the parent."""
+    """Checks fastplm's scores in fp64 against those of the loop over the parent."""
 
     def named(values: list[Tensor]) -> dict[str, Tensor]:
         return {str(i): value for i, value in enumerate(values)}
@@ -351,7 +351,7 @@ def test_perplexity():
 
 
 def test_special_tokens_in_a_text_are_scored(pair):
-    """Only those are left out that the tokenizer adds."""
+    """Only the special tokens that the tokenizer adds are left out."""
     model, _, tokenizer = pair("BertForMaskedLM")
     (score,) = pseudo_log_likelihood(model, tokenizer, ["dogs [SEP] [MASK] dogs"])
     assert score.tokens == ["dogs", "[SEP]", "[MASK]", "dogs"]

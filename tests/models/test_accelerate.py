@@ -80,7 +80,7 @@ def test_accelerate_and_restore(family, name):
     expected = kinds(made)
     assert kinds(model) == expected, "as if the class of that name had been asked for"
     for one, other in zip(model.modules(), made.modules(), strict=True):
-        # Assigning the class is the whole switch: no attribute may need its constructor.
+        # The switch only assigns the class, so no attribute may need its constructor.
         assert vars(one).keys() - {"_fastplm_attention_before"} == vars(other).keys()
     assert model.config._attn_implementation == "fastplm"
     again = list(vars(model))
@@ -145,9 +145,9 @@ def test_copies_and_checkpoints_of_an_accelerated_model(how, tmp_path):
 
 
 def test_hidden_states_are_recorded_after_a_change_of_class():
-    """Transformers looks up what to record by class, and a switched model was made as another."""
+    """Transformers finds the outputs to record by the model's class, which the switch changed."""
     for made, change in ((plain(), fastplm.accelerate), (native(), fastplm.restore)):
-        # As in a process in which no model of the other class has been made.
+        # This is the state of a process that has made no model of the other class.
         for kind in (models.BertModel, transformers.BertModel):
             dict.pop(_CAN_RECORD_REGISTRY, str(kind), None)
         _base.drop_in(models.BertModel)
@@ -185,7 +185,7 @@ def test_restore_a_part_of_a_model():
 
 
 class Adapted(nn.Module):
-    """A linear layer with a low-rank update, the way PEFT does it."""
+    """A linear layer with a low-rank update, as in PEFT."""
 
     def __init__(self, base_layer):
         super().__init__()
@@ -260,7 +260,7 @@ def test_adapters_and_hooks_on_linear_layers_are_used(hold, name, place, change)
 
 
 class OwnSelfAttention(transformers.models.bert.modeling_bert.BertSelfAttention):
-    """Averages the values, of all rows that it sees."""
+    """Attention that averages the values of all rows that it sees."""
 
     def forward(self, hidden_states, attention_mask=None, **kwargs):
         values = self.value(hidden_states)
@@ -412,7 +412,7 @@ def test_a_real_checkpoint_gives_equal_embeddings(hold, checkpoint):
 
 @pytest.mark.parametrize("side", ("right", "left"))
 def test_dpr_pools_the_first_token(side):
-    """The parent pools row 0: with padding at the left, the one that no text begins with."""
+    """The parent pools row 0, even if padding at the left makes row 0 padding."""
     config = transformers.DPRConfig(**FAMILIES["bert"][1], projection_dim=8)
     theirs = transformers.DPRContextEncoder(config).eval()
     ours = fastplm.accelerate(copy.deepcopy(theirs))

@@ -1,4 +1,4 @@
-"""fastplm.models.albert against Transformers, what ALBERT's layers share, and what they change."""
+"""fastplm.models.albert against Transformers; what ALBERT's layers share, and change."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_layers_groups_and_embeddings_of_any_number(hold_drop_in, layers):
 
 
 def calls_of(model):
-    """A list to which each call of a layer adds how many rows it computes."""
+    """A list to which each call of a layer adds its number of rows."""
     return rows_of(*(layer.ffn for layer in layers_of(model)))
 
 
@@ -101,7 +101,7 @@ def test_only_the_last_call_computes_fewer_rows(layers):
 
 
 def test_a_user_layer_computes_all_rows(hold):
-    """It may not know of wanted rows, nor of packed ones."""
+    """A user's layer may know nothing of rows to leave out, nor of packed rows."""
 
     class Own(transformers.models.albert.modeling_albert.AlbertAttention):
         pass
@@ -126,7 +126,7 @@ def layers_of(model):
 
 
 def tie_by_hand(model, mode):
-    """The layers of a model of Transformers share modules."""
+    """The layers of Transformers' model share modules."""
     first, *others = layers_of(model)
     parts = {
         "attention": ["attention"],
@@ -151,7 +151,7 @@ def test_gradients_of_shared_parts_add_up(hold, mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("cls", [AlbertModel, AlbertForMaskedLM])
 def test_a_shared_checkpoint_is_one_of_transformers(hold, tmp_path, cls, mode, tied_words):
-    """There, a step of training then moves the copies apart; here it cannot."""
+    """In Transformers a step of training then makes the copies differ; here it cannot."""
     ours = cls(shared(mode, tie_word_embeddings=tied_words)).eval()
     ours.save_pretrained(tmp_path / "ours")
     assert json.loads((tmp_path / "ours/config.json").read_text())["parameter_sharing"] == mode
@@ -215,10 +215,10 @@ PAPER = {
 
 @pytest.mark.parametrize(("embedding", "mode"), PAPER)
 def test_parameter_counts_of_the_paper(embedding, mode):
-    """Lan et al. 2019, table 4, in millions.
+    """The counts of Lan et al. 2019, table 4, in millions.
 
-    Its models of 108M and 89M are counted without the pooler, the others with it; and where the
-    sizes are equal it has no projection between them, which Transformers has.
+    The models of 108M and 89M are counted there without the pooler, the others with it. If the
+    embeddings are as wide as the layers the paper has no projection, but Transformers has one.
     """
     sizes = AlbertConfig(
         vocab_size=30_000,
@@ -248,7 +248,7 @@ def test_parameter_counts_of_the_paper(embedding, mode):
 
 @pytest.mark.parametrize("mode", ["all", "feed_forward"])
 def test_gradient_checkpointing_changes_no_bit(mode):
-    """Transformers' ALBERT does not have it."""
+    """Transformers' ALBERT has no gradient checkpointing."""
     ids, labels = batch()
     model = AlbertForMaskedLM(shared(mode, hidden_dropout_prob=0.1)).train()
     calls = calls_of(model)
@@ -269,7 +269,7 @@ def test_gradient_checkpointing_changes_no_bit(mode):
 
 
 class Fixed(nn.Module):
-    """A model whose hidden states are given."""
+    """A model with given hidden states."""
 
     def __init__(self, *states, name="hidden_states"):
         super().__init__()

@@ -1,4 +1,4 @@
-"""fastplm.models.Auto…: Transformers' choice of a class, and ours of that name."""
+"""fastplm.models.Auto…: Transformers chooses a class, fastplm's class of that name is used."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_auto_classes_take_the_attention_of_the_call(config, tmp_path):
     model.save_pretrained(tmp_path)
     loaded = models.AutoModel.from_pretrained(tmp_path, **argument)
     assert loaded.config._attn_implementation == "eager"
-    # What the configuration says was the choice of an earlier call.
+    # The configuration's attention is the choice of an earlier call.
     for again in (
         models.AutoModel.from_config(model.config),
         models.AutoModel.from_pretrained(tmp_path, config=model.config),

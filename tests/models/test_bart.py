@@ -1,4 +1,4 @@
-"""fastplm.models.bart: what test_contract.py and test_seq2seq.py do not look at."""
+"""fastplm.models.bart: tests beyond test_contract.py and test_seq2seq.py."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_tables_gradient_is_accumulated_in_one_buffer():
     with Storages(VOCAB * WIDTH) as large:
         loss.backward()
     assert len(large.found) == 1
-    # A hook on a lookup: it computes its gradient alone.
+    # With a hook, a lookup computes its gradient by itself.
     model.zero_grad()
     model.model.decoder.embed_tokens.register_forward_pre_hook(lambda *_: None)
     loss = model(**inputs_of(BartForConditionalGeneration)).loss

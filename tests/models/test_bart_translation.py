@@ -18,7 +18,7 @@ SOURCE_VOCABULARY = 53
 
 @pytest.fixture
 def models():
-    """Ours in fp64, and the parents it is made of: the source encoder and BART."""
+    """fastplm's model in fp64, and the parents of its parts: the source encoder and BART."""
     torch.manual_seed(0)
     bart = transformers.BartForConditionalGeneration(CONFIG)
     ours = BartForTranslation.from_bart(bart, SOURCE_VOCABULARY, layers=1).double().eval()

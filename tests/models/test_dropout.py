@@ -1,5 +1,5 @@
-"""Training mode: the same seed repeats every class, dropout is as strong as the parent's, and what
-is dropped of a sample does not depend on its batch."""
+"""Training mode: a seed repeats the results of every class, dropout is as strong as the parent's,
+and a sample's dropout does not depend on its batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .conftest import (
     same,
 )
 
-# Much attention dropout, so that a missing or wrong one shows in few runs.
+# The rate of attention dropout is high, so that missing or wrong dropout shows in few runs.
 ENCODER: dict[str, Any] = dict(
     initializer_range=0.5, attention_probs_dropout_prob=0.5, hidden_dropout_prob=0.1
 )
@@ -54,7 +54,7 @@ def config(name: str) -> Any:
 
 
 def batch(name: str) -> dict[str, Any]:
-    """A padded batch; of labels, only those that a model makes its decoder's input of."""
+    """A padded batch; it has labels only if the model makes its decoder's input of them."""
     given = inputs_of(name, config(name), PADDINGS["right"])
     labelled = "labels" if name.endswith("ForConditionalGeneration") else ""
     return {k: v for k, v in given.items() if k == labelled or k in INPUTS}
@@ -93,7 +93,7 @@ def test_the_same_seed_gives_the_same_bits(name):
     ],
 )
 def test_dropout_has_the_parents_mean_and_variance(name):
-    """The first two moments of a model's answers over seeds, by a two-sample z-test each."""
+    """The first two moments of a model's outputs over seeds, each by a two-sample z-test."""
     name = f"{name}Model"
     ours, parent = (model.train() for model in pair(name, config(name)))
     inputs = batch(name)
@@ -111,7 +111,7 @@ def test_dropout_has_the_parents_mean_and_variance(name):
     mine, theirs = moments(ours), moments(parent)
     spread = ((mine.var(0) + theirs.var(0)) / RUNS).sqrt()
     z = (mine.mean(0) - theirs.mean(0)) / spread
-    # Of so many numbers the largest would pass 5 by chance once in ten thousand times.
+    # The largest of so many numbers exceeds 5 by chance once in ten thousand times.
     assert z.abs().max() < 5, z.abs().max()
     assert (mine.var(0) > 0).all()
 
@@ -121,7 +121,7 @@ def test_dropout_has_the_parents_mean_and_variance(name):
 needs_csrc = pytest.mark.skipif(
     _extension.lacks("dropout_rows", "CPU") is not None, reason="csrc/ is not there"
 )
-#: The classes whose dropout is of tokens and of whole sequences.
+#: Classes with dropout of tokens and of whole sequences.
 SPLIT = [
     f"{PREFIXES[family]}{head}"
     for family, heads in {
@@ -144,7 +144,7 @@ ALL_DROP = {
 
 
 def of_samples(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A model whose every dropout is on, and a batch padded at the right, with a loss a label."""
+    """A model with every dropout on, and a batch padded at the right, with a loss of each label."""
     family = CLASSES[name]
     made = config_of(name)
     own = ALL_DROP.get(family)
@@ -159,7 +159,7 @@ def of_samples(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def step(name: str, model: nn.Module, batch: dict, parts: list, index: Tensor, **options: Any):
-    """(the loss of each sample, summed; the gradients) of a step over parts of a batch."""
+    """(summed loss of each sample, gradients) of a step over parts of a batch."""
     model.zero_grad()
     total = torch.zeros(())
     labels = {key: batch[key] for key in batch if "label" in key}
@@ -179,7 +179,7 @@ def step(name: str, model: nn.Module, batch: dict, parts: list, index: Tensor, *
 @needs_csrc
 @pytest.mark.parametrize("name", SPLIT)
 def test_a_sample_drops_the_same_in_every_batch(name):
-    """Packed or padded, accumulated, in another order: losses and gradients of a step agree."""
+    """A step's losses and gradients are the same packed or padded, accumulated, or reordered."""
     torch.manual_seed(0)
     model, batch = of_samples(name)
     index = 2**40 + torch.arange(ROWS) * 7
@@ -217,7 +217,7 @@ def test_a_sample_drops_the_same_in_every_batch(name):
 @needs_csrc
 @pytest.mark.parametrize("name", SPLIT)
 def test_every_dropout_of_a_training_step_knows_its_rows(name, monkeypatch):
-    """None is drawn by the place in the tensor, by PyTorch's function or ours."""
+    """No dropout is drawn by the place in the tensor, by PyTorch's function or fastplm's."""
     model, batch = of_samples(name)
     index = torch.arange(ROWS)
 
@@ -244,7 +244,7 @@ def test_the_reference_drops_the_same(name):
 
 @needs_csrc
 def test_packed_sequences_are_their_samples():
-    """Rows of a batch that the caller packed drop what they drop in a padded one."""
+    """Rows that the caller packed have the same dropout as in a padded batch."""
     model, batch = of_samples("BertForMaskedLM")
     model = model.bert
     mask, index = batch["attention_mask"].bool(), torch.arange(ROWS) + 50
@@ -276,7 +276,7 @@ def test_a_sample_index_is_of_each_sequence():
 
 @needs_csrc
 def test_a_users_layer_draws_as_before():
-    """One that passes no rows on could not repeat their dropout in a checkpoint."""
+    """A layer that passes no rows on could not repeat their dropout under checkpointing."""
     model, batch = of_samples("BertForMaskedLM")
     layer = model.bert.encoder.layer[0]
     seen = []
@@ -291,7 +291,7 @@ def test_a_users_layer_draws_as_before():
 @needs_csrc
 @pytest.mark.parametrize("family", ["bart", "t5"])
 def test_a_packed_decoder_of_one_row(family):
-    """Its self-attention, which has one query, is not taken for the attention to the encoder."""
+    """The decoder's self-attention, with one query, is not taken for cross-attention."""
     name = f"{PREFIXES[family]}ForConditionalGeneration"
     model = getattr(models, name)(config_of(name)).train()
     ids, mask = torch.randint(5, 20, (1, 9)), torch.tensor([[1, 1] + [0] * 7])

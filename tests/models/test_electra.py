@@ -1,4 +1,4 @@
-"""fastplm.models.electra: what test_contract.py does not look at."""
+"""fastplm.models.electra: tests beyond test_contract.py."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_embeddings_of_the_hidden_size_are_not_projected(hold_drop_in, ours):
 
 @pytest.mark.parametrize("summary", ["last", "mean", "cls_index"])
 def test_multiple_choice_with_any_summary_type(hold_drop_in, summary):
-    """These read padding as well."""
+    """These types of summary read padding, too."""
     hold_drop_in(ElectraForMultipleChoice, changed(CONFIG, summary_type=summary), "right")
 
 
@@ -60,7 +60,7 @@ def test_labels_of_minus_100_are_ignored(hold):
 
 
 def test_a_hook_on_the_detection_layer_is_called(hold):
-    """The loss reads the weight of this layer; with a hook or an adapter it calls the layer."""
+    """The loss reads this layer's weight, but calls the layer if it has a hook or an adapter."""
     models = pair()
     for model in models:
         layer = model.discriminator_predictions.dense_prediction

@@ -33,7 +33,7 @@ MASK = PADDINGS["right"]
 INDEX = torch.tensor([3, 2**40, 0, 17])
 COUNTS = torch.arange(VOCAB) % 5  # some tokens never occur
 
-#: Every option once; what they do not name is the default.
+#: Every option occurs once; options that a case does not name have the default.
 OPTIONS = {
     "default": {},
     "no sharing": {"embedding_sharing": "none"},
@@ -69,7 +69,7 @@ def build(**options):
 def batch(mask=MASK):
     ids = torch.randint(2, VOCAB, (ROWS, LENGTH))
     chosen = torch.rand(ROWS, LENGTH) < 0.4
-    chosen[:, 0] = True  # every row has labels, and different numbers of them
+    chosen[:, 0] = True  # every row has labels, in different numbers
     chosen &= torch.ones_like(chosen) if mask is None else mask.bool()
     return ids.masked_fill(chosen, MASK_ID), ids.masked_fill(~chosen, -100)
 
@@ -254,7 +254,7 @@ def test_the_counts_are_those_of_the_logits():
     judge = model.discriminator
     with torch.no_grad():
         seen = run(model, ids, labels, output_replaced_ids=True).replaced_ids
-        # Half of the tokens are to be taken for replaced, and none at the very edge.
+        # The detector should call half of the tokens replaced, and none should be a close case.
         logits = judge(seen, attention_mask=MASK).logits[real]
         judge.discriminator_predictions.dense_prediction.bias -= logits.quantile(0.5)
         logits = judge(seen, attention_mask=MASK).logits[real]
@@ -316,7 +316,7 @@ def test_padding_does_not_matter(options):
 
 @every_option
 def test_only_needed_rows_are_computed(options):
-    """Padding nowhere, and in the last layer what a loss reads."""
+    """No layer computes padding, and the last layer computes only rows that a loss reads."""
     ids, labels = batch()
     model, seen = build(**options), []
     for part in (model.generator, model.discriminator):
@@ -342,14 +342,14 @@ def test_only_needed_rows_are_computed(options):
 def test_other_forms_of_a_batch_give_the_same_losses(hold, options, how):
     ids, labels = batch()
     found = (labels.flatten() != -100).nonzero().flatten()
-    # Unused slots, and slots of tokens without label, in padding and elsewhere.
+    # Some slots are unused, and some have tokens without a label, in padding and elsewhere.
     others = torch.tensor([-1, LENGTH + 7, int((labels[0] == -100).nonzero()[0]), -1])
     slots = {"masked_positions": torch.cat((others[:2], found, others[2:]))}
     changes = {
         "padded": {"unpad": False},
         "capacity": {"unpad": 30},
         "slots of labels": slots,
-        # As ops.mask_tokens gives them.
+        # The labels are those of ops.mask_tokens.
         "slots of values": slots | {"labels": F.pad(labels.flatten()[found], (2, 2), value=-100)},
     }
     model, given = build(**options), {"labels": labels} | changes[how]
@@ -366,13 +366,13 @@ def test_other_forms_of_a_batch_give_the_same_losses(hold, options, how):
 @pytest.mark.parametrize("counted", ["labels and tokens", "labels"])
 @every_option
 def test_accumulated_half_batches_are_one_batch(hold, options, counted):
-    """Without the number of tokens, each loss over tokens has the share of its labels."""
+    """If the number of tokens is unknown, a loss over tokens is weighted by its share of labels."""
     ids, labels = batch()
     mask, parts = MASK, (slice(0, 3), slice(3, 4))
     labels[2] = -100  # unequal numbers of labels, and halves of unequal length
     ids[2] = 5
     counts = {"num_items_in_batch": (labels != -100).sum(), "num_tokens_in_batch": mask.sum()}
-    if counted == "labels":  # equal numbers, so that the shares are those of the tokens
+    if counted == "labels":  # equal numbers make the shares those of the tokens
         mask, parts = torch.ones_like(MASK), (slice(0, 2), slice(2, 4))
         labels = torch.where(torch.arange(LENGTH) < 2, 8, -100).repeat(ROWS, 1)
         counts = {"num_items_in_batch": 8}
@@ -437,14 +437,14 @@ def test_samples_depend_only_on_sample_index_and_position():
     assert torch.equal(replaced(every[1:2]), whole[1:2])
     assert torch.equal(replaced(every, spare=3)[real], whole[real])
     assert not torch.equal(replaced(every, INDEX + 1), whole)
-    # Without an index, each call draws others.
+    # Without a sample index, each call draws other tokens.
     assert not torch.equal(replaced(every, None), replaced(every, None))
 
 
 def test_unigram_counts_of_any_corpus():
     model = build(generator_type="unigram")
     counts = torch.zeros(VOCAB, dtype=torch.int64)
-    counts[[4, 9]] = torch.tensor([2**43, 2**43])  # more than 32 bits
+    counts[[4, 9]] = torch.tensor([2**43, 2**43])  # counts of more than 32 bits
     model.set_token_counts(counts)
     targets = torch.zeros(200, dtype=torch.int64)
     samples = model._draw_by_frequency(targets, (torch.arange(200), torch.zeros_like(targets)))
@@ -457,7 +457,7 @@ def test_unigram_counts_of_any_corpus():
 
 
 class Step(nn.Module):
-    """Masking and model: from original ids to the loss."""
+    """A module of masking and model, from original ids to the loss."""
 
     def __init__(self, model, unpad=None):
         super().__init__()
@@ -482,7 +482,7 @@ class Step(nn.Module):
 
 
 def trace(options, device, unpad=None, planted=None):
-    """Masking, forward, backward and optimizer on fake tensors, which have no values."""
+    """A step of masking, forward, backward and optimizer runs on fake tensors, without values."""
     with FakeTensorMode(), torch.device(device):
         model = ElectraForJointPreTraining(joint_config(**options))
         step = Step(model, unpad)
@@ -495,8 +495,8 @@ def trace(options, device, unpad=None, planted=None):
     return out
 
 
-# On the meta device all ops run their references, and nothing takes a short cut that is there for
-# CPU tensors alone; on the CPU the fused operators show their fake implementations.
+# On the meta device all ops run their references, and no code takes a short cut for CPU tensors. On
+# the CPU the fake implementations of the fused operators run.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "device", "unpad"),
@@ -589,7 +589,7 @@ def test_a_training_step_needs_no_sync(options):
         return out
 
     first, second = device_batches(2)
-    train(*first)  # kernels are compiled and loaded here
+    train(*first)  # compiles and loads the kernels
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -604,7 +604,7 @@ def test_a_training_step_needs_no_sync(options):
 @pytest.mark.gpu
 @every_option
 def test_a_training_step_in_one_graph(options):
-    """Masking, forward, backward and AdamW, captured once and replayed on fresh batches."""
+    """A step (masking, forward, backward, AdamW) is captured once, and replayed on new batches."""
     batches = list(device_batches(8))
     mask = MASK.cuda()
 
@@ -621,7 +621,7 @@ def test_a_training_step_in_one_graph(options):
         return out
 
     def curve(*where):
-        """The losses, and what the discriminator saw, of eager steps."""
+        """The losses and the discriminator's inputs of eager steps."""
         step, optimizer = start(*where)
         outs = [
             train(step, optimizer, *(tensor.to(where[0]) for tensor in (ids, mask, index)))
@@ -662,7 +662,7 @@ def test_a_training_step_in_one_graph(options):
 
 
 def tied(model):
-    """Which parameters of the model are one, by name."""
+    """The names of tied parameters, in groups."""
     names = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -832,7 +832,7 @@ def test_a_second_stage_from_scratch():
 
 
 def test_the_adversarial_generator_learns_what_is_hard():
-    """Its probabilities move to the tokens that the discriminator gets wrong."""
+    """The generator's probabilities move to the tokens that the discriminator gets wrong."""
     ids, labels = batch()
     model = build(adversarial=True, embedding_sharing="none").eval()
     out = run(model, ids, labels, output_replaced_ids=True)
@@ -860,7 +860,8 @@ def test_the_adversarial_generator_learns_what_is_hard():
         for parameter in generator:
             parameter -= 1e-4 * parameter.grad
         gained = log_p() - before
-    # Up where the reward is above the baseline: gradient ascent of the expected reward.
+    # Gradient ascent of the expected reward: probabilities rise where the reward is above the
+    # baseline.
     assert ((rewards - baseline) * gained).sum() > 0
 
 
@@ -933,7 +934,7 @@ def test_counts_that_do_not_fit_raise_typed_errors():
     model = build(generator_type="unigram")
     with pytest.raises(ArgumentTypeError, match="counts"):
         model.set_token_counts(torch.ones(VOCAB))
-    for total in (VOCAB + 1, VOCAB):  # too many, and none that is not 0
+    for total in (VOCAB + 1, VOCAB):  # too many counts, and counts that are all 0
         with pytest.raises(ArgumentValueError, match="counts"):
             model.set_token_counts(torch.full((total,), total - VOCAB))
     with pytest.raises(ArgumentValueError, match="generator_type"):
@@ -975,7 +976,7 @@ def test_bad_input_raises_a_typed_error(change, error, words):
     ids=str,
 )
 def test_a_projection_to_the_vocabulary_with_a_hook_is_refused(part, options):
-    """Only its weight is used: adapters and hooks would be ignored."""
+    """The loss reads only the projection's weight, so it would ignore adapters and hooks."""
     model, (ids, labels) = build(**options), batch()
     decoder = getattr(model, part).generator_lm_head
     hook = decoder.register_forward_hook(lambda _, __, out: 2 * out)

@@ -84,7 +84,7 @@ def test_one_row_of_mask_positions_or_types_is_for_all_sequences(hold):
     ["BertForMaskedLM", "BertForQuestionAnswering", "GPT2LMHeadModel", "OpenAIGPTLMHeadModel"],
 )
 def test_a_mask_of_another_shape_is_an_error(name, shape):
-    """Transformers takes some of them, and some fail deep inside."""
+    """Transformers takes some of these inputs, and fails on others deep inside."""
     model = getattr(models, name)(config_of(name))
     for extra in ({}, {"unpad": False}):
         with pytest.raises(ArgumentValueError, match="attention_mask"):
@@ -92,7 +92,7 @@ def test_a_mask_of_another_shape_is_an_error(name, shape):
 
 
 def test_masked_positions_in_any_order_repeated_or_without_label(hold):
-    """The loss is of what the positions name, each time that they do."""
+    """The loss counts the token of each position, also if a position occurs twice."""
     ids, labels = batch()
     positions = torch.tensor([18, -1, 0, 9, 0, 5, -1])
     expected = torch.cat((labels.flatten(), torch.tensor([-100])))[positions]
@@ -156,7 +156,7 @@ def test_layers_taken_out_or_repeated(hold, order):
 
 
 class Doubled(nn.Module):
-    """An adapter in place of a linear layer."""
+    """An adapter that replaces a linear layer."""
 
     def __init__(self, base):
         super().__init__()
@@ -200,7 +200,7 @@ def own_projections(model):
 
 
 def halve(module):
-    """Add a hook that halves the output, or the first of several."""
+    """Add a hook that halves the output, or the first of several outputs."""
 
     def hook(module, args, out):
         return (out[0] * 0.5, *out[1:]) if isinstance(out, tuple) else out * 0.5
@@ -237,7 +237,7 @@ def test_user_changes_of_a_model_equal_the_parent(hold, change):
 
 
 def feed_forward(dtype=torch.float64):
-    """A layer, and ``feed_forward_chunk`` of Transformers' own with the same weights."""
+    """A layer, and ``feed_forward_chunk`` of Transformers' layer with the same weights."""
     ours, parent = pair()
     parent.load_state_dict(ours.state_dict())
     return last_layer(ours).to(dtype).eval(), last_layer(parent).to(dtype).eval()
@@ -245,13 +245,13 @@ def feed_forward(dtype=torch.float64):
 
 @pytest.fixture(autouse=True)
 def in_place(monkeypatch):
-    """Operations are in place in small tensors, too."""
+    """Operations are in place also for small tensors."""
     monkeypatch.setattr(_encoder, "_IN_PLACE", 0)
 
 
 @pytest.fixture
 def products(monkeypatch):
-    """The outputs of all linear layers, as they are left, and as they were."""
+    """The output of each linear layer as it is at the end, and a copy from the call."""
     seen = []
 
     def product(input, weight, bias):
@@ -274,7 +274,7 @@ def test_without_gradients_a_layer_overwrites_its_products(family, products):
     with torch.no_grad():
         torch.testing.assert_close(model(ids)[0], parent.eval()(ids)[0])
     layers = model.config.num_hidden_layers
-    # Of query, key, value, attention's output and the two of the feed-forward the last three.
+    # In place: attention's output and the two products of the feed-forward, not query, key, value.
     assert [not torch.equal(left, was) for left, was in products[-6 * layers :]] == (
         [False, False, False, True, True, True] * layers
     )
@@ -308,7 +308,7 @@ def test_a_product_that_somebody_may_keep_is_not_overwritten(keeper, products):
         out, theirs = layer.feed_forward_chunk(rows), parent.feed_forward_chunk(rows)
     torch.testing.assert_close(out, theirs)
     assert len(products) == 2
-    if keeper == "autocast":  # GELU is in the dtype of the product, the residual is not
+    if keeper == "autocast":  # GELU has the dtype of the product, the residual has another
         products.pop(0)
     for left, was in products:
         assert torch.equal(left, was)
@@ -320,12 +320,12 @@ def test_little_memory_is_not_saved(monkeypatch, products):
     monkeypatch.setattr(_encoder, "_IN_PLACE", rows.numel() + 1)
     with torch.no_grad():
         layer.feed_forward_chunk(rows)
-    # The intermediate output is larger than the other.
+    # The intermediate output is the larger one.
     assert [torch.equal(left, was) for left, was in products] == [False, True]
 
 
 class Negated(nn.Module):
-    """Not a dropout, though in its place."""
+    """A module that is not a dropout, but replaces one."""
 
     def forward(self, rows):
         return -rows
@@ -404,7 +404,7 @@ def test_larger_input_embeddings():
 
 
 def test_a_backbone_of_transformers_in_a_head_of_ours_is_an_error():
-    """It would return all rows, and the head would read the wrong ones."""
+    """Such a backbone would return all rows, and the head would read the wrong ones."""
     model, parent = pair()
     model.bert = parent.bert
     ids, labels = batch()
@@ -461,7 +461,7 @@ def test_checkpointing_changes_no_bit(reentrant):
 
 
 def test_what_the_layers_are_told_moves_to_another_device():
-    """As Accelerate moves the arguments of a layer that lies on another device."""
+    """Accelerate moves the arguments of a layer that lies on another device."""
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
     own = RaggedBatch.of(mask)
     last = LastRows.of(1, mask.bool(), 3, 3, own, None)
@@ -500,9 +500,9 @@ def _python_calls(run):
     return count
 
 
-#: What a batch without padding may cost beside its parent: of a forward, and of a layer. The
-#: checks of the inputs are of the first kind; in a layer there are its six products, each of which
-#: asks whether csrc/ is faster, and two mixins. It spends less than the parent on dropout and SDPA.
+#: Operators that a batch without padding may add to the parent's: for a forward, and for a layer.
+#: A forward adds the checks of the inputs. A layer adds its two mixins, and its six products, each
+#: of which asks whether csrc/ is faster; it needs fewer operators for dropout and SDPA.
 _MORE_OPERATORS, _MORE_CALLS, _MORE_CALLS_A_LAYER = 4, 60, 80
 
 
@@ -519,7 +519,7 @@ def test_a_batch_without_padding_costs_the_host_what_it_costs_the_parent(given):
         for model in (models.BertModel(changed(CONFIG, num_hidden_layers=layers)), parent):
             model.eval()
             with torch.inference_mode():
-                model(**inputs)  # what is found out once
+                model(**inputs)  # does the work that happens only once
                 with _Dispatched() as dispatched:
                     model(**inputs)
                 operators.append(dispatched.count)

@@ -1,4 +1,4 @@
-"""fastplm.models.EncoderDecoderModel: what test_seq2seq.py does not look at."""
+"""fastplm.models.EncoderDecoderModel: tests beyond test_seq2seq.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Version v4.12.0:FutureWarning")
 CONFIGS = {
     **{name: small_config(name) for name in ("bert", "roberta", "albert", "electra")},
     "bart": small_config("bart"),
-    # Wider than the encoder, so its states have to be projected.
+    # The decoder is wider than the encoder, so the encoder's states have to be projected.
     "gpt2": small_config("gpt2", vocab_size=41, n_embd=24, n_inner=None),
 }
 MASK = PADDINGS["right"]
@@ -62,7 +62,7 @@ def test_a_pair_equals_its_parent(hold_drop_in, encoder, decoder, padding, dtype
     given = {"decoder_input_ids": torch.randint(4, 37, (4, 7))}
     given["decoder_attention_mask"] = torch.ones(4, 7, dtype=torch.int64)
     settings = config(encoder, decoder)
-    importlib.import_module(f"fastplm.models.{decoder}")  # which registers its classes
+    importlib.import_module(f"fastplm.models.{decoder}")  # registers its classes
     model = hold_drop_in(EncoderDecoderModel, settings, padding, dtype, given=given)
     for part in (model.encoder, model.decoder):
         assert type(part).__module__.startswith("fastplm.")
@@ -75,7 +75,7 @@ def test_states_that_are_projected_equal_the_parents(hold, given):
     del inputs["input_ids"]
     models = EncoderDecoderModel(settings), eager_parent(EncoderDecoderModel, settings)
     hold(*models, loss_of(**inputs))
-    for garbage in (1e6, float("nan")):  # in padding
+    for garbage in (1e6, float("nan")):  # the states of padding
         spoiled = states.masked_fill(~MASK.bool()[..., None], garbage)
         other = inputs | {given: (spoiled,) if given == "encoder_outputs" else spoiled}
         assert same(*(loss_of(**each)(models[0]) for each in (inputs, other)))
@@ -86,7 +86,7 @@ def test_a_decoder_on_its_own_attends_to_padded_states(hold, padding, decoder_pa
     settings, states = config().decoder, torch.randn(*MASK.shape, 16)
     ids = torch.randint(4, 37, (4, 7))
     mask = torch.arange(7) >= torch.tensor([[0], [4], [1], [3]]) if decoder_padded else None
-    # The first token's label would be predicted from padding.
+    # The first token has no label, as it would be predicted from padding.
     labels = ids if mask is None else ids.masked_fill(torch.arange(7) <= 4, -100)
     run = loss_of(
         ids,
@@ -99,7 +99,7 @@ def test_a_decoder_on_its_own_attends_to_padded_states(hold, padding, decoder_pa
 
 
 def test_holes_in_the_labels_become_padding_of_the_decoder(hold):
-    """The decoder has a label there all the same."""
+    """The decoder has a label in this row, too."""
     inputs = batch()
     inputs["labels"][0] = torch.tensor([5, -100, 7, 8, -100, -100, -100])
     parent = eager_parent(EncoderDecoderModel, config())
@@ -118,7 +118,7 @@ def test_parameters_after_a_step_equal_the_parents(hold):
 
     ours = EncoderDecoderModel(copy.deepcopy(settings))
     with torch.no_grad():
-        # A key's bias, which changes nothing, would stay 0 but for rounding.
+        # A key's bias has no effect, so it would stay 0 except for rounding.
         for weight in ours.parameters():
             weight.add_(torch.randn_like(weight), alpha=0.1)
     hold(ours, tied_parent(ours, settings), run)
@@ -151,7 +151,7 @@ def test_generation_gives_the_parents_tokens(padding, how):
 
 
 def tied_parent(ours, settings):
-    """The parent class, which cannot tie, with what ours shares shared by hand."""
+    """The parent class cannot tie, so parameters that fastplm's model shares are shared by hand."""
     parent = eager_parent(EncoderDecoderModel, settings)
     for name, source in ours._tied_weights_keys.items():
         module, _, attribute = name.rpartition(".")
@@ -240,7 +240,7 @@ def test_a_warm_start_takes_the_encoders_weights(checkpoint):
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_live_warm_start_can_be_accelerated(checkpoint, whole):
-    """The parent leaves the encoder's modules with another configuration than the encoder's."""
+    """In the parent, the encoder's modules keep another configuration than the encoder's."""
     make = transformers.EncoderDecoderModel.from_encoder_decoder_pretrained
     model = make(checkpoint, checkpoint).eval()
     model.config.decoder_start_token_id, model.config.pad_token_id = 3, 0
@@ -292,7 +292,7 @@ def test_the_example_learns(checkpoint, tmp_path, monkeypatch, capsys, start):
     tokenizer.save_pretrained(checkpoint)
     for name, opened in (("source.gz", gzip.open), ("target", open)):
         with opened(tmp_path / name, "wt", encoding="utf-8") as file:
-            # Some lines are empty, and one has what str.splitlines takes for the end of another.
+            # Some lines are empty, and one has a character at which str.splitlines would split.
             break_within = "\x85 die" if name == "target" else ""
             for i in range(40):
                 file.write(" ".join(WORDS[i % 7 : i % 5 + i % 7]) + break_within * (i == 9) + "\n")

@@ -1,8 +1,8 @@
-"""Whole models written down as another program: ``torch.jit.trace``, ``torch.export``, ONNX.
+"""Whole models exported as programs: ``torch.jit.trace``, ``torch.export``, ONNX.
 
-A program is made from one batch with padding, saved, loaded where it can be, and run on others:
+A program is made from one batch with padding, saved, loaded if possible, and run on other batches:
 other sizes, other lengths, other padding. ``pytest -m "slow or not slow" -rP`` prints the largest
-difference of each; what needs the package onnx is skipped without it.
+difference of each program. Tests that need the package onnx are skipped without it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .conftest import (
     small_config,
 )
 
-#: Of each family a backbone and a head.
+#: A backbone and a head of each family.
 NAMES = (
     *("AlbertModel", "AlbertForMaskedLM", "BertModel", "BertForMaskedLM"),
     *("ElectraModel", "ElectraForPreTraining", "RobertaModel", "RobertaForSequenceClassification"),
@@ -44,14 +44,14 @@ NAMES = (
     *("BartModel", "BartForConditionalGeneration", "T5EncoderModel", "T5Model"),
     *("T5ForConditionalGeneration", "EncoderDecoderModel"),
 )
-#: (padding, B, T), the first for the exporter.
+#: (padding, B, T) of the batches; the exporter gets the first.
 BATCHES = (("right", 2, 7), ("none", 3, 5), ("left", 3, 11), ("holes", 4, 9), ("right", 1, 8))
 
 needs_onnx = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("onnx", "onnxruntime", "onnxscript"))),
     reason="needs onnx, onnxruntime and onnxscript",
 )
-# Tracing warns of each size that it takes for a constant, the exporters of what they deprecate.
+# Tracing warns of each size that it takes for a constant, the exporters of deprecated functions.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -75,7 +75,7 @@ def both(name):
 
 
 def mask_of(padding, batch, length):
-    """int64 [B, T]: sequence b has 2 b tokens less, or holes."""
+    """A mask, int64 [B, T]: sequence b is 2 b tokens shorter, or has holes."""
     missing = torch.arange(batch)[:, None] * 2 % (length - 1)
     column = torch.arange(length)
     if padding == "holes":
@@ -113,7 +113,7 @@ def at_tokens(out, inputs):
 
 
 def hold(name, program, parent, batches=BATCHES):
-    """A program is as near to the parent in fp64 as the parent's own computations are."""
+    """A program's error against the parent in fp64 is within that of the parent in fp32."""
 
     def run(model):
         outs = [(first(model(**inputs)), inputs) for inputs in given]
@@ -132,7 +132,7 @@ def hold(name, program, parent, batches=BATCHES):
 
 
 class Plain(torch.nn.Module):
-    """A model as a function of tensors to a tensor."""
+    """A model as a function from tensors to a tensor."""
 
     def __init__(self, model, names):
         super().__init__()
@@ -226,7 +226,7 @@ EXPORTERS = {
     "onnx dynamo=False": onnx(dynamo=False),
     "onnx dynamo=True": onnx(dynamo=True),
 }
-#: Those of the CPU lane: what each exporter alone has got wrong, and what is quick.
+#: The cases of the CPU lane: those that one exporter alone got wrong before, and quick ones.
 FAST = {
     *(("jit.trace", name) for name in NAMES if name.endswith(("MaskedLM", "LMHeadModel"))),
     *(("jit.trace", name) for name in ("BartModel", "T5EncoderModel", "EncoderDecoderModel")),
@@ -255,7 +255,7 @@ def test_a_program_computes_what_the_model_does(exporter, name):
     model, parent = both(name)
     inputs = batch_of(name, *BATCHES[0])
     if "jit" not in exporter and "dynamo=False" not in exporter and has_decoder(name):
-        model.config.use_cache = False  # torch.export knows no cache of an encoder-decoder
+        model.config.use_cache = False  # torch.export does not know an encoder-decoder's cache
         for part in model.modules():
             if hasattr(part, "config"):
                 part.config.use_cache = False
@@ -313,7 +313,7 @@ class Step(torch.nn.Module):
 
 @pytest.mark.parametrize("attention", ["drop-in", "attention only"])
 def test_a_traced_step_of_one_token_takes_several(attention):
-    """It attended to no token after the first of them, or to all."""
+    """Such a program once attended to no token after the first, or to all."""
     model, parent = pair("GPT2LMHeadModel")
     if attention != "drop-in":
         model = transformers.GPT2LMHeadModel(copy.deepcopy(parent.config)).eval()
@@ -423,7 +423,7 @@ def test_attention_alone_in_other_models(exporter, name):
     if exporter == "torch.export" and name == "LlamaForCausalLM":
         pytest.skip("grouped heads are PyTorch's, so there is no operator of ours to look for")
     if exporter == "onnx dynamo=False":
-        # It makes an input of each default that is a number, such as Llama's logits_to_keep.
+        # The exporter makes an input of each default that is a number, such as logits_to_keep.
         model = OfTokens(model).eval()
     program = export(model, batch_of(name, *BATCHES[0]))
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""GPT and GPT-2: what test_contract.py does not look at."""
+"""GPT and GPT-2: tests beyond test_contract.py."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_padding_is_left_out_and_attention_fused(name):
     with record_decisions() as decisions:
         model(batch(RIGHT), attention_mask=RIGHT, **given)
         model(batch(), **given)
-    # By default the last token is classified, which is padding in three rows.
+    # By default the last position is classified, which is padding in three rows.
     rows = int(RIGHT.sum()) + (3 if name.endswith("DoubleHeadsModel") else 0)
     assert shapes == [(1, rows), (ROWS, LENGTH)]
     assert [decision.op for decision in decisions].count("attention") == 2 * CONFIG.n_layer
@@ -77,7 +77,7 @@ def test_a_cache_keeps_the_parents_padded_path(hold, use_cache):
     assert shapes[1] == (ROWS, LENGTH)
 
     def run(model):
-        """Two steps: the second one's positions begin where the first ended."""
+        """Run two steps; the positions of the second begin where the first ended."""
         out = model(ids[:, :5], use_cache=use_cache)
         out = model(ids[:, 5:], past_key_values=out.past_key_values, use_cache=use_cache)
         return {"logits": out.logits, "loss": as_loss(out.logits)}
@@ -91,7 +91,7 @@ def test_the_scale_of_attention_is_the_parents(hold_drop_in, option):
 
 
 def test_reorder_and_upcast_attn_affects_only_eager_attention():
-    """As in the parent, whose other implementations do not read the option either."""
+    """The parent's other implementations do not read the options either."""
     models = [GPT2Model(config(reorder_and_upcast_attn=option)) for option in (False, True)]
     models[1].load_state_dict(models[0].state_dict())
     ids = batch(RIGHT)
@@ -106,7 +106,7 @@ def test_classification_reads_one_row_a_sequence():
     assert seen == [(ROWS,)]
     embeds = model.transformer.wte(ids)
     assert_close(model(inputs_embeds=embeds).logits, parent(inputs_embeds=embeds).logits)
-    # Without a mask padding is a token as any other, but still not the last.
+    # Without a mask padding is a token like any other, but is not classified.
     assert_close(model(ids).logits, parent(ids).logits)
 
 
@@ -154,9 +154,9 @@ def test_output_attentions_equal_the_parents(hold):
 
 
 def test_accumulated_choices_are_one_batch(hold):
-    """Language model and choice: their sum is what is learnt from."""
+    """The sum of the language model's loss and the choice's loss is trained."""
     ids = torch.randint(4, VOCAB, (ROWS, 2, LENGTH))
-    # As many labels in each part, or the mean of the choices would weigh them unequally.
+    # Each part has the same number of labels, so that the mean of the choices weighs them equally.
     labels, right = ids.masked_fill(torch.arange(LENGTH) % 3 == 0, -100), torch.tensor([0, 1, 1, 0])
 
     def run(model, rows, **items):
@@ -189,7 +189,7 @@ def test_the_same_seed_drops_the_same():
 
 @pytest.mark.parametrize("kind", ("GPT2ForSequenceClassification", "GPT2DoubleHeadsModel"))
 def test_a_head_returns_the_attentions_alone(kind):
-    """Not those of a cross-attention that it does not have, for which its output has no field."""
+    """There is no cross-attention, so its attentions are not returned; the output has no field."""
     model = getattr(models, kind)(config(pad_token_id=0)).eval()
     ids = torch.randint(3, 9, (1, 1, 5) if "Double" in kind else (1, 5))
     assert len(model(ids, output_attentions=True).attentions) == model.config.n_layer

@@ -29,9 +29,9 @@ from .conftest import (
 
 #: (batch, length). A size of 1 or a length of 2 (shifted labels) is a constant of a graph.
 SHAPES = ((4, 9), (3, 7), (5, 12), (2, 16), (6, 5), (4, 18), (8, 11), (7, 3), (3, 17), (9, 6))
-#: The packed rows of ``unpad``: more than the rows of some batches, fewer than those of others.
+#: The packed rows of ``unpad``: more than some batches have, fewer than others.
 CAPACITY = 60
-#: What is counted: whether the model trains, and the option ``unpad``.
+#: The cases to count graphs in: whether the model trains, and the option ``unpad``.
 CASES = {
     "training": (True, None),
     "inference": (False, None),
@@ -40,7 +40,7 @@ CASES = {
 }
 JOINT, TRANSLATION = "ElectraForJointPreTraining", "BartForTranslation"
 GENERATORS = ("ForConditionalGeneration", TRANSLATION, "EncoderDecoderModel")
-#: One of each mixin, and what it is to compile with: ``aot_eager`` traces the backward, too.
+#: One class for each mixin, and its compiler backend: ``aot_eager`` traces the backward, too.
 SAMPLE = {
     ("BertForMaskedLM", "training"): "aot_eager",
     ("AlbertForPreTraining", "training, unpad"): "eager",
@@ -65,7 +65,7 @@ def made(name):
         config.problem_type = "single_label_classification"  # else forward changes it
     ours = getattr(models, name)
     stock = parent_of(ours)._from_config(copy.deepcopy(config))
-    stock.loss_type = stock.loss_type or "ForCausalLM"  # which it takes with a warning
+    stock.loss_type = stock.loss_type or "ForCausalLM"  # the default, which warns
     return ours(copy.deepcopy(config)), stock, config
 
 
@@ -91,7 +91,7 @@ def batch_of(name, config, batch, length):
     if name == "OpenAIGPTDoubleHeadsModel":
         inputs["attention_mask"] = inputs["attention_mask"].flatten(0, 1)
     eos = getattr(config, "eos_token_id", None)
-    if has_decoder(name) and eos is not None:  # which ends each source, and stands nowhere else
+    if has_decoder(name) and eos is not None:  # EOS ends each source, and stands nowhere else
         ids = inputs["input_ids"].masked_fill_(inputs["input_ids"] == eos, 5)
         ids[torch.arange(batch), inputs["attention_mask"].sum(1) - 1] = eos
     return inputs
@@ -138,7 +138,7 @@ def graphs(model, batches, trains, backend):
                 torch.testing.assert_close(loss, model(**inputs).loss)
             if trains:
                 (out[0].sum() if loss is None else loss).backward()
-            # A graph may take two calls: PyTorch tries at first to keep numbers as symbols.
+            # A graph may need two calls: at first PyTorch tries to keep numbers as symbols.
             made += counter.frame_count > calls
     return made
 
@@ -171,7 +171,7 @@ ALL = [*CLASSES, "EncoderDecoderModel", TRANSLATION, JOINT]
 @pytest.mark.parametrize("case", ["training", "inference, unpad"])
 @pytest.mark.parametrize("name", ["BertForSequenceClassification", "GPT2LMHeadModel"])
 def test_inductor_makes_one_of_any_shape(name, case):
-    """Its own rewriting of a graph may not know what to do with symbols."""
+    """Inductor's own passes over a graph may fail on symbols."""
     check(name, case, "inductor")
 
 
@@ -186,9 +186,9 @@ def test_one_graph_in_every_class(name, case):
 @pytest.mark.parametrize("case", ["training", "inference"])
 @pytest.mark.parametrize("name", [*CLASSES, "EncoderDecoderModel"])
 def test_the_parent_needs_one_too(name, case):
-    """What is counted is not easier for ours."""
+    """The parent needs one graph for the same calls, so fastplm's calls are not easier."""
     if (name, case) == ("EncoderDecoderModel", "training"):
-        with pytest.raises(torch._dynamo.exc.Unsupported, match="warn"):  # which it does
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="warn"):  # a warning breaks a graph
             count(name, case, ours=False)
         return
     found = count(name, case, ours=False)

@@ -47,7 +47,7 @@ PADDINGS = {side: conftest.PADDINGS[side] for side in ("right", "left")}
 MASK = PADDINGS["right"]
 NOT_CAUSAL = torch.nn.Identity()
 NOT_CAUSAL.is_causal = False
-# The longest target is that of the shortest source: the two paddings are independent.
+# The shortest source has the longest target, so that the two paddings are independent.
 TARGETS = {"right": torch.arange(6) < torch.tensor([[2], [4], [3], [6]])}
 TARGETS["left"] = TARGETS["right"].flip(1)
 both_paddings = pytest.mark.parametrize("padding", PADDINGS)
@@ -61,7 +61,7 @@ def build(family, implementation="fastplm", **fields):
 
 
 def pair(family, reference="eager", **fields):
-    """The same weights under "fastplm" and under another implementation."""
+    """Two models with the same weights, under "fastplm" and another implementation."""
     ours, theirs = (build(family, name, **fields) for name in ("fastplm", reference))
     theirs.load_state_dict(ours.state_dict())
     return ours, theirs
@@ -83,7 +83,7 @@ def other_ids(ids, mask):
 
 
 def inputs_of(family, padding="right"):
-    """(a batch without cache, the mask of what the model gives logits of)."""
+    """(a batch without cache, the mask of the tokens that the model gives logits of)."""
     mask = PADDINGS[padding]
     inputs = {"input_ids": random_ids(*mask.shape), "attention_mask": mask, "use_cache": False}
     if family in ALONE:
@@ -94,7 +94,7 @@ def inputs_of(family, padding="right"):
 
 
 def attentions_of(family):
-    """How many attentions a forward of the model computes."""
+    """The number of attentions that a forward of the model computes."""
     return 2 if family in ALONE else 6
 
 
@@ -118,7 +118,7 @@ def test_from_pretrained_takes_the_name_and_does_not_save_it(tmp_path, family):
 def test_loss_and_every_gradient_equal_eager(hold, family, padding):
     inputs, labelled = inputs_of(family, padding)
     if family == "gpt2":
-        # Padding at the left attends to no token: what it predicts is not defined.
+        # Padding at the left attends to no token, so its predictions are not defined.
         labelled = labelled & labelled.roll(1, 1)
     labels = random_ids(*labelled.shape).masked_fill(~labelled, -100)
     ours, theirs = pair(family)
@@ -153,7 +153,7 @@ def test_padding_has_no_effect(family, padding):
         unmasked = run(input_ids=other, attention_mask=None)
     assert len(decisions) == 4 * attentions_of(family), "every layer of every run is fused"
     # In a causal model, no token attends to padding at the right, even without a mask. (Products of
-    # more rows may round otherwise.)
+    # more rows may round differently.)
     same = torch.allclose(kept, unmasked, rtol=1e-5, atol=1e-5)
     assert same == (family == "gpt2" and padding == "right")
 
@@ -186,7 +186,7 @@ def test_a_fully_padded_row_has_finite_outputs_and_gradients(family):
 
 
 def test_a_t5_bias_of_unknown_origin_is_added_as_a_dense_bias(hold):
-    """Whatever the other layers' tables say: a copy, or one that the caller made."""
+    """The bias may be a copy, or made by the caller, and need not match other layers' tables."""
     hidden, bias = torch.randn(2, 7, WIDTH), torch.randn(1, 2, 7, 7)
 
     def run(model):
@@ -316,13 +316,13 @@ def test_a_4d_mask_of_the_user_is_used(hold, family, kind):
     ours, theirs = pair(family)
     with record_decisions() as decisions:
         run(ours)
-    assert len(decisions) == (0 if kind == "additive" else 2)  # of two layers
+    assert len(decisions) == (0 if kind == "additive" else 2)  # one for each of two layers
     hold(ours, theirs, run)
     assert not same(run(ours), run(ours, torch.ones_like(mask)))
 
 
 def test_gradients_and_dropout_under_a_4d_mask(hold):
-    """A prefix that all tokens see, and causality after it, in a training step."""
+    """A training step with a prefix that all tokens see, and causality after it."""
     ids, places = random_ids(2, 9), torch.arange(9)
     mask = ((places <= places[:, None]) | (places < 4)).expand(2, 1, 9, 9)
 
@@ -345,7 +345,7 @@ def test_gradients_and_dropout_under_a_4d_mask(hold):
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
 def test_a_mask_of_every_token_for_every_token(hold, dtype):
-    """[B, F, T] of Google's BERT and of Transformers 4: 1 = attend, in each dtype."""
+    """A mask [B, F, T] as in Google's BERT and Transformers 4: 1 = attend, in each dtype."""
     ids = random_ids(2, 7)
     mask = (torch.rand(2, 7, 7) > 0.5) | torch.eye(7, dtype=torch.bool)
 
@@ -416,7 +416,7 @@ def packed_and_padded(family):
     if family != "t5":
         packed["position_ids"] = torch.cat([torch.arange(n) for n in lengths.tolist()])[None]
     if family == "gpt2":
-        # Without a mask, Transformers would make a dense one of the position_ids.
+        # Without a mask, Transformers would make a dense mask from the position_ids.
         packed |= {"attention_mask": torch.ones_like(packed["input_ids"]), "use_cache": False}
 
     def run(model, given):
@@ -442,7 +442,7 @@ def test_packed_rows_equal_the_padded_batch(hold, family, dropout):
 
 
 def test_a_4d_mask_replaces_the_lengths_of_packed_sequences(hold):
-    """Transformers makes one of ``position_ids``; it may hold more than the lengths say."""
+    """Transformers makes a dense mask from ``position_ids``; it may differ from the lengths."""
     packed, _, run = packed_and_padded("gpt2")
     del packed["attention_mask"]
     ours, theirs = pair("gpt2")
@@ -508,7 +508,7 @@ def test_the_mask_equals_that_of_sdpa(name, function, padded):
     expected = sdpa_mask(**arguments, allow_is_causal_skip=False)
     mask = hf.fastplm_mask(**arguments)
     assert mask.dtype is torch.bool
-    # What it means does not depend on the module.
+    # The meaning of the mask does not depend on the module.
     causal, mask = hf._meaning(torch.nn.Module(), mask, None)
     assert not causal or function == "causal"
     if mask is None or mask.dim() == 2:
@@ -526,10 +526,10 @@ FUSED = {"bert": 2, "gpt2": 2, "bart": 6, "t5": 6}
 
 
 def with_dropout(family):
-    """A model in training that drops attention probabilities and nothing else."""
+    """A model in training mode with dropout of attention probabilities alone."""
     own = {"gpt2": "attn_pdrop", "bart": "attention_dropout", "t5": "dropout_rate"}
     model = build(family, **{own.get(family, "attention_probs_dropout_prob"): DROPOUT}).train()
-    if family == "t5":  # one rate for all of the model
+    if family == "t5":  # T5 has one rate for the whole model
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
@@ -537,7 +537,7 @@ def with_dropout(family):
 
 
 def seeded_run(family):
-    """A function from (model, seed) to the output, on the same inputs each time."""
+    """A function from (model, seed) to the output, on fixed inputs."""
     inputs, _ = inputs_of(family)
 
     def run(model, seed=1):
@@ -575,7 +575,7 @@ def test_the_expectation_of_dropout_is_no_dropout():
     draws = torch.stack([run(DROPOUT) for _ in range(400)])
     standard_error = draws.std(0) / len(draws) ** 0.5
     score = (draws.mean(0) - run(0.0)) / standard_error
-    # Of 288 standard normal numbers, the largest passes 5 once in six thousand times.
+    # The largest of 288 standard normal numbers exceeds 5 once in six thousand times.
     assert score.abs().max() < 5
     assert draws.std(0).min() > 0
 
@@ -607,7 +607,7 @@ def test_activation_checkpointing_repeats_the_dropout(monkeypatch, family, reent
     for output in first:
         assert any(output.shape == again.shape and torch.equal(output, again) for again in second)
     if not reentrant:
-        # Transformers' own reentrant BART loses gradients, and T5 takes the dense bias there.
+        # With reentrant checkpoints, Transformers' BART loses gradients, and T5 uses a dense bias.
         assert torch.equal(value, expected) and same(found, plain)
 
 
@@ -623,7 +623,7 @@ def test_output_attentions(hold, family):
         out = model(**inputs, output_attentions=True)
         names = [name for name in out if name.endswith("attentions")]
         assert len(names) == (1 if family == "bert" else 3)
-        # The first sequence has no padding, which attends to nothing in particular.
+        # The first sequence has no padding, whose output is not defined.
         return {f"{name} {i}": each[0] for name in names for i, each in enumerate(out[name])}
 
     hold(*pair(family), run)
@@ -691,7 +691,7 @@ def test_compiled_once_for_all_masks_of_a_shape(family):
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "checkpointing"), [("bert", True), ("t5", False)])
 def test_training_with_dropout_compiles_to_one_graph(hold, family, checkpointing):
-    """(Checkpointed T5 does not compile, whatever its attention: it sets ``requires_grad``.)"""
+    """(Checkpointed T5 never compiles, with any attention, as it sets ``requires_grad``.)"""
     model = with_dropout(family)
     model = model.encoder if family == "t5" else model.base_model
     ids = random_ids(*MASK.shape)
@@ -708,8 +708,8 @@ def test_training_with_dropout_compiles_to_one_graph(hold, family, checkpointing
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     torch._dynamo.reset()
-    # This backend draws from PyTorch's generator as eager mode does. SDPA would drop other
-    # probabilities, so equal outputs show as well that the fused op ran.
+    # This compiler backend draws from PyTorch's generator as eager mode does. SDPA would drop other
+    # probabilities, so equal outputs also show that the fused op ran.
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     hold(model, eager, lambda _: run(compiled), run)
     assert same(run(compiled), run(compiled))
@@ -731,7 +731,7 @@ def ops_called(function) -> list[str]:
 
 
 def one_query(seqlen_k=40, dtype=torch.float32, heads_k=4, **kwargs):
-    """A call of the attention of one layer, of a token that a model is about to generate."""
+    """A call of one layer's attention, for a token that a model is about to generate."""
     query = torch.randn(2, 4, 1, 16).to(dtype)
     key, value = (torch.randn(2, heads_k, seqlen_k, 16).to(dtype) for _ in range(2))
     arguments = {"attention_mask": None, "scaling": 0.25} | kwargs
@@ -742,13 +742,13 @@ def one_query(seqlen_k=40, dtype=torch.float32, heads_k=4, **kwargs):
 
 @pytest.mark.parametrize("seqlen_k", (0, 1, 40))
 def test_one_query_with_few_keys_uses_sdpa(seqlen_k):
-    """Because that is faster; the output is that of the op."""
+    """SDPA is faster there, and its output is that of the op."""
     call = one_query(seqlen_k)
     with record_decisions() as decisions:
         call()
     assert [decision.backend for decision in decisions] == [
         "torch"
-    ]  # which for plain calls is SDPA
+    ]  # this backend is SDPA for plain calls
     with fastplm.use_backend("cpp"):
         expected = call()
     torch.testing.assert_close(call(), expected)
@@ -795,7 +795,7 @@ def test_a_mask_of_ones_hides_no_key():
     assert hf.fastplm_mask(**arguments, attention_mask=ones).shape == (1, 1, 1, 0)
     ones[1, 0] = False
     assert torch.equal(hf.fastplm_mask(**arguments, attention_mask=ones)[:, 0, 0], ones)
-    # On other devices, the values are not read.
+    # On other devices the mask's values are not read.
     assert hf.fastplm_mask(**arguments, attention_mask=ones.to("meta")).shape == (2, 1, 1, 5)
 
 
@@ -804,7 +804,7 @@ def test_a_mask_of_ones_hides_no_key():
 def test_causality_that_nobody_says_raises(seqlen, mask):
     query, key = torch.randn(1, 2, seqlen, 8), torch.randn(1, 2, 4, 8)
     call = (torch.nn.Identity(), query, key, key, mask)
-    if seqlen == 1:  # which sees all keys
+    if seqlen == 1:  # one query sees all keys
         hf.fastplm_attention_forward(*call)
         return
     with pytest.raises(UnsupportedError, match="whether attention is causal"):
@@ -843,7 +843,7 @@ def test_generation_calls_the_op_where_there_is_padding(padded):
 
     with record_decisions() as decisions:
         ours = generate()
-    # Two layers; the prompt, and then three tokens of the four, of which "torch" is SDPA.
+    # Two layers each run the prompt, then three of the four tokens; there "torch" is SDPA.
     assert [decision.op for decision in decisions] == ["attention"] * 8
     assert padded or {decision.backend for decision in decisions[2:]} == {"torch"}
     model.set_attn_implementation("sdpa")

@@ -1,4 +1,4 @@
-"""Models of all families in the hands of a user of Transformers and PyTorch."""
+"""Models of all families, used with the features of Transformers and PyTorch."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ needs_products = pytest.mark.skipif(
 @needs_products
 @every_family
 def test_linear_layers_in_csrc_equal_the_parents(hold, family):
-    """As on a CPU that PyTorch half uses: every linear layer multiplies in csrc/linear.h."""
+    """Every linear layer multiplies in csrc/linear.h, as on a CPU where that is faster."""
     inputs = batch()
 
     def run(model, **extra):
@@ -100,7 +100,7 @@ def test_linear_layers_in_csrc_equal_the_parents(hold, family):
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("family", ["bart", "gpt2", "t5"])
 def test_generation_by_few_rows_gives_the_parents_tokens(family, beams, monkeypatch, measured):
-    """Every layer in one pass over its weight, as if that were measured to be faster."""
+    """Every layer makes one pass over its weight, as on a CPU where that is faster."""
     module = sys.modules["fastplm.ops.linear"]
     measured.ours = lambda op, form, dtype, sizes: op == "linear"
     ours, parent = pair(LANGUAGE_MODELS[family])
@@ -133,7 +133,7 @@ def test_output_attentions_equal_the_parents_and_warn(hold, family, caplog):
         weights = {
             f"{i}": w[MASK.bool()[:, None].expand(-1, 2, -1)] for i, w in enumerate(out[name])
         }
-        # ``hold`` also runs "sdpa", which may return none.
+        # ``hold`` also runs "sdpa", which may return no attentions.
         assert len(weights) == 2 or model.config._attn_implementation == "sdpa"
         return {"loss": out.loss, **weights}
 
@@ -148,7 +148,7 @@ def test_output_attentions_equal_the_parents_and_warn(hold, family, caplog):
 
 @every_family
 def test_a_4d_mask_is_used_unchanged(hold, family):
-    """Tokens of the first three and of the others see each other only."""
+    """The first three tokens see each other only; so do the others."""
     if family == "openai":
         pytest.skip("its parent takes only 2-D masks")
     inputs = batch(torch.ones_like(MASK))
@@ -161,7 +161,7 @@ def test_a_4d_mask_is_used_unchanged(hold, family):
         dtype = next(model.parameters()).dtype
         mask = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
         if model.config.is_encoder_decoder:
-            # Cross-attention takes the mask too; a mask of two dimensions there is its own test.
+            # Cross-attention takes the mask, too; another test gives it a mask of two dimensions.
             encoder = model.get_encoder()(inputs["input_ids"], attention_mask=mask)
             return {"loss": model(encoder_outputs=encoder, labels=inputs["labels"]).loss}
         return {"loss": model(**{**inputs, "attention_mask": mask}).loss}
@@ -190,7 +190,7 @@ def test_a_resized_and_saved_model_is_tied_and_equals_its_parent(hold, family, t
 
 @every_class
 def test_a_resized_model_takes_the_new_ids(name):
-    """Also the parts that have a configuration of their own, as T5's encoder and decoder."""
+    """Parts with their own configuration, such as T5's encoder and decoder, take them, too."""
     model, _ = pair(name)
     inputs = inputs_of(name, model.config, None)
     ids = [each for each in ("input_ids", "decoder_input_ids") if each in inputs]
@@ -214,7 +214,7 @@ def test_a_model_on_the_meta_device(family):
 
 @every_family
 def test_half_precision_is_as_accurate_as_the_parent(family):
-    """fp16, to predict with; bf16 and gradients are in the contract."""
+    """fp16 is for predictions; the contract tests bf16 and gradients."""
     inputs = batch()
     labels = inputs.pop("labels")
     if family in ("bart", "t5"):
@@ -235,7 +235,7 @@ def test_half_precision_is_as_accurate_as_the_parent(family):
 @pytest.mark.slow
 @every_family
 def test_autocast_is_as_accurate_as_the_parent(family):
-    """The mean over several models: in 16 bits, the error of one small model varies too much."""
+    """The mean error of several models counts, as that of one small model varies in 16 bits."""
     ratios = []
     for seed in range(6):
         inputs, model, parent = batch(seed=seed), ours_of(family, seed), parent_of(family)
@@ -283,7 +283,7 @@ def test_gradient_checkpointing_changes_no_bit_with_dropout(family):
 
 
 class Samples(torch.utils.data.Dataset):
-    """Single sequences, without their padding, which the collator adds."""
+    """Single sequences without padding, which the collator adds."""
 
     def __init__(self, inputs):
         self.rows = [
@@ -308,7 +308,7 @@ def collate(rows):
 
 
 def trainer_of(model, folder, optimizers=(None, None), **arguments):
-    """A Trainer of the batch, on the CPU and quiet."""
+    """A Trainer for the batch, on the CPU, without output."""
     quiet = dict(report_to=[], use_cpu=True, disable_tqdm=True)
     arguments = TrainingArguments(output_dir=str(folder), **quiet, **arguments)
     samples = Samples(batch())
@@ -316,7 +316,7 @@ def trainer_of(model, folder, optimizers=(None, None), **arguments):
 
 
 def trained(model, folder, rows, accumulation):
-    """The model after a step of Trainer, and the gradients that this step saw."""
+    """The model after a step of Trainer, and the step's gradients."""
     seen = {}
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     optimizer.register_step_pre_hook(
@@ -358,7 +358,7 @@ def test_trainer_accumulates_to_the_gradients_of_one_batch(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_of_trainer_from_start_to_end(tmp_path):
-    """Mixed precision, padding, evaluation and a checkpoint, on an accelerated model."""
+    """An accelerated model with mixed precision, padding, evaluation and a checkpoint."""
     model = fastplm.accelerate(parent_of("bert", "sdpa"))
     torch.manual_seed(0)
     trainer = trainer_of(
@@ -382,7 +382,7 @@ def test_a_run_of_trainer_from_start_to_end(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_make_the_gradients_of_one(tmp_path):
-    """DDP and FSDP2, in one pair of processes."""
+    """DDP and FSDP2 run in one pair of processes."""
     model = ours_of("bert")
     given = {
         "config": FAMILIES["bert"][1],
@@ -450,7 +450,7 @@ def test_compiled_once_for_all_batches_of_a_shape(hold, name, unpad):
     model = getattr(models, name)(config)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
-    rows = 90 if name.endswith("DoubleHeadsModel") else unpad  # three choices
+    rows = 90 if name.endswith("DoubleHeadsModel") else unpad  # 90 for three choices
     options = {} if unpad is None else {"unpad": rows}
     for mask in (MASK, torch.ones_like(MASK).tril()):
         inputs = inputs_of(name, config, mask)
@@ -518,7 +518,7 @@ def numbers(answer):
 
 
 def words(answer):
-    """Everything else."""
+    """Everything but the floats in what a pipeline returns."""
     if isinstance(answer, dict):
         return {key: words(value) for key, value in answer.items() if key != "score"}
     return [words(part) for part in answer] if isinstance(answer, list) else answer
@@ -562,7 +562,7 @@ def test_pipelines_answer_as_they_do_with_the_parent(tokenizer, task, name, opti
     if task != "feature-extraction":
         assert words(given) == words(gold)
     assert numbers(gold) or task == "text-generation"
-    # The pipelines themselves round their answers to fp32.
+    # The pipelines themselves round their results to fp32.
     truth = torch.tensor(numbers(gold), dtype=torch.float64)
     bases = [torch.tensor(numbers(answers(each))) for each in rerounded(parent(torch.float32))]
     check_error(task, torch.tensor(numbers(given)), truth, bases, GRADIENT_FACTOR)
@@ -570,7 +570,7 @@ def test_pipelines_answer_as_they_do_with_the_parent(tokenizer, task, name, opti
 
 @pytest.mark.parametrize("family", LANGUAGE_MODELS)
 def test_checkpointing_runs_every_layer_twice(family):
-    """A forward that hides the parent's wrapper would keep all activations, without a word."""
+    """A forward that hides the parent's wrapper would silently keep all activations."""
     model = ours_of(family).train()
     if not model.supports_gradient_checkpointing:
         pytest.skip("Transformers has no checkpoints in this family")

@@ -1,4 +1,4 @@
-"""Which rows the layers of a drop-in model compute: padding is never kept without a word."""
+"""The rows that the layers of a drop-in model compute: padding is never kept silently."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOKENS, ALL = int(MASK.sum()), MASK.numel()
 
 @pytest.fixture
 def said(caplog, monkeypatch):
-    """The warnings of Transformers' logger, also those that were given before."""
+    """The warnings of Transformers' logger, also those that it gives only once."""
     transformers_logging.enable_propagation()
     logging.Logger.warning_once.cache_clear()
     yield lambda: [record.getMessage() for record in caplog.records]
@@ -34,7 +34,7 @@ def said(caplog, monkeypatch):
 
 
 def rows(model) -> int:
-    """How many rows a layer computes of the batch."""
+    """The number of the batch's rows that a layer computes."""
     found = []
     layer = model.base_model.encoder.layer[0].intermediate.dense
     hook = layer.register_forward_pre_hook(lambda _, args: found.append(args[0].shape[:-1].numel()))
@@ -50,7 +50,7 @@ def config():
 
 @pytest.fixture
 def stock():
-    """A model of Transformers, whose configuration says from then on which attention it has."""
+    """A model of Transformers; to make it sets the attention in its configuration."""
     model = transformers.BertForMaskedLM(config())
     assert model.config._attn_implementation == "sdpa"
     return model
@@ -170,7 +170,7 @@ def test_explain_says_what_is_computed():
 def test_explain_says_why_padding_is_kept(reason):
     make, inputs = REASONS[reason]
     arguments = {"input_ids": IDS, "attention_mask": MASK} | inputs
-    if reason == "packed":  # which is refused later: its lengths do not fit
+    if reason == "packed":  # refused later, as its lengths do not fit
         with record_notes() as notes, pytest.raises(ArgumentValueError):
             make()(**arguments)
         said = notes[0]

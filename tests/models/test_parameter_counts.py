@@ -136,7 +136,7 @@ def test_the_table_in_the_docs_holds_what_is_computed():
 
 
 def test_a_count_is_that_of_its_own_row_in_the_paper():
-    """Of all figures of its paper, the nearest."""
+    """The count of a model is nearest to its own figure, among all figures of its paper."""
     for row, (family, size, _, _, paper, _) in enumerate(PUBLISHED):
         computed = math.log(count(row) / 1e6)
         figures = [other[4] for other in PUBLISHED if other[0] == family]

@@ -35,11 +35,12 @@ def batch(mask=None):
 @pytest.mark.parametrize("given", ["ids", "labels", "embeds", "position_ids"])
 @pytest.mark.parametrize("unpad", [None, 30, False])
 def test_positions_are_those_of_the_padded_batch(given, unpad):
-    """Counted from the padding token's id on, over what is not that token; the mask has no say."""
+    """Positions count the tokens that are not padding tokens, from the padding id on; the mask has
+    no effect."""
     mask = LEFT.clone()
     ids, labels = batch(mask)
-    ids[0, 3] = PAD  # a padding token that the mask does not hide
-    mask[0, 0] = 0  # a token that it hides
+    ids[0, 3] = PAD  # a padding token that the mask leaves in
+    mask[0, 0] = 0  # a token that the mask leaves out
     inputs = {"input_ids": ids}
     counted = PAD + (ids != PAD).cumsum(1) * (ids != PAD)
     assert counted[0].tolist() == [2, 3, 4, PAD, 5, 6, 7, 8, 9]

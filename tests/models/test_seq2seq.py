@@ -1,4 +1,4 @@
-"""What all models of an encoder and a decoder have in common: BART, T5 and BERT2BERT."""
+"""Tests of all models with an encoder and a decoder: BART, T5 and BERT2BERT."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ MODELS = {
     ),
 }
 every_model = pytest.mark.parametrize("kind", MODELS)
-LABELLED = (7, 3, 5, 1)  # how far each target is labelled
+LABELLED = (7, 3, 5, 1)  # tokens of each target up to its last label
 DECODER_MASKS = {
     "right": torch.tensor([[1] * 7, [1] * 3 + [0] * 4, [1] * 5 + [0] * 2, [1] + [0] * 6]),
     "left": torch.tensor([[1] * 7, [0] * 4 + [1] * 3, [0] * 2 + [1] * 5, [0] * 6 + [1]]),
@@ -64,7 +64,7 @@ DECODER_MASKS = {
 
 
 def pair(kind, **fields):
-    """(ours, the parent with eager attention and the same weights)."""
+    """(fastplm's model, the parent with eager attention and the same weights)."""
     ours, config, _ = MODELS[kind]
     config = changed(config, **fields)
     model, parent = ours(copy.deepcopy(config)), eager_parent(ours, config)
@@ -89,11 +89,11 @@ def random_targets():
 @pytest.mark.parametrize("padding", ["none", "right"])
 @every_model
 def test_a_mask_of_the_decoder_equals_the_parents(hold_drop_in, kind, padding, decoder_padding):
-    """Its rows may have labels, and holes in it move no other row."""
+    """Rows that the mask leaves out may have labels, and holes in the mask move no other row."""
     ours, config, _ = MODELS[kind]
     mask, labels = DECODER_MASKS[decoder_padding], random_targets()
     labels[0, 5:] = -100
-    # A row that attends to no token is not defined.
+    # The output of a row that attends to no token is not defined.
     labels = labels.masked_fill((mask == 0).cumprod(1).bool(), -100)
     given = {"decoder_attention_mask": mask, "decoder_input_ids": random_targets()}
     hold_drop_in(ours, config, padding, given=given | {"labels": labels})
@@ -101,7 +101,7 @@ def test_a_mask_of_the_decoder_equals_the_parents(hold_drop_in, kind, padding, d
 
 @pytest.mark.parametrize("ours", [*MODELS, "BartModel", "T5Model"])
 def test_a_capacity_changes_nothing(hold_drop_in, ours):
-    """24 tokens lie in 30 rows, 16 in 20, in shapes that do not depend on the batch."""
+    """24 tokens are in 30 rows, 16 in 20: shapes that do not depend on the batch."""
     if ours in MODELS:
         ours, config, _ = MODELS[ours]
     else:
@@ -136,7 +136,7 @@ def test_only_rows_that_matter_are_computed(kind):
 @pytest.mark.parametrize("padding", ["right", "left"])
 @every_model
 def test_padding_of_the_source_is_never_seen(kind, padding, value):
-    """By loss, logits, a cache or any gradient, given as hidden states or as embeddings."""
+    """Loss, logits, cache and gradients do not see it, in hidden states or embeddings."""
     inputs, (model, _) = batch(kind, padding), pair(kind)
     del inputs["input_ids"]
     mask, labels = inputs["attention_mask"], inputs.pop("labels")
@@ -164,7 +164,7 @@ def test_padding_of_the_source_is_never_seen(kind, padding, value):
 @pytest.mark.parametrize("padding", ["right", "full"])
 @every_model
 def test_each_side_is_counted_once(monkeypatch, kind, padding, states):
-    """Each count waits for the device."""
+    """A second count of a side's tokens would wait for the device again."""
     counts, inner = [], _ragged._counts_on_cpu
     monkeypatch.setattr(
         _ragged, "_counts_on_cpu", lambda *masks: counts.append(masks) or inner(*masks)
@@ -234,7 +234,7 @@ def test_hooks_on_the_embeddings_are_called(kind):
 
 @pytest.mark.parametrize("kind", ["bart", "t5"])
 def test_reentrant_checkpointing_loses_no_gradient(hold, kind):
-    """It adds the gradients of the encoder's states up in another order."""
+    """Reentrant checkpointing adds up the gradients of the encoder's states in another order."""
     model, parent = pair(kind)
     model.train().gradient_checkpointing_enable({"use_reentrant": True})
     model.enable_input_require_grads()
@@ -243,7 +243,7 @@ def test_reentrant_checkpointing_loses_no_gradient(hold, kind):
 
 @every_model
 def test_with_a_cache_encoder_states_are_not_packed(kind):
-    """They are in the cache: packing and padding them for every token would be for nothing."""
+    """The cache has these states: to pack and pad them for every token would be wasted."""
     inputs, (model, _) = batch(kind), pair(kind)
     mask, token = inputs["attention_mask"], torch.full((ROWS, 1), 4)
     with torch.no_grad():
@@ -262,7 +262,7 @@ def test_with_a_cache_encoder_states_are_not_packed(kind):
 )
 def test_compiles_to_one_graph(hold, kind, options):
     inputs, (model, _) = batch(kind), pair(kind)
-    # In training, Transformers 5.17 draws which layers to drop even where none may be.
+    # In training, Transformers 5.17 draws the layers to drop even if none may be dropped.
     model.train(bool(options))
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -277,10 +277,11 @@ def test_compiles_to_one_graph(hold, kind, options):
 @pytest.mark.parametrize("ours", ["BartModel", "BartForQuestionAnswering", "T5Model"])
 @pytest.mark.parametrize("options", [{}, {"unpad": 30, "decoder_unpad": ROWS * TARGET}], ids=str)
 def test_a_decoder_that_stays_padded_keeps_its_mask(hold, ours, options):
-    """With a packed encoder, all of its rows are packed."""
+    """If the encoder is packed, all rows of the decoder are packed, too."""
     config, kind = small_config(ours[:4].lower() if ours[0] == "B" else "t5"), getattr(models, ours)
     inputs = inputs_of(ours, config, PADDINGS["right"]) | {"decoder_input_ids": random_targets()}
-    # Every token would attend to padding at the left; at the right, only the softmax reads it.
+    # At the left, every token would attend to padding; at the right, only a loss's softmax reads
+    # padding.
     side = "left" if ours.endswith("Model") else "right"
     mask = inputs["decoder_attention_mask"] = DECODER_MASKS[side]
 

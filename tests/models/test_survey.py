@@ -33,7 +33,7 @@ SAMPLE = {
 
 
 def table():
-    """{model: (verdict by name, verdict by accelerate)} of the page."""
+    """The page's table: {model: (verdict by name, verdict by accelerate)}."""
     lines = PAGE.read_text().split("| model | by name | by accelerate |")[1].splitlines()[2:]
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line]
     return {name: tuple(verdicts) for name, *verdicts in cells}
@@ -90,7 +90,7 @@ def test_the_survey_finds_what_is_wrong(monkeypatch, broken):
 
 
 class Own(transformers.PreTrainedModel):
-    """A model whose module has a class of attention that the interface does not reach."""
+    """A model whose module has an attention class that does not use the attention interface."""
 
     config_class = transformers.BertConfig
 
@@ -108,11 +108,11 @@ def test_a_model_of_the_user_with_attention_of_its_own_is_refused():
 
 
 class Extends(transformers.BertPreTrainedModel):
-    """A model of the user beside other attention: BERT's is that of the interface."""
+    """A user's model with BERT's attention is taken, although its module has other attention."""
 
 
 class ExtendsDeberta(transformers.DebertaPreTrainedModel):
-    """AutoModel or other models in its module say nothing of DeBERTa's attention."""
+    """DeBERTa's attention is refused, whatever AutoModel or other models its module has."""
 
 
 def test_a_model_of_the_user_has_the_attention_of_the_one_that_it_extends():

@@ -1,4 +1,4 @@
-"""fastplm.models.t5: what test_contract.py and test_seq2seq.py do not look at."""
+"""fastplm.models.t5: tests beyond test_contract.py and test_seq2seq.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from . import conftest
 from .conftest import LENGTH, PADDINGS, ROWS, changed, small_config
 
 CONFIG = small_config("t5", num_labels=3)
-#: Gated GELU, and a head of its own whose input is not scaled.
+#: A model with gated GELU, and with an untied head whose input is not scaled.
 V1_1 = dict(is_gated_act=True, dense_act_fn="gelu_new")
 V1_1 |= dict(tie_word_embeddings=False, scale_decoder_outputs=False)
 HOLES = torch.tensor(
@@ -39,7 +39,7 @@ def test_a_decoder_with_a_cache_equals_the_parents(hold_drop_in):
 
 
 def test_no_layer_gets_a_dense_bias(monkeypatch):
-    """The table goes from layer to layer in its place, in the padded form too."""
+    """Layers pass the table on as the position bias, also for a padded batch."""
     seen, inner = [], fastplm.hf._relative_bias
 
     def spy(module, query, key, position_bias):

@@ -33,7 +33,7 @@ every_family = pytest.mark.parametrize("name", NAMES)
 
 
 def loss_of(model, inputs):
-    """The loss as a function of the parameters, and those."""
+    """(the loss as a function of the parameters, the parameters)."""
     parameters = {name: weight.detach() for name, weight in model.named_parameters()}
 
     def loss(parameters):
@@ -83,7 +83,8 @@ def test_tangents_are_those_of_the_parent(name):
 
 @pytest.mark.parametrize("name", ["BertForSequenceClassification", "GPT2LMHeadModel"])
 def test_vmap_of_samples_calls_for_no_issue(name, capfd, recwarn):
-    """Of the embeddings, as for the gradients of samples; PyTorch would print that of our ops."""
+    """vmap over the embeddings, as for gradients of samples, prints no warning about fastplm's
+    ops."""
     model = getattr(models, name)(config_of(name)).eval()
     embedded = torch.randn(3, 2, 7, model.config.hidden_size)
 
@@ -102,7 +103,7 @@ def test_vmap_of_samples_calls_for_no_issue(name, capfd, recwarn):
 
 @pytest.mark.slow
 def test_a_static_cache_takes_one_graph():
-    """To the last step, in which the mask of the cache hides nothing."""
+    """One graph serves all steps up to the last, in which the cache's mask masks no key."""
     config = config_of("T5ForConditionalGeneration")
     graphs = []
 
@@ -126,7 +127,7 @@ def test_a_static_cache_takes_one_graph():
 
 
 class Plain(torch.nn.Module):
-    """A model as a function of two tensors, which is what is exported."""
+    """A model as a function of two tensors, to export."""
 
     def __init__(self, name):
         super().__init__()
@@ -160,7 +161,7 @@ def test_torch_export_keeps_operators_unless_told_otherwise(name, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:.*torch.ao.quantization.*:DeprecationWarning")
 def test_quantization_warns_about_drop_in_linear_layers():
-    """It looks for nn.Linear by its exact class, and ours would stay in fp32 in silence."""
+    """Quantization looks for the exact class nn.Linear; a subclass would silently stay in fp32."""
     parent = transformers.BertModel(config_of("BertModel"))
     model = models.BertModel(config_of("BertModel"))
 

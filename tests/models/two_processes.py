@@ -24,7 +24,7 @@ WORLD = 2
 
 
 def loss_of(model, batch, rank):
-    """This rank's half, scaled as Trainer does it: gradients are averaged, losses are sums."""
+    """The loss of this rank's half, scaled as in Trainer: gradients are averaged, losses summed."""
     half = {name: values.chunk(WORLD)[rank] for name, values in batch.items()}
     total = (batch["labels"] != -100).sum()
     return model(**half, num_items_in_batch=total).loss * WORLD

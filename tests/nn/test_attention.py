@@ -20,7 +20,7 @@ LENGTHS, CONTEXT_LENGTHS = (9, 4, 0, 6), (5, 11, 3, 1)
 def reference(input, context=None, cu_seqlens=None, max_seqlen=None, parameters=None, **options):
     """The module in terms of plain PyTorch, with separate projections."""
     source = input if context is None else context
-    kinds = []  # weights and biases, each of three
+    kinds = []  # weights and biases, each for query, key and value
     for kind in ("weight", "bias"):
         if f"kv_proj.{kind}" in parameters:
             both = parameters[f"kv_proj.{kind}"].chunk(2)
@@ -44,9 +44,9 @@ def reference(input, context=None, cu_seqlens=None, max_seqlen=None, parameters=
 
 
 def hold(module, inputs, candidate=None, base=None, **fixed):
-    """``module`` is as near to the truth as the formula, in the output and in every gradient.
+    """Checks that ``module``'s output and gradients are as near to the truth as the formula's.
 
-    ``inputs`` may be floating tensors with a gradient; a ``table`` among them is that of T5's bias.
+    Floating tensors of ``inputs`` get gradients; ``table`` is the table of T5's bias.
     """
     candidate = module.__call__ if candidate is None else candidate
     names = [name for name, _ in module.named_parameters()]
@@ -59,7 +59,7 @@ def hold(module, inputs, candidate=None, base=None, **fixed):
         return own, given | fixed
 
     class Call(nn.Module):
-        """What runs under functional_call, which replaces parameters of a module's forward."""
+        """A module to run under functional_call, which replaces parameters for its forward."""
 
         def __init__(self):
             super().__init__()
@@ -152,7 +152,7 @@ def test_a_context_of_another_width(bias, ragged):
 
 
 def test_a_context_of_another_width_equals_torchs():
-    """There, keys and values may come from two contexts of two widths: here it is one."""
+    """In torch, keys and values may come from two contexts of two widths; here there is one."""
     theirs = nn.MultiheadAttention(EMBED, HEADS, kdim=24, vdim=24, batch_first=True)
     ours = FusedAttention(EMBED, HEADS, context_dim=24)
     query, key, value = theirs.in_proj_bias.chunk(3)
@@ -229,7 +229,7 @@ def test_dropout_is_replayed_by_seed_and_off_in_eval():
     assert torch.equal(module(input, seed=3), plain(input))
 
 
-# --- ragged batches -------------------------------------------------------------------------------
+# --- packed batches -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -249,7 +249,8 @@ def test_a_ragged_batch_equals_the_formula(cross, is_causal):
 
 @pytest.mark.parametrize("cross", [False, True])
 def test_padded_and_ragged_are_the_same(cross):
-    """Also with dropout and T5's bias: the module on packed rows, the formula on padded ones."""
+    """The module runs on packed rows, the formula on padded ones, also with dropout and T5's
+    bias."""
     mask, context_mask = padding(LENGTHS), padding(CONTEXT_LENGTHS)
     module = FusedAttention(EMBED, HEADS, dropout=0.2)
     inputs = {"input": torch.randn(*mask.shape, EMBED), "table": torch.randn(8, HEADS)}

@@ -69,7 +69,7 @@ def dense(
 
 
 def make(device="cpu", positives="in place", hard=5, copies=False, dtype=torch.float32):
-    """Queries and documents that resemble each other, and where each query's are."""
+    """Queries, similar documents, and the indices of each query's documents."""
     query = torch.randn(QUERIES, WIDTH)
     document = torch.cat([query + torch.randn_like(query), torch.randn(hard, WIDTH)])
     found = dict(query=query.to(device, dtype), document=document.to(device, dtype))
@@ -77,7 +77,7 @@ def make(device="cpu", positives="in place", hard=5, copies=False, dtype=torch.f
     if positives != "in place":
         several = torch.stack([torch.randperm(count)[:3] for _ in range(QUERIES)])
         several[4, 1:], several[7, 2] = -1, -1
-        several[9] = -1  # does not count
+        several[9] = -1  # this document does not count
         found["positive"] = (several[:, 0] if positives == "one" else several).to(device)
     if copies:
         for name, rows in (("query_id", QUERIES), ("document_id", count)):
@@ -154,7 +154,7 @@ def test_of_copies_the_first_stands_for_all():
     assert_close(ContrastiveLoss()(**inputs, document_id=ids), plain)
     ids[5] = 2
     without = ContrastiveLoss()(**inputs, document_id=ids)
-    assert without < plain  # no query has its own document as a negative
+    assert without < plain  # now no query has its own document as a negative
     document = inputs["document"].clone().requires_grad_()
     ContrastiveLoss()(inputs["query"], document, document_id=ids).backward()
     assert not document.grad[5].any() and document.grad[2].any()
@@ -227,7 +227,7 @@ VOCAB, LENGTH = 40, 6
 
 
 class Encoder(nn.Module):
-    """Attention, and dropout of both kinds: that of PyTorch's generator, and counter-based."""
+    """A model with attention and both kinds of dropout: PyTorch's, and fastplm's by counters."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ def cached(size):
 
 
 def kept(size):
-    """The same chunks, with everything kept."""
+    """A step with the same chunks that keeps all activations."""
 
     def encode(tower, batch):
         ids, mask = (batch[name].split(size) for name in ("ids", "mask"))
@@ -310,7 +310,7 @@ def test_without_dropout_gradients_are_those_of_the_whole_batch(towers, size):
 
 
 def test_a_replay_with_other_dropout_is_seen(monkeypatch):
-    """What the test above would say of a checkpoint that does not set generators back."""
+    """The test above would fail if the generators were not restored for the second forward."""
     from fastplm.nn import contrastive
 
     plain = contrastive.checkpoint

@@ -34,7 +34,7 @@ def some_labels():
 
 @pytest.fixture(params=["exact", "static"])
 def search(request, monkeypatch):
-    """Both searches for labels: counting them, and one slot for each token."""
+    """Both searches for labels: with a count, and with one slot for each token."""
     if request.param == "static":
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     return request.param
@@ -126,7 +126,7 @@ SIZES = {
 
 
 class Joined(nn.Module):
-    """ELECTRA's head is two modules of the model."""
+    """In ELECTRA the model has the head as two modules."""
 
     def __init__(self, model):
         super().__init__()
@@ -138,7 +138,7 @@ class Joined(nn.Module):
 
 
 class Loss(nn.Module):
-    """``functional_call`` calls ``forward``."""
+    """The head's ``forward``, for ``functional_call``."""
 
     def __init__(self, head):
         super().__init__()
@@ -178,7 +178,7 @@ def test_a_head_is_that_of_transformers(cls, activation, search):
     assert dict(ours.named_parameters()).keys() == dict(parent.named_parameters()).keys()
     labels = some_labels()
     parameters = {name: value.detach() for name, value in parent.named_parameters()}
-    # Several losses: how far off PyTorch's is on one batch is chance.
+    # Several losses are compared, as PyTorch's error on one batch is chance.
     inputs = {"hidden": torch.randn(8, BATCH, LENGTH, WIDTH), **parameters}
 
     def logits(module):

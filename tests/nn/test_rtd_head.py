@@ -62,7 +62,7 @@ def test_nothing_counted_is_0_with_gradients_0(normalizer):
 
 
 def judged():
-    """Ids, original ids, which differ, and a mask."""
+    """Ids, original ids, some of which differ, and a mask."""
     original = torch.randint(9, (BATCH, LENGTH))
     ids = torch.where(torch.rand(BATCH, LENGTH) < 0.3, 9, original)
     return ids, original, ids != original, torch.rand(BATCH, LENGTH) < 0.8
@@ -90,7 +90,7 @@ def test_ids_and_counts_pass_through(dtype):
 
 @pytest.fixture
 def electra():
-    """Our head and that of Transformers, with the same weights."""
+    """fastplm's head and that of Transformers, with the same weights."""
     from transformers import ElectraConfig
     from transformers.models.electra.modeling_electra import ElectraDiscriminatorPredictions
 

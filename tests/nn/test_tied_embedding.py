@@ -20,7 +20,7 @@ VOCAB, WIDTH, PADDING = 31, 18, 3
 
 
 def some_ids(rows=4, length=9):
-    """Every token many times or not at all, padding among them."""
+    """Ids in which every token occurs many times or never, with padding."""
     ids = torch.randint(0, VOCAB // 2, (rows, length))
     ids[:, -2:] = PADDING
     return ids
@@ -90,7 +90,7 @@ def test_padding_gives_no_gradient(padding, ids_dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_rows_are_added_up_in_fp32(dtype):
-    """Adding ones in bf16 stops at 256, in fp16 at 2048; 4100 needs no rounding in fp16 alone."""
+    """A sum of ones stops at 256 in bf16, at 2048 in fp16; only fp16 can hold 4100 exactly."""
     weight = torch.zeros(VOCAB, WIDTH, dtype=dtype, requires_grad=True)
     ids = torch.full((4095,), 5)
     rows, head = tied_embedding(ids, weight)
@@ -128,7 +128,7 @@ def test_the_callers_gradient_is_not_changed():
         rows, head = tied_embedding(ids, weight, sole_use=sole_use)
         given = torch.zeros_like(weight)
         torch.autograd.grad((rows, head), weight, (torch.ones_like(rows), given))
-        # With a promise that is not kept it is not: this is what the promise is about.
+        # If the promise is broken, the tensor is overwritten: the promise is about just that.
         assert given.any() == sole_use
 
 
@@ -140,7 +140,7 @@ def test_a_shared_gradient_is_not_changed():
     head.register_hook(seen.append)
     upstream = torch.randn(VOCAB, WIDTH)
     kept = upstream.clone()
-    # Addition hands one tensor to both of its inputs.
+    # The backward of an addition gives one tensor to both of its inputs.
     torch.autograd.backward((rows, head + other), (torch.ones_like(rows), upstream))
     assert torch.equal(other.grad, kept) and torch.equal(seen[0], kept)
     assert torch.equal(weight.grad[ids[0, 0]], kept[ids[0, 0]] + (ids == ids[0, 0]).sum())
@@ -197,8 +197,8 @@ class DenseGradients(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, tuple | list) else (out,):
             if isinstance(tensor, torch.Tensor) and tensor.numel() == VOCAB * WIDTH:
-                # Memory that is kept alive is not allocated again. (A tensor kept alive would make
-                # autograd copy it, as it may not hand it on.)
+                # Memory that is kept alive is not allocated again. (The tensor is not kept alive:
+                # autograd could then not pass it on, and would copy it.)
                 storage = tensor.untyped_storage()
                 self.storages[storage.data_ptr()] = storage
         return out
@@ -226,7 +226,7 @@ def test_mixed_precision_equals_a_lookup_and_a_head():
 
     def under_autocast(function):
         def run(**inputs):
-            if inputs["weight"].dtype is torch.float64:  # the truth
+            if inputs["weight"].dtype is torch.float64:  # this run computes the truth
                 return function(**inputs)
             with torch.autocast("cpu", torch.bfloat16):
                 return function(**inputs)

@@ -55,7 +55,7 @@ def test_every_setting_matters(setting):
     ids = torch.randint(5, 50, (4, 20))
     other = SETTINGS | {setting: OTHERS.get(setting, 0.1)}
     ours, theirs = TokenMasker(50, 4, **SETTINGS), TokenMasker(50, 4, **other)
-    assert any(  # one step may draw the same
+    assert any(  # in one step both may draw the same
         not torch.equal(*(one(ids, step=step, word_ids=WORDS).input_ids for one in (ours, theirs)))
         for step in range(8)
     )

@@ -1,5 +1,5 @@
-"""ops.attention and ops.attention_varlen against their reference: by the budget, on nasty inputs,
-in every combination of layout, mask, bias and dropout; and the bits of dropout, one by one."""
+"""ops.attention and ops.attention_varlen against their reference: by the budget, on difficult
+inputs, with every combination of layout, mask, bias and dropout; and dropout's bits one by one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LARGE_SAMPLE = 2**40 + 1
 
 RAGGED = {"dense": False, "ragged": True}
 CAUSAL = {"full": False, "causal": True}
-#: A bias, and dropout without one, may each take kernels of their own.
+#: A call with a bias, and one with dropout alone, may each have their own kernels.
 ALL_EXTRAS = ("plain", "dropout", "bias and dropout")
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -64,9 +64,9 @@ half_precision = pytest.mark.parametrize("dtype", HALF.values(), ids=HALF)
 
 
 def attend(dense, varlen, bias_weight=None, bidirectional=True, max_distance=20, **inputs):
-    """The function that fits the inputs; the table of the bias is an argument, to have a gradient.
+    """The op for the inputs; the bias' table is an argument, so that it gets a gradient.
 
-    20 is a short distance: few keys away, tiles lie in the last bucket altogether.
+    A max_distance of 20 is short, so that whole tiles lie in the last bucket.
     """
     if bias_weight is not None:
         inputs["relative_bias"] = ops.T5RelativeBias(bias_weight, bidirectional, max_distance)
@@ -103,13 +103,13 @@ def check(backend: str, inputs: dict, wrt=None, peers=()) -> None:
     wrt = leaves(inputs) if wrt is None else wrt
     others = {"key_mask", "dropout_p", "bias_weight"} & set(inputs)
     if backend == "torch" and not (others or inputs.get("is_causal")):
-        # Its gradients come from one logsumexp and have up to 7 times the reference's error.
+        # PyTorch's gradients come from one logsumexp, with up to 7 times the reference's error.
         peers = [*peers, stock]
     assert_within_budget(functools.partial(run, backend), reference, inputs, wrt=wrt, peers=peers)
 
 
 def out_and_grads(backend: str, inputs: dict, upstream=None):
-    """The output and the gradients by name, of a random ``upstream`` gradient if none is given."""
+    """The output and the gradients by name, for a random ``upstream`` gradient by default."""
     names = leaves(inputs)
     inputs = inputs | {name: inputs[name].detach().requires_grad_() for name in names}
     out = run(backend, **inputs)
@@ -130,13 +130,13 @@ def make(device, batch=2, heads=2, seqlen_q=33, seqlen_k=33, head_dim=32, dtype=
 
 
 def heads_for(extras: str) -> int:
-    """Enough for the gradient of the table: most of it lies in a few buckets a head, and of few
-    numbers not only the error of a kernel is luck, but also PyTorch's, which bounds it."""
+    """The batch is large enough for the gradient of the table, which lies in a few buckets a head:
+    with few numbers, a kernel's error and PyTorch's, which bounds it, are chance."""
     return 4 if "bias" in extras else 1
 
 
 def with_extras(inputs: dict, extras="bias and dropout", dropout_p=0.1, dtype=None) -> dict:
-    """Bias, one-sided for causal calls, and dropout; ``dtype`` is that of the table."""
+    """The arguments of bias (one-sided in causal calls) and dropout; ``dtype`` is the table's."""
     inputs, query = dict(inputs), inputs["query"]
     if "bias" in extras:
         weight = torch.randn(16, query.shape[1], device=query.device)
@@ -161,7 +161,7 @@ def up_to(lengths, longest: int) -> torch.Tensor:
 
 
 def pack_rows(padded: torch.Tensor, lengths, spare: int = 0) -> torch.Tensor:
-    """[B, H, T, D] -> [N + spare, H, D], of ``lengths`` rows each; NaN in the spare ones."""
+    """[B, H, T, D] -> [N + spare, H, D], with ``lengths`` rows each; spare rows hold NaN."""
     rows = padded.new_full((sum(lengths) + spare, padded.shape[1], padded.shape[3]), NAN)
     for sequence, length, end in zip(padded, lengths, itertools.accumulate(lengths), strict=True):
         rows[end - length : end] = sequence[:, :length].transpose(0, 1)
@@ -169,7 +169,7 @@ def pack_rows(padded: torch.Tensor, lengths, spare: int = 0) -> torch.Tensor:
 
 
 def pack(inputs: dict, lengths_q, lengths_k=None, spare=(3, 5)) -> dict:
-    """The ragged call of the first rows of a dense one; the spare rows hold NaN, not masked."""
+    """The packed call of the first rows of a dense one; spare rows hold NaN without a mask."""
     lengths_k = lengths_q if lengths_k is None else lengths_k
     packed = dict(inputs)
     for name, lengths, rows in (("q", lengths_q, spare[0]), ("k", lengths_k, spare[1])):
@@ -203,7 +203,7 @@ def combination(device, ragged, kind, extras, dtype=torch.float32) -> dict:
         inputs["sample_index"] = torch.tensor([4, LARGE_SAMPLE], device=device)
     if ragged and kind == "cross":  # the second sequence has queries and no key
         return pack(inputs, (21, 6), (15, 0))
-    # The longest comes last: rows of padding before it are no rows of the packed call.
+    # The longest sequence comes last: the packed call has no padding before it.
     return pack(inputs, (12, 29)) if ragged else inputs
 
 
@@ -246,7 +246,7 @@ def test_lengths(device, backend, seqlen, ragged, is_causal, extras):
     ragged=RAGGED,
 )
 def test_length_classes(device, backend, seqlen_k, head_dim, extras, is_causal, ragged):
-    """A kernel is chosen by the number of keys; 16 bits have more of them than 32."""
+    """The number of keys decides the kernel; 16 bits have more kernels than 32."""
     inputs = make(device, 1, 1, 20, seqlen_k, head_dim, dtype=torch.float16)
     inputs = hide(inputs | {"is_causal": is_causal}, torch.rand(1, seqlen_k) < 0.9)
     inputs = with_extras(inputs, extras)
@@ -305,9 +305,9 @@ def test_half_precision(device, backend, dtype, is_causal):
     extras=ALL_EXTRAS,
 )
 def test_cross_lengths(device, backend, lengths, is_causal, ragged, extras):
-    """With causality a cache of keys (down to one query), or queries that see no key."""
+    """If causal, these are a cache of keys (with one query at least), or queries without a key."""
     seqlen_q, seqlen_k = lengths
-    # The errors of a gradient's row go the same way, so that of two rows they are luck.
+    # The errors within a gradient's row have one direction, so the error of two rows is chance.
     heads = 4 if seqlen_q == 1 else heads_for(extras)
     inputs = make(device, 2, heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=16)
     inputs = with_extras(inputs | {"is_causal": is_causal}, extras)
@@ -319,7 +319,7 @@ def test_cross_lengths(device, backend, lengths, is_causal, ragged, extras):
 
 @dense_and_ragged
 def test_causal_is_bottom_right_aligned(device, ragged):
-    """The last query sees every key, whatever the two lengths are (a key/value cache)."""
+    """The last query sees every key, for any two lengths (a key/value cache)."""
     inputs = make(device, batch=1, seqlen_q=3, seqlen_k=10)
     last = inputs | {"query": inputs["query"][:, :, -1:]}
     if ragged:
@@ -403,7 +403,7 @@ def test_spare_rows_are_zero_with_zero_gradient_and_never_matter(device, backend
     inputs = with_extras(make(device, heads=1, seqlen_q=20, seqlen_k=30), extras)
     tight = pack(inputs, (20, 4), (9, 30), spare=(0, 0))
     spare = pack(inputs, (20, 4), (9, 30), spare=(70, 70))
-    upstream = torch.randn_like(spare["query"])  # NaN in the inputs draws the same shape
+    upstream = torch.randn_like(spare["query"])  # fixed, so that both calls get the same
     out, grads = out_and_grads(backend, spare, upstream)
     expected, expected_grads = out_and_grads(backend, tight, upstream[:24])
     assert torch.equal(out[:24], expected) and not out[24:].any()
@@ -430,7 +430,7 @@ def dense_mask(kind: str, batch: int, heads: int, seqlen_q: int, seqlen_k: int) 
     places = torch.arange(seqlen_k) - torch.arange(seqlen_q)[:, None]
     if kind == "causal":
         return places <= seqlen_k - seqlen_q
-    if kind == "prefix":  # a prefix that all see, then causal
+    if kind == "prefix":  # all queries see a prefix; the rest is causal
         return (places <= seqlen_k - seqlen_q) | (torch.arange(seqlen_k) < seqlen_k // 3)
     if kind == "blocks":
         return torch.arange(seqlen_q)[:, None] // 7 == torch.arange(seqlen_k) // 7
@@ -457,7 +457,7 @@ def test_dense_masks(device, backend, mask, beside, extras):
     sizes = {"cross": (37, 29), "few queries": (3, 29)}.get(beside, (29, 29))
     inputs = make(device, 2, heads_for(extras) * 2, *sizes, head_dim=16)
     inputs["is_causal"] = beside == "causal"
-    if beside == "key mask":  # and NaN behind it
+    if beside == "key mask":  # masked keys hold NaN
         inputs = hide(inputs, up_to((29, 17), 29))
     inputs["attn_mask"] = dense_mask(mask, *inputs["query"].shape[:3], sizes[1]).to(device)
     check(backend, with_extras(inputs, extras))
@@ -473,7 +473,7 @@ def test_dense_masks(device, backend, mask, beside, extras):
     is_causal=CAUSAL,
 )
 def test_lengths_with_a_dense_mask(device, backend, seqlen, extras, dtype, is_causal):
-    """A kernel is chosen by the lengths."""
+    """The lengths decide the kernel."""
     batch = 2 if seqlen < 100 else 1
     inputs = make(device, batch, 2, seqlen, seqlen, head_dim=40, dtype=dtype)
     mask = torch.rand(batch, 2, seqlen, seqlen) < 0.5
@@ -485,7 +485,7 @@ def test_lengths_with_a_dense_mask(device, backend, seqlen, extras, dtype, is_ca
 @each_backend
 @pytest.mark.parametrize("layout", ("transposed", "every other", "in a larger one", "by sample"))
 def test_layouts_of_a_dense_mask(device, backend, layout):
-    """What lies beside a view never matters."""
+    """The numbers beside a view never matter."""
     inputs = make(device, 3, 2, 20, 37, head_dim=16)
     mask = torch.rand(3, 2, 20, 37, device=device) < 0.6
     if layout == "transposed":
@@ -530,7 +530,7 @@ def test_a_dense_mask_that_says_the_same_gives_the_same_bits(device, backend, ki
 @each_backend
 @all_extras
 def test_blocks_of_a_dense_mask_are_sequences(device, backend, extras):
-    """Block-diagonal, it does what ``attention_varlen`` does."""
+    """A block-diagonal mask gives the results of ``attention_varlen``."""
     lengths = (9, 1, 27)
     inputs = make(device, 1, 4, 37, 37, head_dim=16)
     sequence = torch.arange(3).repeat_interleave(torch.tensor(lengths))
@@ -556,11 +556,11 @@ def test_blocks_of_a_dense_mask_are_sequences(device, backend, extras):
 @each_backend
 @all_extras
 def test_rows_that_a_dense_mask_leaves_nothing_are_zero(device, backend, extras):
-    """And so are their gradients, and those of keys that nobody sees, beside a key mask too."""
+    """Their gradients are 0, too, and those of keys that no query sees; also with a key mask."""
     inputs = make(device, 2, 4, 20, 30, head_dim=16)
     mask = torch.rand(2, 4, 20, 30, device=device) < 0.7
     mask[0, 1, 3:9], mask[1, 2], mask[..., 11] = False, False, False
-    mask[1, :, 5, 10:] = False  # what the key mask leaves
+    mask[1, :, 5, 10:] = False  # the keys that the key mask leaves
     key_mask = torch.ones(2, 30, dtype=torch.bool, device=device)
     key_mask[1, :10] = False
     inputs = with_extras(inputs | {"attn_mask": mask, "key_mask": key_mask}, extras)
@@ -574,7 +574,7 @@ def test_rows_that_a_dense_mask_leaves_nothing_are_zero(device, backend, extras)
 
 
 def test_a_dense_mask_of_three_dimensions_says_what_to_do():
-    """[B, Tq, Tk] would be broadcast as [H, Tq, Tk]."""
+    """A mask [B, Tq, Tk] is refused, as it would be broadcast as [H, Tq, Tk]."""
     inputs = make("cpu", 2, 2, 5, 5)
     with pytest.raises(
         ValueError, match=r"`attn_mask` got 3 dimensions \(2, 5, 5\).*mask\[:, None\]"
@@ -594,7 +594,7 @@ def test_a_dense_mask_is_no_argument_of_ragged_batches():
 
 @pairwise(seqlen_q=(1, 3, 5), hidden=("nothing", "the end", "the beginning"), layout=LAYOUTS)
 def test_few_queries(seqlen_q, hidden, layout):
-    """Decoding from a cache: keys are read where they lie, but not what masked ones hold."""
+    """In decoding from a cache, keys are read in place, but masked keys have no effect."""
     cpu = torch.device("cpu")
     inputs = make(cpu, 6, seqlen_q=seqlen_q, seqlen_k=37) | {"is_causal": True}
     inputs |= {name: layout(inputs[name]) for name in QKV[1:]}
@@ -667,7 +667,7 @@ def test_any_number_of_threads_computes_every_head(ragged, threads):
 @each_backend
 @pytest.mark.parametrize("far", ("batch", "head", "row", "packed head", "packed row"))
 def test_elements_past_2_to_the_31(device, backend, far):
-    """Rows of one huge buffer, of which the system only commits the few pages that are used.
+    """The rows are in one huge buffer; the system commits only the few pages that are used.
 
     An offset that wrapped at 32 bits would read zeros from the half before the base.
     """
@@ -708,9 +708,9 @@ def test_extreme_scores(device, backend, kind, extras):
     elif kind == "offset":  # every score of a row is shifted by the same large amount
         inputs["key"] = inputs["key"] + 50
     inputs = with_extras(inputs, extras + kind)
-    if kind == "large bias":  # one bucket outweighs the others; in the next head all are large
+    if kind == "large bias":  # one head has one large bucket, the next has only large ones
         inputs["bias_weight"][3, 0], inputs["bias_weight"][:, 1] = 50.0, 1000.0
-    # Stock PyTorch saves one logsumexp, which loses digits here; its gradients are its own error.
+    # PyTorch saves one logsumexp, which loses digits here, so its gradients are inexact.
     has_stock = "bias_weight" not in inputs and extras == "plain"
     peers = [functools.partial(run, "torch")] if has_stock else []
     check(backend, inputs, wrt=() if has_stock and backend == "torch" else None, peers=peers)
@@ -782,11 +782,11 @@ def test_table_in_another_dtype(device, backend, dtype):
 def recovered_mask(
     backend, lengths_q, lengths_k, ragged, device, sample_index, dropout_p, seed, dtype
 ):
-    """Which probabilities survive a call, for each sequence [H, Tq, Tk], read off its output.
+    """The probabilities that dropout keeps, for each sequence [H, Tq, Tk], read from the output.
 
     All scores are equal, so no probability is 0. The values are one-hot: key j alone writes to
-    column j - or, as there are more keys than columns, to column j % 64 in copy j // 64 of the
-    sample, and the copies differ in nothing that dropout depends on.
+    column j. As there are more keys than columns, key j writes to column j % 64 in copy j // 64 of
+    the sample; dropout is the same in all copies.
     """
     heads, head_dim, copies = 2, 64, -(-max(lengths_k) // 64)
     batch, seqlen_q, seqlen_k = len(lengths_q), max(lengths_q), max(lengths_k)
@@ -837,7 +837,8 @@ def test_dropout_mask_is_that_of_the_reference(device, backend, draws, ragged):
 @each_backend
 @pytest.mark.parametrize("seqlen_k", (40, 130, 300, 520))
 def test_dropout_mask_of_the_backward_is_that_of_the_reference(device, backend, seqlen_k):
-    """dV = P^T dO: with a one-hot dO, query i alone writes to column i."""
+    """The mask that the backward drops by, from dV = P^T dO with a one-hot dO: query i alone writes
+    to column i."""
     seqlen_q, heads = 40, 2
     zeros = torch.zeros(1, heads, seqlen_q, 80, dtype=torch.float16, device=device)
     keys = torch.zeros(1, heads, seqlen_k, 80, dtype=torch.float16, device=device)
@@ -872,17 +873,17 @@ def test_rate_of_dropout(device, backend, dropout_p):
 @each_backend
 @dense_and_ragged
 def test_dropout_keeps_the_mean(device, backend, ragged):
-    """The mean over many draws lies within a few of its own standard errors of no dropout."""
+    """The mean over many draws differs from no dropout by a few of its standard errors at most."""
     samples, seeds = 16, 8
     one = make(device, batch=1, heads=1, seqlen_q=5, seqlen_k=20, head_dim=16)
     many = {name: tensor.expand(samples, -1, -1, -1) for name, tensor in one.items()}
     lengths = (5,) * samples, (20,) * samples
     many = pack(many, *lengths, spare=(0, 0)) if ragged else many
     draws = torch.stack([run(backend, **many, dropout_p=0.1, seed=seed) for seed in range(seeds)])
-    draws = draws.view(seeds * samples, 5, 16).double()  # one head: both layouts are [B, T, D]
+    draws = draws.view(seeds * samples, 5, 16).double()  # with one head both layouts are [B, T, D]
     expected = run(backend, **one)[0, 0].double()
     error = (draws.mean(0) - expected) / (draws.std(0) / len(draws) ** 0.5)
-    # The largest of as many normal values exceeds this in one of a thousand seeds.
+    # The largest of so many normal values exceeds this in one of a thousand seeds.
     bound = torch.special.ndtri(torch.tensor(1 - 0.5e-3 / error.numel()).double())
     assert error.abs().max() < bound
 
@@ -920,7 +921,7 @@ def test_an_int_seed_is_the_tensor(device):
         assert torch.equal(run("auto", **inputs, seed=seed), run("auto", **inputs, seed=tensor))
 
 
-# --- padded and ragged, bit for bit ---------------------------------------------------------------
+# --- padded and packed, bit for bit ---------------------------------------------------------------
 
 
 @pairwise(
@@ -935,7 +936,7 @@ def test_an_int_seed_is_the_tensor(device):
 def test_padded_and_ragged_agree_bit_for_bit(device, backend, kind, case):
     dtype, longest, extras = case
     lengths_k = lengths_q = (longest, 0, 9)
-    if kind == "cache":  # as many cached keys in each: the padded batch has one alignment
+    if kind == "cache":  # equal caches, as a padded batch has one alignment
         lengths_k, lengths_q = (longest, 9, 14), (longest - 9, 0, 5)
     elif kind == "cross":
         lengths_q = (3, 7, longest // 2)
@@ -983,7 +984,7 @@ def test_repeats_bit_for_bit(device, backend, ragged, extras):
 @st.composite
 def calls(draw):
     torch.manual_seed(draw(st.integers(0, 2**32)))
-    # With few elements the error of PyTorch itself is luck.
+    # With few elements even PyTorch's error is chance.
     batch, heads = draw(st.integers(1, 2)), draw(st.integers(3, 4))
     longest = draw(st.integers(1, 40)), draw(st.integers(1, 70))
     inputs = make(
@@ -1000,7 +1001,7 @@ def calls(draw):
     if draw(st.booleans()):
         key_mask = torch.rand(batch, longest[1]) < draw(st.sampled_from((0.1, 0.5, 0.95)))
         key_mask &= up_to(lengths[1], longest[1])
-        # Every row of an expanded tensor would be NaN if its first one were.
+        # In an expanded tensor, NaN in the first row would be in every row.
         inputs = inputs | {"key_mask": key_mask}
         inputs = inputs if "expanded" in layouts.values() else hide(inputs, key_mask)
     if draw(st.booleans()):
@@ -1039,11 +1040,11 @@ def tell(precision: str, of=torch.backends.cuda.matmul) -> functools.partial:
 
 
 def tell_of_tf32(allowed: bool) -> functools.partial:
-    """The same by the older flag."""
+    """Allows TF32 by the older flag."""
     return functools.partial(setattr, torch.backends.cuda.matmul, "allow_tf32", allowed)
 
 
-#: What PyTorch is told of fp32 products on a GPU, one after the other, and whether TF32 is allowed.
+#: Settings of PyTorch for fp32 products on a GPU, in order, and whether they allow TF32.
 TOLD = {
     "nothing": ((), False),
     "allow_tf32": ((tell_of_tf32(True),), True),
@@ -1102,7 +1103,7 @@ def test_tf32_is_allowed_where_pytorch_allows_it(device, allowed, told, expected
 
 @pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
 def test_a_backward_has_the_precision_of_its_forward(device, allowed, compiled):
-    """And a compiled call the precision of now, not that of its trace."""
+    """A compiled call has the precision set when it runs, not that of its trace."""
     torch._dynamo.reset()
     inputs = make(device, seqlen_q=9, seqlen_k=9)
     leaf = [inputs[name].requires_grad_() for name in QKV]
@@ -1254,7 +1255,7 @@ def test_a_head_dim_without_a_kernel_runs_elsewhere_and_says_so(ragged, dtype, m
 
 
 def planted(bug, query, key, value, bias_weight, cu_seqlens_q, cu_seqlens_k, seed, sample_index):
-    """Causal ragged attention with bias and dropout of 0.1, sequence by sequence, with one bug."""
+    """Causal packed attention with bias and dropout of 0.1, sequence by sequence, with one bug."""
     lengths_q, lengths_k = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
     heads, head_dim = query.shape[1:]
     outs = []

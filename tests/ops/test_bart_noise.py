@@ -1,4 +1,4 @@
-"""ops.bart_noise: the reference against a slow oracle and statistics, csrc/ bit-equal to it."""
+"""ops.bart_noise: the reference against slow plain loops and statistics, csrc/ bit-equal to it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def make(batch: int, length: int, dtype=torch.int64, **options) -> dict:
 
 
 def pack(inputs: dict, spare: int = 0) -> dict:
-    """The same rows one after the other, with spare tokens behind them."""
+    """The same rows packed, with spare tokens behind them."""
     rows = [row[:n] for row, n in zip(inputs["input_ids"], inputs["lengths"], strict=True)]
     ids = torch.cat([*rows, inputs["input_ids"].new_full((spare,), 7)])
     boundaries = torch.nn.functional.pad(inputs["lengths"].cumsum(0), (1, 0)).int()
@@ -69,7 +69,7 @@ def pack(inputs: dict, spare: int = 0) -> dict:
 
 
 def check(device: torch.device, inputs: dict) -> None:
-    """The reference runs on the CPU whatever the device: the bits are the same everywhere."""
+    """The reference always runs on the CPU, as the bits are the same on every device."""
     assert_same(run_compiled(bart_noise, device, inputs), bart_noise_ref(**inputs))
 
 
@@ -246,18 +246,19 @@ def test_thresholds_are_those_of_a_poisson_distribution():
             probability *= Decimal(mean) / len(wanted)
             cumulated += probability
         assert poisson_thresholds(float(mean)) == tuple(wanted)
-        assert len(wanted) <= 64  # what csrc/ has room for
+        assert len(wanted) <= 64  # csrc/ has room for so many
 
 
 def rows_of(tokens, rows: int, **options):
-    """The same text in each of many rows; NOTHING but the options happens."""
+    """The same text in each of many rows, with NOTHING but the options."""
     ids = torch.as_tensor(tokens).expand(rows, -1)
     inputs = dict(vocab_size=VOCAB, mask_token_id=MASK, pad_token_id=PAD, special_ids=SPECIAL)
     return bart_noise(ids, **inputs | NOTHING | options)
 
 
 def infill_outcomes(n: int, m: int, mean: float, most: int, turns: bool = True) -> dict:
-    """P(what is left of the row 100, 101, …) by enumeration, if at most ``most`` spans do."""
+    """The probability of each result for the row 100, 101, …, by enumeration of up to ``most``
+    spans."""
     pmf = [math.exp(-mean) * mean**k / math.factorial(k) for k in range(m)]
     outcomes: Counter = Counter()
 
@@ -307,8 +308,7 @@ def test_every_infilling_is_as_likely_as_it_should_be(n, m, mean):
     observed.append(rows - sum(observed))
     assert chi_square(observed, probability) > 0.001
     if mean == 1.0:
-        # A test that could not see a bias would prove nothing: it sees a cut span that always is
-        # the last one.
+        # The test must be able to see a bias: it sees if the span that is cut is always the last.
         wrong = infill_outcomes(n, m, mean, most=5, turns=False)
         probability = [wrong[outcome] for outcome in likely]
         assert chi_square(observed, [*probability, 1 - sum(probability)]) < 0.001
@@ -323,8 +323,8 @@ def test_span_lengths_are_poisson():
         masks = [i for i, token in enumerate(row) if token == MASK]
         turn = word * len(masks) // 2**32
         drawn = masks[len(masks) - turn :] + masks[: len(masks) - turn]
-        # Not even five of the first spans reach m, so none of them is cut. One that touches another
-        # does not show its length; whether it does is a matter of layout alone.
+        # Five of the first spans do not reach m, so none of them is cut. A span that touches
+        # another does not show its length; the layout alone decides whether spans touch.
         for i in drawn[:5]:
             if 0 < i < n and row[i - 1] != MASK and row[i + 1] not in (MASK, PAD):
                 lengths.append(row[i + 1] - row[i - 1] - 1)
@@ -392,7 +392,7 @@ def test_fates_of_tokens():
     observed = torch.stack([masks, random, deleted, kept])
     assert chi_square(observed, [0.09, 0.06, 0.2, 0.65]) > 0.001
     assert chi_square(observed, [0.095, 0.065, 0.19, 0.65]) < 0.001
-    # Each position alike.
+    # Each position is equally likely.
     by_position = torch.bincount(out.input_ids[out.input_ids >= 1000] - 1000, minlength=32)
     assert chi_square(by_position, [1 / 32] * 32) > 0.001
 
@@ -458,7 +458,7 @@ def test_what_does_not_fit_is_cut_and_counted(device, capacity):
     assert cut.dropped == (whole.lengths - cut.lengths.cpu()).sum()
     for row, full, size in zip(cut.input_ids, whole.input_ids, cut.lengths, strict=True):
         assert row[size - 1] == EOS and torch.equal(row[: size - 1].cpu(), full[: size - 1])
-    # Without `capacity` the row may not grow.
+    # Without `capacity` a row may not grow.
     assert bart_noise(**inputs).input_ids.shape == (6, 42)
 
 

@@ -1,4 +1,5 @@
-"""ops.corrupt_spans: the reference against a slow oracle and statistics, csrc/ bit-equal to it."""
+"""ops.corrupt_spans: the reference against slow plain loops and statistics, csrc/ bit-equal to
+it."""
 
 from __future__ import annotations
 
@@ -28,17 +29,17 @@ from fastplm.testing import chi_square, poisoned_memory
 
 from ..samples import assert_same, run_compiled
 
-TEXT = 1000  # the tokens are below, the sentinels above
+TEXT = 1000  # tokens have ids below it, sentinels above
 EOS, PAD = 1, 0
 
 
 def sentinels(count: int = 100) -> torch.Tensor:
-    """Descending, as T5 numbers them."""
+    """The sentinels' ids, descending as in T5."""
     return torch.arange(TEXT + count - 1, TEXT - 1, -1)
 
 
 def make(batch: int, length: int, dtype=torch.int64) -> dict:
-    """Rows of different lengths, the first of them full, on the CPU."""
+    """Inputs on the CPU with rows of different lengths; the first row is full."""
     lengths = torch.randint(0, length + 1, (batch,))
     lengths[:1] = length
     return dict(
@@ -52,7 +53,7 @@ def make(batch: int, length: int, dtype=torch.int64) -> dict:
 
 
 def packed(inputs: dict, spare: int = 0) -> dict:
-    """The same rows one after the other, and ``spare`` tokens that are in none."""
+    """The same rows packed, with ``spare`` tokens that are in no row."""
     rows = [row[:n] for row, n in zip(inputs["input_ids"], inputs["lengths"], strict=True)]
     rest = inputs["input_ids"].new_full((spare,), TEXT - 1)
     ends = inputs["lengths"].cumsum(0, dtype=torch.int32)
@@ -65,7 +66,7 @@ def packed(inputs: dict, spare: int = 0) -> dict:
 
 
 def check(device: torch.device, inputs: dict) -> None:
-    """The reference runs on the CPU whatever the device: the bits are the same everywhere."""
+    """The reference always runs on the CPU, as the bits are the same on every device."""
     assert_same(run_compiled(corrupt_spans, device, inputs), corrupt_spans_ref(**inputs))
 
 
@@ -76,7 +77,7 @@ def check(device: torch.device, inputs: dict) -> None:
 @pytest.mark.parametrize("dtype", (torch.int64, torch.int32))
 @pytest.mark.parametrize("length", (0, 1, 2, 3, 17, 65, 512, 4096))
 def test_lengths(device, length, dtype, threads):
-    # More rows than one thread is given at a time.
+    # More rows than one thread takes at a time.
     inputs = make(max(3, 8192 // (length + 32)), length, dtype)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -112,7 +113,7 @@ def test_empty(device, shape, eos):
 
 
 def test_boundaries_that_do_not_fit_are_held_to_the_tokens(device):
-    """On a GPU nobody has looked at them; here the operator behind the checks is called."""
+    """A GPU cannot check the boundaries first, so the operator is called here without checks."""
     run_compiled(corrupt_spans, device, make(1, 1))
     ids = torch.arange(2, 52)
     cu_seqlens = torch.tensor([5, -3, 2**31 - 1, 20, 30, 60, 10, 50], dtype=torch.int32)
@@ -154,7 +155,7 @@ def test_any_input(inputs):
 
 
 def split(row: list[int], eos: int | None) -> tuple[list[list[int]], list[int]]:
-    """The runs of text in a row, cut at its sentinels, and the sentinels."""
+    """(the runs of text in a row, cut at its sentinels; the sentinels)."""
     if eos is not None:
         assert row.pop() == eos
     runs, found = [[]], []
@@ -168,7 +169,7 @@ def split(row: list[int], eos: int | None) -> tuple[list[list[int]], list[int]]:
 
 
 def check_rows(inputs: dict, out) -> None:
-    """Every row: the spans of the labels, put in place of the sentinels, are the row again."""
+    """Checks that in every row the spans of the labels, put for the sentinels, give the row."""
     eos = inputs["eos_token_id"]
     for index, length in enumerate(inputs["lengths"].tolist()):
         n_inputs, n_labels = int(out.input_lengths[index]), int(out.label_lengths[index])
@@ -235,7 +236,7 @@ def test_reference_against_the_definition():
 
 
 def test_check_rows_can_fail():
-    """A boundary at a wrong place, a lost token and swapped sentinels do not pass."""
+    """The check finds a boundary at a wrong place, a lost token and swapped sentinels."""
     inputs = make(1, 60) | {"lengths": torch.tensor([60])}
     out = corrupt_spans_ref(**inputs)
     check_rows(inputs, out)
@@ -263,7 +264,7 @@ def test_exact_counts(length, noise, spans):
 
 
 def test_halves_round_up():
-    # 0.35 and 0.05 are just below their decimals as floats; 5 / 2.5 and 3 / 2 are two and a half.
+    # As floats, 0.35 and 0.05 are just below their decimals; some quotients end in exactly 1/2.
     assert span_counts(10, *fixed_point_scales(0.35, 1.0), 100)[0] == 4
     assert span_counts(30, *fixed_point_scales(0.05, 1.0), 100)[0] == 2
     assert span_counts(20, *fixed_point_scales(0.15, 2.0), 100)[1] == 2
@@ -302,7 +303,7 @@ def test_too_few_sentinels_are_counted():
 
 
 def noise_of(length: int, rows: int, density: float, mean: float, seed: int) -> torch.Tensor:
-    """bool [rows, length], which tokens of a row became noise; token t of a row is 2 + t."""
+    """The mask of the noise tokens, bool [rows, length]; token t of a row is 2 + t."""
     out = corrupt_spans(
         torch.arange(2, 2 + length).repeat(rows, 1),
         sentinel_ids=sentinels(),
@@ -323,7 +324,7 @@ def compositions(size: int, parts: int):
     ("length", "density", "mean", "noise", "spans"), ((30, 0.15, 3.0, 5, 2), (12, 0.5, 2.0, 6, 3))
 )
 def test_every_layout_is_equally_likely(length, density, mean, noise, spans):
-    """Noise and kept tokens, together: all that the definition allows, and nothing else."""
+    """Checks that all divisions of noise and kept tokens occur, and no other."""
     layouts = {}
     for drop in compositions(noise, spans):
         for keep in compositions(length - noise, spans):
@@ -334,7 +335,7 @@ def test_every_layout_is_equally_likely(length, density, mean, noise, spans):
     hits = torch.bincount(torch.tensor(numbers), minlength=len(layouts))
     uniform = torch.full((len(layouts),), 1 / len(layouts))
     assert chi_square(hits, uniform) > 0.001
-    # A test that could not see a bias would prove nothing: one layout 60 % too often is found.
+    # The test must be able to see a bias: it finds one layout that is 60 % too frequent.
     hits[0] += int(0.6 * hits[0])
     assert chi_square(hits, uniform) < 0.001
 
@@ -358,7 +359,7 @@ def test_first_and_last_spans_have_the_lengths_of_a_random_composition():
         (length - noise, kept_first),
         (length - noise, last_kept.sum(1)),
     ):
-        # Lengths that fewer than 20 rows should have are one class.
+        # Lengths that fewer than 20 rows should have are counted together.
         rare = next(part for part in range(1, size) if rows * share(size, part) < 20)
         probability = torch.tensor([share(size, part) for part in range(1, rare)])
         probability = torch.cat((probability, 1 - probability.sum(0, keepdim=True)))
@@ -371,7 +372,7 @@ def test_first_and_last_spans_have_the_lengths_of_a_random_composition():
 
 
 def test_every_token_has_its_share_of_the_noise():
-    """The marginal of a place is known: the tokens before it are kept or noise in so many ways."""
+    """The share of noise at a place is known from the number of divisions before and after it."""
     length, noise, spans, rows = 40, 6, 2, 30_000
     hits = noise_of(length, rows, 0.15, 3.0, seed=3).sum(0)
     likely = torch.zeros(length, dtype=torch.float64)
@@ -385,7 +386,7 @@ def test_every_token_has_its_share_of_the_noise():
         share = torch.stack((likely[place], 1 - likely[place]))
         if share.min() * rows >= 20:
             both = torch.stack((hits[place], rows - hits[place]))
-            # One test a place, so that none of 38 is red by chance.
+            # There are 38 tests, one a place, so the limit for each is strict.
             assert chi_square(both, share) > 0.001 / length
 
 

@@ -1,4 +1,4 @@
-"""ops.dropout against its reference, bit for bit, and against what dropout has to be."""
+"""ops.dropout against its reference, bit for bit, and against the definition of dropout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fastplm.testing import assert_within_budget, poisoned_memory
 
 from ..samples import backends_of
 
-MODULE = sys.modules["fastplm.ops.dropout"]  # the name is the function's
+MODULE = sys.modules["fastplm.ops.dropout"]  # the attribute of this name is the function
 LACKING = _extension.lacks("dropout", "CPU")
 needs_csrc = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
 CPU = torch.device("cpu")
@@ -128,7 +128,7 @@ def test_without_p_nothing_happens():
 
 
 def numbered(*shape: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """Rows of samples and positions as large as they may be."""
+    """Rows with the largest samples and positions."""
     rows = torch.Size(shape[:-1]).numel()
     return {
         "input": torch.randn(shape).to(dtype),
@@ -138,7 +138,7 @@ def numbered(*shape: int, dtype: torch.dtype = torch.float32) -> dict[str, torch
 
 
 def test_the_formula_of_a_row():
-    """One Philox draw for 8 elements, of the row's sample and position."""
+    """One Philox draw serves 8 elements; its counter has the row's sample and position."""
     sample, position, p = torch.tensor([3, 2**40 + 5]), torch.tensor([7, 2**32 - 1]), 0.4
     keep = keep_mask_of_rows(9, sample, position, 300, p)
     for row in range(2):
@@ -238,7 +238,7 @@ def test_the_threads_do_not_matter():
 
 @needs_csrc
 def test_a_layer_is_told_its_rows():
-    """It draws by them where they fit, whatever the size, and as without them where not."""
+    """The layer draws by the rows if they fit the input, of any size, else as without rows."""
     layer, given = Dropout(0.3), numbered(6, 40)
     numbers = RowNumbers(given["sample_index"], given["position"])
     seen = []
@@ -302,7 +302,8 @@ def test_a_checkpointed_layer_drops_the_same_again():
 @needs_csrc
 @pytest.mark.parametrize("faster", [False, True], ids=["PyTorch's", "csrc"])
 def test_a_compiled_layer(measured, faster):
-    """By what is faster for many elements, whatever their number; the backward drops the same."""
+    """A compiled layer takes the backend that is faster for many elements, for any number of them;
+    its backward drops the same."""
     measured.ours = lambda op, form, dtype, sizes: faster
     graphs = []
 
@@ -317,5 +318,5 @@ def test_a_compiled_layer(measured, faster):
         out = compiled(x)
         assert 0.2 < (out == 0).double().mean() < 0.8
         (grad,) = torch.autograd.grad(out.sum(), x)
-        assert torch.equal(grad, out)  # of ones
+        assert torch.equal(grad, out)  # the input is ones
     assert [torch.ops.fastplm.dropout_fwd.default in targets for targets in graphs] == [faster]

@@ -39,9 +39,9 @@ def check(backend: str, inputs: dict) -> None:
 
 
 def make(device, rows=63, width=40, slots=30, dtype=torch.float32) -> dict:
-    """Random rows; random positions with duplicates and unused slots among them."""
+    """Random rows, and random positions with duplicates and unused slots."""
     positions = torch.randint(-1, rows, (slots,), device=device)
-    positions[::10] = -1  # whatever is drawn
+    positions[::10] = -1  # some slots are unused for every seed
     return dict(input=torch.randn(rows, width, device=device).to(dtype), positions=positions)
 
 
@@ -67,7 +67,7 @@ def test_slots(device, backend, slots, rows):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ascending_positions_with_spare_slots_at_the_end(device, backend):
-    """What mask_tokens gives."""
+    """Positions as from mask_tokens."""
     inputs = make(device)
     inputs["positions"] = torch.tensor([0, 7, 8, 61, 62, -1, -1, -1], device=device)
     check(backend, inputs)
@@ -103,7 +103,7 @@ def test_upstream_gradient_of_an_unused_slot_does_not_matter(device, backend, dt
 @pytest.mark.parametrize("backend", BACKENDS)
 @each_dtype
 def test_duplicates_add_up_in_fp32(device, backend, dtype):
-    """A thousand ones on one row are 1000, which no running sum in bf16 reaches."""
+    """A thousand ones on one row sum to 1000, which a running sum in bf16 does not reach."""
     input = torch.zeros(3, 8, device=device, dtype=dtype)
     positions = torch.full((1000,), 1, device=device)
     grad = grad_of(backend, input, positions, torch.ones(1000, 8, device=device, dtype=dtype))
@@ -114,7 +114,7 @@ def test_duplicates_add_up_in_fp32(device, backend, dtype):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=("fp32", "fp16"))
 def test_duplicates_add_up_in_ascending_order_of_slots(device, backend, dtype, rows):
-    # Not bf16: Triton's interpreter truncates to it, where devices and PyTorch round.
+    # bf16 is left out: Triton's interpreter truncates to it, but devices and PyTorch round.
     positions = torch.arange(257, device=device)[torch.randperm(257, device=device)] % rows
     upstream = (torch.randn(257, 40, device=device) * 100).to(dtype)
     expected = torch.zeros(rows, 40, device=device)
@@ -122,12 +122,12 @@ def test_duplicates_add_up_in_ascending_order_of_slots(device, backend, dtype, r
         expected[row] += upstream[slot]
     input = torch.zeros(rows, 40, device=device, dtype=dtype)
     grad = grad_of(backend, input, positions, upstream)
-    # The kernels have an order of their own for a row of more than eight slots.
+    # The kernels add the slots of a row with more than eight in another order.
     assert torch.equal(grad, expected.to(dtype)) or (backend == "triton" and rows == 5)
 
 
 def uses(pattern: str, device) -> torch.Tensor:
-    """Positions in 70 rows. Of 700 slots a row of more than 128 is split, in two chunks."""
+    """Positions in 70 rows. With 700 slots, a row of more than 128 is split, in two chunks."""
     distinct = torch.randperm(70, device=device)
     few = torch.randint(-1, 70, (700,), device=device)
     every = torch.arange(700, device=device)
@@ -153,7 +153,7 @@ PATTERNS = (
 )
 
 
-# Last what most cases are of.
+# The values that most cases should have come last.
 @pytest.mark.slow
 @pairwise(
     backend=BACKENDS, pattern=PATTERNS, dtype=dict(reversed(DTYPES.items())), width=(1, 300, 40)
@@ -173,7 +173,7 @@ def test_rows_of_many_slots(device, backend, pattern, dtype, width):
 def test_nan_of_one_row_of_many_slots_stays_there(device, backend):
     positions = torch.arange(900, device=device) % 3
     upstream = torch.ones(900, 8, device=device)
-    upstream[601] = NAN  # row 1
+    upstream[601] = NAN  # the slot is row 1's
     grad = grad_of(backend, torch.zeros(4, 8, device=device), positions, upstream)
     assert grad[1].isnan().all() and grad[[0, 2, 3], 0].tolist() == [300, 300, 0]
 
@@ -182,7 +182,7 @@ def test_nan_of_one_row_of_many_slots_stays_there(device, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("count", (20, 2500), ids=("whole", "split"))
 def test_more_chunks_than_a_word_has_bits(device, backend, count):
-    """The kernels keep a bit for each 512 slots of a row, 64 in a word."""
+    """The kernels have a bit for each 512 slots of a row, 64 bits in a word."""
     slots = 64 * 512 + 700
     positions = torch.full((slots,), -1, device=device)
     positions[torch.linspace(0, slots - 1, count, device=device).long()] = 2
@@ -196,7 +196,7 @@ def test_more_chunks_than_a_word_has_bits(device, backend, count):
 @pytest.mark.slow
 @pytest.mark.parametrize("uses", (2, 12, 700), ids=("short", "long", "split"))
 def test_the_kernels_look_at_slots_near_those_of_a_row_only(device, uses, monkeypatch):
-    """How often they load does not depend on how far apart the slots of a row are."""
+    """The number of loads does not depend on how far apart the slots of a row are."""
     if device.type != "cpu":
         pytest.skip("loads are counted by the interpreter")
     from triton.runtime import interpreter
@@ -206,7 +206,7 @@ def test_the_kernels_look_at_slots_near_those_of_a_row_only(device, uses, monkey
 
     def counted(builder, pointers, *arguments):
         nonlocal loads
-        loads += pointers.data.size > 1  # not of a single number
+        loads += pointers.data.size > 1  # loads of a single number do not count
         return plain(builder, pointers, *arguments)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", counted)

@@ -59,9 +59,9 @@ def test_magnitudes(scale):
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("exponent", range(-12, 3))
 def test_every_magnitude_alone(exponent, sign):
-    """A factor of two at a time, so that no large number hides the error of a small one.
+    """Numbers of one factor of two at a time, so that no large one hides the error of a small one.
 
-    Up to 8, below which the value is lost in 1 + tanh even in fp64.
+    They go to -8; below it the value is lost in 1 + tanh even in fp64.
     """
     check(sign * 2.0**exponent * (1 + torch.rand(3000)))
 
@@ -76,9 +76,9 @@ def test_far_from_0_it_is_the_input_or_0():
 @needs_csrc
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_is_not_finite(dtype):
-    """And what overflows on the way: the value of fp64, and a gradient of PyTorch's pattern.
+    """Values are those of fp64, also if they overflow on the way; gradients have PyTorch's pattern.
 
-    Its fp32 value says nothing on Arm: x (1 + tanh u) overflows there, before it is halved.
+    PyTorch's fp32 value is no measure on Arm: x (1 + tanh u) overflows there before it is halved.
     """
     values = [float("inf"), float("-inf"), float("nan"), 1e30, -1e30, 3e38, -3e38, 0.0, -0.0, 1e-40]
     input = torch.tensor(values).to(dtype).requires_grad_()

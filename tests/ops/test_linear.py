@@ -26,10 +26,10 @@ from fastplm.testing import (
     poisoned_memory,
 )
 
-MODULE = sys.modules["fastplm.ops.linear"]  # the name is the function's
+MODULE = sys.modules["fastplm.ops.linear"]  # the attribute of this name is the function
 LACKING = _extension.lacks("linear", "CPU")
 pytestmark = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
-#: (N, K, M): whole tiles of 12 x 32, edges, less than a tile, slices of 384, several blocks.
+#: (N, K, M): whole tiles of 12 x 32, partial ones, less than a tile, slices of 384, several blocks.
 SHAPES = (
     (24, 32, 64),
     (1, 1, 1),
@@ -41,8 +41,8 @@ SHAPES = (
     (0, 8, 3),
     (7, 8, 0),
 )
-#: Whole tiles of 4 or 8 rows, 4 or 48 columns and 16 of K; parts of them; of K several times 384
-#: and 768, which are added up apart; several threads' parts. And more rows than go at once.
+#: Whole tiles of 4 or 8 rows, 4 or 48 columns and 16 of K; partial tiles; K of several times 384
+#: and 768, which are summed apart; several threads' parts; and more rows than one pass takes.
 FEW = ((1, 1, 1), (4, 16, 48), (8, 32, 96), (3, 15, 47), (9, 770, 49), (48, 1601, 3), (2, 40, 901))
 HALF = ((64, 17, 5), (131, 385, 50))
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -99,7 +99,7 @@ def test_long_sums_lose_no_more_than_in_pytorch(transposed, offset):
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("transposed", [False, True], ids=["linear", "conv1d"])
 def test_every_number_of_16_bits(transposed, dtype, rows):
-    """Times one: subnormal numbers, infinities and NaN come out as they went in."""
+    """A product with one does not change subnormal numbers, infinities and NaN."""
     numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)[:, None]
     weight = torch.cat([numbers, torch.zeros_like(numbers)], 1)
     inputs = torch.tensor([[1.0, 0.0]], dtype=dtype).expand(rows, -1)
@@ -169,7 +169,7 @@ def test_repeats_with_any_number_of_threads(rows, dtype):
 
 @pytest.fixture
 def high():
-    """fp32 products may be of two bf16 for each number."""
+    """Allows fp32 products with two bf16 for each number."""
     if not has_bf16x3():
         pytest.skip("needs a CPU with AMX, and its level")
     torch.set_float32_matmul_precision("high")
@@ -178,7 +178,7 @@ def high():
     torch.backends.mkldnn.matmul.fp32_precision = "none"
 
 
-#: Parts of 16 and 32 rows and columns and of 32 of K, and whole ones; blocks of 128 rows.
+#: Whole and partial tiles of 16 and 32 rows and columns and of 32 of K; blocks of 128 rows.
 SPLIT = ((32, 1, 1), (33, 31, 17), (64, 32, 32), (127, 33, 47), (160, 64, 16), (300, 769, 70))
 
 
@@ -220,7 +220,7 @@ def test_gradients_of_two_bf16_for_a_number(high):
 def test_what_two_bf16_cannot_hold_stays_in_its_row_and_column(high, transposed):
     inputs = make(70)
     inputs["input"][3, 5] = float("inf")
-    inputs["weight"][7, 2] = 3.4e38  # which is infinite in bf16
+    inputs["weight"][7, 2] = 3.4e38  # infinite in bf16
     inputs["weight"][9, 1] = float("nan")
     if transposed:
         inputs["weight"] = by_columns(inputs["weight"])
@@ -286,7 +286,7 @@ def backend_of(*arguments: torch.Tensor) -> str:
 
 @pytest.fixture
 def few_rows(measured) -> None:
-    """A table in which products of 2 to 48 rows with a large weight are ours."""
+    """A table in which csrc/ is faster for products of 2 to 48 rows with a large weight."""
     measured.ours = lambda op, form, dtype, sizes: 2 <= sizes[0] <= 48 and sizes[1] >= 1 << 17
 
 
@@ -327,7 +327,7 @@ def test_a_weight_is_told_apart_by_how_it_lies(measured, monkeypatch, threads):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_of_few_rows(few_rows, dtype):
-    """Each product of the backward is ours or PyTorch's, as it pays."""
+    """The backward chooses the faster of csrc/ and PyTorch for each product."""
     inputs = make(8, 512, 512, dtype)
     assert backend_of(*inputs.values()) == "cpp"
     assert_within_budget(ops.linear, linear_ref, inputs, wrt=WRT)
@@ -370,7 +370,7 @@ def test_a_layer_refuses_what_pytorch_refuses(few_rows, bad):
 
 
 def test_a_batch_of_one_token_each_goes_through_it(few_rows):
-    """Generation, as GPT-2 does it: Conv1D, whose weight lies by rows."""
+    """GPT-2 generates with Conv1D, whose weight lies by rows."""
     layer, tokens = Conv1D(512, 512), torch.randn(4, 1, 512)
     with record_decisions() as decisions:
         out = layer(tokens)
@@ -390,7 +390,7 @@ def test_a_layer_runs_under_any_setting(few_rows, backend):
 
 
 def test_a_layer_whose_weights_are_no_parameters_any_more():
-    """Parametrized, pruned, or given by ``functional_call``."""
+    """The weight is parametrized, pruned, or given by ``functional_call``."""
     rows = torch.randn(3, 8)
     for change in (
         lambda layer: nn.utils.parametrizations.weight_norm(layer),
@@ -418,7 +418,7 @@ def test_a_layer_under_transforms(few_rows):
 
 
 def graphs_of(function):
-    """The function compiled for any shape, and a list of the targets in each of its graphs."""
+    """(the function compiled for any shape, a list of the targets in each of its graphs)."""
     seen = []
 
     def keep(graph, inputs):
@@ -433,7 +433,7 @@ OPERATOR = torch.ops.fastplm.linear_fwd.default
 
 
 def test_a_compiled_layer_chooses_when_it_runs(measured, monkeypatch):
-    """By the rows of each product of one graph: forward, gradient of input, gradient of weight."""
+    """The rows decide for each product in one graph: forward, gradients of input and weight."""
     measured.ours = lambda op, form, dtype, sizes: sizes[0] >= 48
     layer = Linear(96, 64)
     compiled, seen = graphs_of(layer)
@@ -457,7 +457,7 @@ def test_a_compiled_layer_chooses_when_it_runs(measured, monkeypatch):
         assert products == ours
         with fastplm.use_backend("eager", "linear"):
             torch.testing.assert_close(compiled(rows), expected)
-    # One graph, and one for the other setting.
+    # There is one graph for each setting.
     assert [OPERATOR in targets for targets in seen] == [True, False]
 
 
@@ -490,7 +490,7 @@ def test_a_bias_of_another_dtype_is_refused(few_rows):
     large = torch.randn(256, 256)
     with pytest.raises(TypeError, match="`bias` got torch.bfloat16; expected torch.float32"):
         ops.linear(large, large, torch.randn(256).bfloat16())
-    with torch.autocast("cpu", torch.bfloat16):  # which converts all three
+    with torch.autocast("cpu", torch.bfloat16):  # converts input, weight and bias
         ops.linear(large, large, torch.randn(256).bfloat16())
 
 

@@ -51,12 +51,12 @@ LARGE_SAMPLE = 2**40 + 1
 
 
 class Flow(NamedTuple):
-    """A backend and one of its data flows; rows of ``width`` take the kernels made for them."""
+    """A backend and one of its data flows; rows of ``width`` run the kernels for such rows."""
 
     backend: str
     logits_budget: int
     width: int = 32
-    in_cpp: bool = True  # the torch backend's look at its logits, where csrc/ is built
+    in_cpp: bool = True  # csrc/ computes the torch backend's statistics, if it is built
 
 
 ROOM = 1 << 40
@@ -73,7 +73,7 @@ def flows(**some: Flow):
     return pytest.mark.parametrize("flow", some.values(), ids=some.keys())
 
 
-#: Rows wider than a tile recompute through a scratch; without csrc/ PyTorch looks at the logits.
+#: Rows wider than a tile recompute through a buffer; without csrc/ PyTorch computes statistics.
 PATHS = FLOWS | {
     "triton-recomputed-wide": Flow("triton", 0, 160),
     "torch-kept-alone": Flow("torch", ROOM, in_cpp=False),
@@ -115,7 +115,7 @@ def run_with_sample(flow: Flow, seed=0, **inputs):
 
 
 def sampled(flow: Flow, **inputs) -> torch.Tensor:
-    """The samples alone, of the flow asked for: logits are kept only for a gradient."""
+    """The samples alone, drawn in this flow: logits are kept only if a gradient is needed."""
     with poisoned_memory():
         return run_with_sample(flow, **with_gradients(inputs))[1]
 
@@ -170,14 +170,14 @@ def exact(device, rows=33, vocab=70, width=32, dtype=torch.float32, bias=True):
 
 
 def exact_logits(inputs: dict) -> torch.Tensor:
-    """fp64 [N, V]; 0 in ignored rows."""
+    """The logits, fp64 [N, V]; 0 in ignored rows."""
     rows = inputs["input"].double().masked_fill((inputs["target"] == -100)[:, None], 0.0)
     logits = rows @ inputs["linear_weight"].double().T
     return logits + inputs["linear_bias"].double() if "linear_bias" in inputs else logits
 
 
 def ignore(inputs: dict, fraction: float, ignore_index: int = -100) -> dict:
-    """A fraction of the rows ignored, and NaN in them."""
+    """The inputs with a fraction of the rows ignored; these hold NaN."""
     rows = inputs["target"].shape[0]
     ignored = torch.arange(rows) < round(fraction * rows)
     ignored = ignored[torch.randperm(rows)].to(inputs["target"].device)
@@ -189,7 +189,7 @@ def ignore(inputs: dict, fraction: float, ignore_index: int = -100) -> dict:
 
 @pytest.fixture
 def chunked(monkeypatch):
-    """Chunks, splits and scratch so small that a small vocabulary needs several of each."""
+    """Makes chunks, splits and buffers so small that a small vocabulary needs several of each."""
     monkeypatch.setattr(torch_module, "_CHUNK_ELEMENTS", 1 << 10)
     monkeypatch.setattr(torch_module, "_CHUNK_COLUMNS", 16)
     monkeypatch.setattr(configs(), "_SPLIT_COLUMNS", 128)
@@ -200,7 +200,7 @@ def chunked(monkeypatch):
 
 @pytest.fixture
 def narrow_chunks(chunked, monkeypatch):
-    """The same for many rows: of few columns, but not of few rows."""
+    """The same for many rows: the buffers have few columns, but not few rows."""
     monkeypatch.setattr(torch_module, "_CHUNK_ELEMENTS", 1 << 20)
 
 
@@ -232,8 +232,8 @@ class Size:
 
 
 def sizes():
-    """Any two of width, vocabulary, ignored share and dtype meet (an orthogonal array), and each
-    row of it comes twice: with the bias and without, one of the two with smoothing."""
+    """Cases in which any two values of width, vocabulary, ignored share and dtype meet (an
+    orthogonal array). Each comes twice, with the bias and without; one of them has smoothing."""
     ignored, dtypes = (0.0, 0.85, 1.0), (torch.float32, torch.float16, torch.bfloat16)
     for i, width in enumerate((64, 128, 768)):
         for j, vocab in enumerate((17, 1000, 30522)):
@@ -243,11 +243,12 @@ def sizes():
                     width, vocab, ignored[(i + j) % 3], dtypes[(i - j) % 3], bias, smoothing
                 )
                 for name, flow in FLOWS.items():
-                    # The interpreter takes minutes, and fp64 gradients of 23 million weights 10 s.
+                    # These take minutes in the interpreter, and 10 s for fp64 gradients of 23
+                    # million weights.
                     if flow.backend == "triton":
                         slow = vocab > 1000 and not (bias and size.ignored == 1)
                         slow = slow or (vocab == 1000 and width == 768 and not bias)
-                    else:  # without a bias each dtype meets the smaller vocabularies
+                    else:  # without a bias each dtype meets only the smaller vocabularies
                         slow = vocab > 1000 and (width == 768 or not bias)
                     marks = (pytest.mark.slow,) if slow else ()
                     yield pytest.param(flow, size, id=f"{name}-{size}", marks=marks)
@@ -292,7 +293,7 @@ def test_reductions(device, flow, reduction, dtype):
 @each_path
 @each_dtype
 def test_upstream_gradients_of_every_size_and_sign(device, flow, dtype):
-    """Kept logits are made before these are known."""
+    """Kept logits are computed before these numbers are known."""
     inputs = ignore(make(device, rows=40, width=flow.width, dtype=dtype), 0.3)
     scale = torch.randn(40, device=device) * 10.0 ** torch.randint(-3, 3, (40,), device=device)
     scale[::4] = 0.0
@@ -353,9 +354,9 @@ def test_a_batch_without_targets_gives_zero_and_zero_gradients(device, flow, red
 
 @pairwise(flow=PATHS, kind=("one-hot", "offset", "large", "excluded"), smoothing=(0.0, 0.1))
 def test_extreme_logits(device, flow, kind, smoothing, chunked):
-    if kind == "excluded":  # a word of probability 0 costs an infinite smoothed loss
+    if kind == "excluded":  # a word of probability 0 makes a smoothed loss infinite
         smoothing = 0.0
-    # Every product and sum is exact: what errs is the softmax alone.
+    # Every product and sum is exact, so only the softmax has an error.
     inputs = exact(device, rows=40, vocab=300, width=flow.width)
     if kind in ("one-hot", "large"):
         inputs["linear_weight"] = inputs["linear_weight"] * (1024 if kind == "large" else 32)
@@ -386,7 +387,7 @@ LIMITS = {
 
 @pairwise(flow=PATHS, limits=LIMITS, smoothing=(0.0, 0.1))
 def test_logits_at_the_limits(device, flow, limits, smoothing, chunked):
-    """The same numbers, infinities and NaN as the reference in fp32."""
+    """Checks for the same numbers, infinities and NaN as the reference in fp32."""
     inputs = make(device, rows=6, vocab=300, width=flow.width) | {"reduction": "none"}
     inputs |= {"label_smoothing": smoothing}
     inputs["target"] = torch.tensor([2, 77, 149, 150, 210, 299], device=device)
@@ -406,7 +407,7 @@ def test_logits_at_the_limits(device, flow, limits, smoothing, chunked):
 
 
 def assert_samples_are_words(flow: Flow, inputs: dict) -> None:
-    """Words of some probability; 0 where the largest logit is infinite."""
+    """The number of words with a probability above 0; 0 if the largest logit is infinite."""
     inputs = {name: value for name, value in inputs.items() if name != "reduction"}
     sample = sampled(flow, **inputs)
     logits = F.linear(inputs["input"], inputs["linear_weight"], inputs["linear_bias"])
@@ -427,7 +428,7 @@ def test_a_row_that_is_not_finite_stays_alone_in_the_loss(device, flow, value):
 
 @each_flow
 def test_a_loss_near_zero_is_exact_and_never_negative(device, flow):
-    """The maximum and the target's logit are one number, so their difference has no rounding."""
+    """The maximum is the target's logit, so their difference is exactly 0."""
     inputs = make(device, rows=64, vocab=90) | {"reduction": "none"}
     inputs["linear_weight"] = inputs["linear_weight"] * 1e4
     logits = inputs["input"] @ inputs["linear_weight"].T + inputs["linear_bias"]
@@ -436,7 +437,7 @@ def test_a_loss_near_zero_is_exact_and_never_negative(device, flow):
     assert (loss >= 0).all()
 
 
-# One by one: an expanded everything is one row and one word.
+# The tensors are expanded one by one: all of them together would be one row and one word.
 @pairwise(flow=PATHS, layout=LAYOUTS, name=("input", "linear_weight", "linear_bias", "target"))
 def test_layouts(device, flow, layout, name):
     inputs = make(device, width=flow.width)
@@ -498,13 +499,13 @@ def test_fp32_parameters(device, flow, dtype, bias):
 
 
 def is_rounded(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether ``dtype`` holds all of it; of unrounded numbers it holds few."""
+    """Whether ``dtype`` holds every number exactly, which it does for few unrounded numbers."""
     held = (tensor == tensor.to(dtype).to(tensor.dtype)).double().mean()
     return bool(held > 0.5)
 
 
 def product_rounds(flow, dtype: torch.dtype, name: str) -> bool:
-    """Whether a gradient is a product that this CPU makes in 16 bits, and so gives in 16 bits."""
+    """Whether this CPU computes the gradient by a product in 16 bits, whose result has 16 bits."""
     in_16_bits = torch_module.multiplies_in(torch.empty(0, dtype=dtype)) is dtype
     return flow.backend == "torch" and name == "linear_weight" and in_16_bits
 
@@ -514,7 +515,7 @@ def product_rounds(flow, dtype: torch.dtype, name: str) -> bool:
 @half_precision
 def test_fp32_parameters_get_gradients_that_nothing_rounds_to_16_bits(device, flow, dtype):
     inputs = make(device, rows=65, vocab=200, width=flow.width, dtype=dtype)
-    # Of a sum: the upstream gradient of a mean would hide a rounding before it.
+    # The loss is a sum: the upstream gradient of a mean would hide a rounding before it.
     inputs = ignore(inputs, 0.3) | {"reduction": "sum"}
     expected, _, rounded = loss_and_grads(flow, inputs)
     wide = {name: inputs[name].float() for name in ("linear_weight", "linear_bias")}
@@ -557,7 +558,7 @@ def test_autocast_as_linear_but_parameters_keep_fp32_gradients(device, flow, dty
 
 @pairwise(flow=FLOWS, dtype=DTYPES, smoothing=(0.0, 0.1))
 def test_the_flows_agree(flow, dtype, smoothing):
-    """The truth in fp64 is the other flow's, on the backend that takes fp64."""
+    """The truth in fp64 comes from the other flow, on the backend that takes fp64."""
     inputs = ignore(make("cpu", rows=40, vocab=150, dtype=dtype), 0.3)
     other = Flow("torch", ROOM if flow.logits_budget == 0 else 0)
 
@@ -634,7 +635,7 @@ def test_statistics(device, flow, name, kind, chunked):
 
     ours = functools.partial(statistic, candidate, name)
     assert_within_budget(ours, functools.partial(statistic, row_statistics_ref, name), inputs)
-    ours = functools.partial(ours, **with_gradients(inputs))()  # kept logits, if they are
+    ours = functools.partial(ours, **with_gradients(inputs))()  # logits are kept in some flows
     assert torch.equal(ours.isfinite(), statistic(row_statistics_ref, name, **inputs).isfinite())
     assert not ours[inputs["target"] == -100].any()
 
@@ -674,7 +675,7 @@ def test_statistics_cost_nothing_and_carry_no_gradient(device, flow):
 
 @each_flow_and_eager
 def test_pseudo_log_likelihood_of_a_sentence(device, flow):
-    """Salazar et al. 2020: the sum of the log-probabilities of its masked words."""
+    """A text's score is the sum of its masked words' log-probabilities (Salazar et al. 2020)."""
     inputs = ignore(make(device, rows=40, width=flow.width), 0.3)
     loss = run(flow, **inputs, reduction="none")
     smoothed, statistics = run(flow, **inputs, label_smoothing=0.3, return_statistics=True)
@@ -690,15 +691,16 @@ def test_pseudo_log_likelihood_of_a_sentence(device, flow):
 
 
 def shares(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Of exact ``logits``: their fp32 weights, where on [0, 1] the share of each token ends (fp64),
-    and how far fp32 arithmetic may move that: by the budget, from a running sum in either order."""
+    """(fp32 weights, ends, error) of exact ``logits``. The share of each token in [0, 1] ends at
+    ``ends`` (fp64); by the error budget, from running sums in either order, fp32 arithmetic may
+    move an end by ``error``."""
     narrow = ((logits - logits.amax(1, keepdim=True)).float() / temperature).exp()
     weights = ((logits - logits.amax(1, keepdim=True)) / temperature).exp()
     ends = weights.cumsum(1) / weights.sum(1, keepdim=True)
     errors = []
     for flip in (False, True):
         summands = narrow.flip(1) if flip else narrow
-        # NumPy adds up in fp32, where PyTorch's CPU takes fp64.
+        # NumPy sums in fp32; PyTorch on a CPU would sum in fp64.
         sums = torch.from_numpy(np.cumsum(summands.cpu().numpy(), axis=1, dtype=np.float32))
         sums = (sums / sums[:, -1:]).double().to(ends.device)
         errors.append((sums - (1 - F.pad(ends.flip(1), (0, 1))[:, 1:] if flip else ends)).abs())
@@ -707,8 +709,8 @@ def shares(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torc
 
 
 def check_samples(sample, inputs: dict, temperature=1.0, **draws) -> None:
-    """Each is the token on whose share of [0, 1] the uniform number of the row lies, but where that
-    is within rounding of a boundary; and none whose probability is 0."""
+    """Checks that each sample is the token whose share of [0, 1] holds the row's uniform number,
+    unless that is within rounding of a boundary; and that no sample has probability 0."""
     counts = inputs["target"] != -100
     rows, device = counts.shape[0], counts.device
     draws = {"seed": 0, "sample_index": None, "position": None} | draws
@@ -748,7 +750,7 @@ def test_samples_are_those_of_exact_arithmetic(device, flow, dtype, temperature,
 
 @each_flow_and_eager
 def test_samples_without_a_gradient(device, flow, chunked):
-    """No logits are kept then."""
+    """Without gradients no logits are kept."""
     inputs = ignore(exact(device, 40, 300, width=flow.width), 0.3)
     loss, sample = run_with_sample(flow, **inputs)
     assert not loss.requires_grad
@@ -766,7 +768,8 @@ def test_samples_from_vocabularies_of_every_size(device, flow, vocab, bias):
 
 @pytest.mark.slow
 def test_backends_and_flows_draw_the_same_tokens(device):
-    """Where no boundary is within rounding of the uniform number: in all rows but a few."""
+    """The tokens are the same except in a few rows, where a boundary is within rounding of the
+    uniform number."""
     inputs = exact(device, 100, 300, width=16)
     index = torch.arange(100, device=device) * 2**33 + 7
     logits = exact_logits(inputs)
@@ -845,8 +848,8 @@ def test_indices_default_to_the_row_and_to_position_0(device, flow):
     assert torch.equal(sampled(flow, **inputs), named)
 
 
-#: Sample indices whose uniform number at position 0 is (word + 0.5) / 2^32 of these words: as close
-#: to 0, to 1, and from below and above to 1/2, as the generator comes.
+#: Sample indices whose uniform number at position 0 is (word + 0.5) / 2^32 for these words: the
+#: generator's nearest numbers to 0, to 1, and to 1/2 from below and from above.
 EXTREME_WORDS = {
     7: {7068324101: 0, 5084076149: 2**31 - 1, 7983980867: 2**31, 6877237343: 2**32 - 1},
     -3: {7694681416: 1, 1198058738: 2**31 - 1, 7764594387: 2**31, 3258244692: 2**32 - 1},
@@ -859,8 +862,9 @@ EXTREME_WORDS = {
 def test_a_token_of_probability_0_is_not_drawn_at_its_very_boundary(
     device, flow, seed, dead, vocab, chunked
 ):
-    """Four tokens live, in pairs: the levels fall on the first, the last, and between the pairs,
-    with nothing but dead tokens before, behind and between; in the large vocabulary whole tiles."""
+    """Only four tokens, in two pairs, have a probability above 0. The uniform numbers fall on the
+    first, on the last, and between the pairs. The tokens before, behind and between the pairs have
+    probability 0; in the large vocabulary these are whole tiles."""
     index = torch.tensor(list(EXTREME_WORDS[seed]), device=device)
     word, *_ = draw(seed, Stream.SAMPLE, sample_index=index)
     assert word.tolist() == list(EXTREME_WORDS[seed].values())
@@ -930,7 +934,7 @@ def test_sampling_changes_neither_loss_nor_gradients(device, flow, dtype):
 
 # --- samples, in distribution ---------------------------------------------------------------------
 
-#: Of a right sampler one test in ten thousand would fall below it; all draws have fixed seeds.
+#: One test in ten thousand of a right sampler would fall below it; all draws have fixed seeds.
 LEAST_P_VALUE = 1e-4
 DISTRIBUTIONS = {
     "peaked": (17, 1.0),
@@ -940,7 +944,7 @@ DISTRIBUTIONS = {
 }
 
 
-#: The interpreter draws some dozens a second; each of them is checked above.
+#: The interpreter draws some dozens a second; the tests above check each draw.
 each_way_and_eager_slowly = pytest.mark.parametrize(
     "flow",
     [
@@ -955,7 +959,7 @@ def draws_of(flow: Flow, device: torch.device, interpreted: int = 2_000) -> int:
 
 
 def identical_rows(device, kind: str, rows: int, width: int) -> dict:
-    """Rows of one distribution, in exact logits; the bias has its part in them."""
+    """Rows with the same exact logits, to which the bias contributes."""
     vocab, _ = DISTRIBUTIONS[kind]
     inputs = exact(device, rows=1, vocab=vocab, width=width)
     if kind == "peaked":
@@ -968,14 +972,14 @@ def identical_rows(device, kind: str, rows: int, width: int) -> dict:
 
 
 def merged(expected: torch.Tensor, *counts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Bins of at least 5 expected draws: the rarer tokens in one."""
+    """Counts with at least 5 expected draws each: the rarer tokens are merged to one."""
     rare = expected < 5
     tensors = (expected, *(count.double() for count in counts))
     return tuple(torch.cat((t[~rare], t[rare].sum()[None])) if rare.any() else t for t in tensors)
 
 
 def check_distribution(sample: torch.Tensor, logits: torch.Tensor, temperature: float) -> None:
-    """Chi-square against the softmax of ``logits`` [V]."""
+    """The p-value of chi-square against the softmax of ``logits`` [V]."""
     probability = (logits / temperature).softmax(0)
     counts = sample.bincount(minlength=logits.shape[0])
     expected, counts = merged(probability * sample.shape[0], counts)
@@ -999,7 +1003,7 @@ def one_row(inputs: dict) -> dict:
 
 @each_way_and_eager_slowly
 def test_positions_draw_independently(device, flow):
-    """The same sample at other positions: pairs of neighbours fill the square evenly."""
+    """Positions of one sample draw independently: pairs of neighbours fill the square evenly."""
     rows = draws_of(flow, device)
     inputs = identical_rows(device, "peaked", rows, width=16)
     inputs["linear_bias"], inputs["linear_weight"] = (
@@ -1016,7 +1020,7 @@ def test_positions_draw_independently(device, flow):
 @each_way_and_eager_slowly
 @pytest.mark.parametrize("kind", ("peaked", "cold"))
 def test_samples_follow_the_literal_gumbel_maximum(device, flow, kind, narrow_chunks):
-    """Two samples of one size, chi-square of their difference."""
+    """Two sets of draws of one size are compared, by chi-square of their difference."""
     vocab, temperature = DISTRIBUTIONS[kind]
     rows = draws_of(flow, device)
     inputs = identical_rows(device, kind, rows, width=16)
@@ -1040,7 +1044,7 @@ def plant(monkeypatch, flow: Flow, direction: str, wrong) -> None:
     right = getattr(backend, direction)
 
     def implementation(*arguments):
-        *grad, given = arguments  # of a backward the gradient, and what was saved
+        *grad, given = arguments  # a backward gets the gradient and the saved values
 
         def changed(**change):
             first = [change.pop("grad", *grad)] if grad else []
@@ -1060,7 +1064,7 @@ def without_bias_in_the_backward(right, call):
 def ignored_rows_count(right, call):
     ignored = call["target"] == call["ignore_index"]
     order = call["order"].clone()
-    order[2:3] = len(ignored)  # of the Triton backend: how many rows count
+    order[2:3] = len(ignored)  # the Triton backend's number of rows that count
     return right(
         target=call["target"].masked_fill(ignored, 0),
         row_sum=call["row_sum"].masked_fill(ignored, 1.0),
@@ -1116,7 +1120,7 @@ TILE = 128
 
 
 def tiled_sample(inputs: dict, level: torch.Tensor, bug: str | None) -> torch.Tensor:
-    """By two levels: the tile from the sums, then the token in it from logits computed again."""
+    """A sampler of two levels: a tile by the sums, then a token by its logits, computed again."""
     logits = again = exact_logits(inputs)
     if bug == "no temperature":
         logits = again = 3.0 * logits
@@ -1146,7 +1150,7 @@ def test_a_wrong_sample_is_caught(bug, checked, monkeypatch):
     rows = 20_000 if checked == "in distribution" else 2_000
     inputs = identical_rows("cpu", "hot", rows, width=16)
     level = uniform_level(1, rows, None, None, torch.device("cpu"))
-    if bug == "one level":  # the same number for every row
+    if bug == "one level":  # every row gets the same number
         level = level[:1].expand_as(level)
     wrong = tiled_sample(inputs, level, bug)
 
@@ -1178,7 +1182,7 @@ class Largest(TorchDispatchMode):
     nbytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "fastplm":  # look inside: an opaque operator is one call to a mode
+        if func.namespace == "fastplm":  # runs its parts, as a mode sees an operator as one call
             op = op_module.OP
             with self:
                 out = (op._run_forward if "fwd" in func.__name__ else op._run_backward)(*args)
@@ -1191,7 +1195,7 @@ class Largest(TorchDispatchMode):
 
 
 class Calls(TorchDispatchMode):
-    """What the operators of fastplm inside were called with, by name, and what they returned."""
+    """The arguments, by name, and the results of fastplm's operators that run inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1214,7 +1218,7 @@ def test_no_matrix_of_logits(flow, chunked, monkeypatch):
     monkeypatch.setattr(configs(), "_SPLIT_COLUMNS", 256)  # each split has a gradient of the rows
     rows, vocab = 330, 400
     inputs = make("cpu", rows=rows, vocab=vocab, width=flow.width)
-    if flow.backend == "triton":  # its shapes are static, so that this saves time and no memory
+    if flow.backend == "triton":  # shapes are static, so ignored rows save time but no memory
         inputs = ignore(inputs, 0.8)
     inputs = with_gradients(inputs) | {"label_smoothing": 0.1, "return_statistics": True}
     with Largest() as largest:
@@ -1222,7 +1226,7 @@ def test_no_matrix_of_logits(flow, chunked, monkeypatch):
     half = rows * vocab * 2
     if flow is EAGER:
         assert largest.nbytes >= 2 * half
-    else:  # not even one in half precision; but the gradient of the weight
+    else:  # less than one matrix of logits in half precision, plus the weight's gradient
         assert inputs["linear_weight"].nbytes <= largest.nbytes < half
 
 
@@ -1230,8 +1234,8 @@ def test_no_matrix_of_logits(flow, chunked, monkeypatch):
 @pytest.mark.parametrize("backend", ("torch", "triton"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=("fp32", "fp16"))
 def test_kept_logits_stay_in_the_budget(device, backend, dtype, chunked):
-    """They fit to the byte, V padded as a backend may ask; with one byte less, logits are computed
-    again. Nothing else is as large."""
+    """Kept logits fit to the byte, with V padded as a backend may need; with one byte less, logits
+    are computed again. No other tensor is as large."""
     if backend == "torch" and torch_module.multiplies_in(torch.empty(0, dtype=dtype)) is not dtype:
         pytest.skip("this CPU has no products in that dtype, and keeps no logits in it")
     rows, vocab = 100, 300
@@ -1259,13 +1263,13 @@ def test_kept_logits_stay_in_the_budget(device, backend, dtype, chunked):
 @flows(kept=Flow("triton", ROOM, 768), recomputed=Flow("triton", 0, 768))
 @half_precision
 def test_the_published_vocabulary(flow, rows, dtype):
-    """BERT-base's, whose side is no multiple of a vector, with as many rows as batches have."""
+    """BERT-base's vocabulary, which is no multiple of a vector, with the rows of real batches."""
     check(flow, ignore(make("cuda", rows, 30522, flow.width, dtype), 0.2))
 
 
 # --- a budget for some of the rows ----------------------------------------------------------------
 
-#: Rows that recompute on chip, and through the scratch.
+#: Rows that recompute logits in registers, and through a buffer.
 each_partly = flows(
     torch=Flow("torch", 0), triton=Flow("triton", 0), triton_wide=Flow("triton", 0, 160)
 )
@@ -1273,7 +1277,7 @@ each_partly = flows(
 
 @pytest.fixture
 def some_rows(monkeypatch):
-    """A budget for this many rows of these inputs, however few."""
+    """A budget of bytes for this many rows of these inputs, even if few."""
     monkeypatch.setattr(op_module, "_LEAST_KEPT_ROWS", 1)
     monkeypatch.setattr(op_module, "_ROW_ALIGNMENT", 1)
 
@@ -1288,7 +1292,7 @@ def some_rows(monkeypatch):
 @pytest.mark.parametrize(
     ("dtype", "reduction"),
     (
-        # In 16 bits the errors of kept logits cancel in a mean by luck, and only if all have them.
+        # In 16 bits the errors of kept logits may cancel in a mean, but only if all rows keep them.
         (torch.float32, "mean"),
         (torch.float32, "none"),
         (torch.float16, "none"),
@@ -1298,7 +1302,7 @@ def some_rows(monkeypatch):
 )
 @pytest.mark.parametrize("fraction", (0.0, 0.5, 0.9), ids=("none", "half", "most"))
 def test_some_rows_keep_their_logits(device, flow, dtype, fraction, reduction, some_rows, chunked):
-    """The first 24 that count, of 40: with most ignored no others are left."""
+    """The budget has room for 24 of 40 rows, the first that count; if most are ignored, for all."""
     inputs = make(device, rows=40, vocab=300, width=flow.width, dtype=dtype)
     inputs = ignore(inputs, fraction) | {"label_smoothing": 0.1, "reduction": reduction}
     flow = flow._replace(logits_budget=some_rows(inputs, 24))
@@ -1337,7 +1341,7 @@ def test_some_rows_and_only_the_gradients_that_are_needed(device, flow, name, so
 @pytest.mark.parametrize("weight", ("fp32", "bf16"))
 @pytest.mark.parametrize("width", (32, 160))
 def test_more_or_fewer_targets_than_expected(device, expected, weight, width, chunked):
-    """28 of 40 rows count; a weight may be fp32, and a bias with it or not."""
+    """28 of 40 rows count; the weight may be fp32, and the bias with it or not."""
     inputs = ignore(make(device, rows=40, vocab=300, width=width, dtype=torch.bfloat16), 0.3)
     inputs["linear_weight"] = inputs["linear_weight"].to(DTYPES[weight])
     inputs |= {"reduction": "none", "expected_targets": expected}
@@ -1376,8 +1380,8 @@ class Allocations(TorchDispatchMode):
 
 
 def test_spare_rows_take_three_launches_and_no_buffer_for_their_gradients(monkeypatch):
-    """4,915 of 32,768 rows should count: the others take the sums of weight and bias in fp32, and
-    one fp32 gradient of their own."""
+    """4,915 of 32,768 rows should count. The other rows need fp32 sums for weight and bias, and one
+    fp32 gradient of themselves."""
     launches_of = importlib.import_module("fastplm.triton_kernels._launch").record_launches
     cases = importlib.import_module("fastplm.triton_kernels.linear_cross_entropy.cases")
     backward = cases.linear_cross_entropy_bwd
@@ -1401,7 +1405,8 @@ def test_spare_rows_take_three_launches_and_no_buffer_for_their_gradients(monkey
 
 
 def test_few_wide_rows_split_their_chunk(device, monkeypatch):
-    """Of 1,400 columns one chunk holds 704, in two splits; of the second the last is cut short."""
+    """The first chunk has 704 of 1,400 columns, in two splits; the second chunk's last split is
+    shorter."""
     splits = []
     columns_of = configs().wide_split_columns
 
@@ -1418,7 +1423,7 @@ def test_few_wide_rows_split_their_chunk(device, monkeypatch):
 
 
 def test_too_few_rows_are_none(device):
-    """4,096 rows keep their logits where a part of the rows fits, never fewer."""
+    """If not all rows fit, at least 4,096 rows keep their logits, or none."""
     inputs = with_gradients(make("cpu", rows=4500, vocab=20, width=1))
     row = op_module.logit_columns(20) * 4
     for fit, kept in ((4500, 4500), (4499, 4352), (4096, 4096), (4095, 0)):
@@ -1442,7 +1447,7 @@ def test_the_rule_keeps_the_logits_of_wide_rows_and_only_for_a_backward(device, 
             ops.linear_cross_entropy(**call, **options)
         return forward.calls[0][0]["kept_rows"]
 
-    # The CPU counts the rows; a kernel that knows of no number keeps none, and skips the ignored.
+    # The CPU counts the rows; kernels without a known number keep no logits, and skip ignored rows.
     for expected, some in ((7, 5), (5, 5), (3, 3), (0, 0), (None, 0)):
         wanted = (5 if backend == "torch" else some) if kept else 0
         assert keeps(learning, expected_targets=expected) == wanted
@@ -1478,7 +1483,7 @@ def test_peak_memory_of_a_step(monkeypatch):
     learned = sum(inputs[name].nbytes for name in PARAMETERS)
     recomputed = peak(functools.partial(run, Flow("torch", 0)))
     kept = peak(functools.partial(run, Flow("torch", logits)))
-    # Gradients, as much again for what they are made of, and work on a chunk.
+    # The gradients, as much again for their parts, and the work on a chunk.
     chunks = 4 * rows * columns * 4
     assert recomputed < 2 * learned + chunks < logits
     assert logits <= kept < logits + 2 * learned + chunks
@@ -1531,11 +1536,11 @@ def test_only_the_gradients_that_are_needed(device, flow, name):
 
 @pytest.fixture
 def fresh_dynamo():
-    """No graphs of other tests, of which Dynamo keeps only so many for one function."""
+    """Drops the graphs of other tests, as Dynamo keeps only so many for one function."""
     torch._dynamo.reset()
 
 
-# A fast one of Inductor around an opaque operator is linear_distillation's.
+# linear_distillation has a fast test of Inductor around an opaque operator.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("flow", "compiler"),
@@ -1554,9 +1559,9 @@ def test_compiled_loss_sample_and_statistics(device, flow, compiler, fresh_dynam
     if compiler == "inductor" and flow not in (FLOWS["torch-kept"], EAGER) and device.type == "cpu":
         pytest.skip("what inductor compiles is the same around every opaque operator")
     inputs = ignore(make(device, rows=65), 0.85)
-    # Inductor derives the reference itself; of a smoothed loss less exactly than PyTorch does.
+    # Inductor differentiates the reference itself, for a smoothed loss less exactly than PyTorch.
     inputs["label_smoothing"] = 0.0 if flow is EAGER else 0.1
-    # With tensor seeds, as a training step has them: an int is a constant of the graph.
+    # Seeds are tensors, as in a training step: an int is a constant of the graph.
     function = functools.partial(
         ops.linear_cross_entropy_with_sample,
         seed=torch.tensor(5, device=device),
@@ -1569,8 +1574,8 @@ def test_compiled_loss_sample_and_statistics(device, flow, compiler, fresh_dynam
         loss, seen["sample"], seen["statistics"] = run(flow, compiled, **inputs)
         return loss
 
-    # A cached graph would be one that called an older schema of the operator. Without any cache
-    # Inductor would also find out with a dozen compilations what this CPU can do, each time.
+    # A cached graph might call an older schema of the operator. Without any cache, Inductor would
+    # find the CPU's features each time, with a dozen compilations.
     with (
         torch._inductor.config.patch(fx_graph_cache=False),
         torch._functorch.config.patch(enable_autograd_cache=False),
@@ -1595,7 +1600,7 @@ def test_nothing_waits_for_the_device(flow):
             0
         ].backward()
 
-    step()  # the kernels are compiled
+    step()  # compiles the kernels
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

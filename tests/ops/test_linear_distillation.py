@@ -54,7 +54,7 @@ DIVERGENCES = {
     "js 0.1": dict(divergence="js", beta=0.1),
 }
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-#: Temperature and the weight of the targets.
+#: Temperatures and weights of the targets.
 MIXES = {"T1": (1.0, 0.0), "T4": (4.0, 0.0), "T0.5-ce": (0.5, 0.7), "T1-ce": (1.0, 2.0)}
 
 
@@ -65,13 +65,13 @@ def flows(**some: Flow):
 each_flow = flows(**FLOWS)
 each_flow_and_eager = flows(**FLOWS, eager=EAGER)
 each_divergence = pytest.mark.parametrize("options", DIVERGENCES.values(), ids=DIVERGENCES.keys())
-#: One pass over the vocabulary, and two.
+#: Divergences with one pass over the vocabulary, and with two.
 two_divergences = pytest.mark.parametrize("options", [DIVERGENCES["forward"], DIVERGENCES["js"]])
 
 
 @pytest.fixture
 def chunked(monkeypatch):
-    """Chunks, splits and scratch so small that a small vocabulary needs several of each."""
+    """Makes chunks, splits and buffers so small that a small vocabulary needs several of each."""
     configs = importlib.import_module("fastplm.triton_kernels.linear_cross_entropy.configs")
     monkeypatch.setattr(loss_module, "_CHUNK_ELEMENTS", 1 << 10)
     monkeypatch.setattr(loss_module, "_CHUNK_COLUMNS", 16)
@@ -112,7 +112,7 @@ def make(
 
 
 def ignore(inputs: dict, fraction: float) -> dict:
-    """A fraction of the rows left out, half of them by the target, and NaN in them."""
+    """The inputs with a fraction of the rows left out, half by the target; these rows hold NaN."""
     rows, device = inputs["target"].shape[0], inputs["target"].device
     place = torch.randperm(rows).to(device)
     left = round(fraction * rows)
@@ -164,7 +164,7 @@ def mixed(mix: tuple[float, float], options: dict) -> dict:
 
 @pairwise(flow=FLOWS, options=DIVERGENCES, mix=MIXES, dtype=DTYPES)
 def test_divergences_temperatures_and_dtypes(device, flow, options, mix, dtype, chunked):
-    """Of chunks, splits and groups of rows, with rows left out."""
+    """Runs with several chunks, splits and groups of rows, with rows left out."""
     inputs = ignore(make(device, rows=60, vocab=300, dtype=dtype), 0.4)
     check(flow, inputs | mixed(mix, options))
 
@@ -252,7 +252,7 @@ def test_an_infinite_gap_that_loses_all_weight(device, flow, divergence, chunked
 
 
 def check_extreme(device, flow, kind, options):
-    # Every product and sum is exact: what errs is the softmax alone.
+    # Every product and sum is exact, so only the softmax has an error.
     inputs = make(device, rows=40, vocab=300)
     for name in ("input", "teacher_input"):
         inputs[name] = inputs[name].sign()
@@ -264,7 +264,7 @@ def check_extreme(device, flow, kind, options):
     elif kind == "offset":
         inputs["linear_bias"] = inputs["linear_bias"] + 4096
         inputs["teacher_bias"] = inputs["teacher_bias"] - 8192
-    elif kind == "equal":  # the loss is 0, and so are the gradients
+    elif kind == "equal":  # loss and gradients are 0
         for name in ("input", "weight", "bias"):
             own = name if name == "input" else f"linear_{name}"
             inputs[f"teacher_{name}"] = inputs[own]
@@ -272,7 +272,7 @@ def check_extreme(device, flow, kind, options):
         for side in ("linear", "teacher"):
             inputs[f"{side}_bias"].fill_(-3e38)
             inputs[f"{side}_bias"][141] = 3e38
-    elif kind == "far below":  # of no weight once a later word is seen, but with -inf on one side
+    elif kind == "far below":  # later words make the weight 0, but one side has -inf
         one, other = "linear_bias", "teacher_bias"
         if options["divergence"] == "reverse_kl":
             one, other = other, one
@@ -283,7 +283,7 @@ def check_extreme(device, flow, kind, options):
         if kind == "excluded" or divergence != "forward_kl":
             inputs["linear_bias"][:140] = -INF
         if kind == "excluded" or divergence != "reverse_kl":
-            # Of one side alone: where the divergence stays finite.
+            # Only one side excludes words, so that the divergence stays finite.
             inputs["teacher_bias"][70 * (kind != "excluded") : 140] = -INF
     check(flow, inputs | options | {"reduction": "none"})
 
@@ -310,7 +310,7 @@ LIMITS = {
     weight=(0.0, 0.7),
 )
 def test_logits_at_the_limits(device, flow, limits, divergence, sides, weight, chunked):
-    """The same numbers, infinities and NaN as the reference, whose sums are in fp64."""
+    """Checks for the same numbers, infinities and NaN as the reference, which sums in fp64."""
     inputs = make(device, rows=4, vocab=300, width=16, teacher_width=16)
     inputs |= dict(temperature=2.0, cross_entropy_weight=weight, reduction="none")
     inputs["target"] = torch.tensor([2, 77, 210, 299], device=device)
@@ -397,7 +397,7 @@ def test_the_parts_are_unweighted_and_have_no_gradient(device, flow, options):
 def test_without_targets_there_is_no_cross_entropy(device, flow):
     inputs = ignore(make(device), 0.5)
     del inputs["target"]
-    inputs["input"] = inputs["input"].nan_to_num(0.0)  # those that the target left out
+    inputs["input"] = inputs["input"].nan_to_num(0.0)  # in rows that the target left out
     inputs["teacher_input"] = inputs["teacher_input"].nan_to_num(0.0)
     found = run(flow, **inputs)
     assert found.cross_entropy == 0 and torch.equal(found.loss, found.distillation)
@@ -430,8 +430,8 @@ TOPK = loss_of(linear_distillation_topk_ref)
 
 
 def given(device, k=7, **sizes) -> dict:
-    """With places of probability 0 that no one reads, whatever their index: one outside the
-    vocabulary or another word's; and rows that have no others."""
+    """Inputs with given probabilities. Places with probability 0 are not read; their index may be
+    outside the vocabulary or another word's. Some rows have only such places."""
     inputs = make(device, **sizes)
     rows, vocab = inputs["input"].shape[0], inputs["linear_weight"].shape[0]
     for name in [name for name in inputs if name.startswith("teacher")]:
@@ -450,7 +450,7 @@ def given(device, k=7, **sizes) -> dict:
 
 @pairwise(flow=FLOWS, mix=MIXES, dtype=DTYPES, renormalize=(True, False), k=(1, 7), bias=(0, 1))
 def test_given_probabilities(device, flow, mix, dtype, renormalize, k, bias, chunked):
-    """Of chunks and blocks, with rows left out and strides."""
+    """Runs with several chunks and blocks, with rows left out, and with strides."""
     bias = ("linear_bias",) * bias
     inputs = ignore(given(device, k, rows=24, vocab=140, dtype=dtype, bias=bias), 0.4)
     for name in ("input", "linear_weight", "teacher_indices", "teacher_probabilities"):
@@ -475,7 +475,7 @@ def test_extreme_logits_of_given_words(device, flow, kind):
 
 @pairwise(flow=FLOWS, k=(4, 70), cross_entropy_weight=(0.0, 0.5))
 def test_a_word_that_is_given_several_times(device, flow, k, cross_entropy_weight):
-    """Within a tile of words and in several."""
+    """The word repeats within a tile of words, and in several tiles."""
     inputs = given(device, k, rows=9, vocab=80) | {"cross_entropy_weight": cross_entropy_weight}
     inputs["teacher_indices"] = inputs["teacher_indices"] % 3 + torch.arange(k, device=device) % 2
     inputs["teacher_indices"] *= inputs["teacher_probabilities"] != 0
@@ -598,7 +598,7 @@ def test_the_budget_sees_a_bug(bug):
     if "share" in bug:
         inputs |= dict(divergence="js", beta=0.3)
     with pytest.raises(BudgetExceeded):
-        # What changes sides gets no gradient.
+        # The side that was exchanged gets no gradient.
         wrt = () if bug == "sides swapped" else ("linear_weight",)
         assert_within_budget(BUGS[bug], REFERENCE, inputs, wrt=wrt)
 
@@ -607,7 +607,7 @@ def test_the_budget_sees_a_bug(bug):
 
 
 class Largest(TorchDispatchMode):
-    """How many elements the largest matrix with a column for each word has."""
+    """The number of elements of the largest matrix with a column for each word."""
 
     def __init__(self, vocab: int) -> None:
         super().__init__()
@@ -629,8 +629,8 @@ def small_chunks(monkeypatch, elements: int) -> None:
 
 @each_divergence
 def test_no_matrix_of_all_rows_and_words(options, monkeypatch):
-    """Kept: only rows that count have columns for all words."""
-    # What an operator calls is hidden from a dispatch mode.
+    """If logits are kept, only rows that count have columns for all words."""
+    # A dispatch mode does not see the calls inside an operator.
     for module in (op_module, fastplm._registry):
         monkeypatch.setattr(module, "needs_dispatch", lambda *_: False)
     rows, vocab, counted = 256, 4096, 40
@@ -685,7 +685,7 @@ def test_only_the_gradients_that_are_needed(device, flow, name):
 
 
 def test_how_many_rows_are_kept(device):
-    """On a CPU those that count; a kernel that knows of no number keeps none."""
+    """A CPU keeps the rows that count; kernels without a known number keep no rows."""
     inputs = with_gradients(make(device, rows=20, width=400, teacher_width=400))
     inputs["mask"] = torch.arange(20, device=device) < 5
 
@@ -717,7 +717,7 @@ WIDTHS += [("topk", 367, 0, 0), ("topk", 368, 0, 20)]
 def test_a_gpu_keeps_all_rows_where_all_count_and_it_pays(
     device, divergence, width, teacher_width, expected
 ):
-    """184 columns of the products it saves stand against each pass over logits."""
+    """A pass over the logits costs as much as 184 columns of the products that it saves."""
     inputs = make(device, rows=20, vocab=10, width=width, teacher_width=max(teacher_width, 1))
     inputs = with_gradients(inputs)
     targets = {"target": inputs.pop("target")}

@@ -1,4 +1,4 @@
-"""ops.mask_tokens: the reference against a slow oracle and statistics, csrc/ bit-equal to it."""
+"""ops.mask_tokens: the reference against slow plain loops and statistics, csrc/ bit-equal to it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNITS = ("token", "word", "ngram")
 
 
 def make(batch: int, length: int, dtype=torch.int64, special: float = 0.1, unit="token") -> dict:
-    """Inputs with every tenth token special, on the CPU; words of two tokens on average."""
+    """Inputs on the CPU; every tenth token is special, and words have two tokens on average."""
     words = torch.randint(0, 2, (batch, length)).cumsum(-1)
     return dict(
         input_ids=torch.randint(5, VOCAB, (batch, length), dtype=dtype),
@@ -43,7 +43,7 @@ def make(batch: int, length: int, dtype=torch.int64, special: float = 0.1, unit=
 
 
 def pack(inputs: dict, lengths: torch.Tensor, spare: int = 0) -> dict:
-    """The first tokens of each row, one row after the other, and some spare capacity."""
+    """The first tokens of each row, packed, with some spare capacity."""
     inside = torch.arange(inputs["input_ids"].shape[1]) < lengths[:, None]
     packed = {
         name: torch.nn.functional.pad(tensor[inside], (0, spare))
@@ -55,7 +55,7 @@ def pack(inputs: dict, lengths: torch.Tensor, spare: int = 0) -> dict:
 
 
 def check(device: torch.device, inputs: dict) -> None:
-    """The reference runs on the CPU whatever the device: the bits are the same everywhere."""
+    """The reference always runs on the CPU, as the bits are the same on every device."""
     assert_same(run_compiled(mask_tokens, device, inputs), mask_tokens_ref(**inputs))
 
 
@@ -67,7 +67,7 @@ def check(device: torch.device, inputs: dict) -> None:
 @pytest.mark.parametrize("dtype", (torch.int64, torch.int32))
 @pytest.mark.parametrize("length", (1, 2, 63, 65, 512, 4096, 5000))
 def test_lengths(device, length, dtype, unit, threads):
-    # More rows than one thread is given at a time.
+    # More rows than one thread takes at a time.
     inputs = make(max(3, 8192 // length), length, dtype, unit=unit)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -153,7 +153,7 @@ def test_tokens_without_rows(device):
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_boundaries_that_do_not_fit_are_held_to_the_tokens(device, unit):
-    """On a GPU nobody has looked at them; here the operator behind the checks is called."""
+    """A GPU cannot check the boundaries first, so the operator is called here without checks."""
     run_compiled(mask_tokens, device, make(1, 1))
     operator = torch.ops.fastplm_C.mask_tokens
     ids, words = torch.arange(5, 105), torch.arange(100) // 2
@@ -287,10 +287,11 @@ def test_every_position_is_equally_likely():
     assert out.count == rows * 5
     hits = torch.bincount(out.positions % length, minlength=length).double()
     share = 5 / length
-    # Drawn without replacement, the counts vary as a multinomial's times (1 - share) T / (T - 1).
+    # Tokens are drawn without replacement, so the counts have the variance of a multinomial times
+    # (1 - share) T / (T - 1).
     statistic = ((hits - rows * share) ** 2).sum() / (rows * share * (1 - share))
     assert p_value(statistic * (length - 1) / length, length - 1) > 0.001
-    # A test that could not see a bias would prove nothing: 15 % more at one place are found.
+    # The test must be able to see a bias: it finds 15 % more tokens at one place.
     hits[0] += 0.15 * rows * share
     statistic = ((hits - rows * share) ** 2).sum() / (rows * share * (1 - share))
     assert p_value(statistic * (length - 1) / length, length - 1) < 0.001
@@ -337,7 +338,7 @@ def test_bernoulli_chooses_each_token_by_itself():
     share = torch.tensor([0.15, 0.85], dtype=torch.float64)
     statistic = ((both - rows * share) ** 2 / (rows * share)).sum()
     assert p_value(statistic, length) > 0.001
-    # The number in a row is binomial: pairs of neighbours are chosen together as often as not.
+    # The number of chosen tokens in a row is binomial: neighbours are chosen independently.
     in_row = torch.bincount(torch.bincount(used // length, minlength=rows), minlength=length + 1)
     n = torch.arange(length + 1, dtype=torch.float64)
     binomial = torch.lgamma(torch.tensor(length + 1.0)) - torch.lgamma(n + 1)
@@ -353,7 +354,7 @@ def test_run_lengths_and_their_places():
     candidate = torch.ones(4000, 24, dtype=torch.bool)
     words = torch.arange(24).expand(4000, 24)
     starts = unit_starts(candidate, words, 3, 5, sample, 0)
-    # Of each row the runs that surely end in it.
+    # The runs of each row that cannot be cut by its end.
     begins = [row.nonzero()[:, 0] for row in starts]
     lengths = torch.cat([begin.diff()[begin[:-1] < 21] for begin in begins])
     hits = torch.bincount(lengths, minlength=4)[1:]
@@ -373,7 +374,7 @@ def test_every_word_is_equally_likely_in_runs():
         seed=6,
     )
     hits = torch.bincount(out.positions[: out.count] % length, minlength=length).double()
-    # The edges differ: runs are cut by the row's end, and short ones fit in what is left.
+    # The ends of a row differ: its end cuts runs, and short runs fit in the room that is left.
     inner = hits[3:-3]
     assert ((inner - inner.mean()).abs() < 5 * inner.mean().sqrt()).all()
 
@@ -390,13 +391,13 @@ def test_words_are_never_split(unit):
     joined = maskable[:, 1:] & maskable[:, :-1] & (words[:, 1:] == words[:, :-1])
     assert torch.equal(chosen[:, 1:][joined], chosen[:, :-1][joined])
     assert not (chosen & ~maskable).any()
-    # All but a few rows reach their number, as shorter words fill what longer ones leave.
+    # All but a few rows reach their number, as shorter words fill the room that longer ones leave.
     wanted = (maskable.sum(-1) * 0.15 + 0.5).long().clamp(max=18)
     assert (chosen.sum(-1) <= wanted).all() and (chosen.sum(-1) == wanted).float().mean() > 0.9
 
 
 def test_a_word_too_long_is_passed_over():
-    # Two of twelve tokens may be chosen: never the word of three, whichever comes first.
+    # Two of twelve tokens may be chosen, so the word of three never is, even if it comes first.
     words = torch.tensor([[0, 0, 0, 1, 2, 2, 3, 3, 3, 4, 4, 4]])
     for step in range(20):
         out = mask_tokens(
@@ -418,7 +419,7 @@ def test_what_the_capacity_forbids_is_counted(sampling, unit):
     free = mask_tokens(**inputs)
     few = mask_tokens(**inputs | {"max_predictions": 10})
     assert free.dropped == 0 and few.dropped > 0 and few.positions.shape == (200,)
-    # Words that do not fit leave slots empty, which nobody asked for.
+    # Words that do not fit leave slots empty; these are not counted as dropped.
     if unit == "token":
         assert few.count + few.dropped == free.count
     per_row = torch.bincount(few.positions[: few.count] // 100, minlength=20)
@@ -498,8 +499,8 @@ def test_boundaries_are_looked_at_in_a_compiled_function_too():
 
 
 def runs_by_alberts_method(words, wanted, generator):
-    """Lengths of the runs that are chosen if each is drawn at a place of its own: a start, and a
-    length, which is cut to what is left to choose."""
+    """Lengths of the runs that ALBERT's authors choose: each has a random start, and a random
+    length, which is cut to the number of tokens left to choose."""
     shares = torch.tensor([1.0, 1 / 2, 1 / 3], dtype=torch.float64)
     taken, left, found = torch.zeros(words, dtype=torch.bool), wanted, []
     for start in torch.randperm(words, generator=generator).tolist():
@@ -547,7 +548,7 @@ def test_runs_of_short_rows_are_as_short_as_by_alberts_method():
     theirs = shares(torch.tensor([length for row in theirs for length in row]))
     ours, all_runs = shares(sizes[picked > 0]), shares(sizes[sizes > 0])
     paper = torch.tensor([6.0, 3.0, 2.0], dtype=torch.float64) / 11
-    # Some 8,000 runs: a standard error of half a percent. Only the last run of a row is cut.
+    # Some 8,000 runs have a standard error of half a percent. Only the last run of a row is cut.
     assert (all_runs - paper).abs().max() < 0.015
     assert (ours - theirs).abs().max() < 0.03
     assert ours[0] > paper[0] + 0.04 and ours[2] < paper[2] - 0.02

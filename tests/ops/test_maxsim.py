@@ -55,7 +55,7 @@ def check(backend: str, inputs: dict, **options) -> None:
 
 
 def make(device, sizes_q, sizes_k, width=40, dtype=torch.float32, spare=(2, 1)) -> dict:
-    """Random rows, and spare ones that nothing may read."""
+    """Random rows, and spare rows that nothing may read."""
     sizes = [torch.tensor(one, dtype=torch.int64) for one in (sizes_q, sizes_k)]
     rows = []
     for one, more in zip(sizes, spare, strict=True):
@@ -78,7 +78,7 @@ def pairs_of(inputs):
 
 
 def module():
-    """The package has the function of this name."""
+    """The module; the package's attribute of this name is the function."""
     return importlib.import_module("fastplm.ops.maxsim")
 
 
@@ -121,14 +121,14 @@ def test_the_reference_is_the_maximum_of_each_pair_alone(normalize):
     normalize=(True, False),
 )
 def test_shapes_and_dtypes(device, backend, dtype, lengths, width, normalize):
-    normalize = normalize and width > 1  # all rows of one number have the same direction
+    normalize = normalize and width > 1  # with width 1, all rows would have one direction
     inputs = make(device, *lengths, width, dtype)
     check(backend, inputs, normalize=normalize)
     assert_matches(run(backend, **inputs, normalize=normalize), inputs, normalize)
 
 
 def assert_matches(match, inputs, normalize=True):
-    """Indices point into their sets, at rows that have these scores."""
+    """Checks that indices point into their sets, at rows with these scores."""
     one, other = (inputs[name].double() for name in ("query", "key"))
     if normalize:
         one, other = (torch.nn.functional.normalize(x, dim=-1) for x in (one, other))
@@ -148,7 +148,7 @@ def assert_matches(match, inputs, normalize=True):
 
 
 def test_products_in_several_tiles(monkeypatch):
-    """Where one pair is larger than the buffers."""
+    """A pair of sets may be larger than the buffers."""
     inputs = make("cpu", [70, 3, 5], [40, 9, 5])
     plain = run("torch", **inputs)
     monkeypatch.setattr(module(), "_GROUP", 300)
@@ -162,7 +162,7 @@ def test_products_in_several_tiles(monkeypatch):
 
 
 def test_no_similarities_of_a_whole_pair_are_kept(device):
-    """Nor of a whole batch: less memory than they would need, forward and backward."""
+    """Forward and backward take less memory than a pair's similarities, or a batch's."""
     inputs = make(device, [1500] * 2, [1400] * 2, width=16)
     inputs |= {name: inputs[name].requires_grad_() for name in ("query", "key")}
 
@@ -191,7 +191,7 @@ def test_no_similarities_of_a_whole_pair_are_kept(device):
 @each_backend
 @pytest.mark.parametrize("size", (3, 70, 200))
 def test_of_equal_similarities_the_first_row_is_the_match(device, backend, size):
-    """Also where the equal ones are in different tiles."""
+    """The first row is the match also if equal similarities are in different tiles."""
     ends = torch.tensor([0, size], dtype=torch.int32, device=device)
     query = torch.ones(size, 16, device=device)
     query[0] = 0
@@ -201,15 +201,15 @@ def test_of_equal_similarities_the_first_row_is_the_match(device, backend, size)
         **dict(max_seqlen_q=size, max_seqlen_k=size, normalize=False),
     )
     expected = torch.ones(size, dtype=torch.int64, device=device)
-    expected[0] = 0  # its similarities are all 0
+    expected[0] = 0  # all similarities of the first row are 0
     assert torch.equal(match.query_index, expected) and torch.equal(match.key_index, expected)
 
 
 @each_backend
 def test_nan_reaches_its_own_pair_alone(device, backend):
     inputs = make(device, [70, 5, 66], [66, 4, 130])
-    inputs["query"][71] = NAN  # of the second pair
-    inputs["key"][150] = NAN  # of the third
+    inputs["query"][71] = NAN  # a row of the second pair
+    inputs["key"][150] = NAN  # a row of the third pair
     match, expected = run(backend, **inputs), maxsim_ref(**inputs)
     for one, other in zip(match, expected, strict=True):
         assert torch.equal(one.isnan(), other.isnan())
@@ -222,14 +222,14 @@ def test_nan_reaches_its_own_pair_alone(device, backend):
 def test_a_row_of_zeros_has_similarity_0(device, backend):
     inputs = make(device, [3, 2], [4, 3])
     inputs["query"][1] = 0
-    inputs["query"][3:5] = 0  # of a whole set
+    inputs["query"][3:5] = 0  # all rows of a set
     check(backend, inputs)
 
 
 @each_backend
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_a_row_that_all_others_chose(device, backend, dtype):
-    """Its gradient is a sum over all of them, in fp32."""
+    """The row's gradient is a sum over all the others, in fp32."""
     inputs = make(device, [300, 2], [40, 3], dtype=dtype)
     with torch.no_grad():
         inputs["key"][7] = inputs["query"][:300].float().mean(0).mul(9).to(dtype)

@@ -45,10 +45,10 @@ def run(backend: str, **inputs):
 
 
 def each(loss):
-    """``loss`` of every problem in a batch of them.
+    """``loss`` for every problem in a batch of problems.
 
-    The gradient of a bias is one number, and so is a mean: whether the rounding error of one number
-    is smaller than that of another is luck. Over several problems it is a statement.
+    The gradient of a bias is one number, and so is a mean. The rounding error of one number is
+    chance, so several problems are compared together.
     """
 
     def losses(**inputs):
@@ -82,7 +82,7 @@ def random_mask(inputs: dict) -> dict:
 
 
 def first(inputs: dict) -> dict:
-    """The first problem alone, as leaves."""
+    """The first problem alone, as leaf tensors."""
     inputs = {n: v[0] if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}
     return inputs | {name: inputs[name].detach().requires_grad_() for name in WRT}
 
@@ -95,7 +95,7 @@ def loss_and_grads(backend: str, upstream=None, **inputs):
 
 @pairwise(backend=BACKENDS, dtype=DTYPES, rows=(0, 1, 65), width=(1, 40, 64, 768))
 def test_shapes_and_dtypes(device, backend, rows, width, dtype):
-    # A wide row has a wide gradient of the weight, so that one problem is enough of them.
+    # A wide row has a wide gradient of the weight, so one problem is enough.
     wide = width == 768
     inputs = make(device, rows, width, dtype, problems=1 if wide else 6, reduction="none")
     check(backend, random_mask(inputs), wrt=("input", "weight") if wide else WRT)
@@ -125,7 +125,7 @@ def test_normalizer_replaces_the_denominator(device, backend, kind):
     ("reduction", "rows_of_a_group", "most_groups"), (("mean", 8, 1024), ("none", 16, 3))
 )
 def test_many_rows(device, monkeypatch, reduction, rows_of_a_group, most_groups):
-    """More groups than the smaller tile of their sums holds, and groups of many rows."""
+    """There are more groups than the smaller tile of sums holds, and groups of many rows."""
     kernels = importlib.import_module("fastplm.triton_kernels.replaced_token_loss")
     monkeypatch.setattr(kernels, "_ROWS", rows_of_a_group)
     monkeypatch.setattr(kernels, "_MAX_GROUPS", most_groups)
@@ -138,7 +138,7 @@ def test_many_rows(device, monkeypatch, reduction, rows_of_a_group, most_groups)
 @pytest.mark.parametrize("reduction", ("mean", "none"))
 @pytest.mark.parametrize("parts", (3, 7, 33), ids=lambda parts: f"{parts} parts")
 def test_rows_of_many_parts(device, parts, reduction, dtype):
-    """One warp, several, and (33) a row too wide to hold; the last part is not full."""
+    """A row takes one warp, several warps, or (33) does not fit; its last part is not full."""
     width = parts * 512 // dtype.itemsize - 24
     inputs = random_mask(make(device, 5, width, dtype, problems=1, reduction=reduction))
     check("triton", inputs, wrt=("input", "weight"))
@@ -180,7 +180,7 @@ def test_the_rows_are_kept_only_to_be_read_again(device, backend, reduction, fro
 
 
 def as_ids(replaced: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids that differ where ``replaced``; of 64 bits, some in the upper half alone."""
+    """Ids that differ where ``replaced``; some of 64 bits differ in the upper half alone."""
     original = torch.randint(30522, replaced.shape, device=replaced.device).to(dtype)
     step = torch.where(original % 2 == 0, 1, 2**32 if dtype is torch.int64 else 3).to(dtype)
     return original + step * replaced, original
@@ -194,7 +194,7 @@ def test_two_tensors_of_ids_are_compared(device, backend, reduction, dtype):
     upstream = torch.randn(63 if reduction == "none" else (), device=device)
     expected = loss_and_grads(backend, upstream, **inputs)
     ids, original = as_ids(inputs["replaced"], dtype)
-    spread = torch.stack((ids, original), 1)  # of stride 2
+    spread = torch.stack((ids, original), 1)  # columns of stride 2
     for pair in ((ids, original), [original, ids], spread.unbind(1)):
         got = loss_and_grads(backend, upstream, **inputs | {"replaced": pair})
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
@@ -204,7 +204,7 @@ def test_two_tensors_of_ids_are_compared(device, backend, reduction, dtype):
 
 
 def assert_counts(counts, logit, replaced, mask) -> None:
-    """Told one by one."""
+    """Checks the counts against a loop over the rows."""
     expected = dict.fromkeys(DetectionCounts._fields, 0)
     for z, was, counted in zip(logit.tolist(), replaced.tolist(), mask.tolist(), strict=True):
         if counted:
@@ -230,7 +230,7 @@ def test_counts_by_hand(device, backend, masked):
     )
     loss, counts = run(backend, **inputs, return_counts=True)
     assert torch.equal(loss, run(backend, **inputs))
-    # A logit of exactly 0 is taken for an original.
+    # A logit of exactly 0 predicts "original".
     assert [int(count) for count in counts] == [1, 2, 3, 3, 6]
     assert isinstance(counts, DetectionCounts)
     for count in counts:
@@ -246,7 +246,7 @@ def test_counts_by_hand(device, backend, masked):
     ("rows", "reduction"), ((1, "mean"), (65, "sum"), (65, "none"), (300, "mean"))
 )
 def test_counts_of_many_rows(device, backend, rows, reduction):
-    """Whole numbers, so that logits are exact and often 0."""
+    """Inputs of whole numbers, so that logits are exact and often 0."""
     input = torch.randint(-1, 2, (rows, 5), device=device).float()
     weight = torch.tensor([1.0, 2.0, 1.0, -2.0, 1.0], device=device)
     replaced = torch.rand(rows, device=device) < 0.3
@@ -353,7 +353,7 @@ def test_logits_of_any_size(device, backend, name, size, dtype):
 @pytest.mark.parametrize("backend", ALL_BACKENDS)
 @pytest.mark.parametrize("replaced", (False, True))
 def test_values_at_the_limits(device, backend, replaced):
-    """softplus of z in closed form, to the last bits on both sides, signed zero included."""
+    """The loss is softplus of z, exact to the last bits on both sides, with signed zero."""
     sizes = [0.0, 10.0, -10.0, 200.0, -200.0, 3e38, -3e38, INF, -INF]
     logit = torch.tensor(sizes, device=device)
     input = logit[:, None].requires_grad_()
@@ -420,7 +420,7 @@ def test_property(backend, rows, width, dtype, masked, reduction):
 def test_an_upstream_gradient_applied_twice_is_caught(
     device, monkeypatch, backend, gradient, where
 ):
-    """Planted in the backend's own backward."""
+    """The bug is planted in the backend's own backward."""
     backends = OPS["replaced_token_loss"].backends
     right = backends[backend]
 

@@ -9,7 +9,7 @@ from torch import nn
 from transformers.models.t5 import modeling_t5
 
 import fastplm
-import fastplm.models.t5  # so that its layer norm has a drop-in
+import fastplm.models.t5  # registers the drop-in class of T5's layer norm
 from fastplm import _extension, ops
 from fastplm.models._base import switch_modules
 from fastplm.nn import RMSNorm
@@ -50,7 +50,7 @@ def _with(function, settings):
 
 
 def test_the_reference_is_the_formula():
-    """Of numbers that are exact: 3, 4 and twelve times 5."""
+    """The formula on numbers whose square sum is exact: 3, 4 and thirteen times 5."""
     input = torch.tensor([3.0, 4.0] + 13 * [5.0] + [0.0]).double()
     expected = input * 16**0.5 / (25 + 13 * 25) ** 0.5
     assert torch.allclose(rms_norm_ref(input, torch.ones(16).double(), eps=0.0), expected)
@@ -58,7 +58,7 @@ def test_the_reference_is_the_formula():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_reference_is_t5_and_pytorch(dtype):
-    """To a rounding in 16 bits, as T5 rounds twice."""
+    """In 16 bits they agree up to a rounding, as T5 rounds twice."""
     inputs = made(30, 64, dtype=dtype)
     layer = modeling_t5.T5LayerNorm(64).to(dtype)
     layer.weight.data = inputs["weight"]
@@ -106,7 +106,7 @@ def test_magnitudes(scale, eps):
 
 @needs_csrc
 def test_rows_of_very_different_size():
-    """No row's error hides behind another's: each is held to the reference alone."""
+    """Each row is compared with the reference alone, so that no row's error hides another's."""
     inputs = made(8, 96)
     for exponent, row in zip(range(-20, 20, 5), inputs["input"], strict=True):
         check({"input": row[None] * 2.0**exponent, "weight": inputs["weight"]})
@@ -114,7 +114,7 @@ def test_rows_of_very_different_size():
 
 @needs_csrc
 def test_a_large_offset():
-    """Rows along the weight, whose gradient is a small difference of large numbers."""
+    """Rows with a large common offset: their gradient is a small difference of large numbers."""
     inputs = made(50, 64)
     inputs["input"] = 100 + inputs["input"]
     check(inputs)
@@ -128,7 +128,7 @@ def test_thousands_of_rows():
 @needs_csrc
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_is_not_finite(dtype):
-    """A row of zeros, of what overflows, infinities or NaN is its own affair."""
+    """A row of zeros, overflowing numbers, infinities or NaN does not affect other rows."""
     input = torch.randn(7, 40)
     input[1] = 0
     for row, value in ((2, 3e38), (3, float("inf")), (4, float("-inf")), (5, float("nan"))):
@@ -138,7 +138,7 @@ def test_what_is_not_finite(dtype):
     torch.testing.assert_close(out, expected, equal_nan=True)
     (grad,) = torch.autograd.grad(out.sum(), input)
     (expected_grad,) = torch.autograd.grad(expected.sum(), input)
-    # The square that overflows makes the scale 0, and the formula's own gradient 0 times infinity.
+    # A square that overflows makes the scale 0, and the formula's gradient 0 times infinity.
     others = [0, 1, 3, 4, 5, 6]
     torch.testing.assert_close(grad[others], expected_grad[others], equal_nan=True)
     assert dtype is torch.float16 or (grad[2] == 0).all()

@@ -1,4 +1,4 @@
-"""What the tests run in the emulator's process: a line of JSON asks for a function below."""
+"""Functions that tests run in the emulator's process; a line of JSON asks for one of them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from ptx.parse import PtxError  # noqa: E402
 
 QKV = ("query", "key", "value")
 # Triton 3.6 puts no fence between copies and the products that read them; 3.7.1 does, since its
-# pull request 10537. None: as the seed decides.
+# pull request 10537. With None the seed decides.
 FENCED = False if triton.__version__.startswith("3.6") else None
 
 
@@ -47,7 +47,7 @@ edits: dict = {}
 
 
 def hold(arch, function, reference, inputs, wrt, seeds, schedule=None, peers=()) -> list[str]:
-    """Output and gradients within the error budget, and of the same bits by every schedule."""
+    """Output and gradients are within the error budget, with the same bits by every schedule."""
     results = []
     for seed in seeds:
         leaves = {name: inputs[name].detach().clone().requires_grad_() for name in wrt}
@@ -121,8 +121,8 @@ def allowed_tf32():
 
 
 def attention(arch, dtype, shape, option="", seeds=(0, 1), schedule=None) -> list[str]:
-    """``dtype`` "tf32": fp32 where PyTorch allows TF32. It errs as products in TF32 do, and more
-    than those in fp32."""
+    """The ``dtype`` "tf32" is fp32 where PyTorch allows TF32: its error is within that of products
+    in TF32, and above that of products in fp32."""
     in_tf32 = dtype == "tf32"
     inputs = attention_inputs("float32" if in_tf32 else dtype, *shape, option)
     ragged = "ragged" in option
@@ -147,14 +147,14 @@ def gather_rows(arch, dtype, width, seeds=(0, 1)) -> list[str]:
     torch.manual_seed(0)
     positions = torch.randint(-1, 150, (600,))
     positions[:3] = 3
-    positions[100:110] = 5  # long, and next a row that is split in two chunks
+    positions[100:110] = 5  # a long row; the next one is split in two chunks
     positions[300:580:2] = 149
     inputs = dict(input=drawn(dtype, 150, width), positions=positions)
     return hold(arch, ops.gather_rows, gather_rows_ref, inputs, ["input"], seeds)
 
 
 def maxsim(arch, dtype, width, seeds=(0, 1)) -> list[str]:
-    """Sets of several tiles, of one, and none; and spare rows."""
+    """Sets of several tiles, of one tile, and empty sets; spare rows."""
     torch.manual_seed(0)
     sizes_q, sizes_k = torch.tensor([150, 3, 0]), torch.tensor([70, 140, 2])
     inputs = dict(
@@ -224,7 +224,7 @@ def linear_distillation(
 def linear_distillation_topk(
     arch, dtype, shape, words, renormalize=True, seeds=(0, 1), logits_budget=0
 ) -> list[str]:
-    """Rows of many words, of few and of none; a place with probability 0 has any index."""
+    """Rows with many words, few words and none; a place with probability 0 may have any index."""
     rows, vocab, _ = shape
     inputs = loss_inputs(dtype, *shape)
     indices = torch.stack([torch.randperm(vocab)[:words] for _ in range(rows)])
@@ -264,7 +264,7 @@ def loss_inputs(dtype, rows, vocab, width) -> dict:
 
 
 def sample(arch, dtype, shape, seeds=(0, 1)) -> list[str]:
-    """The draws are those of the reference, the loss that of the call without a draw."""
+    """The samples are the reference's; the loss is that of a call without samples."""
     inputs = loss_inputs(dtype, *shape)
     call = dict(temperature=0.9, seed=11)
     # The reference rounds its logits to 16 bits; the kernel does not.
@@ -282,7 +282,7 @@ def sample(arch, dtype, shape, seeds=(0, 1)) -> list[str]:
 
 
 def with_ping_pong(name: str, **arguments):
-    """Another check, with the kernel of roles chosen where it serves."""
+    """Runs another check with the ping-pong kernel, wherever that can run."""
     from fastplm.triton_kernels.attention import launch as kernels
 
     kernels.ping_pong_from = 1
@@ -293,7 +293,7 @@ def with_ping_pong(name: str, **arguments):
 
 
 def machine_code(dtype: str, **options) -> tuple[str, int, int, str]:
-    """Of a forward at 1024 tokens on sm_90: kernel, warps, bytes of shared memory, machine code."""
+    """(kernel, warps, bytes of shared memory, machine code) of a forward, 1024 tokens on sm_90."""
     import compile_kernels
     from fastplm.triton_kernels import attention
     from fastplm.triton_kernels._launch import record_launches
@@ -310,7 +310,7 @@ def machine_code(dtype: str, **options) -> tuple[str, int, int, str]:
 
 # --- faults that must be seen ---------------------------------------------------------------------
 
-#: What is changed in the PTX: the pattern, what takes its place, and which of the places (all: -1).
+#: Changes of the PTX: the pattern, its replacement, and the number of the place (-1 for all).
 EDITS = {
     "copies waited for too little": (r"cp\.async\.wait_group\s+(\d+)", lambda m: later(m), -1),
     "products not waited for": (r"wgmma\.wait_group\S*\s+(\d+)", lambda m: later(m), -1),
@@ -340,7 +340,7 @@ def later(match: re.Match) -> str:
 
 
 def faulty(check, kernel, fault, place=None, **arguments) -> str:
-    """What the fault in the kernel's PTX leads a check to: "passes", "numbers" or an error's
+    """The outcome of a check with the fault in the kernel's PTX: "passes", "numbers" or an error's
     text."""
     pattern, change, which = EDITS[fault]
     which = which if place is None else place
@@ -367,7 +367,7 @@ def faulty(check, kernel, fault, place=None, **arguments) -> str:
 
 
 def planted_kernel(arch, name, schedules) -> list:
-    """For each schedule the error of a planted kernel, or what was wrong with an access."""
+    """For each schedule, the error of a planted kernel, or the message about an access."""
     found = []
     for copies, products in schedules:
         schedule = Schedule(5, copies, products, fenced=False)
@@ -379,7 +379,7 @@ def planted_kernel(arch, name, schedules) -> list:
     return found
 
 
-#: Kernels whose scratch memory depends on the order of atomics, their results on its content alone.
+#: Kernels whose scratch memory depends on the order of atomics, although their results do not.
 IN_ANY_ORDER = ("_gather_rows_count_kernel",)
 
 
@@ -396,10 +396,10 @@ def set_bits(launch, copies: list[torch.Tensor]) -> None:
 
 
 def removed_barriers(check, calls=({},), seeds=range(8), **arguments) -> dict[str, list]:
-    """By kernel, for each of its barriers the first seed by which a launch without it is an error
-    or gives other memory; None where none of the launches of any call does.
+    """By kernel, for each of its barriers, the first seed by which a launch without the barrier is
+    an error or gives other memory; None if no launch of any call does.
 
-    Of each kernel the program that is launched first; all calls should launch it.
+    The program of a kernel is the one launched first; all calls should launch it.
     """
     import ptx.emulate as emulator
 
@@ -445,7 +445,7 @@ def removed_barriers(check, calls=({},), seeds=range(8), **arguments) -> dict[st
     return {name: places for name, places in found.items() if places}
 
 
-#: What stands around a relaxed atomic in place of its own order.
+#: Fences around a relaxed atomic that replace its own order.
 AROUND = {
     "": ("", ""),
     "fences": ("fence.acq_rel.gpu;", "fence.acq_rel.gpu;"),
@@ -474,7 +474,7 @@ def last_block(arch, fences, seeds, **options) -> list[bool]:
 
 
 def every_instruction(arch, slow=False) -> int:
-    """Bind every kernel of every compile case: how many instructions there were."""
+    """Bind every kernel of every compile case. Returns the number of instructions."""
     import importlib
 
     from compile_kernels import kernel_modules, source_of

@@ -1,4 +1,4 @@
-"""The emulator runs in a process of its own: this one has Triton's interpreter switched on."""
+"""The emulator runs in another process, as this one has Triton's interpreter switched on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 
 class Worker:
-    """Runs the functions of ``checks.py``; what they raise, it raises as an AssertionError."""
+    """Runs the functions of ``checks.py``; their errors become AssertionErrors."""
 
     def __init__(self) -> None:
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -1,4 +1,4 @@
-"""Kernels with faults, and what they make of CPU tensors inside ``emulated``."""
+"""Kernels with faults, and their results on CPU tensors inside ``emulated``."""
 
 from __future__ import annotations
 
@@ -124,9 +124,9 @@ def product_and_sum() -> float:
 
 
 def copy(size: int = 300, first: int = 0, dtype: torch.dtype = torch.float32) -> float:
-    """How many of 300 numbers were not copied."""
+    """The number of 300 numbers that were not copied."""
     x = (100 * torch.randn(300)).to(dtype)
-    freed = [x.clone() for _ in range(8)]  # where the next allocation may well be
+    freed = [x.clone() for _ in range(8)]  # the next allocation may get this memory
     del freed
     out = torch.empty(300, dtype=dtype)
     arguments = dict(x_ptr=x, out_ptr=out, size=size, first=first, BLOCK=128, num_warps=4)

@@ -1,9 +1,9 @@
-"""Each barrier of a kernel is left out once, and the emulator must see it.
+"""Each barrier of a kernel is left out once, and the emulator must notice it.
 
-Not every one is needed in every call: Triton also places barriers for branches that this call does
-not take, and some between accesses that another one orders already. The emulator's first schedule
-reports every pair of accesses by two warps that no barrier orders, so what it does not see here
-orders nothing here.
+A call may not need every barrier: Triton also places barriers for branches that this call does not
+take, and some between accesses that another barrier orders already. The emulator's first schedule
+reports every pair of accesses by two warps that no barrier orders. So a barrier whose absence it
+does not report orders nothing in this call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What Triton compiles of the kernels for a GPU, run by the emulator and held to the reference.
+"""The kernels as Triton compiles them for a GPU, run by the emulator, against the reference.
 
-The output and all gradients must be within the error budget, and of the same bits whatever the
-order of warps and however late or early asynchronous work is done.
+The output and all gradients must be within the error budget. Their bits must be the same in any
+order of the warps, and however early or late asynchronous work is done.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def test_attention(emulate, request, arch, dtype, shape, options):
 
 
 def every(*small):
-    """(arch, dtype) pairs: the small ones always, all others in the long lane."""
+    """(arch, dtype) pairs: the small ones always run, all others in the slow lane."""
     pairs = [(a, d) for a in (80, 90) for d in ("float16", "bfloat16", "float32")]
     return [pair if pair in small else pytest.param(*pair, marks=slow) for pair in pairs]
 
@@ -74,7 +74,7 @@ def test_replaced_token_loss(emulate, arch, dtype):
 
 @pytest.mark.parametrize(("arch", "dtype"), every((80, "float16"), (90, "bfloat16")))
 def test_linear_cross_entropy(emulate, arch, dtype):
-    """Narrow rows: the backward makes the logits again."""
+    """With narrow rows, the backward computes the logits again."""
     shape = (150, 150, 64)
     emulate("linear_cross_entropy", arch=arch, dtype=dtype, shape=shape, seeds=[0, 1, 2, 3])
 
@@ -94,7 +94,7 @@ def test_linear_cross_entropy_with_smoothing(emulate, arch, dtype):
 
 @pytest.mark.parametrize(("arch", "dtype"), every((90, "bfloat16")))
 def test_kept_logits_of_the_vocabulary(emulate, arch, dtype):
-    """A row is of several warps: one must not write D over a logit that another has yet to read."""
+    """Several warps share a row: none may write D over a logit that another has yet to read."""
     call = dict(arch=arch, dtype=dtype, shape=(70, 1000, 272), label_smoothing=0.1)
     launched = emulate("linear_cross_entropy", logits_budget=1 << 28, **call)
     assert "_linear_cross_entropy_rows_kernel" in launched
@@ -120,7 +120,7 @@ def test_kept_logits_of_distillation(emulate, arch, dtype, divergence):
 @pytest.mark.parametrize("budget", (pytest.param(0, marks=slow), 1 << 28))
 @pytest.mark.parametrize(("arch", "dtype"), every((90, "bfloat16")))
 def test_distillation_from_given_words(emulate, arch, dtype, budget):
-    """More words than a tile holds; logits that are made again, and kept ones."""
+    """There are more words than a tile holds; logits are computed again, or kept."""
     call = dict(arch=arch, dtype=dtype, shape=(20, 90, 40), words=37, logits_budget=budget)
     launched = emulate("linear_distillation_topk", **call)
     kernels = {f"_linear_distillation_{name}_kernel" for name in ("given", "given_dz")}
@@ -164,7 +164,7 @@ def test_a_product_that_is_not_waited_for_or_not_fenced_is_seen(emulate):
 
 @pytest.mark.parametrize("place", range(4))
 def test_registers_of_a_product_that_are_not_fenced_are_named(emulate, place):
-    """Scores and output, of whole tiles and of the last one."""
+    """The waits for the products of scores and output, for whole tiles and for the last one."""
     arguments = dict(arch=90, dtype="bfloat16", shape=(1, 1, 70, 300, 64), kernel=FORWARD)
     fault = "one fence of registers less"
     found = emulate("faulty", check="attention", fault=fault, place=place, **arguments)
@@ -172,8 +172,8 @@ def test_registers_of_a_product_that_are_not_fenced_are_named(emulate, place):
 
 
 def test_a_copy_that_overwrites_what_a_product_still_reads_is_seen(emulate):
-    """One load that feeds a product and a sum: right where the product reads at once, wrong where
-    it reads when it is waited for. On sm_80 products are not asynchronous."""
+    """One load feeds a product and a sum. The result is right if the product reads at once, and
+    wrong if it reads when it is waited for. On sm_80 products are not asynchronous."""
     orders = [(copies, products) for copies in ("early", "late") for products in ("early", "late")]
     at_90 = dict(zip(orders, planted(emulate, 90, "product_and_sum", orders), strict=True))
     exact = at_90["early", "early"]
@@ -204,13 +204,13 @@ def planted(emulate, arch: int, name: str, schedules) -> list:
     ],
 )
 def test_the_last_block_needs_an_order_between_blocks(emulate, arch, options, right):
-    """A program counts those that have stored, and the last one reads what all stored."""
+    """Each program stores and counts itself; the last one reads what all have stored."""
     found = emulate("last_block", arch=arch, seeds=[0, 1, 2, 3], **dict(fences="") | options)
     assert all(found) if right else not found[0]
 
 
 def test_what_a_launch_leaves_unwritten_is_no_number(emulate):
-    """Also where the memory held the right numbers before."""
+    """Memory that a launch leaves unwritten is NaN, even if it held the right numbers before."""
     for name in ("write_too_little", "write_too_few_integers"):
         assert planted(emulate, 90, name, [("", "")]) == [1]
 

@@ -1,4 +1,4 @@
-"""Where a product needs a ``wgmma.fence``, by hand-written PTX: what the PTX ISA says."""
+"""Products that need a ``wgmma.fence`` by the PTX ISA, in hand-written PTX."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ def loop(before: str, after: str) -> str:
         (f"{FENCE} {product(0)}", None),
         (f"{FENCE} {product(0)} {product(0)}", None),
         (f"{FENCE} {product(0)} {product(4)}", None),
-        # Sums that other instructions wrote or read since the fence.
+        # Other instructions wrote or read the sums since the fence.
         (f"{FENCE} add.f32 %r2, %r2, %r2; {product(0)}", "%r2 was accessed"),
         (f"add.f32 %r2, %r2, %r2; {FENCE} {product(0)}", None),
         (f"{FENCE} {product(0)} {WAIT} add.f32 %r60, %r2, %r2; {product(0)}", "%r2 was accessed"),
         (f"{FENCE} {product(0)} {WAIT} add.f32 %r60, %r2, %r2; {FENCE} {product(0)}", None),
         (f"{FENCE} st.shared.b32 [%r70], %r3; {product(0)}", "%r3 was accessed"),
         (f"{FENCE} mov.b32 %r1, 0; {product(0)}", "%r1 was accessed"),
-        # One shape after another.
+        # A product of one shape follows one of another.
         (f"{FENCE} {product(0)} {product(0, 16)}", "%r0 was accessed"),
-        # Fragments of A.
+        # Other instructions accessed fragments of A.
         (f"{FENCE} add.s32 %r51, %r60, 1; {product(0, a=FRAGMENT)}", "%r51 was accessed"),
         (f"{FENCE} {product(0, a=FRAGMENT)} {product(4, a=FRAGMENT)}", None),
         (f"{FENCE} {product(50)} {product(0, a=FRAGMENT)}", "%r50 was accessed"),
-        # A move is no access, but what it moves may be new.
+        # A move is no access, but the value that it moves may be new.
         (f"add.s32 %r60, %r61, 1; {FENCE} mov.b32 %r1, %r60; {product(0)}", None),
         (f"{FENCE} add.s32 %r60, %r61, 1; mov.b32 %r1, %r60; {product(0)}", "%r1 was accessed"),
-        # Ways that meet, and loops.
+        # Paths that meet, and loops.
         (f"@%p2 bra $on; {FENCE} $on: {product(0)}", "before it"),
         (f"{FENCE} @%p2 bra $on; add.f32 %r2, %r2, %r2; $on: {product(0)}", "%r2 was accessed"),
         (FENCE + loop("", ""), None),

@@ -1,4 +1,4 @@
-"""Single instructions, by hand-written PTX: what the PTX ISA says that they give."""
+"""Single instructions in hand-written PTX give the results of the PTX ISA."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ KERNEL = """
 }}
 """
 LINE = KERNEL[: KERNEL.index("{code}")].count("\n") + 1
-# What a result is handed on by: from a 16-bit, a 32-bit and a 64-bit register, and a predicate.
+# PTX that stores a result from a 16-bit, a 32-bit and a 64-bit register, and from a predicate.
 FROM = {
     "rs": "cvt.u64.u16 %rd7, %rs7;",
     "r": "cvt.u64.u32 %rd7, %r7;",
@@ -63,7 +63,7 @@ def run(
     blocks: int = 1,
     watched: bool | None = None,
 ) -> np.ndarray:
-    """The 64-bit result of every thread, of which each reads four 64-bit words."""
+    """The 64-bit result of every thread; each thread reads four 64-bit words."""
     threads = len(words)
     given = np.ascontiguousarray(words, np.uint64)
     out = np.zeros((threads, 4), np.uint64)
@@ -75,7 +75,7 @@ def run(
 
 
 def bits(value) -> int:
-    """A float is fp32, whose bits these are; an integer is itself, in 64 bits."""
+    """The 64-bit word of a number: the fp32 bits of a float, or an integer itself."""
     if isinstance(value, float):
         return struct.unpack("<I", struct.pack("<f", value))[0]
     return value % 2**64
@@ -172,7 +172,7 @@ CONVERSIONS = [
     ("cvt.rzi.s32.f32 %r7, %r4", "r", (NAN,), 0),
     ("cvt.rmi.f32.f32 %r7, %r4", "r", (-2.5,), -3.0),
     ("cvt.sat.f32.f32 %r7, %r4", "r", (-2.5,), 0.0),
-    ("cvt.rn.f16.f32 %rs7, %r4", "rs", (1.0 + 2.0**-11,), 0x3C00),  # a tie: to even
+    ("cvt.rn.f16.f32 %rs7, %r4", "rs", (1.0 + 2.0**-11,), 0x3C00),  # a tie rounds to even
     ("cvt.rn.f16.f32 %rs7, %r4", "rs", (65520.0,), 0x7C00),
     ("cvt.rn.bf16.f32 %rs7, %r4", "rs", (1.0 + 2.0**-8,), 0x3F80),
     ("cvt.rn.bf16.f32 %rs7, %r4", "rs", (1.0 + 3 * 2.0**-8,), 0x3F82),
@@ -214,7 +214,7 @@ def test_comparison(code, given, expected):
 
 
 def by_thread(threads: int = 32) -> np.ndarray:
-    """Each thread's number, and 1000 more."""
+    """The inputs of threads: each thread's number, and 1000 more."""
     words = np.zeros((threads, 4), np.uint64)
     words[:, 0] = np.arange(threads)
     words[:, 1] = 1000 + np.arange(threads)
@@ -243,7 +243,7 @@ def test_between_the_threads_of_a_warp(code, expected):
 
 
 def test_blocks_run_in_an_order_of_their_own_by_each_seed():
-    """All write to one place: the last one stays."""
+    """All threads write to one place, and the last write stays."""
     code = "mov.u32 %r7, %ctaid.x; cvt.u64.u32 %rd7, %r7;"
     last = [set(run(code, by_thread(), seed, blocks=40).tolist()) for seed in range(6)]
     assert all(len(found) == 1 and found <= set(range(40)) for found in last)
@@ -321,7 +321,7 @@ OVERWRITE = (
 
 
 def test_a_copy_over_memory_that_another_warp_still_reads_is_an_error():
-    """However late it lands: the hardware may copy at once."""
+    """The copy lands early or late, as the hardware may copy at once."""
     assert run(OVERWRITE.format(barrier="bar.sync 0;"), by_thread(128), 0)[0] == 1032
     with pytest.raises(PtxError, match="with no barrier in between"):
         run(OVERWRITE.format(barrier=""), by_thread(128), 0)
@@ -425,8 +425,9 @@ PRODUCT = """
 
 @pytest.mark.parametrize("k", (4, 8))
 def test_a_product_in_tf32_ignores_the_low_13_bits(k):
-    """Thread 4 g + t holds a in rows g and g + 8, b in column g, of both the places t and t + 4 in
-    k, and columns 2 t and 2 t + 1 of the result. Rounded, not cut, each would be one step up."""
+    """Thread 4 g + t holds a in rows g and g + 8, b in column g, both at places t and t + 4 of k,
+    and columns 2 t and 2 t + 1 of the result. Numbers that were rounded, not truncated, would be
+    one step larger."""
     draw = np.random.default_rng(0)
     whole = draw.integers(-15, 16, 16 * k), draw.integers(-15, 16, k * 8)
     a, b = (part.astype(np.float32).reshape(-1, n) for part, n in zip(whole, (k, 8), strict=True))

@@ -1,7 +1,7 @@
-"""The kernel of roles (``attention/ping_pong.py``) as machine code, and in the emulator.
+"""The ping-pong kernel (``attention/ping_pong.py``) as machine code, and in the emulator.
 
-All schedules must give the reference's numbers and the same bits, and a fault in the order of the
-roles must be seen.
+All schedules must give the reference's numbers and the same bits, and the emulator must notice a
+fault in the order of the roles.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def test_copies_that_nobody_is_told_of_hang(emulate):
     assert "hangs" in fault(emulate, "no word of copies")
 
 
-# Places in the PTX of Triton 3.7.1: of the producer, then the second and the first consumer.
-# Not those that others imply: Q has landed where K has, V of the last tile where K of this one has;
-# the second consumer gets its turn from the first one, which has waited for K; buffers of Q and
-# the very first turn matter only where a program takes several tiles of queries.
+# Waits in the PTX of Triton 3.7.1: those of the producer, then of the second and first consumer.
+# Waits that others imply are left out: if K has landed so has Q, and V of the last tile; the second
+# consumer gets its turn from the first one, which has waited for K; buffers of Q and the first turn
+# matter only if a program takes several tiles of queries.
 @slow
 @pytest.mark.parametrize("place", (1, 2, 5, 8, 9, 11, 13, 15, 16))
 def test_every_phase_must_be_waited_for(emulate, place):
@@ -79,7 +79,7 @@ def test_machine_code(emulate, dtype, is_causal, ragged, has_mask):
     assert (kernel, warps) == (KERNEL, 12)
     assert shared <= shared_limit(90)
     assert not re.findall(r"\b(?:LDL|STL)\b", sass), "spills"
-    # In the loop of each consumer: the scores, the output, a wait for the scores alone.
+    # Each consumer's loop has the products of scores and output, and a wait for the scores alone.
     names = re.findall(r"HGMMA\.64x\d+|DEPBAR\.LE gsb0, 0x\d", sass)
     steps = [name for name, _ in itertools.groupby(names)]
     loop = ["HGMMA.64x128", "HGMMA.64x64", "DEPBAR.LE gsb0, 0x1", "DEPBAR.LE gsb0, 0x0"]

@@ -1,4 +1,4 @@
-"""The reference of attention: T5's buckets, the bits of dropout, ragged batches, gradcheck."""
+"""The reference of attention: T5's buckets, the bits of dropout, packed batches, gradcheck."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fastplm.reference.attention import (
 )
 from fastplm.reference.philox import DROPOUT_ROUNDS, Stream, philox4x32
 
-#: A fair generator fails a test of this file once in a thousand seeds, and the seeds are fixed.
+#: A fair generator fails a test of this file for one of a thousand seeds, and the seeds are fixed.
 SIGNIFICANCE = 1e-3
 
 
 def chi_square_p(observed: torch.Tensor, expected: torch.Tensor) -> float:
-    """The chance that a fair generator strays further from ``expected`` than ``observed`` does.
+    """The probability that a fair generator is further from ``expected`` than ``observed`` is.
 
     The statistic of k free cells is chi-square distributed; its tail is the regularised upper
     incomplete gamma function Q(k / 2, x / 2).
@@ -35,7 +35,8 @@ def chi_square_p(observed: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def normal_quantile(tests: int) -> float:
-    """What the largest of ``tests`` standard normal values exceeds with chance SIGNIFICANCE."""
+    """The value that the largest of ``tests`` standard normal values exceeds with probability
+    SIGNIFICANCE."""
     return torch.special.ndtri(torch.tensor(1 - SIGNIFICANCE / 2 / tests).double()).item()
 
 
@@ -97,7 +98,7 @@ def test_a_mask_is_a_piece_of_any_larger_one():
 
 
 def bytes_drawn(seed: int) -> torch.Tensor:
-    """The byte of every place: the number of the thresholds 1 … 255 that it survives."""
+    """The byte of every place: the number of thresholds 1 … 255 at which it is kept."""
     place = functools.partial(dropout_keep_mask, seed, torch.arange(2), 2, 64, 96)
     return sum(place(threshold / 256).long() for threshold in range(1, 256))
 
@@ -122,7 +123,7 @@ def test_dropout_of_1_keeps_nothing():
 
 
 def test_neighbours_are_independent():
-    """Correlation of the mask with itself, moved by one along every index it depends on."""
+    """The mask does not correlate with itself moved by one along any index it depends on."""
     keep = functools.partial(
         dropout_keep_mask, heads=5, seqlen_q=65, seqlen_k=192, dropout_p=26 / 256
     )
@@ -148,7 +149,7 @@ def test_kept_probabilities_are_scaled_by_the_rate_really_used():
     assert (out - expected).abs().max() <= 40 * torch.finfo(torch.float64).eps
 
 
-# --- ragged batches -------------------------------------------------------------------------------
+# --- packed batches -------------------------------------------------------------------------------
 
 CU_SEQLENS_Q = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
 CU_SEQLENS_K = torch.tensor([0, 6, 10, 15], dtype=torch.int32)

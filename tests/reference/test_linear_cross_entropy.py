@@ -1,4 +1,4 @@
-"""The references of the vocabulary pass, against their definitions done by hand."""
+"""The references of the vocabulary pass, against their definitions computed by hand."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ CPU = torch.device("cpu")
 
 
 def of_probabilities(*rows: tuple[float, ...]) -> dict:
-    """Inputs whose softmax is given: an input of one-hot rows picks the logits from the weight."""
+    """Inputs with a given softmax: one-hot rows of input pick the logits from the weight."""
     probabilities = torch.tensor(rows, dtype=torch.float64)
     return dict(
         input=torch.eye(len(rows), dtype=torch.float64),
-        # Not -inf, which 0 times would be NaN.
+        # -inf is not used, as 0 times -inf would be NaN.
         linear_weight=probabilities.log().clamp(min=-1e4).T.contiguous(),
     )
 
@@ -43,7 +43,7 @@ def test_the_bias_shifts_the_logits():
     loss = linear_cross_entropy_ref(
         **THREE, target=torch.tensor([2, -100, -100]), linear_bias=bias, reduction="sum"
     )
-    # Weights 1, 1 and 5/8: the third has 5/21 of them.
+    # The weights are 1, 1 and 5/8, so the third has 5/21 of the sum.
     torch.testing.assert_close(loss, torch.tensor(math.log(21 / 5), dtype=torch.float64))
 
 
@@ -125,7 +125,7 @@ def test_samples_of_ignored_rows_and_of_rows_that_are_not_finite():
 
 
 def test_the_gumbel_maximum_draws_each_token_as_often_as_its_probability():
-    """A hundred thousand draws lie within four standard deviations, for each of four tokens."""
+    """The counts of four tokens in a hundred thousand draws are within four standard deviations."""
     draws = 100_000
     probabilities = torch.tensor([1 / 8, 0.0, 2 / 8, 5 / 8], dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""The reference of distillation over a vocabulary, against its definitions done by hand."""
+"""The reference of distillation over a vocabulary, against its definitions computed by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Q = torch.tensor([[1 / 2, 1 / 4, 1 / 4], [1 / 4, 3 / 4, 0.0]], dtype=torch.float
 
 
 def of_probabilities(probabilities: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and a table whose softmax is given: rows are one-hot and pick their logits."""
+    """Rows and a table with a given softmax: rows are one-hot and pick their logits."""
     count = probabilities.shape[0]
     logits = probabilities.log().clamp(min=-1e4).T.contiguous()
     return torch.eye(count, dtype=torch.float64), logits
@@ -73,8 +73,8 @@ def test_the_kl_is_that_of_pytorch_and_its_gradient_softmax_minus_softmax():
 
 
 def test_at_a_high_temperature_logits_are_matched_by_their_squares():
-    """Hinton et al. 2015, section 2.1: of logits with mean 0 the gradient is (z - v) / V then,
-    whatever the temperature, thanks to its square in the loss."""
+    """At high temperatures, logits with mean 0 have the gradient (z - v) / V. It does not depend on
+    the temperature, whose square is in the loss (Hinton et al. 2015, section 2.1)."""
     logits, teacher = torch.randn(2, 1, 7, dtype=torch.float64)
     logits, teacher = (x - x.mean() for x in (logits, teacher))
     logits.requires_grad_()
@@ -111,7 +111,7 @@ def test_given_probabilities_by_hand():
 
     own = [3 / 4 * math.log(3) + 1 / 4 * math.log(1 / 2), math.log(4 / 3)]
     torch.testing.assert_close(found(), torch.tensor(own, dtype=torch.float64))
-    # S times the renormalized one, plus S log S.
+    # It is S times the renormalized divergence, plus S log S.
     given = [0.8 * own[0] + 0.8 * math.log(0.8), 0.5 * own[1] + 0.5 * math.log(0.5)]
     torch.testing.assert_close(found(renormalize=False), torch.tensor(given, dtype=torch.float64))
 

@@ -16,8 +16,7 @@ from fastplm.reference.philox import (
 
 ALL_ONES = 0xFFFFFFFF
 
-# The vectors of philox4x32-10 (below, of -7) in Random123's kat_vectors: counter, key (low word
-# first), answer.
+# Random123's kat_vectors for philox4x32-10 (below, for -7): counter, key (low word first), answer.
 KNOWN_ANSWERS = [
     (
         (0, 0, 0, 0),
@@ -75,7 +74,8 @@ def test_counters_broadcast_and_each_element_stands_for_itself():
 def test_words_fill_uint32():
     words = torch.stack(draw(1, Stream.SHUFFLE, sample_index=torch.arange(4096)))
     assert words.min() >= 0 and words.max() <= ALL_ONES
-    # 16,384 words: the largest and smallest lie within 1 % of the ends but for a chance of e^-163.
+    # The largest and smallest of 16,384 words are within 1 % of the ends, except with probability
+    # e^-163.
     assert words.max() > 0.99 * 2**32 and words.min() < 0.01 * 2**32
 
 

@@ -19,7 +19,7 @@ from fastplm.train.finetune_settings import FinetuneArguments
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
-    """A small file of documents, blank lines between them."""
+    """A small file of documents, with blank lines between them."""
     nouns = "river house teacher garden train letter window forest engine island".split()
     verbs = "follows carries remembers builds opens paints".split()
     documents = []
@@ -36,7 +36,7 @@ def corpus(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def arguments(corpus, tmp_path_factory):
-    """The command line of a run of seconds, with options added or replaced."""
+    """The command line of a run that takes seconds, with options added or replaced."""
     cache = tmp_path_factory.mktemp("cache")
 
     def build(out: Path, arch: str = "bert-tiny", **options: object) -> list[str]:
@@ -79,7 +79,7 @@ def run(arguments):
 
 @pytest.fixture(scope="session")
 def one_step_of():
-    """Of a fine-tuning: the losses of a step over eight examples, split in several ways."""
+    """A function: the losses of a fine-tuning's step on eight examples, split in several ways."""
 
     def losses(args: FinetuneArguments) -> list[float]:
         task = prepare_task(args)
@@ -106,7 +106,7 @@ def one_step_of():
 
 @pytest.fixture(scope="session")
 def curve():
-    """The loss curve of a run, of its metrics or of its folder, without what a clock said."""
+    """The loss curve of a run, from its metrics or its folder, without times."""
 
     def curve(run: dict | Path) -> list[dict]:
         metrics = json.loads((run / "metrics.json").read_text()) if isinstance(run, Path) else run
@@ -119,13 +119,13 @@ def curve():
 
 @pytest.fixture
 def refused(capsys):
-    """The command ends with one line of an error that has the words; returns the line."""
+    """The command ends with one line of an error, which has the words. Returns the line."""
 
     def refused(argv: list[str], *words: str, code: int = 2) -> str:
         capsys.readouterr()
         try:
             found = main(argv)
-        except SystemExit as exit:  # what argparse raises
+        except SystemExit as exit:  # argparse raises it
             found = exit.code
         shown = capsys.readouterr()
         *before, line = shown.err.splitlines()
@@ -156,7 +156,7 @@ def word_tokenizer():
 
 @pytest.fixture(scope="session")
 def command():
-    """The command line as a process, one thread."""
+    """The command line in a process with one thread."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     return [sys.executable, "-m", "fastplm"], environment
 
@@ -186,7 +186,7 @@ def in_two_processes(command):
     return run
 
 
-#: The command as a process that is killed, as by a scheduler, in the step after this many.
+#: The command in a process that is killed, as by a scheduler, in the step after this many.
 KILLED = """
 import os, signal, sys
 from transformers import Trainer
@@ -232,4 +232,4 @@ def electra(run, tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def measured() -> None:
-    """Other processes have this machine's table of speeds; what is compared with them has, too."""
+    """This machine's table of speeds, which other processes have, for runs compared with theirs."""

@@ -16,7 +16,7 @@ COMMANDS = "info measure demo pretrain finetune distill classic embed prompt sco
 
 @pytest.mark.parametrize("words", ["--version", "--help", *(f"{name} --help" for name in COMMANDS)])
 def test_help_imports_nothing_heavy(words):
-    """Few modules are imported, none of them a heavy one; on any machine that is half a second."""
+    """Few modules are imported, and no heavy one, which takes half a second at most."""
     script = (
         "import json, sys, time\n"
         "before = set(sys.modules)\n"
@@ -137,7 +137,7 @@ def test_demo_in_no_time(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_demo(tmp_path, capsys):
-    """In the shortest time there are the least steps, and what they are to show is seen."""
+    """The shortest time has the fewest steps, which still show what the demo should show."""
     assert main(["demo", "--out", str(tmp_path / "demo"), "--minutes", "0.001"]) == 0
     shown = capsys.readouterr().out
     assert f" {LEAST_STEPS} steps in about " in shown

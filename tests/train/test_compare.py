@@ -103,7 +103,7 @@ def test_evaluation_is_the_mean_loss_of_the_model(trained):
     else:
         found = [result["mlm_loss"] + result["next_sentence_loss"] for result in (together, apart)]
     for value in found:
-        out = torch.tensor(value)  # its rounding to fp32 is all that may differ
+        out = torch.tensor(value)  # may differ only by its rounding to fp32
         check_error("loss", out, expected, [expected.float()], FORWARD_FACTOR)
 
 

@@ -51,7 +51,7 @@ def a_value(each: dataclasses.Field) -> object:
 @pytest.mark.parametrize("arguments", COMMANDS, ids=lambda kind: kind.where)
 @pytest.mark.parametrize("form", ["yaml", "json"])
 def test_every_setting_of_every_command(arguments, form, tmp_path):
-    """From a file each option has the value that it has from the command line."""
+    """A file gives each option the same value as the command line."""
     needed = {
         each.name: a_value(each)
         for each in dataclasses.fields(arguments)
@@ -84,7 +84,7 @@ def test_a_run_does_it_again(arguments, run, curve, tmp_path):
     words = ["pretrain", "--config", str(written), "--out", str(tmp_path / "second")]
     assert cli.main(words) == 0
     assert curve(tmp_path / "second") == curve(first)
-    # Its own settings name the folder that a resumed run goes on in.
+    # A run's own settings name the folder in which a resumed run continues.
     assert cli.main(["pretrain", f"--config={written}", "--steps", "4", "--resume"]) == 0
     assert len(curve(tmp_path / "first")) == 4
     assert yaml.safe_load(written.read_text())["steps"] == 4
@@ -155,7 +155,7 @@ def test_numbers_are_those_of_a_command_line(tmp_path, refused, arguments):
     "text", ["a\nseed: 9 #", "\x85", "\u2028b", "'\"", "\x07", "-x: y", "1", "no"]
 )
 def test_odd_texts_stay_what_they_are(text, tmp_path):
-    """Of a setting, and of the folder's name in the comment."""
+    """A setting, and the folder's name in the comment, may be odd texts."""
     out = tmp_path / f"o{text}"
     out.mkdir()
     args = FinetuneArguments("seq2seq", "d", out, model="m", prefix=text)
@@ -196,7 +196,7 @@ def test_each_option_has_one_topic(arguments, capsys):
     text = capsys.readouterr().out
     titles = [line for line in text.splitlines() if re.fullmatch(r"\S.*:", line)]
     assert titles[-len(arguments.topics) :] == [f"{title}:" for title in arguments.topics]
-    # What matters first is on the first screen.
+    # The most important options are on the first screen.
     assert text.splitlines()[0].startswith(f"usage: fastplm {arguments.where} --")
     assert len(text.splitlines()[0]) <= 110
 
@@ -208,7 +208,7 @@ def test_what_logs_is_there(refused, arguments, tmp_path, monkeypatch):
 
 
 def test_paths_are_declared_where_the_settings_are():
-    """What a command reads is known to the checks of outputs, whatever its help says."""
+    """The checks of outputs know a command's inputs; its help may describe them in any way."""
     for arguments in COMMANDS:
         for each in dataclasses.fields(arguments):
             path = "Path" in str(each.type)

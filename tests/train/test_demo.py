@@ -15,7 +15,7 @@ from fastplm.train.pretrain import PretrainArguments, rehearse
 
 @pytest.fixture
 def clock(monkeypatch):
-    """In place of time, for all that the demo measures: it goes on when a test says so."""
+    """Replaces the clock of the demo's measurements; only the test advances it."""
     clock = SimpleNamespace(now=0.0)
     for module in (compare, demo, trainer):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
@@ -24,7 +24,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def steps_taken(monkeypatch, clock):
-    """The steps of the optimizer; a function of their number says how long each takes."""
+    """The steps of the optimizer; a function of their number gives the time of each."""
     taken = SimpleNamespace(number=0, seconds=lambda number: 0.0)
     step = torch.optim.AdamW.step
 
@@ -49,7 +49,7 @@ def steps_taken(monkeypatch, clock):
             "1.0 k tokens/s: 400 steps in about 13 minutes, instead of 2,200; fewer would show "
             "too little.",
         ),
-        # Preparing the data alone took longer than everything was to take.
+        # The preparation of the data alone took longer than the demo should.
         (
             0.02,
             -10,
@@ -73,8 +73,8 @@ def test_steps_follow_from_speed(seconds, left, steps, said, clock, monkeypatch,
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds, steps", [(0.25, 18), (4.0, 3)])
 def test_few_steps_are_timed(seconds, steps, steps_taken, corpus, tmp_path, capfd):
-    """Five that do not count, then some seconds of others, but three at least."""
-    # The first ones are slow, and a later one is held up by something else.
+    """Five steps do not count, then steps of some seconds, but at least three."""
+    # The first steps are slow, and other load delays a later one.
     steps_taken.seconds = lambda number: {1: 100, 5: 100, 7: 3 * seconds}.get(number, seconds)
     out = tmp_path / "out"
     args = PretrainArguments(
@@ -102,7 +102,7 @@ def test_a_slow_machine_compares_fewer_times(seconds, rounds, clock, electra, mo
 
     def step(module, *args):
         steps.append(module)
-        clock.now += seconds * (2 if len(steps) <= 3 else 1)  # the first of each path is slow
+        clock.now += seconds * (2 if len(steps) <= 3 else 1)  # the first steps are slow
         return 1.0
 
     monkeypatch.setattr(compare, "_forward_backward", step)

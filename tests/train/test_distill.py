@@ -50,7 +50,7 @@ def drawn(*shape: int, seed: int) -> torch.Tensor:
 
 
 def agrees(ours, plain, *inputs: torch.Tensor, teacher: int = 1) -> None:
-    """Loss and gradients of the inputs but the last ones, the teacher's, against a formula."""
+    """Compares loss and gradients with a formula; the last inputs, the teacher's, get none."""
 
     def run(function, dtype):
         given = [value.to(dtype, copy=True).requires_grad_() for value in inputs]
@@ -98,7 +98,7 @@ def test_relations_and_scores(kind, at_once, mask, monkeypatch):
 
     inputs = [drawn(B, T, width, seed=seed) for seed, width in enumerate((6, 6, 10, 10))]
     for value in inputs if mask is not None else ():
-        value[~mask] = 3e4  # what padding holds is not read
+        value[~mask] = 3e4  # values of padding are not read
     agrees(ours, plain, *inputs, teacher=2)
 
 
@@ -139,7 +139,7 @@ def test_divergence_of_detections():
 
     def plain(student, teacher):
         total = 0
-        for sign in (1, -1):  # replaced, and original
+        for sign in (1, -1):  # the logits of "replaced" and of "original"
             log_p, log_q = (F.logsigmoid(sign * x[MASK] / 3) for x in (teacher, student))
             total = total + (log_p.exp() * (log_p - log_q)).sum()
         return 9 * total
@@ -164,7 +164,7 @@ SIZES = {
 
 
 def bert(kind: str, layers: int, width: int, seed: int, config=BertConfig, **options):
-    """(ours, Transformers') with the same weights, in fp64."""
+    """(fastplm's model, Transformers' model) with the same weights, in fp64."""
     torch.manual_seed(seed)
     sizes = config(**SIZES, hidden_size=width, num_hidden_layers=layers)
     plain = getattr(transformers, kind)._from_config(sizes, attn_implementation="eager", **options)
@@ -186,7 +186,7 @@ def batch_of(mask: torch.Tensor, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def compare(model, plain_student, formula, batch, **counts) -> None:
-    """Loss and gradients of a recipe against a formula of the plain student's outputs."""
+    """Compares a recipe's loss and gradients with a formula of the plain student's outputs."""
 
     def run(loss, parameters):
         loss.backward()
@@ -211,7 +211,7 @@ def test_distilbert(divergence, soft_weight):
     weights = {"soft_weight": soft_weight, "hidden_weight": 0.7}
     args = settings("distilbert", temperature=3.0, divergence=divergence, **weights)
     if soft_weight == 0:
-        teacher.cls.predictions.decoder = None  # it is not asked
+        teacher.cls.predictions.decoder = None  # nothing calls it
     model = KINDS["distilbert"](student, teacher, args)
     model.double()
     labels = torch.full((B, T), -100)
@@ -244,7 +244,7 @@ def test_distilbert(divergence, soft_weight):
 
 
 def attentions(plain, batch):
-    """Transformers' outputs with attention probabilities, and what the projections returned."""
+    """(Transformers' outputs with attention probabilities, the outputs of the projections)."""
     found: list[torch.Tensor] = []
     hooks = [
         getattr(layer.attention.self, name).register_forward_hook(
@@ -260,7 +260,7 @@ def attentions(plain, batch):
 
 
 def relation(a, b, index, heads=HEADS):
-    """[H, T, T] of the tokens of a sequence, log probabilities."""
+    """Log-probabilities [H, T, T] of the tokens of a sequence."""
     length = int(MASK[index].sum())
     a, b = (x[index, :length].unflatten(-1, (heads, -1)).transpose(0, 1) for x in (a, b))
     return (a @ b.mT / a.shape[-1] ** 0.5).log_softmax(-1)
@@ -300,7 +300,7 @@ def test_minilm(recipe):
         if recipe == "minilm-v2":
             pairs = zip(ours_projected[-1], their_projected[1], strict=True)
             return 0.5 / 3 / 24 * sum(divergence((a, a), (b, b), 4) for a, b in pairs)
-        # Transformers' own probabilities, padding among the keys with none.
+        # These are Transformers' own probabilities; keys that are padding have probability 0.
         p, q = theirs.attentions[-1], ours.attentions[-1]
         p, q = (x.masked_fill(~MASK[:, None, None], 1) for x in (p, q))
         terms = p * (p.log() - q.log())
@@ -478,7 +478,7 @@ def test_tokens_of_both_vocabularies_keep_their_embedding(word_tokenizer):
 
 @pytest.fixture(scope="session")
 def distilled(corpus, tmp_path_factory):
-    """The command line of a distillation of seconds, with options added or replaced."""
+    """The command line of a distillation that takes seconds, with options added or replaced."""
     cache = tmp_path_factory.mktemp("cache")
 
     def build(out: Path, teacher: Path, recipe: str = "distilbert", **options: object) -> list[str]:
@@ -496,7 +496,7 @@ def distilled(corpus, tmp_path_factory):
 
 
 def loads_as(kind: str, path: Path, **options) -> None:
-    """Transformers' class reads each weight of a folder, and computes what ours does."""
+    """Transformers' class reads each weight of a folder, and gives the results of fastplm's."""
     plain, loading = getattr(transformers, kind).from_pretrained(
         path, output_loading_info=True, dtype=DOUBLE, **options
     )
@@ -539,7 +539,7 @@ def test_a_run(recipe, kind, parts, distilled, bert, tmp_path):
     assert config["num_hidden_layers"] == 1 and config["hidden_size"] == width.get(
         "student_hidden", 128
     )
-    # The checkpoint holds what is trained, and not the teacher.
+    # The checkpoint holds the trained parameters, without the teacher.
     saved = safetensors.torch.load_file(out / "checkpoint-4" / "model.safetensors")
     assert {name.split(".")[0] for name in saved} <= {
         "student",
@@ -568,7 +568,7 @@ def test_electra_and_gpt2_runs(distilled, electra, run, tmp_path):
 
 @pytest.fixture(scope="session")
 def parallel(tmp_path_factory):
-    """Two files of lines that belong together; two pairs are blank on one side."""
+    """Two files whose lines belong together; two pairs have a blank side."""
     folder = tmp_path_factory.mktemp("parallel")
     nouns = {"river": "Fluss", "house": "Haus", "train": "Zug", "garden": "Garten"}
     lines = [
@@ -614,7 +614,7 @@ def test_resumed_as_if_never_killed(distilled, bert, killed, curve, tmp_path):
     assert curve(out) == curve(undisturbed)
     files = [folder / "model" / "model.safetensors" for folder in (undisturbed, out)]
     assert files[0].read_bytes() == files[1].read_bytes()
-    # Nor is a finished run continued with another teacher.
+    # A finished run is not continued with another teacher, either.
     other = shutil.copytree(bert / "model", tmp_path / "teacher")
     weights = safetensors.torch.load_file(other / "model.safetensors")
     next(iter(weights.values())).add_(1)

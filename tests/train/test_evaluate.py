@@ -1,4 +1,4 @@
-"""What is said of a detector must not flatter one that looks at nothing."""
+"""The scores of a detector must not flatter one that ignores its inputs."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def test_the_best_constant_is_the_share():
 
 def test_a_detector_that_knows_something_beats_every_constant():
     noise = torch.randn(len(REPLACED), generator=torch.Generator().manual_seed(1))
-    # The log-odds of unit normal evidence whose mean differs by 1 between the classes.
+    # Log-odds for evidence from unit normals, whose means differ by 1 between the classes.
     evidence = noise + REPLACED
     scores = evidence - 0.5 + math.log(SHARE / (1 - SHARE))
     result = detection_at_base_rate(scores, REPLACED)
-    exact = 0.5 * (1 + math.erf(0.5 / math.sqrt(2)))  # both recalls of the threshold at the middle
+    exact = 0.5 * (1 + math.erf(0.5 / math.sqrt(2)))  # both recalls at the middle threshold
     assert abs(result["balanced_accuracy"] - exact) < 4 * result["balanced_accuracy_error"]
     assert result["loss"] < result["loss_of_best_constant"]
     assert result["precision"] > 1.5 * SHARE

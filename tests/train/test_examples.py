@@ -1,4 +1,4 @@
-"""The example of three families at work, on little text."""
+"""The example with three families runs, on little text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "pretrain_families.
 
 @pytest.fixture
 def text(tmp_path) -> str:
-    """The beginning of a real text if there is one, else of the English inside Python."""
+    """The beginning of a real text if there is one, else of Python's own English text."""
     folder = os.environ.get("FASTPLM_TEST_DATA")
     if folder is None:
         content = "\n\n".join(embedded_corpus())[:LETTERS]

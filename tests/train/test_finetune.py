@@ -110,7 +110,7 @@ def _qa() -> str:
 
 
 def _qa_with_null() -> str:
-    """Every third question has no answer; the place that is plausible is not read."""
+    """Questions, of which every third has no answer; its plausible answer is not read."""
     content = json.loads(_qa())
     questions = [q for p in content["data"][0]["paragraphs"] for q in p["qas"]]
     for question in questions:
@@ -175,7 +175,7 @@ def files(tmp_path_factory) -> dict[str, Path]:
 
 
 def copied(path: Path) -> Path:
-    """The same examples in another file: those to train on are refused as those to judge by."""
+    """The training examples, also in another file, are refused as examples to evaluate on."""
     return Path(shutil.copy(path, path.with_name(f"copied-{path.name}")))
 
 
@@ -254,9 +254,9 @@ def test_learns(task, arguments, files):
     ],
 )
 def test_both_libraries_have_the_same_losses(task, arguments, tmp_path):
-    """The same batches, order, head and steps: what differs is rounding alone.
+    """Both libraries have the same batches, order, head and steps, and differ by rounding alone.
 
-    The questions' windows are equally long, as Transformers' softmax runs over padding, too.
+    The questions' windows have one length, as Transformers' softmax includes padding.
     """
 
     def losses(library):
@@ -275,7 +275,7 @@ def test_both_libraries_have_the_same_losses(task, arguments, tmp_path):
         return torch.tensor(values, dtype=torch.float64)
 
     ours, gold = losses("fastplm"), losses("transformers")
-    # In fp64 all that may differ is how an fp32 number is rounded.
+    # In fp64, results may differ only by the rounding of an fp32 number.
     check_error("losses", ours.float(), gold, [gold.float()], FORWARD_FACTOR)
 
 
@@ -303,11 +303,11 @@ def test_batches_depend_on_the_seed_alone(arguments, tmp_path):
     assert all(torch.equal(weights[name], same_weights[name]) for name in weights)
     other, other_weights = batches("fastplm", 1)
     assert not all(torch.equal(weights[name], other_weights[name]) for name in weights)
-    # With dropout, whose draws differ between the libraries; over two epochs.
+    # The runs have dropout, drawn differently by the libraries, and two epochs.
     theirs, _ = batches("transformers", 0)
     assert ours == again == theirs != other
     assert ours[:4] != ours[14:]
-    # Samples of similar length share a batch, which in the order of the file they do not.
+    # Samples of similar length share a batch; in the order of the file they would not.
     grouped = sum(len(batch) * len(batch[0]) for batch in ours[:14])
     args = arguments("classification")
     task = prepare_task(args)
@@ -379,7 +379,7 @@ def test_resume_within_a_seed(arguments, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         finetune(arguments("tagging", "parts", steps=20, save_every=8))
     parts = finetune(arguments("tagging", "parts", steps=20, save_every=8, resume=True))
-    assert len(calls) == 18 + 4  # in the second epoch, from step 16 on
+    assert len(calls) == 18 + 4  # those of the second epoch, from step 16 on
     for entry in ("loss", "scores"):
         assert whole["seeds"][0][entry] == parts["seeds"][0][entry]
     weights = [
@@ -392,7 +392,7 @@ def test_resume_within_a_seed(arguments, monkeypatch):
 
 @pytest.mark.slow
 def test_resume_after_the_last_step_of_a_seed(arguments, monkeypatch):
-    """Killed when all steps were done, in the middle of an epoch: none is added."""
+    """The run was killed after its last step, in the middle of an epoch: resuming adds no step."""
     whole = finetune(arguments("tagging", "whole"))
     evaluate, step, steps = Tagging.evaluate, module.FinetuningTrainer.training_step, []
 
@@ -417,7 +417,8 @@ def test_resume_after_the_last_step_of_a_seed(arguments, monkeypatch):
 
 @pytest.mark.slow
 def test_a_curve_over_numbers_of_examples(arguments, files, tmp_path, monkeypatch, capsys):
-    """Killed at the second of three numbers and resumed; each set of examples holds the last."""
+    """The run is killed at the second of three numbers and resumed; each set contains the one
+    before."""
     whole = finetune(arguments("pair", "whole", max_samples=20))
     out = tmp_path / "out"
     args = arguments("pair", max_samples=[10, 20, 30], seeds=2)
@@ -489,7 +490,7 @@ def test_questions_leave_padding_out(arguments, tmp_path):
 
 
 def perfect(feature, task):
-    """The logits that say what the labels say; of a window without the answer, none."""
+    """Logits that predict the labels; those of a window without the answer predict none."""
     logits = []
     for name in task.label_names:
         labels = torch.tensor(feature[name])
@@ -506,7 +507,7 @@ def perfect(feature, task):
 @pytest.mark.parametrize("task", FILES)
 @pytest.mark.parametrize("length", [16, 64])
 def test_right_answers_score_one(task, length, arguments):
-    """Whatever is cut into windows."""
+    """Right answers score one, also for texts that are cut into windows."""
     task = prepare_task(arguments(task, max_length=length))
     for examples in (task.train, task.test):
         features, notes = task.features(examples)
@@ -528,7 +529,8 @@ def _other(label):
 
 
 def test_each_word_has_one_label(arguments):
-    """Its first token's, also where a word or a sentence goes on in a further feature."""
+    """A word has the label of its first token, also if the word or sentence continues in another
+    feature."""
     for length in (16, 64):
         task = prepare_task(arguments("tagging", max_length=length))
         features, notes = task.features(task.train)
@@ -579,13 +581,13 @@ def test_best_spans():
 
 
 def test_squad_scores():
-    """By hand, with the definition of the evaluation script."""
+    """The scores are computed by hand, with the definition of the evaluation script."""
     assert exact_match("The  Cat!", "a cat") == 1 and exact_match("cats", "cat") == 0
     # Two of "big black cat" (3 words) and "black cat sat down" (4 words) are common: 2*2/7.
     assert words_f1("the big, black cat", "Black cat sat down") == 4 / 7
     assert words_f1("dog dog", "dog") == 2 / 3
     assert words_f1("dog", "cat") == words_f1("", "cat") == 0
-    assert words_f1("the", "") == 1  # no word, as in the evaluation script
+    assert words_f1("the", "") == 1  # "the" is no word, as in the evaluation script
     assert exact_match("theory", "ory") == 0
 
 
@@ -597,7 +599,7 @@ def test_several_answers_and_windows_count_once(arguments):
     more = replace(example, target=(*example.target, (start, "then")))
     places = [(0, 3), (start, start + 4)]
     logits = [(torch.tensor([0.0, 2]),) * 2, (torch.tensor([5.0, 1]),) * 2]
-    # The best span of both windows is characters 0 to 3 of the second.
+    # The best span of both windows has characters 0 to 3 of the second.
     scores, predictions = task.score([more], [(0, places), (0, places)], logits)
     assert scores == {"f1": 0.0, "exact_match": 0.0} and context[:3] == "the"
     both = context[: start + 4]
@@ -607,9 +609,9 @@ def test_several_answers_and_windows_count_once(arguments):
 
 
 def test_null_threshold_by_hand():
-    """Of five questions two have no answer: answering those loses what leaving them would win."""
+    """Two of five questions have no answer: to answer one loses the point for leaving it open."""
     differences = [-3.0, -1.0, 0.5, 2.0, 2.0]
-    # Answered up to 0.5: 1 - 1 + 0.8; the two at 2.0 come together, and lose 0.4 - 1.
+    # To answer up to 0.5 gains 1 - 1 + 0.8; the two questions at 2.0 together lose 0.4 - 1.
     assert null_threshold(differences, [1.0, -1.0, 0.8, 0.4, -1.0]) == -3.0
     assert null_threshold(differences, [1.0, -0.5, 0.8, 0.4, -1.0]) == 0.5
     assert null_threshold(differences, [1.0, -1.0, 0.8, 0.4, 1.0]) == 2.0
@@ -617,7 +619,7 @@ def test_null_threshold_by_hand():
 
 
 def test_questions_without_an_answer(arguments, tmp_path):
-    """Four questions by hand: (logits of no answer, of the best span) and the right answer."""
+    """Four questions by hand: logits of no answer and of the best span, and the right answer."""
     path = tmp_path / "squad2.json"
     path.write_text(_qa_with_null())
     task = prepare_task(arguments("qa", data=path, eval_data=copied(path)))
@@ -633,13 +635,13 @@ def test_questions_without_an_answer(arguments, tmp_path):
     for index, example in enumerate(examples):
         noun = example.texts[1].split()[1]
         ((start, words),) = example.target or ((len("the "), noun),)
-        for null in (9.0, 0.0):  # of two windows the lower one counts
+        for null in (9.0, 0.0):  # the lower logit of two windows counts
             notes.append((index, [None, (start, start + len(words))]))
-            # Differences of -4, -2, 3 and 4.
+            # The differences are -4, -2, 3 and 4.
             best = (2.0, 1.0, -1.5, -2.0)[index]
             logits.append((torch.tensor([null, best]),) * 2)
     scores, predictions = task.score(examples, notes, logits)
-    # The first alone is answered: right, as are the two without an answer.
+    # Only the first question is answered, rightly; the two without an answer are right, too.
     assert scores == {
         "f1": 0.75,
         "exact_match": 0.75,
@@ -675,7 +677,7 @@ def test_a_run_with_questions_without_an_answer(arguments, tmp_path):
 
 
 def test_f1_by_hand():
-    # Said 1: three times, two of them right; one 1 was missed: 2*2 / (3 + 3).
+    # Three predictions are 1, two of them right; one label 1 was missed: 2*2 / (3 + 3).
     assert f1([1, 1, 1, 0, 0], [1, 1, 0, 1, 0], 2) == 2 / 3
     assert f1([0, 0], [0, 0], 2) == 0
     # Class 0: 1; class 1: 2*1 / (1 + 2); class 2: 0.
@@ -709,7 +711,7 @@ def test_correlations_are_those_of_scipy():
 
 
 def test_scores_are_not_classes(arguments, tmp_path):
-    """Labels with fractions are refused unless the settings say what they are."""
+    """Labels with fractions are refused unless the settings say that they are scores."""
     path = tmp_path / "scores.tsv"
     texts = [f"{score}\t{sentence(i)}" for i, score in enumerate((4.8, 0.5, 1.2, 2.6, 0, 5))]
     path.write_text("\n".join(("score\ttext", *texts)))
@@ -924,7 +926,7 @@ def test_columns_are_different(tmp_path):
         read_examples("pair", path, ["text", "text"], "label")
     with pytest.raises(ArgumentValueError, match=r"`text_columns` got \['text', 'text'\]"):
         read_examples("seq2seq", path, ["text", "text"])
-    # Columns without a name are usual, and nobody reads them.
+    # Columns without a name are common, and are not read.
     path.write_text("text,label,,\na,1,,\n")
     assert read_examples("classification", path)[0].texts == ("a",)
     path.write_text('{"source": "a", "target": 3}')
@@ -1057,7 +1059,7 @@ def test_one_answer_for_all_is_said(arguments, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("task", FILES)
 def test_one_answer_of_each_task(task, arguments):
-    """The warning is of one answer to all examples, unless that is the right one of all."""
+    """One answer to all examples gets a warning, unless it is right for all."""
     task = prepare_task(arguments(task))
     right = [task.right(example) for example in task.test]
     assert task.warning(task.most_frequent(right)) == ""
@@ -1070,7 +1072,7 @@ def test_one_answer_of_each_task(task, arguments):
         return
     assert task.most_frequent(one)["share"] == 1
     assert "Warning: all predictions are " in task.warning(task.most_frequent(one))
-    if not isinstance(task, Tagging):  # of which one example has several answers
+    if not isinstance(task, Tagging):  # one example of Tagging has several answers
         task.test = task.test[:1]
         assert task.warning(task.most_frequent(one[:1])) == ""
     assert task.warning(None) == ""  # the result of an older version

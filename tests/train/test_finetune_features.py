@@ -1,4 +1,4 @@
-"""Frozen encoders, and heads on more of an encoder than Transformers' classes read."""
+"""Frozen encoders, and heads that read more of an encoder than Transformers' classes do."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_scalar_mix_by_hand():
 
 @pytest.mark.parametrize("family", ["bert", "albert", "electra"])
 def test_what_the_head_reads(family, checkpoints):
-    """The states of Transformers' encoder, whatever the padding."""
+    """The features are the states of Transformers' encoder, with any padding."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoints[family])
     theirs = transformers.AutoModel.from_pretrained(checkpoints[family]).double().eval()
     batch = tokenizer([text(1), text(4)], padding=True, return_tensors="pt")
@@ -210,7 +210,7 @@ def test_a_run_with_such_a_head_loads_again(task, options, arguments):
 
 
 def calls_of(monkeypatch) -> list[int]:
-    """Fills up with the number of texts that each forward of an encoder computes."""
+    """A list to which each forward of an encoder adds its number of texts."""
     calls: list[int] = []
     forward = transformers.BertModel.forward
 
@@ -228,7 +228,7 @@ def calls_of(monkeypatch) -> list[int]:
     "task, options", [("classification", {}), ("tagging", {"features": "mix"})]
 )
 def test_each_example_is_computed_once(task, options, arguments, monkeypatch):
-    """Over epochs and seeds; the encoder's weights are the checkpoint's and the head learns."""
+    """No epoch or seed computes an example twice. The encoder's weights stay, the head's change."""
     args = arguments(task, freeze=True, library="transformers", steps=20, seeds=2, **options)
     calls = calls_of(monkeypatch)
     metrics = finetune(args)
@@ -267,9 +267,9 @@ def test_each_example_is_computed_once(task, options, arguments, monkeypatch):
     ],
 )
 def test_what_is_remembered_changes_no_loss(task, options, library, arguments, monkeypatch):
-    """Nor the library, nor that the encoder computes without gradients."""
+    """Remembered states change no loss, nor does the library, nor an encoder without gradients."""
     args = arguments(task, freeze=True, dropout=0.0, library=library, **options)
-    losses, _ = trained(args)  # remembers nothing
+    losses, _ = trained(args)  # this run remembers nothing
     kept: dict = {}
     task_ = prepare_task(args)
     features = FeatureDataset(task_.features(task_.train)[0])
@@ -279,7 +279,7 @@ def test_what_is_remembered_changes_no_loss(task, options, library, arguments, m
     assert len(kept) == len({tuple(feature["input_ids"]) for feature in features})
     trainer.train()
     again = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    # What is remembered is fp32.
+    # The remembered states are fp32.
     torch.testing.assert_close(torch.tensor(again).double(), losses, rtol=1e-5, atol=1e-6)
     other = arguments(task, freeze=True, dropout=0.0, library=LIBRARIES[0], **options)
     theirs, _ = trained(other)

@@ -119,7 +119,7 @@ def test_dropout_does_not_depend_on_the_batch(family, task, options, arguments, 
 
 
 def test_two_texts_are_kept_apart(arguments):
-    """As figure 1 of the paper has it, and also by the tokenizer that is saved."""
+    """Both texts are as in figure 1 of the paper, also with the saved tokenizer."""
     ends = {"gpt2": "", "gpt": "</w>"}
     for family, end in ends.items():
         task = prepare_task(arguments(family, "pair"))
@@ -160,7 +160,7 @@ def test_choices_share_the_question(arguments):
 
 
 def test_the_extract_token_is_classified(arguments):
-    """In padded batches, too: no other state reaches the head."""
+    """The head gets no other state, also in padded batches."""
     for family in ("gpt2", "gpt"):
         args = arguments(family, "pair", dropout=0.0)
         task = prepare_task(args)
@@ -197,7 +197,7 @@ def test_from_file_to_a_model_that_transformers_loads(family, task, checkpoints,
     added = rows[before.get_input_embeddings().num_embeddings :]
     assert added.shape[0] == len(tokenizer) - len(before.get_input_embeddings().weight)
     assert added.shape[0] == (3 if family == "gpt2" else 4)
-    # Drawn one by one, as wide as the others.
+    # The new embeddings differ, and have the standard deviation of the others.
     assert 0.5 < added.std() / rows.std() < 2 and torch.cdist(added, added).topk(2).values.min() > 0
     shown = tokenizer.convert_ids_to_tokens(tokenizer("ab", "cd")["input_ids"])
     assert (shown[0], shown[3], shown[-1]) == (START, DELIMITER, EXTRACT)
@@ -241,7 +241,7 @@ def test_both_orders_are_added_before_the_head(arguments, tmp_path):
     torch.testing.assert_close(outputs["logits"], logits)
     loss = torch.nn.functional.cross_entropy(logits, batch["labels"])
     torch.testing.assert_close(outputs["loss"], loss)
-    # The order of the texts means nothing.
+    # The order of the texts has no effect.
     swapped = {name: value.flip(1) for name, value in batch.items() if name != "labels"}
     torch.testing.assert_close(task.outputs(model, **swapped)["logits"], logits)
 
@@ -282,7 +282,7 @@ def test_predictions_do_not_depend_on_the_batch(arguments, tmp_path):
 
 
 def test_from_scratch(arguments, checkpoints):
-    """The sizes of the checkpoint and none of its weights; each seed has its own."""
+    """The model has the sizes of the checkpoint but none of its weights; each seed draws others."""
     metrics = finetune(arguments("gpt2", "choice", from_scratch=True, steps=1))
     assert metrics["arguments"]["from_scratch"] is True
     before = transformers.AutoModel.from_pretrained(checkpoints["gpt2"]).state_dict()

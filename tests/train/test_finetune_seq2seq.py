@@ -105,7 +105,7 @@ CHECKPOINTS = {
         },
     ),
 }
-#: How a model is started, as options of the command. "DIR" is the folder of the checkpoints.
+#: Ways to start a model, as options of the command. "DIR" is the folder of the checkpoints.
 STARTS = {
     "t5": {"model": "t5", "prefix": "the red "},
     "bart": {"model": "bart"},
@@ -124,10 +124,10 @@ def folder(tmp_path_factory) -> Path:
     (path / "targets.txt").write_text("\n".join(TARGETS) + "\n")
     rows = (f"{s}\t{t}" for s, t in zip(SOURCES, TARGETS, strict=True))
     (path / "pairs.tsv").write_text("\n".join(("source\ttarget", *rows)) + "\n")
-    torch.manual_seed(7)  # not that of a run, whose new weights would be these
+    torch.manual_seed(7)  # a run's own seed would give its new weights these values
     for name, (kind, tokens, sizes) in CHECKPOINTS.items():
         tokenizer = train_tokenizer(SOURCES + TARGETS, 400, path / "cache", tokens)
-        if name == "gpt2":  # as GPT-2's own, which adds no token and cannot pad
+        if name == "gpt2":  # like GPT-2's own tokenizer, it adds no token and cannot pad
             bpe = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
             pairs = [tuple(pair) for pair in bpe["merges"]]
             ends = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "</s>")
@@ -204,7 +204,7 @@ def lines(folder: Path, name: str) -> list[str]:
 
 @pytest.mark.parametrize("start", STARTS)
 def test_from_files_to_scores_and_back(start, arguments, folder, tmp_path):
-    # Where they are not installed the other tests of this file run.
+    # If these packages are not installed, the other tests of this file still run.
     sacrebleu = pytest.importorskip("sacrebleu")
     scorer = pytest.importorskip("rouge_score.rouge_scorer")
     args = arguments(start, data=folder / "sources.txt", targets=folder / "targets.txt")
@@ -222,7 +222,7 @@ def test_from_files_to_scores_and_back(start, arguments, folder, tmp_path):
     rouge = scorer.RougeScorer(["rouge2"])
     each = [rouge.score(b, a)["rouge2"].fmeasure for a, b in zip(written, references, strict=True)]
     assert scores["rouge2"] == pytest.approx(100 * sum(each) / 5)
-    # What was saved writes the same texts: in Transformers, if it has the class.
+    # The saved model writes the same texts, in Transformers if it has the class.
     model = args.out / "seed-0" / "model"
     kind = json.loads((model / "config.json").read_text())["architectures"][0]
     library = fastplm.models if kind == "BartForTranslation" else transformers
@@ -275,7 +275,7 @@ def test_labels(start, arguments):
     model = build_model(args, task, 0)
     target, example = task.target_tokenizer, task.train[0]
     text = target.decode(feature["labels"], skip_special_tokens=True)
-    if start == "bertshare":  # its tokenizer knows no capitals and no accents
+    if start == "bertshare":  # its tokenizer drops capitals and accents
         assert text == example.target.lower().translate(str.maketrans("äü", "au"))
     else:
         assert text == example.target
@@ -283,7 +283,7 @@ def test_labels(start, arguments):
     assert task.end == model.generation_config.eos_token_id
     source = task.tokenizer.decode(feature["input_ids"], skip_special_tokens=True)
     assert source == args.prefix + example.texts[0]
-    # The decoder reads its start token, and then the labels but for the last.
+    # The decoder reads its start token, then the labels without the last.
     batch = task.collator()([dict(feature)])
     seen = model.prepare_decoder_input_ids_from_labels(batch["labels"])[0].tolist()
     assert seen == [model.config.decoder_start_token_id, *feature["labels"][:-1]]
@@ -314,9 +314,9 @@ def test_targets_are_no_longer_than_the_decoder(start, arguments, folder, tmp_pa
         ArgumentValueError, match="`max_target_length` got 41; expected 40, the dec"
     ):
         prepare_task(args)
-    args = arguments(start, max_target_length=128, **{option: short})  # the default
+    args = arguments(start, max_target_length=128, **{option: short})  # 128 is the default
     assert prepare_task(args).target_length == 40
-    assert prepare_task(usual).target_length == 64  # its positions
+    assert prepare_task(usual).target_length == 64  # the model's positions
 
 
 # --- warm start -----------------------------------------------------------------------------------
@@ -382,7 +382,7 @@ def test_first_step_trains_the_new_encoder_alone(arguments):
     after = fastplm.models.BartForTranslation.from_pretrained(metrics["seeds"][0]["model"])
     trained = dict(after.named_parameters())
     for name, parameter in before.named_parameters():
-        # The source encoder's lookup of tokens that no source has does not change; all else does.
+        # All weights change, except embeddings of the source encoder for tokens that no source has.
         assert torch.equal(parameter, trained[name]) == (id(parameter) not in free), name
     losses = [entry["loss"] for entry in metrics["seeds"][0]["history"]]
     assert losses[-1] < losses[0]

@@ -1,6 +1,6 @@
-"""The operations that training needs: by hand, and as PyTorch counts them in Transformers' models.
+"""The FLOPs of training: by hand, and against PyTorch's count for Transformers' models.
 
-``tests/benchmarks/test_steps.py`` holds every family's step to PyTorch's count.
+``tests/benchmarks/test_steps.py`` compares every family's step with PyTorch's count.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def test_two_stages_cost_the_mean_of_both():
     config = copy.copy(sizes)
     generator = training_flops(config, [16])
     together = training_flops(joint, [16])
-    # The generator is trained for half of the steps, and in the other half has a forward alone.
+    # The generator is trained for half of the steps; in the other half it has only a forward.
     expected = (generator + generator // 3 + together - generator) // 2
     assert training_flops(staged, [16]) == expected
 
@@ -85,5 +85,5 @@ def test_as_pytorch_counts_a_t5_of_other_widths():
     ids = torch.zeros(1, 5, dtype=torch.long)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=ids, decoder_input_ids=ids[:, :1])
-    # One token of the decoder: its causal attention has one pair, and computes no other.
+    # With one token in the decoder, causal attention has only one pair.
     assert training_flops(config, [5], [1]) == 3 * counter.get_total_flops()

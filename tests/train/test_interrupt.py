@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a training after its step, with a checkpoint; so does ten minutes."""
+"""Ctrl-C and SIGTERM end a training after its step, with a checkpoint; others come by time."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_checkpoint_by_time(run, monkeypatch, tmp_path):
     monkeypatch.setattr(interrupt, "_SAVE_SECONDS", 0.0)
     run(tmp_path / "out", save_every=1000, steps=3)
     kept = sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*"))
-    assert kept == ["checkpoint-2", "checkpoint-3"]  # the newest two
+    assert kept == ["checkpoint-2", "checkpoint-3"]  # the two newest
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def test_a_step_may_take_long_but_two_signals_end_it(tmp_path):
         assert process.stdout.readline() == b"busy\n"
         process.send_signal(signal.SIGTERM)
         time.sleep(interrupt._PATIENCE + 2)
-        assert process.poll() is None  # it waits for the step
+        assert process.poll() is None  # the process waits for its step
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=30)
     finally:

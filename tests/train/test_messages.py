@@ -1,4 +1,4 @@
-"""What a user is told in one line where the input, the machine or a library fails a run."""
+"""The one line that a user gets if the input, the machine or a library ends a run."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def edited(checkpoint, tmp_path):
 )
 def test_settings_that_fail_later(edited, settings, words):
     folder = edited(**settings)
-    # Some versions of Transformers refuse a part of them, in words of their own.
+    # Some versions of Transformers refuse some of these values, with their own messages.
     with pytest.raises(DataError) as caught:
         config_at("finetune", "model", folder)
     assert words in str(caught.value) and "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Every objective through the command, and what is said of those that an architecture lacks."""
+"""Every objective through the command, and the messages about those an architecture lacks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fastplm.train.objectives import FAMILIES, OBJECTIVES, DocumentBlocks, Maske
 from fastplm.train.presets import MASKED, NOISES, PRESETS
 from fastplm.train.trainer import PretrainingTrainer
 
-#: Bytes, or the letters of the text and the hundred sentinels, leave some tokens to be learned.
+#: Sizes that leave some tokens to learn beside bytes, or beside letters and a hundred sentinels.
 VOCABULARIES = {"wordpiece": 120, "bytelevel": 300, "unigram": 200}
 
 
@@ -114,7 +114,7 @@ def test_run(short_run, tmp_path, arch, options, kind):
         for entry in history:
             parts = torch.tensor([entry["mlm_loss"], entry[f"{pair}_loss"]]).sum()
             gold = torch.tensor(entry["loss"], dtype=torch.float64)
-            check_error("loss", parts, gold, [gold.float()], FORWARD_FACTOR)  # up to a rounding
+            check_error("loss", parts, gold, [gold.float()], FORWARD_FACTOR)  # equal up to rounding
     config = json.loads((out / "model" / "config.json").read_text())
     assert config["architectures"] == [kind]
     for name, value in options.items():
@@ -128,7 +128,7 @@ def test_run(short_run, tmp_path, arch, options, kind):
 
 
 def check_held_out_loss(metrics, token_loss, kind):
-    """It is that of Transformers' own class on all held-out samples, and was more at first."""
+    """Checks that the loss is that of Transformers' class on all held-out samples, and fell."""
     args = module.PretrainArguments(**metrics["arguments"])
     path = metrics["models"]["model"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
@@ -156,7 +156,8 @@ def check_held_out_loss(metrics, token_loss, kind):
 
 
 def test_held_out_loss_by_the_definition(short_run, tmp_path):
-    """Of a GPT-2, from the saved model's log-probabilities of each token but the first."""
+    """The loss of a GPT-2 follows from the saved model's log-probabilities of all tokens but the
+    first."""
     metrics = short_run(tmp_path / "out", "gpt2-tiny", steps=2)
     settings = dict(metrics["arguments"])
     args = module.PretrainArguments(**settings)
@@ -198,7 +199,7 @@ def words(corpus, word_tokenizer):
 
 @pytest.mark.parametrize("block_size", [1, 2, 7, 64])
 def test_blocks_with_the_ends_of_documents(words, tmp_path, block_size):
-    """Documents of one token, of several sentences and longer than a block; whole and split."""
+    """Documents of one token, of several sentences, or longer than a block; whole and split."""
     text = ["The", "river", "The house. The river. The train.", "house", "The train. " * 100, "The"]
     tokenizer = words(1)
     store = tokenize(text, tokenizer, tmp_path)
@@ -220,7 +221,7 @@ def test_enough_text_is_what_gives_a_sample(name, word_tokenizer, tmp_path):
     arch = next(arch for arch in PRESETS if name in FAMILIES[PRESETS[arch].family].classes)
     args = module.PretrainArguments(arch, ["-"], 9, tmp_path, block_size=9, objective=name)
     answers = set()
-    # Documents of so many tokens each.
+    # The documents have so many tokens each.
     for sizes in ([1], [5], [6], [7], [8], [9], [10], [30], [1] * 30, [2] + [1] * 20, [3] * 9):
         store = tokenize(["a " * size for size in sizes], tokenizer, tmp_path)
         try:
@@ -233,7 +234,7 @@ def test_enough_text_is_what_gives_a_sample(name, word_tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize(("sentinels", "block_size"), [(20, 512), (200, 2048)])
-@pytest.mark.filterwarnings("ignore:.*sentinels")  # more spans than twenty
+@pytest.mark.filterwarnings("ignore:.*sentinels")  # there are more than twenty spans
 def test_blocks_of_spans_fill_the_encoder_whatever_the_sentinels(
     words, corpus, tmp_path, sentinels, block_size
 ):
@@ -246,7 +247,7 @@ def test_blocks_of_spans_fill_the_encoder_whatever_the_sentinels(
 
 
 def test_all_of_the_data_is_prepared_by_the_first_process_alone(run, tmp_path, monkeypatch):
-    """And before the training, that of the evaluation too."""
+    """The data of the evaluation, too, is prepared before the training."""
     inside, prepared = False, []
 
     @contextlib.contextmanager
@@ -269,7 +270,7 @@ def test_all_of_the_data_is_prepared_by_the_first_process_alone(run, tmp_path, m
 
 
 def test_a_tail_that_gives_no_samples_is_not_held_out(run, corpus, tmp_path):
-    """Of documents of one token no pairs can be made: that must not fail after the training."""
+    """Documents of one token give no pairs, which must not be an error after the training."""
     path = tmp_path / "corpus.txt"
     stories = corpus.read_text().split("\n\n")[:100]
     path.write_text("\n\n".join(stories + ["a"] * 600))
@@ -279,7 +280,7 @@ def test_a_tail_that_gives_no_samples_is_not_held_out(run, corpus, tmp_path):
 
 @pytest.mark.parametrize("operator", ["mask_tokens", "corrupt_spans", "bart_noise"])
 def test_a_gpu_without_cuda_code_leaves_the_noise_to_the_workers(monkeypatch, operator):
-    """Where the reference would run in loops over tokens."""
+    """The reference would run in loops over tokens on the GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     missing = {"CPU": None, "CUDA": None}
     monkeypatch.setattr(runner._extension, "lacks", lambda op, key: missing[key])
@@ -330,7 +331,7 @@ def test_each_noise_alone(short_run, corpus, tmp_path, word_tokenizer, noise):
             assert sorted(noised) == sorted(text)
         if noise == "document_rotation":
             assert any(text[at:] + text[:at] == noised for at in range(len(text)))
-    # Of 62 tokens in each of 64 rows; the shares of masking and deletion are 15 %.
+    # Each of 64 rows has 62 tokens; the shares of masking and deletion are 15 %.
     tokens = 64 * 62
     if noise == "token_masking":
         assert abs(masks / tokens - 0.15) < 4 * (0.15 * 0.85 / tokens) ** 0.5
@@ -379,7 +380,8 @@ def test_static_masks_come_again(corpus, tmp_path, word_tokenizer, copies):
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [pytest.param("t5-tiny", marks=pytest.mark.slow), "albert-tiny"])
 def test_workers_and_the_device_do_not_matter(short_run, tmp_path, monkeypatch, arch, curve):
-    """What samples are corrupted by: this process, two workers, or the trainer as on a GPU."""
+    """The place where samples are corrupted: this process, two workers, or the trainer as on a
+    GPU."""
     options = {"steps": 4, "save_every": 100, "gradient_accumulation": 2}
     whole = short_run(tmp_path / "whole", arch, **options)
     workers = short_run(tmp_path / "workers", arch, workers=2, **options)

@@ -25,7 +25,7 @@ def algorithm(weight, gradients, *, decay, scaled):
     return weight
 
 
-# The norm of the larger is above the 10 that some implementations stop at.
+# The norm of the larger one is above 10, where some implementations clip.
 @pytest.mark.parametrize("size", [0.3, 3.0])
 @pytest.mark.parametrize("decay", [DECAY, 0.0], ids=["weight", "bias or norm"])
 def test_steps_by_the_definition(size, decay):
@@ -51,7 +51,7 @@ def test_the_learning_rate_of_a_batch():
 
 
 def adafactor(weight, gradients):
-    """The matrix after each gradient, by the definition; the moments are of rows and columns."""
+    """The matrix after each gradient, by the definition, with moments of rows and columns."""
     rows, columns = 0.0, 0.0
     for step, gradient in enumerate(gradients, 1):
         decay = 1 - step**-0.8
@@ -79,7 +79,7 @@ def test_adafactor_by_the_definition(size):
 
 
 def test_the_inverse_square_root_of_the_step():
-    """1e-2 for ten thousand steps, and then 1 / sqrt(n): Raffel et al., §3.1.2."""
+    """The rate is 1e-2 for ten thousand steps, then 1 / sqrt(n) (Raffel et al., §3.1.2)."""
     for step in (1, 10_000, 40_000, 2**19):
         share = inverse_square_root(step - 1, 10_000)
         assert 1e-2 * share == pytest.approx(1 / max(step, 10_000) ** 0.5)

@@ -48,10 +48,10 @@ def test_electra_sizes(arch, expected, generator):
     )
 
 
-# Published, without their heads: google/bert_uncased_L-*_H-*, bert-base-uncased and
+# Published models, without their heads: google/bert_uncased_L-*_H-*, bert-base-uncased and
 # bert-large-uncased, roberta-base and -large, albert-base-v1 and -large-v1, gpt2 and gpt2-medium,
-# t5-small, t5-base, facebook/bart-base and -large; and the configuration of Transformers that is
-# the published one but for the fields named.
+# t5-small, t5-base, facebook/bart-base and -large. Each has the configuration of Transformers that
+# is the published one, except the fields named.
 SIZES = [
     ("bert-tiny", 4_385_920, transformers.BertConfig, (2, 128, 2)),
     ("bert-mini", 11_170_560, transformers.BertConfig, (4, 256, 4)),
@@ -75,18 +75,18 @@ SIZES = [
 
 @pytest.mark.parametrize(("arch", "expected", "parent", "sizes"), SIZES)
 def test_sizes(arch, expected, parent, sizes):
-    """As published, and as Transformers' own configuration of the size has them."""
+    """The sizes are the published ones, and those of Transformers' own configuration."""
     config = configuration(arch, vocab_size=FAMILIES[PRESETS[arch].family].vocab_size)
     assert type(config) is parent
     with torch.device("meta"):
         assert parameters(transformers.AutoModel.from_config(config)) == expected
-        if sizes is None:  # Transformers' default is another size
+        if sizes is None:  # Transformers' default has another size
             return
         names = ("num_hidden_layers", "hidden_size", "num_attention_heads")
         changed = dict(zip(names, sizes, strict=False))
         if sizes:
             changed["intermediate_size"] = 4 * sizes[1]
-        if parent is transformers.RobertaConfig:  # whose defaults are BERT's
+        if parent is transformers.RobertaConfig:  # its defaults are BERT's
             changed |= {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}
         assert parameters(transformers.AutoModel.from_config(parent(**changed))) == expected
 
@@ -118,7 +118,7 @@ def test_the_published_batch_has_the_published_rate(arch, rate, samples, optimiz
     args = PretrainArguments(arch, ["-"], 9, "out", batch_size=samples)
     assert (args.lr, args.optimizer) == (rate, optimizer)
     assert args.attention_dropout == args.dropout == 0.1
-    # A batch of another size: the square root of the ratio, whatever its parts are.
+    # Another batch size scales by the square root of the ratio, however the batch is divided.
     quarter = PretrainArguments(
         arch, ["-"], 9, "out", batch_size=samples // 8, gradient_accumulation=2
     )
@@ -137,7 +137,7 @@ def test_what_is_fastplms_own_says_so():
     }
     for name in own:
         args = PretrainArguments(name, ["-"], 9, "out")
-        assert args.lr == PRESETS[name].learning_rate  # of the usual batch
+        assert args.lr == PRESETS[name].learning_rate  # the rate of the usual batch
         assert "fastplm's own" in args.peak.source
 
 

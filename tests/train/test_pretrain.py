@@ -28,7 +28,7 @@ def scalars(out, tag="train/loss"):
 
 
 def check_logged(out, loss):
-    """A loss is that of the log, up to a rounding."""
+    """Checks that a loss is that of the log, up to a rounding."""
     gold = torch.tensor(loss, dtype=torch.float64)
     check_error("loss", out, gold, [gold.float()], FORWARD_FACTOR)
 
@@ -57,7 +57,7 @@ def test_bert_run(bert):
 
 
 def test_held_out_scores_are_logged(bert, electra):
-    """Those of metrics.json, also the nested ones, at the last step."""
+    """The scores of metrics.json, also the nested ones, are logged at the last step."""
     for out, tag, of in (
         (bert, "mlm_loss", lambda held_out: held_out["mlm_loss"]),
         (electra, "words_recall", lambda held_out: held_out["words"]["recall"]),
@@ -112,7 +112,7 @@ def test_loads_in_plain_transformers(run_of, folder, kind, outputs, request):
     tokens = batch["attention_mask"].bool()
 
     def shown(cls, dtype):
-        """The outputs but for those of padding, which mean nothing."""
+        """The outputs without those of padding, which are not defined."""
         model = cls.from_pretrained(path, dtype=dtype).eval()
         with torch.no_grad():
             results = model(**batch)
@@ -158,7 +158,7 @@ def test_electra_options(run, tmp_path, options, parts, kind):
     for entry in metrics["history"]:
         assert sorted(name for name in entry if name.endswith("_loss")) == parts
     adversarial, learnt = "adversarial" in options, ["loss", *parts]
-    if adversarial:  # its generator does not learn the tokens, and its loss is part of the sum
+    if adversarial:  # the generator does not learn the tokens, but its loss is in the sum
         config = json.loads((out / "checkpoint-6" / "config.json").read_text())
         assert config["discriminator_weight"] == 20.0 and config["adversarial"]
         assert config["generator"]["hidden_size"] == config["discriminator"]["hidden_size"] / 2
@@ -191,16 +191,16 @@ def test_two_stages(run, tmp_path):
     options["save_every"] = 9
     metrics = run(out, **options)
     history = metrics["history"]
-    # Four steps of the generator, the last of which ends a window of the log, and five of the
-    # discriminator.
+    # The generator has four steps, and the last ends a window of the log; the discriminator has
+    # five.
     assert [entry["step"] for entry in history] == [1, 3, 4, 6, 9]
     assert ["rtd_loss" in entry for entry in history] == [False, False, False, True, True]
     assert history[2]["mlm_loss"] < history[0]["mlm_loss"]
     assert history[4]["rtd_loss"] < history[3]["rtd_loss"]
-    for entry in history:  # one of the two losses, and not its weight of 50
+    for entry in history:  # each has one of the two losses, without its weight of 50
         part = torch.tensor(entry.get("rtd_loss", entry["mlm_loss"]))
         check_logged(part, entry["loss"])
-    # Up in two steps and down to the end, twice.
+    # The rate goes up in two steps and down to the end, twice.
     factors = [0.0, 1.0, 1 / 2, 1 / 2, 1 / 3]
     assert [entry["learning_rate"] for entry in history] == [1e-3 * factor for factor in factors]
     assert json.loads((out / "run.json").read_text())["two_stage"] is True
@@ -236,7 +236,7 @@ def test_without_pairs_and_with_a_given_tokenizer(run, bert, tmp_path, capsys):
     ids=str,
 )
 def test_killed_and_resumed_gives_the_same_curve(options, run, arguments, killed, tmp_path, curve):
-    # Dropout, so that the random state has to come back too; one thread, as in the killed process.
+    # Dropout needs the random state, too; there is one thread, as in the killed process.
     options |= {"dropout": 0.1, "attention_dropout": 0.1, "steps": 12, "save_every": 5}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     threads = torch.get_num_threads()
@@ -246,7 +246,7 @@ def test_killed_and_resumed_gives_the_same_curve(options, run, arguments, killed
         killed(arguments(parts, **options), 8)
         assert last_checkpoint(parts) == parts / "checkpoint-5"
         assert not (parts / "metrics.json").exists()
-        # TensorBoard orders the files of a run by the second they were begun in.
+        # TensorBoard orders the files of a run by the second in which they began.
         time.sleep(1)
         run(parts, resume=True, **options)
     finally:
@@ -255,7 +255,7 @@ def test_killed_and_resumed_gives_the_same_curve(options, run, arguments, killed
     assert scalars(parts) == scalars(whole)
 
 
-# The checkpoint resumed from is the last of the first stage, or lies in the second.
+# The run resumes from the last checkpoint of the first stage, or from one of the second.
 @pytest.mark.slow
 @pytest.mark.parametrize(("steps", "at", "stage"), [(8, 4, 1), (9, 6, 2)])
 def test_two_stages_resumed_give_the_same_curve(run, tmp_path, steps, at, stage, curve):
@@ -316,7 +316,7 @@ ARCHS = ("bert", "roberta", "albert", "electra", "gpt", "gpt2", "bart", "t5")
 def test_dropout_does_not_depend_on_the_batch(
     arch, run, arguments, in_two_processes, tmp_path, request
 ):
-    """Losses of one batch, of accumulated ones and of two processes differ by roundings."""
+    """The losses of one batch, of accumulated batches and of two processes differ by rounding."""
     options = {"arch": arch, "steps": 2, "dropout": 0.1, "save_every": 100}
     if arch != "t5-tiny":
         options["attention_dropout"] = 0.1
@@ -344,7 +344,7 @@ def test_dropout_does_not_depend_on_the_batch(
 
 # --- bad input ------------------------------------------------------------------------------------
 
-#: A text by name, options beside those of a BERT, and words of the line that refuses them.
+#: The name of a text, further options of a BERT, and words of the line that refuses them.
 REFUSED = [
     (None, {"corpus": "nowhere.txt"}, "nowhere.txt", "not exist"),
     ("\n \n", {}, "text.txt", "empty"),
@@ -442,7 +442,7 @@ def test_a_tokenizer_without_what_an_objective_needs(arguments, refused, bert, t
 
 @pytest.fixture
 def few_steps(monkeypatch):
-    """Three steps are timed, however short they are."""
+    """Three steps are timed, even if they are short."""
     monkeypatch.setattr("fastplm.train.trainer._TIMED_SECONDS", 0.0)
 
 
@@ -457,7 +457,7 @@ def test_dry_run(arguments, corpus, tmp_path, capfd, monkeypatch, run):
     rows = {line.split("  ")[0]: line for line in shown.out.splitlines()}
     assert not out.exists() and not cache.exists() and not any((tmp_path / "scratch").iterdir())
     assert "Warning" not in shown.err
-    # What the run itself says of the same.
+    # The run itself prints the same figures.
     monkeypatch.undo()
     metrics = run(out, steps=7)
     announced = capfd.readouterr().err
@@ -480,7 +480,7 @@ def test_a_dry_run_counts_bytes(arguments, tmp_path, few_steps):
     assert figures["weights_bytes"] == weights
     # Two moments of each weight, and the steps of AdamW.
     assert 2 * weights <= figures["optimizer_bytes"] < 2.1 * weights
-    assert figures["micro_batch_bytes"] > weights  # the gradients, and more
+    assert figures["micro_batch_bytes"] > weights  # it includes the gradients
     assert figures["seconds"] == 6 * figures["seconds_per_step"]
 
 
@@ -516,7 +516,7 @@ def test_a_dry_run_times_both_stages(arguments, tmp_path, monkeypatch, few_steps
     assert figures["seconds"] == pytest.approx(10 * sum(seconds) / 2)
     with pytest.raises(ArgumentValueError, match="dry_run"):
         module.pretrain(module.PretrainArguments(**settings))
-    # Moments of one of two equal encoders, with its head.
+    # The moments belong to one of two equal encoders, with its head.
     assert figures["optimizer_bytes"] < 1.5 * figures["weights_bytes"]
 
 
@@ -602,5 +602,5 @@ def test_a_second_stage_from_scratch_may_have_a_narrow_generator(run, tmp_path):
         for part in ("generator", "discriminator")
     ]
     assert sizes == [64, 128]
-    # The first stage has a generator alone, the second its forward and a discriminator.
+    # The first stage has only the generator, the second its forward and the discriminator.
     assert metrics["flops"] > 0

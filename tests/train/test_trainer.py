@@ -1,4 +1,4 @@
-"""The Trainer's losses: of accumulated batches, of classes and evaluations it has not made."""
+"""The Trainer's losses: of accumulated batches, of other classes and of evaluations."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ BART |= {"init_std": 0.3, "pad_token_id": 0, "decoder_start_token_id": 2, **ENDS
 
 
 def settings(tmp_path, batch_size, rows, **options):
-    """Steps that each see all rows, in their order; each is logged."""
+    """The arguments of steps that each see all rows in order, and are each logged."""
     return TrainingArguments(
         output_dir=str(tmp_path),
         per_device_train_batch_size=batch_size,
@@ -86,14 +86,14 @@ def mean_loss(logits, labels):
 
 # --- accumulated batches --------------------------------------------------------------------------
 
-# The labels and tokens of seven samples a step, very unequal: in one batch, or in micro-batches of
-# two (the last of one) or of one, some without any label.
+# Each step has seven samples with very unequal numbers of labels and tokens: in one batch, or in
+# micro-batches of two (the last of one) or of one, some without any label.
 LABELS = (0, 0, 1, 0, 2, 1, 9)
 TOKENS = (12, 5, 12, 3, 6, 4, 12)
 
 
 def samples(pair_label):
-    """One epoch, which is one step."""
+    """The samples of one epoch, which is one step."""
     rows = []
     for index, (labels, tokens) in enumerate(zip(LABELS, TOKENS, strict=True)):
         ids = torch.randint(1, VOCAB, (LENGTH,))
@@ -149,7 +149,7 @@ def pair_label(model):
 
 
 def unaware(cls):
-    """The model, blind to all batches but its own: its mean losses are averaged."""
+    """A model that sees only its own batch, so that its mean losses are averaged."""
 
     class MeanOfMeans(cls):
         accepts_loss_kwargs = False
@@ -202,7 +202,7 @@ def accumulated(tmp_path):
 
 
 def hold_run(out, gold, bases):
-    """Losses and what the optimizer made of the gradients, in fp64 but for an fp32 rounding."""
+    """Compares losses and updated parameters, in fp64 except for one fp32 rounding."""
     for kind, factor in ((0, FORWARD_FACTOR), (1, GRADIENT_FACTOR)):
         related = tuple(gold[1].values()) if kind else ()
         assert out[kind].keys() == gold[kind].keys()
@@ -221,10 +221,10 @@ QUICK = ("MLM, plain Trainer", "RTD")
 def test_micro_batches_of_unequal_size_are_one_batch(accumulated, case):
     gold = accumulated(case, 7)
     assert all(moved.any() for moved in gold[1].values())
-    # In fp64 all that may differ is how an fp32 number is rounded.
+    # In fp64, results may differ only by the rounding of an fp32 number.
     hold_run(accumulated(case, 2), gold, [gold])
     hold_run(accumulated(case, 1), gold, [gold])
-    # The mean of the micro-batches' means is something else.
+    # The mean of the micro-batches' means would differ.
     wrong = accumulated(case, 2, unaware_of_others=True)
     for kind in (0, 1):
         with pytest.raises(BudgetExceeded):
@@ -232,7 +232,7 @@ def test_micro_batches_of_unequal_size_are_one_batch(accumulated, case):
 
 
 def pick(run, kind):
-    """The loss alone, or the parameters alone."""
+    """The loss alone, or the parameters alone, of a run's results."""
     losses, moved = run
     return ({"loss": losses["loss"]}, {}) if kind == 0 else ({}, moved)
 
@@ -241,7 +241,7 @@ def pick(run, kind):
 @pytest.mark.parametrize("batch_size", [7, 2])
 @pytest.mark.parametrize("case", ["MLM", "MLM+SOP", "CLM", "spans"])
 def test_a_logged_loss_is_the_mean_over_all_labels_of_the_step(accumulated, case, batch_size):
-    """By the definition: the first step's loss from Transformers' logits on all rows at once."""
+    """The first step's loss, by its definition, follows from Transformers' logits on all rows."""
     losses, _ = accumulated(case, batch_size)
     torch.manual_seed(0)
     model = CASES[case][0]()
@@ -286,7 +286,7 @@ def tokenizer(word_tokenizer):
 
 @pytest.fixture
 def trained(tmp_path):
-    """A trainer that has been through its steps without changing the weights."""
+    """A trainer that has run its steps without changing the weights."""
 
     def trained(model, collator, *, batch_size=None, steps=1, rows=None, **options):
         rows = text() if rows is None else rows
@@ -313,7 +313,7 @@ def curve(trainer):
 
 
 def hold(name, value, gold):
-    """In fp64 all that may differ is how an fp32 number is rounded."""
+    """In fp64, values may differ only by the rounding of an fp32 number."""
     gold = torch.as_tensor(gold).detach()
     check_error(name, torch.tensor(value), gold, [gold.float()], FORWARD_FACTOR)
 
@@ -330,7 +330,7 @@ def test_a_class_of_transformers_is_refused(trained, tokenizer):
 
 @pytest.mark.slow
 def test_labels_of_pairs_for_a_model_without_a_head_for_them(trained, tokenizer):
-    """They are left out of the loss, and of the log."""
+    """Such labels are left out of the loss, and of the log."""
     model = make(models.BertForMaskedLM, BertConfig(**BERT), "fastplm")
     collator = DataCollatorForMaskedTokens(tokenizer)
     rows = [row | {"next_sentence_label": 1} for row in text()]
@@ -344,7 +344,7 @@ def test_labels_of_pairs_for_a_model_without_a_head_for_them(trained, tokenizer)
 
 @pytest.mark.slow
 def test_evaluation_does_not_change_the_log(trained, tokenizer, monkeypatch):
-    """And has the loss of ``evaluate``; the clock of the training stands still meanwhile."""
+    """The evaluation has the loss of ``evaluate``; the training's clock stands still meanwhile."""
     collator = DataCollatorForMaskedTokens(tokenizer, mlm_probability=0.4)
     clock = 1.0
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock))

@@ -1,4 +1,4 @@
-"""What a checkpoint lacks, holds too much of or holds as NaN is refused by every command."""
+"""Every command refuses a checkpoint with missing weights, with too many, or with NaN."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def with_value(number):
     return fault
 
 
-#: What is done to a checkpoint, and what the error says.
+#: Changes of a checkpoint, and the error's message.
 FAULTS = {
     "DDP": (renamed(lambda name: f"module.{name}"), ["DistributedDataParallel", "'module.'"]),
     "compiled": (renamed(lambda name: f"_orig_mod.{name}"), ["torch.compile", "'_orig_mod.'"]),
@@ -196,7 +196,7 @@ def test_references_are_line_by_line(checkpoint, place, capsys):
 
 
 def test_large_finite_weights_are_no_infinity(checkpoint, place):
-    """Their sum is one."""
+    """Only the sum of these weights is infinite."""
 
     def large(weights, config):
         weights["bert.encoder.layer.1.output.dense.weight"][:] = torch.finfo(torch.float32).max / 2

@@ -3,8 +3,8 @@
     with emulated(arch=90, seed=1):
         ops.attention(q, k, v)
 
-``TRITON_INTERPRET`` must not be set when the kernels are imported: it decides what ``triton.jit``
-makes of them.
+``TRITON_INTERPRET`` must not be set when the kernels are imported, or ``triton.jit`` makes
+interpreted kernels of them.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from ptx.machine import Program, Schedule
 from ptx.memory import GlobalMemory
 from ptx.parse import PtxError
 
-#: How a plain parameter lies in memory, by its type in PTX.
+#: The ``struct`` format of a plain parameter, by its type in PTX.
 _PACKED = {"u8": "<B", "u16": "<H", "u32": "<I", "u64": "<Q", "f32": "<f", "f64": "<d"}
-#: The last programs, of which one may hold 100 MB once it has run.
+#: The last programs; each may hold 100 MB once it has run.
 _programs: dict[Any, Program] = {}
 _MOST_PROGRAMS = 16
 
-# Before anybody sets TRITON_INTERPRET, as ``emulated`` does.
+# The kernels are imported before ``emulated`` sets TRITON_INTERPRET.
 for _name in kernel_modules():
     importlib.import_module(f"fastplm.triton_kernels.{_name}")
 
@@ -86,7 +86,7 @@ def run_launch(
     program, passed = compile_program(launch, arch, edit)
     params, spans = {}, {}
     for index, (name, kind) in enumerate(program.kernel.params.items()):
-        # What follows the arguments is scratch memory, which these kernels do not ask for.
+        # Further parameters are scratch memory, which these kernels do not ask for.
         value = launch.arguments[passed[index]] if index < len(passed) else 0
         if isinstance(value, torch.Tensor):
             spans[passed[index]] = span(value)
@@ -101,7 +101,7 @@ def run_launch(
 
 
 class _Runs(list):
-    """Where launches are recorded, each is run."""
+    """The list that launches are recorded in; it also runs each of them."""
 
     def __init__(self, run: Callable[[Launch], None]) -> None:
         super().__init__()

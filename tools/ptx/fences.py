@@ -1,13 +1,13 @@
 """Registers of a ``wgmma`` that no ``wgmma.fence`` orders, found in a kernel's PTX.
 
-What the PTX ISA asks for: a ``wgmma.fence`` before the first ``wgmma.mma_async``, and another one
-wherever registers that the product reads or writes (its sums, or fragments of A) were accessed by
-other instructions since the last one. Products of one shape may add to the same sums without it.
+The PTX ISA asks for a ``wgmma.fence`` before the first ``wgmma.mma_async``, and for another one if
+other instructions have accessed registers of a product (its sums, or fragments of A) since the last
+fence. Products of one shape may add to the same sums without a fence.
 
 A move from one register to another is no access: LLVM writes moves anywhere, and ptxas gives both
-names one register. What moves is as old as its source. Every way through the kernel counts, also
-one that no launch takes. No schedule of the emulator could show this fault, as it lies in the order
-in which the hardware accesses registers.
+names one register. The copy keeps the accesses of its source. Every path through the kernel counts,
+also one that no launch takes. No schedule of the emulator could show this fault, as it lies in the
+order in which the hardware accesses registers.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _jumps(kernel: Kernel) -> Iterator[int]:
 
 
 def _followers(kernel: Kernel, stop: int) -> Iterator[int]:
-    """Where control may go from the piece of code that ends before ``stop``."""
+    """The places that may be executed after the piece of code that ends before ``stop``."""
     last = kernel.code[stop - 1]
     if last.parts[0] == "bra":
         yield kernel.labels[last.operands[0]]
@@ -94,7 +94,7 @@ class _Move(tuple):
 
 
 def _effect(kernel: Kernel, ins: Instruction, watched: set[str]) -> set[Access] | _Move | None:
-    """What an instruction accesses; None for a fence."""
+    """The accesses of an instruction; None for a fence."""
     if ins.name.startswith("wgmma.fence"):
         return None
     if _is_product(ins):

@@ -4,10 +4,10 @@
 ``run()`` for instructions that only write registers, ``run(mask)`` for those that touch memory or
 the group's asynchronous work (``mask``: the threads that take part, None for all of them).
 
-Numerics: fp32 arithmetic is exact to the last bit but for what hardware approximates itself
-(``ex2``, ``lg2``, ``rcp``, ``rsqrt``, ``sqrt.approx``, ``div.full``, ``sin``, ``cos``, ``tanh``),
-which is computed in fp64 and rounded once, as are fused multiply-adds. Matrix products multiply
-exactly and add in fp32, in an order that is the host's.
+Numerics: fp32 arithmetic is exact to the last bit, except the functions that hardware approximates
+(``ex2``, ``lg2``, ``rcp``, ``rsqrt``, ``sqrt.approx``, ``div.full``, ``sin``, ``cos``, ``tanh``):
+these are computed in fp64 and rounded once. So are fused multiply-adds. Matrix products multiply
+exactly and add in fp32, in the order of the host's BLAS.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _masked(*names: str):
 
 
 def bind(group: Any, ins: Instruction) -> tuple[Callable[[], Any], Callable[[np.ndarray], Any]]:
-    """(what runs it for all threads, what runs it for those of a mask)."""
+    """(a function that runs it for all threads, a function that runs it for those of a mask)."""
     try:
         return _bind(group, ins)
     except (KeyError, IndexError, ValueError, StopIteration, PtxError) as error:
@@ -117,7 +117,7 @@ def _keep_others(run: Callable, targets: list[np.ndarray], mask: np.ndarray) -> 
 
 
 def _known(ins: Instruction, modifiers: set[str], *allowed: str) -> set[str]:
-    """The modifiers, if all are known: one that is skipped would be a silent error."""
+    """The modifiers, if all are known. To skip an unknown one would be a silent error."""
     if modifiers - set(allowed):
         raise ins.error(f"modifiers that the emulator does not know: {modifiers - set(allowed)}")
     return modifiers
@@ -127,7 +127,7 @@ def _known(ins: Instruction, modifiers: set[str], *allowed: str) -> set[str]:
 
 
 def widen(bits: np.ndarray, kind: str) -> np.ndarray:
-    """fp32 of fp16, bf16 or TF32 bits; of the latter, the hardware ignores the low 13."""
+    """fp32 of fp16, bf16 or TF32 bits; the hardware ignores the low 13 bits of TF32."""
     if kind == "tf32":
         return (bits & U32(0xFFFFE000)).view(F32)
     if kind.startswith("f16"):
@@ -145,7 +145,7 @@ def narrow(values: np.ndarray, kind: str) -> np.ndarray:
 
 
 def _reader(group: Any, operand: str, kind: str) -> Callable[[], np.ndarray]:
-    """The value as fp32: of a 16-bit type, [threads], or of a pair of them, [threads, 2]."""
+    """Reads a 16-bit operand as fp32 [threads], or a pair of them as [threads, 2]."""
     if kind.endswith("x2"):
         row = group.source(operand, "b32").view(U16).reshape(-1, 2)
     else:
@@ -202,7 +202,7 @@ def _float(group: Any, ins: Instruction) -> Pure:
     function = _FLOAT_OPS[head]
     if "NaN" in said:
         function = {"min": np.minimum, "max": np.maximum}[head]
-    if head in ("min", "max") and len(given) == 3:  # from sm_100 on
+    if head in ("min", "max") and len(given) == 3:  # sm_100 and later have this form
         pair = function
 
         def function(a, b, c, out=None):
@@ -219,7 +219,7 @@ def _float(group: Any, ins: Instruction) -> Pure:
             write(np.clip(values, 0, 1) if "sat" in said else values.astype(F32))
 
         return half, targets
-    bits = "b64" if kind == "f32x2" else kind  # a pair is twice as many numbers
+    bits = "b64" if kind == "f32x2" else kind  # a pair is read as two fp32
     numbers = F32 if kind == "f32x2" else NUMPY[kind]
     target = group.target(out, bits).view(numbers)
     sources = [group.source(operand, bits).view(numbers) for operand in given]
@@ -265,7 +265,7 @@ def _integer(group: Any, ins: Instruction, function: Callable) -> Pure:
 
 
 def _computed(group: Any, ins: Instruction, function: Callable, kinds: list[str]) -> Pure:
-    """An instruction whose operands, of which the first is the result, have the types ``kinds``."""
+    """An instruction whose operands, the result first, have the types ``kinds``."""
     target = group.target(ins.operands[0], kinds[0])
     names = ins.operands[1 : len(kinds)]
     sources = [group.source(*pair) for pair in zip(names, kinds[1:], strict=True)]
@@ -288,7 +288,7 @@ def _high(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Rounded towards zero; by zero all ones."""
+    """``a / b`` rounded towards zero; all bits are 1 if ``b`` is 0."""
     zero = b == 0
     safe = np.where(zero, b.dtype.type(1), b)
     found = a // safe
@@ -574,7 +574,7 @@ def _select_by_sign(group: Any, ins: Instruction) -> Pure:
 
 
 def _to_integer(values: np.ndarray, kind: str) -> np.ndarray:
-    """Of a float that is whole: what does not fit becomes the nearest that does, NaN 0."""
+    """Whole floats as integers: numbers out of range become the nearest limit, NaN becomes 0."""
     limits = np.iinfo(NUMPY[kind])
     inside = np.nan_to_num(values.astype(F64), nan=0.0, posinf=0.0, neginf=0.0)
     safe = np.where((inside >= limits.max) | (inside <= limits.min), 0, inside)
@@ -827,12 +827,12 @@ def _active(group: Any, ins: Instruction) -> Callable:
 
 # --- memory ---------------------------------------------------------------------------------------
 
-#: Modifiers that change no value: how memory is cached, ordered and shared.
+#: Modifiers that change no value: they say how memory is cached, ordered and shared.
 _HINTS = {"weak", "relaxed", "acquire", "release", "acq_rel", "gpu", "cta", "sys", "nc", "volatile"}
 
 
 def releases(ins: Instruction) -> bool:
-    """Whether it shows other blocks what was stored before."""
+    """Whether the instruction releases earlier stores to other blocks."""
     said = set(ins.parts)
     if ins.parts[0] in ("fence", "membar"):
         return bool(said & {"gpu", "gl", "sys"})
@@ -844,12 +844,12 @@ def _acquires(ins: Instruction) -> bool:
 
 
 def acquire(group: Any, which: Any) -> None:
-    """From now on these threads see what was released to whatever they have read."""
+    """These threads acquire what was released to the values that they have read."""
     group.acquired[which] = np.maximum(group.acquired[which], group.observed[which])
 
 
 def _is_strong(ins: Instruction) -> bool:
-    """Whether it is of the memory that all blocks share."""
+    """Whether the access is strong: it goes to the memory that all blocks share."""
     said = set(ins.parts)
     strong = said & {"relaxed", "acquire", "release", "acq_rel", "volatile"}
     return bool(strong) and "cta" not in said
@@ -987,7 +987,7 @@ def _atomic(group: Any, ins: Instruction) -> Callable:
     sources = [group.source(operand, kind) for operand in given]
     function = _ATOMIC.get(words[0])
     size, element = _SIZE[kind], NUMPY[kind]
-    # Without a word the order is relaxed, and the scope that of the GPU.
+    # Without modifiers the order is relaxed, and the scope is the GPU.
     reads, writes = ("weak", "weak") if "cta" in ins.parts else ("strong", "atomic")
     is_release, is_acquire = releases(ins), _acquires(ins)
 
@@ -1116,7 +1116,7 @@ def _phases(group: Any, ins: Instruction) -> Callable:
 
 
 def trying(group: Any, ins: Instruction) -> Callable[[np.ndarray], np.ndarray]:
-    """Which threads of a mask find their phase complete; the predicate of theirs becomes true."""
+    """Returns the threads of a mask whose phase is complete, and sets their predicate."""
     if ins.parts[1:] != ["try_wait", "parity", "shared::cta", "b64"]:
         raise ins.error("a wait that the emulator does not know")
     done, place, parity = ins.operands
@@ -1158,7 +1158,7 @@ def _fence(group: Any, ins: Instruction) -> Callable:
 
 # --- tiles of matrices ----------------------------------------------------------------------------
 
-#: What holds an element of a matrix product.
+#: The integer type that holds an element of a matrix product.
 _ELEMENT = {"f16": U16, "bf16": U16, "tf32": U32}
 
 
@@ -1211,7 +1211,7 @@ def _mma(group: Any, ins: Instruction) -> Pure:
     shapes = (f"m16n8k{32 // size}", f"m16n8k{16 // size}")
     if shape not in shapes or rest != ["row", "col", "f32", kind, kind, "f32"]:
         raise ins.error("a matrix product that the emulator does not know")
-    element, each = _ELEMENT[kind], 4 // size  # of them in a register
+    element, each = _ELEMENT[kind], 4 // size  # elements in a register
     halves = int(shape[6:]) // (4 * each)
     out, a, b, c = ([group.row(name) for name in operand] for operand in ins.operands)
 
@@ -1239,8 +1239,8 @@ def operand_offsets(
 ) -> np.ndarray:
     """Bytes from a shared operand's start to its elements, [rows, 32 / size], before the swizzle.
 
-    ``by_columns``: neighbours in memory are rows of the operand (M or N), not columns (K): of 16
-    bits alone. ``size``: bytes of an element.
+    ``by_columns``: neighbours in memory are rows of the operand (M or N), not columns (K); only
+    elements of 16 bits may lie so. ``size``: bytes of an element.
     """
     row, k = np.arange(rows)[:, None], np.arange(32 // size)[None, :]
     width = {0: 16, 1: 128, 2: 64, 3: 32}[mode]
@@ -1275,8 +1275,7 @@ def _group_product(group: Any, ins: Instruction) -> Callable:
     sign_a, sign_b, *by_columns = (int(sign, 0) for sign in signs)
     if (sign_a, sign_b) != (1, 1):
         raise ins.error("a negated operand")
-    # A's columns are never transposed in registers, and of TF32 nothing is: a flag that cannot be
-    # set is not written.
+    # The PTX leaves out a flag that cannot be set: A in registers is never transposed, nor is TF32.
     a_by_columns, b_by_columns = [0] * (2 - len(by_columns)) + by_columns
     bank, places = group.bank(out)
     if bank.dtype != U32:
@@ -1286,7 +1285,7 @@ def _group_product(group: Any, ins: Instruction) -> Callable:
     first = np.arange(0, group.lanes, 32)
 
     def operand(words: np.ndarray, warps: np.ndarray, rows: int, flag: bool) -> Callable:
-        """What says where the operand of given warps, [warps, rows, K], is in shared memory."""
+        """A function that gives the places of warps' operands, [warps, rows, K]."""
         if (words >> U64(49) & U64(7)).any():
             raise ins.error("a descriptor with a base offset")
         layouts = np.unique(words & ~U64(0x3FFF))
@@ -1314,7 +1313,7 @@ def _group_product(group: Any, ins: Instruction) -> Callable:
         return widen(group.shared.proxy.view(element)[places], kind)
 
     def quarter(warps: np.ndarray) -> np.ndarray:
-        """The rows of A that are a warp's."""
+        """The rows of A that each warp multiplies."""
         return (group.warp[first[warps]] % 4 * 16)[:, None] + np.arange(16)
 
     def issue(mask: np.ndarray | None) -> None:
@@ -1324,14 +1323,14 @@ def _group_product(group: Any, ins: Instruction) -> Callable:
         if not from_registers:
             reach_a = operand(left[heads], warps, 64, a_by_columns)
         every = np.arange(len(warps))
-        if group.shared.watched:  # it may read from now on
+        if group.shared.watched:  # the product may read from now on
             reach_b(every)
             if not from_registers:
                 reach_a(every, quarter(warps))
         added = scales[heads].copy()
 
         def land(which: np.ndarray) -> None:
-            if from_registers:  # which nobody may write before the product is waited for
+            if from_registers:  # nothing may write these before the wait for the product
                 held = np.stack([row.reshape(-1, 32)[warps[which]] for row in left]).view(element)
                 held = held.reshape(2, 2, -1, 8, 4, each).transpose(2, 1, 3, 0, 4, 5)
                 tile = widen(held.reshape(-1, 16, 8 * each), kind)

@@ -1,18 +1,18 @@
 """Blocks of threads that execute a kernel, with their barriers and asynchronous work.
 
-The warps of a block are split into groups by chance; a group runs until its next barrier before
-another one does, in an order that is drawn anew at every barrier. So what is not ordered by a
-barrier happens in an order that the hardware may take, too, and seldom does. Several blocks run
-side by side: they are independent, and a group holds the same warps of all of them.
+The warps of a block are split into random groups. A group runs until its next barrier, then the
+next group does; their order is drawn again at every barrier. So accesses that no barrier orders
+happen in an order that the hardware may take, too, but seldom does. Several blocks run side by
+side: they are independent, and a group holds the same warps of all of them.
 
-A copy (``cp.async``) lands, and a product (``wgmma``) reads shared memory and writes its registers,
-at once or not before a wait forces it: as ``Schedule`` says. So are stores to global memory seen by
-other blocks, at once or not before they must be (``GlobalMemory``). A copy that an ``mbarrier`` is
-told of is forced when nothing else can go on.
+``Schedule`` decides when a copy (``cp.async``) lands, and when a product (``wgmma``) reads shared
+memory and writes its registers: at once, or not before a wait forces it. In the same way, other
+blocks see a store to global memory at once, or not before they must (``GlobalMemory``). A copy that
+an ``mbarrier`` tracks lands when no thread can continue without it.
 
 Warps of different roles meet at numbered barriers and at ``mbarrier`` objects. A thread that waits
-for a phase tries again after every round of the groups, of which one, by chance, only goes on where
-no other can. Where nobody can go on, the kernel hangs.
+for a phase tries again after every round of the groups. One random group only runs if no other
+group can continue. If no thread can continue, the kernel hangs.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ _DONE = 1 << 30
 
 @dataclass
 class Schedule:
-    """What the memory model leaves open, decided by a seed.
+    """A seed's decisions where the memory model leaves the order open.
 
     ``copies`` and ``products``: "late" (when a wait forces them), "early" (at once), or "random"
-    (each warp's by chance). By default the first seeds are the extremes: 0 has both late, 1 early
-    copies and late products, which meets a product that is still reading what a copy overwrites.
-    ``fenced``: products see what threads wrote to shared memory only after a fence; 0 has it so.
-    ``stores``: when other blocks see what a block stores to global memory; 0 has it late, 1 early.
-    ``watched``: accesses to shared memory that no barrier orders are an error; 0 has it so. Only of
+    (drawn for each warp). By default the first seeds are the extremes: seed 0 has both late; seed 1
+    has early copies and late products, which finds a copy that overwrites what a product still
+    reads.
+    ``fenced``: products see what threads wrote to shared memory only after a fence; true of seed 0.
+    ``stores``: when other blocks see stores to global memory; late with seed 0, early with seed 1.
+    ``watched``: accesses to shared memory that no barrier orders are an error; true of seed 0, for
     kernels whose barriers are all for the whole block.
-    From 2 on all is by chance, and there are four groups of warps, not two, which takes longer.
+    Seeds from 2 on draw everything, with four groups of warps instead of two, which takes longer.
     """
 
     seed: int = 0
@@ -75,10 +76,10 @@ class Asynchronous:
 
     def __init__(self, size: int, unit: int, ordered: bool) -> None:
         self.committed = np.zeros(size, np.int64)
-        self.unit = unit  # threads
+        self.unit = unit  # threads that issue together: 1, or a warp
         self.ordered = ordered  # whether a warp's work is finished in the order of its issue
         self.pending: list[tuple[np.ndarray, np.ndarray, np.ndarray, Callable]] = []
-        self.signals: set[Callable] = set()  # which of ``pending`` only say that others are done
+        self.signals: set[Callable] = set()  # entries of ``pending`` that only signal a barrier
         self.mode = "late"
         self.random = np.random.default_rng(0)
 
@@ -89,7 +90,7 @@ class Asynchronous:
         self.mode, self.random = mode, random
 
     def issue(self, who: np.ndarray, land: Callable[[np.ndarray], None]) -> None:
-        """``land(which)`` finishes the work of ``who[which]``."""
+        """Issue work of ``who``; ``land(which)`` finishes that of ``who[which]``."""
         which = np.arange(len(who))
         if self.mode == "early":
             return land(which)
@@ -105,7 +106,7 @@ class Asynchronous:
             self.pending.append((who[which], self.committed[who[which]], which, land))
 
     def signal(self, who: np.ndarray, arrive: Callable[[np.ndarray], None]) -> None:
-        """``arrive(which)`` once all earlier work of ``who[which]`` is done."""
+        """Call ``arrive(which)`` once all earlier work of ``who[which]`` is done."""
         early = np.full(len(who), self.mode == "early")
         if self.mode == "random":
             warps = who * self.unit // 32
@@ -120,7 +121,7 @@ class Asynchronous:
             self.pending.append((who[late], self.committed[who[late]], late, arrive))
 
     def next_signals(self) -> bool:
-        """Finish the work of some warps up to their first signals; whether there was any."""
+        """Finish the work of some warps up to their first signals. Returns whether any waited."""
         waiting = [who for who, _, _, land in self.pending if land in self.signals]
         if not waiting:
             return False
@@ -152,7 +153,7 @@ class Asynchronous:
             self.committed[mask[:: self.unit]] += 1
 
     def wait(self, left: int, mask: np.ndarray | None) -> None:
-        """Finish all groups but the ``left`` youngest (-1: also what is not committed)."""
+        """Finish all groups but the ``left`` youngest (-1: also work that is not committed)."""
 
         def is_due(who: np.ndarray, group: np.ndarray) -> np.ndarray:
             due = group < self.committed[who] - left
@@ -186,14 +187,14 @@ class Group:
         self.block = np.repeat(np.arange(blocks), warps * 32)
         self.warp = np.empty(self.lanes, np.int64)
         self.block_start = self.block * program.shared_stride
-        self.number = np.empty(self.lanes, np.int32)  # of the block in its launch, from 1 on
-        # What orders accesses to global memory: until when a thread sees the stores of other
-        # blocks, until when it would if it acquired, when a fence last released its own, and a
-        # clock that is later behind every barrier.
+        self.number = np.empty(self.lanes, np.int32)  # number of the block in its launch, from 1
+        # These times order accesses to global memory. A thread sees other blocks' stores until
+        # ``acquired``, and would see those until ``observed`` if it acquired now. A fence last
+        # released its own stores at ``released``. ``clock`` counts barriers.
         self.acquired, self.observed = np.empty((2, self.lanes), np.int64)
         self.released, self.clock = np.empty((2, self.lanes), np.int64)
         self.releases, self.has_phases = program.releases, program.has_phases
-        self.passed = np.empty(self.lanes, np.int64)  # barriers of the whole block, + 1
+        self.passed = np.empty(self.lanes, np.int64)  # 1 + barriers of the block that it passed
         self.special = {
             f"%{name}": np.zeros(self.lanes, np.uint32)
             for name in ("tid.x", "ctaid.x", "ctaid.y", "ctaid.z", "nctaid.x", "nctaid.y")
@@ -208,7 +209,7 @@ class Group:
         self.shared: SharedMemory
         self.pcs = np.empty(self.lanes, np.int64)
         self.blocked = np.empty(self.lanes, bool)
-        self.at = np.empty(self.lanes, np.int64)  # 2^16 number + threads of a barrier, -1 at none
+        self.at = np.empty(self.lanes, np.int64)  # the barrier waited at (``_barrier``), or -1
         self._constants: dict[tuple[int, str], np.ndarray] = {}
         self._place_warps = self.warp.reshape(blocks, warps, 32)
         self.code = [
@@ -224,7 +225,7 @@ class Group:
             for ins in program.ends
         ]
 
-    # --- what an instruction is bound to ---
+    # --- operands that an instruction is bound to ---
 
     def is_register(self, name: str) -> bool:
         return name in self.kernel.registers
@@ -237,19 +238,19 @@ class Group:
         return self.kernel.registers[name][0] // 8
 
     def bank(self, names: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """The registers of one width, and which of them these are."""
+        """(all registers of the width of these, the indices of these)."""
         bits = self.kernel.registers[names[0]][0]
         return self.storage[bits], np.array([self.kernel.registers[name][1] for name in names])
 
     def target(self, name: str, kind: str) -> np.ndarray:
-        """The register as numbers of a type of its width."""
+        """The register, viewed as numbers of a type of its width."""
         row = self.row(name)
         if kind != "pred" and row.dtype.itemsize != np.dtype(NUMPY[kind]).itemsize:
             raise PtxError(f"{name} is not of the width of {kind}")
         return row.view(NUMPY[kind])
 
     def extending(self, name: str, kind: str) -> Callable[[np.ndarray], None]:
-        """What writes numbers of a type into a register that may be wider than it."""
+        """A function that writes numbers of a type into a register, which may be wider."""
         row = self.row(name)
         if row.dtype.itemsize == np.dtype(NUMPY[kind]).itemsize:
             typed = row.view(NUMPY[kind])
@@ -292,7 +293,7 @@ class Group:
     # --- execution ---
 
     def _end(self, program: Program, index: int) -> tuple:
-        """(what ends a straight piece of code, where it leads, its predicate, what is taken)."""
+        """(kind of instruction that ends a piece of code, target, predicate, value that jumps)."""
         ins = program.ends[index]
         if ins is None:
             return "next", index + 1, None, True
@@ -320,8 +321,8 @@ class Group:
         schedule: Schedule,
         left_out: int | None,
     ) -> None:
-        """Begin the blocks at ``places`` [blocks, 3], whose numbers begin with ``first``, with
-        these warps of them."""
+        """Begin ``warps`` of the blocks at ``places`` [blocks, 3]; ``first`` is the number of the
+        first block."""
         self._place_warps[:] = warps[None, :, None]
         self.number[:] = first + self.block
         for times in (self.acquired, self.observed, self.released, self.clock):
@@ -344,7 +345,7 @@ class Group:
         self.at.fill(-1)
 
     def advance(self) -> bool:
-        """Run until every thread waits or is done; whether one of them did anything."""
+        """Run until every thread waits or is done. Returns whether any thread ran."""
         moved = False
         while True:
             running = ~self.blocked & (self.pcs < _DONE)
@@ -365,7 +366,7 @@ class Group:
                 self._run_some(pc, mask)
 
     def _run_all(self, pc: int) -> None:
-        """All threads are at ``pc``: run until they are not, or wait."""
+        """Run from ``pc``, where all threads are, until they separate or wait."""
         while True:
             kind, target, guard, wanted = self.ends[pc]
             if kind == "try":
@@ -420,12 +421,12 @@ class Program:
         self._groups: dict[tuple[int, int], list[Group]] = {}
 
     def _split(self) -> None:
-        """Cut the code where control may come in or leave."""
+        """Cut the code at labels, and behind jumps and barriers."""
         code = self.kernel.code
         cuts = {0, *self.kernel.labels.values()}
         ends = {i: ins for i, ins in enumerate(code) if _is_end(ins)}
         cuts |= {i + 1 for i in ends}
-        cuts |= {i for i, ins in ends.items() if ins.parts[0] == "mbarrier"}  # it is tried again
+        cuts |= {i for i, ins in ends.items() if ins.parts[0] == "mbarrier"}  # runs repeatedly
         starts = sorted(cut for cut in cuts if cut <= len(code))
         self.spans, self.ends = [], []
         for start, stop in zip(starts, [*starts[1:], len(code)], strict=True):
@@ -444,13 +445,13 @@ class Program:
 
     @property
     def barriers(self) -> list[int]:
-        """Where barriers of a block stand, as ``without`` takes them."""
+        """The places of barriers, as ``without`` takes them."""
         heads = [ins.parts[0] if ins else "" for ins in self.ends]
         return [index for index, head in enumerate(heads) if head in ("bar", "barrier")]
 
     @contextlib.contextmanager
     def without(self, barrier: int) -> Iterator[None]:
-        """The kernel without one of its barriers, for the schedules of a planted fault."""
+        """Leave out one of the kernel's barriers: a planted fault, for any schedule."""
         self.left_out = barrier
         try:
             yield
@@ -502,7 +503,7 @@ class Program:
         return any((group.pcs < _DONE).any() for group in groups)
 
     def _open_barriers(self, groups: list[Group], blocks: int) -> bool:
-        """Let those go on who wait at a barrier at which all are; whether there were any."""
+        """Release threads from barriers where all have arrived. Returns whether there were any."""
         at = np.concatenate([group.at for group in groups])
         block = np.concatenate([group.block for group in groups])
         alive = np.concatenate([group.pcs < _DONE for group in groups])
@@ -529,7 +530,7 @@ class Program:
 
     @staticmethod
     def _meet(groups: list[Group], passing: list[np.ndarray], blocks: int) -> None:
-        """What one thread of a barrier has seen of other blocks, all of it have seen behind it."""
+        """After a barrier, each of its threads sees the stores that any of them has seen."""
         for name, later in (("acquired", 0), ("clock", 1)):
             most = np.zeros(blocks, np.int64)
             for group, which in zip(groups, passing, strict=True):
@@ -545,7 +546,7 @@ def _is_end(ins: Instruction) -> bool:
 
 
 def _barrier(ins: Instruction) -> int:
-    """2^16 times the number of a barrier, and how many threads it is for (0: all of the block)."""
+    """2^16 times the number of a barrier, plus its number of threads (0: all of the block)."""
     if ins.parts[0] not in ("bar", "barrier"):
         return -1
     numbers = [number(operand) for operand in ins.operands]

@@ -11,29 +11,29 @@ import numpy as np
 
 from ptx.parse import SHARED_BASE
 
-#: One number type a size, for whole accesses: 16 bytes travel as a complex number, unchanged.
+#: A number type for accesses of each size; complex128 holds 16 bytes without changing them.
 WHOLE = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 
 class MemoryFault(Exception):
-    """An access outside what may be accessed; the machine adds the instruction."""
+    """An access that is not allowed; the machine adds the instruction to the message."""
 
 
-#: When a store is seen that nothing has shown to other blocks yet.
+#: The time ``seen`` of a store that was not released to other blocks yet.
 NEVER = np.iinfo(np.int64).max
-_SEVERAL = 63  # in the place of a warp's number
+_SEVERAL = 63  # the number of a warp, if several have read a byte
 
 
 class Stores:
-    """For each byte of a segment, what this launch stored there and who sees it.
+    """The stores of this launch to each byte of a segment, and which blocks see them.
 
-    Memory itself holds what the last block that stored there sees. Other blocks see ``old`` until
-    the time ``seen``, and after it until they acquire. Who reads what a strong store wrote, and
-    acquires, has acquired until the time that the store ``carried``.
+    Memory itself holds the value that the last block to store there sees. Other blocks see ``old``
+    until the time ``seen``, and later until they acquire. A thread that reads the value of a strong
+    store, and acquires, sees all stores until the time that the store ``carried``.
     """
 
     def __init__(self, size: int) -> None:
-        self.owner = np.zeros(size, np.int32)  # the number of that block, 0 where there is none
+        self.owner = np.zeros(size, np.int32)  # the number of the last block to store, or 0
         self.old = np.zeros(size, np.uint8)
         self.seen = np.zeros(size, np.int64)
         self.carried = np.zeros(size, np.int64)
@@ -48,7 +48,7 @@ class Stores:
 
 @dataclass
 class Segment:
-    """The bytes of one tensor, or of several that share them."""
+    """The bytes of one tensor, or of several that overlap."""
 
     name: str
     start: int
@@ -64,16 +64,17 @@ class Segment:
 
 
 class GlobalMemory:
-    """What the tensors of a launch occupy, at their real addresses.
+    """The memory of a launch's tensors, at their real addresses.
 
-    It is as weak as the PTX memory model lets it be between blocks. A block sees its own stores at
-    once. Others see a store when the block has released it and they have acquired since, or when
-    the launch is over: in the order "late" not before, in "early" at once, in "random" some of the
-    stores and some of the loads do. A thread releases its own stores and those that a barrier
-    orders before; it hands this on by a strong store or an atomic, and who reads that may acquire
-    it. Atomics and accesses that are not weak go to the memory that all blocks share.
+    Between blocks it is as weak as the PTX memory model allows. A block sees its own stores at
+    once. Other blocks must see a store when the block has released it and they have acquired since,
+    or when the launch is over. In the order "late" they see it not before, in "early" at once, and
+    in "random" some loads see some stores at once. A thread releases its own stores and those that
+    a barrier orders before. The release takes effect with a strong store or an atomic: a thread
+    that reads its value may acquire. Atomics and strong accesses go to the memory that all blocks
+    share.
 
-    Not modelled: an acquire also shows what other blocks released before what was read.
+    Not modelled: an acquire also shows stores that third blocks released before.
     """
 
     def __init__(self, spans: dict[str, tuple[int, int]]) -> None:
@@ -94,7 +95,7 @@ class GlobalMemory:
         self.start("early", np.random.default_rng(0))
 
     def start(self, order: str, random: np.random.Generator) -> None:
-        """A launch begins, before which all is seen."""
+        """Begin a launch: all blocks see all earlier stores."""
         self.order, self.random = order, random
         self.now = 0
         self.unreleased: list[tuple] = []  # (stores, size, places, lanes' blocks, threads, clocks)
@@ -106,7 +107,7 @@ class GlobalMemory:
         return self.segments[index]
 
     def _parts(self, addresses: np.ndarray, size: int):
-        """(segment, which of the addresses lie in it); a fault where one lies in none."""
+        """(segment, mask of the addresses in it). An address in no segment is a fault."""
         first, last = int(addresses.min()), int(addresses.max())
         if (addresses & (size - 1)).any():
             wrong = int(addresses[(addresses & (size - 1)) != 0][0])
@@ -139,7 +140,7 @@ class GlobalMemory:
     def load(
         self, addresses: np.ndarray, size: int, group: Any, which: Any, how: str = "weak"
     ) -> np.ndarray:
-        """What the threads ``which`` of a group read: "weak", "strong" or "constant"."""
+        """The values that the threads ``which`` load. ``how``: "weak", "strong" or "constant"."""
         parts = self._parts(addresses, size)
         if len(parts) == 1 and parts[0][0].stores is None:
             segment = parts[0][0]
@@ -164,12 +165,12 @@ class GlobalMemory:
         lanes: np.ndarray,
         how: str,
     ) -> None:
-        """What the threads do not see yet becomes what was there before."""
+        """Replace values that the threads do not see yet by the older ones."""
         if how == "strong":
             carried = stores.rows("carried", size, places).max(1)
             group.observed[lanes] = np.maximum(group.observed[lanes], carried)
         owner = stores.rows("owner", size, places)
-        if how == "constant":  # the cache of constants does not even know the block's own stores
+        if how == "constant":  # the constant cache does not see even the block's own stores
             hidden = owner != 0
         else:
             hidden = (owner != 0) & (owner != group.number[lanes][:, None])
@@ -196,7 +197,7 @@ class GlobalMemory:
         how: str = "weak",
         released: int = 0,
     ) -> None:
-        """``how``: "weak", "strong" or "atomic". ``released``: when the store itself did so."""
+        """``how``: "weak", "strong" or "atomic". ``released``: time of a release by the store."""
         lanes = None
         for segment, inside in self._parts(addresses, size):
             places = (addresses[inside] - segment.origin) // size
@@ -229,7 +230,7 @@ class GlobalMemory:
         stores.put("owner", size, places, numbers)
         if how != "weak":
             carried = np.maximum(group.released[lanes], released)[:, None]
-            if how == "atomic":  # it goes on with what the last store handed on
+            if how == "atomic":  # an atomic also passes on the release of the last store
                 carried = np.maximum(carried, stores.rows("carried", size, places))
             stores.put("carried", size, places, carried)
             self.now += 1
@@ -245,8 +246,8 @@ class GlobalMemory:
             self.unreleased.append((stores, size, places, numbers, *who))
 
     def release(self, group: Any, which: Any) -> int:
-        """What these threads stored, and others before a barrier that these have passed, is there
-        for all who acquire it. When that was."""
+        """Release the stores of these threads, and those of other threads before a barrier that
+        these have passed. Returns the time of the release."""
         self.now += 1
         blocks = group.block[which]
         threads = np.zeros((group.blocks, 1024), bool)
@@ -271,12 +272,12 @@ class GlobalMemory:
 class SharedMemory:
     """The shared memory of several blocks, one after another; unwritten bytes are NaN patterns.
 
-    Products (``wgmma``) read it through another proxy, for which what threads wrote is only there
-    after a ``fence.proxy.async``: where ``fenced`` says so, they see the last fence's state.
+    Products (``wgmma``) read it through another proxy, which sees threads' stores only after a
+    ``fence.proxy.async``: if ``fenced``, products read the contents at the last fence.
 
-    ``watched``: it is an error if a warp reads what another wrote, or writes what another read,
-    with no barrier of the block in between. It is one in every order of the warps, and also where
-    the number that is read is not used.
+    ``watched``: it is an error if a warp reads what another one wrote, or writes what another one
+    read, with no barrier of the block in between. The error is found in any order of the warps, and
+    also if the value is not used.
     """
 
     def __init__(self, blocks: int, size: int, fenced: bool = False, watched: bool = False) -> None:
@@ -286,12 +287,12 @@ class SharedMemory:
         self.views = {size: self.raw.view(kind) for size, kind in WHOLE.items()}
         self.proxy = self.raw.copy() if fenced else self.raw
         self.barriers: dict[int, list[int]] = {}  # place -> [threads, still to come, phases]
-        # For each byte who accessed it last: 64 times the barriers that it had passed, + its warp.
+        # Each byte's last access: 64 times the barriers that the warp had passed, plus its number.
         self.watched = watched
         self.readers, self.writers = np.zeros((2, len(self.raw) * watched), np.int64)
 
     def watch(self, places: np.ndarray, size: int, group: Any, lanes: Any, writes: bool) -> None:
-        """Accesses of these lanes, at places that include where their block begins."""
+        """Check accesses of these lanes; ``places`` include the start of their block."""
         if not self.watched:
             return
         warps, passed = group.warp[lanes], group.passed[lanes]
@@ -318,13 +319,13 @@ class SharedMemory:
                 readers[rows] = np.where((last >= since) & (last != tags), since + _SEVERAL, tags)
 
     def fence(self, blocks: np.ndarray) -> None:
-        """What was written before is there for products of these blocks."""
+        """Show all earlier stores to the products of these blocks."""
         if self.proxy is not self.raw:
             rows = self.proxy.reshape(-1, self.stride), self.raw.reshape(-1, self.stride)
             rows[0][blocks] = rows[1][blocks]
 
     def places(self, addresses: np.ndarray, size: int) -> np.ndarray:
-        """Byte offsets within a block, of addresses that are allowed."""
+        """The byte offsets of addresses within a block; a fault if one is outside or unaligned."""
         offsets = addresses.astype(np.int64) - SHARED_BASE
         if len(offsets) and (offsets.min() < 0 or offsets.max() + size > self.size):
             outside = offsets[(offsets < 0) | (offsets + size > self.size)]
@@ -366,7 +367,7 @@ class SharedMemory:
                 barrier[1:] = barrier[0], barrier[2] + 1
 
     def phases(self, blocks: np.ndarray, addresses: np.ndarray) -> np.ndarray:
-        """How many phases are complete."""
+        """The number of complete phases of each barrier."""
         places, which = np.unique(self.places(addresses, 8) + blocks, return_inverse=True)
         return np.array([self._barrier(place)[2] for place in places])[which]
 

@@ -1,4 +1,4 @@
-"""PTX text to instructions: as much of the language as Triton's compiler writes."""
+"""PTX text to instructions, for the part of the language that Triton's compiler writes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Instruction:
     line: int
     text: str
     name: str  # with all its suffixes
-    operands: tuple  # of str, Address, or a tuple of str for {…}
+    operands: tuple  # each a str, an Address, or a tuple of str for {…}
     guard: str | None = None  # the predicate of @p or @!p
     negated: bool = False
 
@@ -43,13 +43,13 @@ class Kernel:
     registers: dict[str, tuple[int, int]] = field(default_factory=dict)  # name -> (bits, index)
     symbols: dict[str, int] = field(default_factory=dict)  # places in shared memory
     static_shared: int = 0
-    threads: int = 0  # of a block; 0 where the text does not say
+    threads: int = 0  # threads of a block; 0 if the text does not say
     code: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)  # name -> index in code
     counts: dict[int, int] = field(default_factory=dict)  # bits -> number of registers
 
 
-#: Where shared memory begins: its first KB is the system's own, as on sm_90.
+#: Shared memory begins here: the system reserves its first KB, as on sm_90.
 SHARED_BASE = 1024
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)([^{]*)\{")
 _SHARED = re.compile(r"\.shared\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d*)\]\s*;")
@@ -95,7 +95,7 @@ def _place_shared(kernel: Kernel, text: str) -> None:
 
 def _read_body(kernel: Kernel, text: str, position: int) -> None:
     line, counted = text.count("\n", 0, position) + 1, position
-    scopes: list[tuple[int, list[str]]] = [(0, [])]  # where each begins in the code, its labels
+    scopes: list[tuple[int, list[str]]] = [(0, [])]  # (index of its first instruction, labels)
     while scopes:
         skipped = re.compile(r"\s*\.(?:loc|file)\b[^\n]*").match(text, position)
         if skipped:
@@ -121,7 +121,7 @@ def _read_body(kernel: Kernel, text: str, position: int) -> None:
 
 
 def _make_local(kernel: Kernel, begin: int, labels: list[str]) -> None:
-    """Labels of a scope that ends: the next one may have the same."""
+    """Rename the labels of a scope that ends, as the next scope may have the same."""
     for label in labels:
         name = f"{label}@{begin}"
         kernel.labels[name] = kernel.labels.pop(label)
@@ -169,7 +169,7 @@ def _operands(text: str) -> tuple:
 
 
 def number(text: str) -> int | None:
-    """The bits of an immediate; None if it is none."""
+    """The bits of an immediate; None if the text is not one."""
     if re.fullmatch(r"0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}", text):
         return int(text[2:], 16)
     if re.fullmatch(r"-?(0[xX][0-9a-fA-F]+|\d+)U?", text):

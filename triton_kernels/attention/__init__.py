@@ -1,4 +1,4 @@
-"""Flash-style attention, forward and backward: padded, ragged, masked, causal, dropout, T5's bias.
+"""Flash-style attention, forward and backward: padded, packed, masked, causal, dropout, T5's bias.
 
     S = scale * Q K^T + bias + mask     P = softmax(S)     O = (Z * P) V
     dV = (Z * P)^T dO     dP = Z * (dO V^T)     dS = P * (dP - delta)     delta = rowsum(P * dP)
@@ -32,14 +32,14 @@ Programs that keep K and V of up to 512 rows in shared memory were tried: the co
 registers, and an SM had room for only one program.
 
 No sum depends on the order in which programs run, so results repeat bit for bit. A tile of masked
-keys adds exact zeros, so a padded and a ragged batch give the same bits.
+keys adds exact zeros, so a padded and a packed batch give the same bits.
 
 The streaming forward saves m and log2(l) separately, not their sum. If the scores of a row share a
 large offset, the sum would lose the digits of l, and the backward's P = exp2(S - m - log2(l)) would
 no longer add up to 1.
 
-An attention mask [B, H, Tq, Tk] is loaded tile by tile, and every tile is computed whatever it
-hides. Its reads are as wide as memory allows if 16 divides the number of keys.
+An attention mask [B, H, Tq, Tk] is loaded tile by tile, and a tile is computed even if all of it is
+masked. The mask's loads are as wide as possible if 16 divides the number of keys.
 
 A masked key is loaded as 0, so that a NaN behind the mask reaches no sum. A row that may attend to
 nothing has l = 0. It gets output 0, m = log2(l) = 0 and gradient 0, because all its p are 0.

@@ -3,8 +3,8 @@
 The bias depends only on the distance between query and key, and is constant beyond max_distance on
 either side. The kernels take one row of 2 * max_distance + 1 values for each head. A tile that lies
 beyond max_distance adds one scalar. The gradient of these two far values is one sum for each tile,
-computed together with dQ. For the near distances a kernel of its own adds the dS tiles of equal
-distance over the batch, then reduces them by bucket once.
+computed together with dQ. For the near distances a separate kernel adds the dS tiles of equal
+distance over the batch, then reduces the sum by bucket once.
 
 Source: Raffel et al. 2020, section 2.1.
 """
@@ -37,7 +37,7 @@ from fastplm.triton_kernels.attention.tiles import (
     stats_head,
 )
 
-# How a range of tiles gets the bias: none, the scalar of the far left or right, or by look-up.
+# How a range of tiles gets its bias: no bias, the scalar of the far left or right, or a look-up.
 NO_BIAS = tl.constexpr(0)
 FAR_LEFT = tl.constexpr(1)
 NEAR = tl.constexpr(2)
@@ -303,8 +303,8 @@ def bias_rows(bias_weight: torch.Tensor | None, buckets: torch.Tensor | None) ->
     return dict(bias_ptr=rows, max_distance=width // 2)
 
 
-#: Programs that the kernel of the near distances should have: several waves on the largest GPU. It
-#: fixes the groups of the sums, hence their bits, so it does not depend on the device.
+#: Programs that the kernel of the near distances should have: several waves on the largest GPU. The
+#: number fixes the groups of the sums, hence their bits, so it does not depend on the device.
 _BIAS_PROGRAMS = 1024
 #: A program adds at least this many tiles, so that its reduction by bucket takes little time.
 _BIAS_TILES = 4

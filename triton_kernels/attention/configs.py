@@ -1,18 +1,18 @@
 """The launch configurations, and for which shapes each kernel is chosen.
 
-Not measured on a device yet: chosen among the configurations that spill no register in an inner
-loop under Triton 3.7.1, in any variant of the kernel, by what the compile lane says of the machine
-code (docs/kernels.md); for head dims to 64 on sm_90 and sm_120 by simulated waits
-(tools/timeline.py). (Under 3.6.0 the fp32 forward with a bias does spill.)
+None was measured on a device yet. They are chosen by the machine code (docs/kernels.md), among the
+configurations that spill no register in an inner loop under Triton 3.7.1 in any use of the kernel
+(under 3.6.0 the fp32 forward with a bias spills). On sm_90 and sm_120, head dims up to 64 are
+chosen by simulated waits (tools/timeline.py).
 
-A loop issues the copies of a later tile after the products of this one, and waits for all but the
-n - 2 latest tiles at n stages (LDGDEPBAR and DEPBAR in the machine code of every architecture):
-with 2 nothing is on its way while it computes, with 3 one tile is. Where 3 would leave an SM room
-for one block instead of two, it stays at 2: then the blocks fill each other's waits. sm_100 has
-many blocks of 2 still.
+With n stages, a loop issues the copies of a later tile after the products of this one, then waits
+for all tiles but the n - 2 latest (LDGDEPBAR and DEPBAR in the machine code of every architecture):
+no copy is in flight while it computes with 2 stages, and one tile is with 3. Where 3 stages would
+leave an SM room for one block instead of two, the table has 2: the blocks then fill each other's
+waits. sm_100 still has many entries with 2 stages.
 
-86 has what sm_80 does not fit, for 99 KB of shared memory a block; 120 is beside it
-(``_launch.table_arch``).
+The entries of 86 are for GPUs with 99 KB of shared memory a block, where those of sm_80 do not fit;
+120 stands beside 86 (``_launch.table_arch``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fastplm.triton_kernels._launch import (
 
 _LENGTHS = (64, 128)
 _TILE_KINDS = (64, 128, "128 dropout")
-#: "mask": with an attention mask, and whatever else there is.
+#: "mask": with an attention mask, whatever the other options.
 STREAM_KINDS = ("plain", "dropout", "bias", "bias dropout", "mask")
 
 # "tf32 …": fp32 multiplied in TF32. The tensor cores of sm_90 take 32-bit operands in one layout
@@ -104,7 +104,13 @@ _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
         ),
         (80, True, 128): ((64, 64, 8, 1), (64, 64, 8, 1), (32, 64, 4, 1)),
         (90, True, 128): ((64, 64, 4, 2), (64, 64, 4, 2), (32, 64, 8, 3)),
-        (100, True, 128): ((64, 64, 4, 2), (64, 64, 4, 2), (128, 64, 8, 1)),
+        (100, True, 128): (
+            (64, 64, 4, 2),
+            (64, 64, 4, 2),
+            (128, 64, 8, 1),
+            (64, 64, 4, 1),
+            (128, 64, 8, 1),
+        ),
         (80, True, 256): ((32, 64, 8, 1),),
         (86, True, 256): ((16, 64, 8, 1),),
         (90, True, 256): ((32, 64, 8, 1), (32, 64, 8, 1), (16, 64, 8, 1)),
@@ -138,7 +144,7 @@ _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
             (32, 64, 8, 3, 1),
             (128, 64, 8, 1, 0),
             (16, 64, 8, 3, 1),
-            # Copied ahead, Q would be overwritten while a product reads it.
+            # One stage: a copy of Q ahead would overwrite what a product still reads.
             (16, 64, 8, 1, 0),
         ),
         (100, True, 128): ((64, 64, 4, 1, 1), (64, 64, 4, 1, 0), (32, 64, 4, 2, 1)),
@@ -171,14 +177,16 @@ _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
         (90, True, 128): ((64, 64, 8, 1),),
         (100, True, 128): ((32, 64, 8, 1),),
         (80, True, 256): ((32, 64, 8, 1),),
+        (100, True, 256): ((32, 64, 4, 1),),
         (80, False, 64): ((16, 64, 8, 1),),
         (80, False, 128): ((16, 64, 16, 1),),
+        (100, False, 128): ((16, 64, 16, 1),),
     },
     "tf32 stream_fwd": {
         (80, False, 64): ((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 3), (128, 32, 8, 2)),
         (86, False, 64): ((128, 64, 8, 3), (128, 64, 8, 3), (128, 32, 8, 2)),
         (90, False, 64): ((128, 64, 8, 3),),
-        # The last one: Triton 3.6 does not compile it for 4 warps.
+        # Triton 3.6 does not compile the last one for 4 warps.
         (100, False, 64): ((128, 64, 8, 2), (64, 64, 4, 1), (128, 64, 8, 2), (64, 32, 8, 1)),
         (80, False, 128): ((64, 64, 8, 1), (32, 64, 8, 1), (64, 64, 8, 1), (32, 64, 8, 1)),
         (90, False, 128): ((128, 64, 8, 2), (128, 32, 8, 2), (128, 32, 8, 2), (32, 64, 8, 1)),
@@ -230,10 +238,11 @@ _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
     },
 }
 
-#: With an attention mask: in place of the last one of an entry, where that would spill.
+#: With an attention mask these replace the last configuration of an entry, which would spill.
 _MASKED: dict[tuple[str, int, bool, int], tuple[int, ...]] = {
     ("dbias", 80, False, 64): (16, 64, 4, 1),
     ("dbias", 80, False, 128): (16, 32, 16, 1),
+    ("dbias", 100, False, 128): (32, 32, 16, 1),
     ("stream_dkdv", 80, True, 64): (16, 64, 8, 1, 1),
     ("stream_dkdv", 80, False, 64): (16, 32, 8, 1, 1),
     ("stream_dkdv", 100, False, 64): (16, 32, 8, 1, 0),
@@ -269,7 +278,7 @@ _MASKED: dict[tuple[str, int, bool, int], tuple[int, ...]] = {
     ("tf32 stream_fwd", 100, False, 128): (16, 64, 8, 1),
 }
 
-#: Up to here a tile of queries is as small as a matmul may be: decoding with a cache.
+#: With so few queries (decoding with a cache) a tile of queries is as small as a matmul allows.
 DECODE_QUERIES = 16
 
 
@@ -292,7 +301,7 @@ def tile_limit(dtype: torch.dtype, head_dim: int) -> int:
 def needs_statistics(
     dtype: torch.dtype, head_dim: int, max_seqlen_q: int, max_seqlen_k: int, has_bias: bool
 ) -> bool:
-    """Whether the backward streams, and so reads O and row statistics, which the forward keeps."""
+    """Whether the backward streams: it then reads O and row statistics, which the forward saves."""
     return has_bias or max(max_seqlen_q, max_seqlen_k) > tile_limit(dtype, head_dim)
 
 
@@ -327,7 +336,7 @@ def config_of(kernel: str, shape: Any, kind: str | int) -> dict[str, int]:
         kinds = {"row_fwd": _LENGTHS, "tile_bwd": _TILE_KINDS}.get(kernel, STREAM_KINDS)
         chosen = table[arch, half, block_d]
         config = chosen[min(kinds.index(kind), len(chosen) - 1)]
-        if kind == "mask":  # those of 80 fit 86 too, as their tiles are smaller
+        if kind == "mask":  # the tiles of 80 are small enough for 86, too
             config = _MASKED.get((name, 80 if arch == 86 else arch, half, block_d), config)
         config = dict(zip(names, config, strict=False))
     return config | dict(tiles_q=_ROW_TILES) if kernel == "row_fwd" else config
@@ -339,8 +348,8 @@ def _interpreter_config(kernel: str, kind: str | int, dtype: torch.dtype) -> dic
     if kernel == "tile_bwd":
         block = 64 if kind == 64 else 128
         return dict(BLOCK_Q=block, BLOCK_K=block, PERSISTENT=kind == 128)
-    # The backward rebuilds the scores of the forward and must get the same bits. Tensor cores sum
-    # over D in one order whatever the tile; the interpreter's BLAS does not, so all are alike.
+    # The backward computes the forward's scores again and must get the same bits. Tensor cores sum
+    # over D in one order for any tile; the interpreter's BLAS does not, so all tiles are equal.
     config = dict(BLOCK_Q=32, BLOCK_K=64)
     if kernel == "stream_dkdv":
         config["TRANSPOSED"] = dtype.itemsize == 2 and kind != "dropout"

@@ -44,12 +44,12 @@ from fastplm.triton_kernels.attention.tiles import (
 
 
 class Call(NamedTuple):
-    """What a launcher reads of a call of ``ops.attention`` or, with ``cu_seqlens``, of
-    ``ops.attention_varlen``: their arguments, and
+    """A call of ``ops.attention`` or, with ``cu_seqlens``, of ``ops.attention_varlen``, as the
+    launchers read it: the op's arguments, and
 
     buckets: int64 [2 * max_distance + 1], the row of ``bias_weight`` for each distance.
     dropout_threshold: bytes below it drop a probability.
-    allow_tf32: whether fp32 is multiplied in TF32; a backward takes that of its forward.
+    allow_tf32: whether fp32 is multiplied in TF32; a backward takes its forward's value.
     """
 
     query: torch.Tensor
@@ -72,7 +72,7 @@ class Call(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the backward reads beside the gradient."""
+    """The backward reads these beside the gradient."""
 
     call: Call
     out: torch.Tensor
@@ -81,9 +81,9 @@ class Saved(NamedTuple):
 
 
 class Shape:
-    """Sizes of a call in either layout, and what its launches take of them.
+    """Sizes of a call in either layout, and the launch arguments that follow from them.
 
-    Made once for all calls of the same sizes, strides and options: the layers of a model.
+    One object serves all calls of the same sizes, strides and options: the layers of a model.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Shape:
         self.block_d = block_d_of(self.head_dim)
         self.precision = "tf32" if allow_tf32 else "upcast" if upcast_dot(dtype) else "ieee"
         self.streams = needs_statistics(dtype, self.head_dim, max_seqlen_q, max_seqlen_k, has_bias)
-        # What a streaming kernel carries besides the scores; its registers hang on it.
+        # A streaming kernel's registers depend on what it keeps besides the scores.
         has_dropout = dropout_threshold is not None
         self.has_attn_mask = attn_mask_strides is not None
         self.kind = "mask" if self.has_attn_mask else STREAM_KINDS[2 * has_bias + has_dropout]
@@ -165,7 +165,7 @@ class Shape:
         return stats.zero_() if self.ragged else stats  # spare rows are written by no kernel
 
     def grid(self, length: int, block: int) -> tuple[int]:
-        """A program for every tile of every head."""
+        """One program for every tile of every head."""
         return (cdiv(length, block) * self.batch * self.heads,)
 
     @functools.cached_property
@@ -290,7 +290,7 @@ def _key_bits(call: Call, shape: Shape) -> dict[str, Any]:
 
 
 def _key_bytes(call: Call) -> dict[str, Any]:
-    """The key mask as it is given; a ragged one has no stride."""
+    """The key mask as it is given; a packed one has no stride."""
     if call.key_mask is None:
         return dict(mask_ptr=None, stride_mb=0)
     stride = 0 if call.cu_seqlens_k is not None else call.key_mask.stride(0)
@@ -298,7 +298,7 @@ def _key_bytes(call: Call) -> dict[str, Any]:
 
 
 def _pointers(call: Call) -> dict[str, Any]:
-    """Those that all kernels share, but for the key mask."""
+    """The pointers that all kernels share, except the key mask."""
     pointers = dict(
         q_ptr=call.query,
         k_ptr=call.key,
@@ -313,7 +313,7 @@ def _pointers(call: Call) -> dict[str, Any]:
     return pointers
 
 
-#: Queries and keys from which ``ping_pong`` is chosen; None: never, as it was not timed yet.
+#: From so many queries and keys on ``ping_pong`` is chosen; None: never, as it was not timed yet.
 ping_pong_from: int | None = None
 
 
@@ -329,7 +329,7 @@ def attention_fwd(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         return out.zero_(), stats.zero_()
     kernel, grid, fixed = shape.forward
     if ping_pong_from is not None and min(shape.seqlen_q, shape.seqlen_k) >= ping_pong_from:
-        # Gluon, which no other forward needs, is imported with it.
+        # This imports Gluon, which no other forward needs.
         from fastplm.triton_kernels.attention.ping_pong import ping_pong
 
         kernel, grid, fixed = ping_pong(shape, query, call.key, call.value) or shape.forward

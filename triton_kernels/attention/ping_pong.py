@@ -1,17 +1,17 @@
 """A forward for sm_90 whose warp groups have roles. It is not chosen until it has been timed.
 
 A producer copies tiles of Q, K and V. Two consumers of 64 queries each take turns: the softmax of
-one runs during the matmuls of the other. It also runs during its own: while it computes the softmax
-of a tile of keys, the scores of the next tile and the output of the last one are computed.
+one runs during the matmuls of the other. A consumer's softmax of a tile of keys also runs during
+its own matmuls: those of the next tile's scores and of the last tile's output.
 
 Source: FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608), algorithm 2 and section 3.1.
 
 It does what ``_attention_stream_fwd_kernel`` does, with the same arguments, except dropout and
-bias: with those the other units are busy longer than the tensor cores, so nothing is left to hide.
+bias: with either, the other units are busy longer than the tensor cores, and roles gain nothing.
 A block computes one tile of queries after another, so that the copies of the next tile run during
 the end of this one.
 
-Rows are copied one by one (``cp.async``), not by a tensor map. So any stride, ragged rows and a key
+Rows are copied one by one (``cp.async``), not by a tensor map. So any stride, packed rows and a key
 mask work, and a masked key is 0 in shared memory, as in the other kernels.
 
 Each buffer has two barriers: ``full`` counts the threads of the producer whose copies have landed,
@@ -376,7 +376,7 @@ def ping_pong(
         and arch_of(shape.device) == 90
         and (shape.dtype.itemsize, shape.head_dim, shape.kind) == (2, 64, "plain")
         and shape.streams
-        # A copy is of 16 bytes.
+        # Each copy moves 16 bytes.
         and all(step % 16 == 0 for step in steps)
         and all(tensor.data_ptr() % 16 == 0 for tensor in (query, key, value))
     )
@@ -398,7 +398,7 @@ def _launch_of(shape: Shape) -> tuple[Any, tuple[int], Fixed]:
         BLOCK_Q=64,
         BLOCK_K=128,
         STAGES=4,
-        # Of a consumer; the producer has what is left of 504. One of the two spills with others.
+        # A consumer's; the producer has the rest of 504. Other numbers spill in one of the two.
         REGISTERS=232 if shape.ragged else 224,
         num_warps=4,
     )

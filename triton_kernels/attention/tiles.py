@@ -1,8 +1,8 @@
 """What the attention kernels share: their argument structures, tiles in memory, dropout.
 
-The structures exist inside kernels alone; what the host passes is plain arguments. Give their
-fields by position: Triton keeps compiled code by the text of kernels, not by that of these classes,
-so a field that changes its place needs another text in every kernel.
+The structures exist inside kernels alone; the host passes plain arguments. Give their fields by
+position: Triton's cache of compiled code hashes the text of the kernels, not of these classes, so a
+field may change its place only with a change to the text of every kernel.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import triton.language as tl
 from fastplm.triton_kernels._launch import dot
 from fastplm.triton_kernels._philox import philox
 
-# Numbers that change from batch to batch, and by which Triton is not to specialise a kernel: a
-# kernel of its own for multiples of 16 would not be faster. ``stride_sh`` is the number of rows:
-# statistics start anywhere in it, so they are loaded one by one.
+# Triton must not specialise kernels on these numbers, which change from batch to batch: a separate
+# kernel for multiples of 16 would not be faster. ``stride_sh`` is the number of rows: statistics
+# begin at any row, so they are loaded one by one.
 COUNTS = ("num_seqs", "seqlen_q", "seqlen_k", "threshold", "stride_mb", "stride_sh")
 
-#: A launch without an attention mask: None is a constant, so that kernels have no such parameters.
+#: A launch without an attention mask: None is a constant, which removes the kernel's parameter.
 NO_ATTN_MASK = dict.fromkeys(("attn_mask_ptr", "stride_ab", "stride_ah", "stride_at", "MASK_STEP"))
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -49,12 +49,12 @@ class Rows(NamedTuple):
 class AttnMask(NamedTuple):
     """[Tq, Tk] of one head: 0 where a query may not see a key.
 
-    Kernels make it in place: under Triton 3.6 no helper can return None where there is no mask.
+    Each kernel makes it inline: under Triton 3.6 a helper cannot return None if there is no mask.
     """
 
     ptr: Any
     stride: Any
-    STEP: Any  # divides the number of keys: as many are there or not
+    STEP: Any  # divides the number of keys: so many neighbours all exist, or none
 
 
 class Numbers(NamedTuple):
@@ -78,8 +78,8 @@ class Head(NamedTuple):
     length_q: Any
     length_k: Any
     diagonal: Any  # query i sees keys j <= i + diagonal
-    shift: Any  # and stands at position i + shift
-    mask_ptr: Any  # [words] of its keys, see ``keys_allowed``
+    shift: Any  # query i stands at position i + shift
+    mask_ptr: Any  # [words], the key mask, see ``keys_allowed``
     attn_mask: Any  # AttnMask or None
     bias_ptr: Any  # [2 * max_distance + 1]
     numbers: Numbers

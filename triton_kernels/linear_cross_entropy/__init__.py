@@ -12,8 +12,8 @@ pre-training the softmax is flat); running maximum and sum as in Milakov and Gim
 (arXiv 1805.02867). No sum needs an atomic, so every bit repeats.
 
 Files: ``forward`` and ``backward`` hold kernels and the launchers of each data flow, ``sample`` the
-draw, ``rows`` the order of rows, ``tiles`` what kernels share, ``products`` those of the vendor's
-library, ``configs`` the launch tables, ``launch`` the launchers, ``cases`` what tools compile.
+draw, ``rows`` the order of rows, ``tiles`` what kernels share, ``products`` the calls of cuBLAS,
+``configs`` the launch tables, ``launch`` the launchers, ``cases`` what tools compile.
 
 Legend: N rows · V vocabulary · E row width · m row maximum · l row sum of exp(z - m), in natural
         units: z - m is taken before the factor log2(e) of exp2, so a large common offset of the
@@ -26,22 +26,22 @@ ignored rows cost nothing in the products and are never read.
 
 There are two data flows, each for a part of the slots:
 
-Kept logits, for the first slots, as many as the caller expects to count and as memory allows. Z, dX
-and dW are products of stored matrices, which the vendor's library computes over all these slots,
-used or not. Between them one kernel reads each row twice: for its statistics, then to replace Z by
-D (0 in unused slots). The upstream gradient g is multiplied into the other operand, so it need not
-be known in the forward.
+Kept logits, for the first slots: as many as the caller expects to count and as memory allows. Z, dX
+and dW are products of stored matrices, which cuBLAS computes over all these slots, used or not.
+Between Z and the other two, one kernel reads each row twice: for its statistics, then to replace Z
+by D (0 in unused slots). The backward multiplies the upstream gradient g into the other operand, so
+the forward need not know it.
 
 Recomputed logits, for the other slots. Z is never stored, and only tiles with a row that counts are
 computed. In the forward a program handles a tile of rows and one split of the vocabulary, and a
 second kernel combines the splits. In the backward of rows that fit into one tile (E <= 128), the
-kernels of dX and of dW each compute Z again in registers. For wider rows they would do so for each
-tile of E. There, dZ is computed once for each chunk of the vocabulary, into a buffer of bounded
+kernels of dX and of dW each compute Z again in registers. For wider rows they would do so once for
+each tile of E. So dZ is computed once for each chunk of the vocabulary, into a buffer of bounded
 size that the products read.
 
 Sampling draws a token of softmax(Z / T) by the inverse of the distribution function, at one uniform
 number for each row. The forward writes the sum of every tile. Another kernel chooses the tile, then
-the token in it, from the kept logits or from those of that one tile, computed again.
+the token in it: from the kept logits, or it computes the logits of that one tile again.
 """
 
 from fastplm.triton_kernels.linear_cross_entropy.cases import compile_cases, meta_case

@@ -24,7 +24,7 @@ from fastplm.triton_kernels.linear_cross_entropy.tiles import (
     tile_ptrs,
 )
 
-# Splits of the vocabulary that a few spare rows take, so that they use more of a device.
+# A few spare rows split the vocabulary into so many parts, to use more of a device.
 SPARE_SPLITS = tl.constexpr(16)
 
 
@@ -37,7 +37,7 @@ class Logits(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Of the forward, and g, [N] each; and what it takes to use them."""
+    """Statistics of the forward and g, [N] each, and the numbers needed to use them."""
 
     target_ptr: Any
     g_ptr: Any
@@ -49,7 +49,7 @@ class Saved(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Of a tile of rows: what dZ is made from, see ``row_scalars``."""
+    """What dZ of a tile of rows is made from, see ``row_scalars``."""
 
     target: Any
     dz_target: Any
@@ -466,8 +466,8 @@ def backward_kept(
 ) -> None:
     """Launch the backward of the rows that kept D.
 
-    dW is ``scale`` times the product of D and the rows of X by their shares of g, g / scale. All
-    rows of a mean have one g, which is the scale: they take no rounding.
+    dW is ``scale`` times the product of D and the rows of X times their shares of g, g / scale. All
+    rows of a mean have one g, which is the scale: their share is 1, and nothing is rounded.
     """
     input, vocab, width = (operands[name] for name in ("x_ptr", "V", "E"))
     columns = products.whole_vectors(vocab)
@@ -505,7 +505,7 @@ def _bias_gradient(
     scale: torch.Tensor | None = None,
     accumulates: bool = False,
 ) -> None:
-    """Launch db of the columns ``chunk_start`` … of the vocabulary, which ``dz`` holds."""
+    """Launch db of the columns of ``dz``, which are those of the vocabulary from chunk_start on."""
     block_n, block_v, num_warps = configs.BIAS_TILE
     assert dz.stride(0) % block_v == 0, "a tile would read past the last row"
     launch(
@@ -567,17 +567,17 @@ def backward_recomputed(
     logits: Logits | None = None,
     **scalars: Any,
 ) -> None:
-    """Launch the backward of the rows whose logits were not stored; those of another op, whose
-    ``logits`` give dZ, in any case through a stored one.
+    """Launch the backward of the rows whose logits were not stored.
 
     Args:
-        spare: that none of them counts is likely. So there is no buffer for dZ, at the price that
-            each tile of E computes it again, and there are three launches, whose programs end at
-            once if none counts.
+        spare: probably none of these rows counts. So dZ has no buffer, and each tile of E computes
+            it again; the programs of the three launches end at once if no row counts.
+        logits: what writes another op's dZ, instead of this op's; such a dZ is always read from a
+            buffer.
     """
     input, rows, vocab, width = operands["x_ptr"], part.rows, operands["V"], operands["E"]
     device = input.device
-    # If wide, all products read a stored dZ. So do those of a second part, which is rare.
+    # If wide, all products read a stored dZ; in a second part, which is rare, they always do.
     wide = not spare and (configs.is_wide(width) or accumulates or logits is not None)
     prefix = "wide " if wide else ""
     config_x, config_w = (configs.config_of(prefix + which, input) for which in ("dX", "dW"))

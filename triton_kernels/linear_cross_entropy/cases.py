@@ -36,7 +36,7 @@ def compile_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for width in (128, 768, 17, 16, 64, 256, 1024):
             for kept_rows in (0, 512, 256):  # of 512
-                # Wide rows run the same kernels, whatever their width, but for the masks.
+                # Wide rows of any width run the same kernels, except for the masks.
                 if kept_rows and width in (17, 16, 64):
                     continue
                 label = f"{str(dtype)[6:]} E={width}{_KEPT[kept_rows]}"
@@ -47,7 +47,7 @@ def compile_cases() -> Iterator[tuple[str, Callable[[], object]]]:
                     if option and (kept_rows == 256) != (option == " spare"):
                         continue
                     always = default and (dtype is torch.bfloat16 or (width == 128 and not option))
-                    if (width, kept_rows) == (768, 0):  # as always, but for its options
+                    if (width, kept_rows) == (768, 0):  # its options are for the long lane
                         always &= not option
                     always |= option == " spare" and (width, dtype) == (768, torch.bfloat16)
                     case = functools.partial(meta_case, dtype, width, kept_rows, **arguments)

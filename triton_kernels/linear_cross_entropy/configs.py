@@ -15,21 +15,21 @@ from fastplm.triton_kernels._launch import (
 )
 
 # Columns of a split: few enough that the 20 row tiles of a small batch fill a device, enough that
-# the partial results of a split cost little. Not a function of N: only the device knows how many
-# rows count.
+# the partial results of a split cost little. The number does not depend on N, as only the device
+# knows how many rows count.
 _SPLIT_COLUMNS = 4096
-# Elements of the buffer for dZ: columns enough that dW fills a large device, in at most 512 MiB of
-# 16 bits. Never more than a quarter of the vocabulary, or a small batch would store all its logits.
+# Elements of the buffer for dZ: enough columns that dW fills a large device, in at most 512 MiB of
+# 16 bits; at most a quarter of the vocabulary, or a small batch would store all its logits.
 _SCRATCH_ELEMENTS = 1 << 28
 _SCRATCH_PARTS = 4
 
 # (arch, 16-bit?, which) -> (BLOCK_N, BLOCK_V, BLOCK_E, num_warps, num_stages). BLOCK_E is the width
 # of a row, or for wide rows the part of it that an iteration reads (forward, dZ) or that a program
-# computes (dX, dW). "With more": argmax or label smoothing, or for dW the sum of another part, need
-# registers. An architecture without an entry takes that of the nearest older one. Entries of 86 are
-# for sm_86, 89 and 120 alone, where the tiles of sm_80 spill, so 90 has one beside them.
-# Not measured on a device yet: chosen by the compile tests, which allow no spills in an inner loop,
-# and on sm_80 and sm_90 by simulated waits (tools/timeline.py).
+# computes (dX, dW). "with more": argmax, label smoothing, or for dW the sum of another part take
+# more registers. An architecture without an entry takes that of the nearest older one. Entries of
+# 86 are for sm_86, 89 and 120 alone, where the tiles of sm_80 spill; 90 then needs its own entry.
+# None was measured on a device yet: the compile tests, which allow no spills in an inner loop, and
+# on sm_80 and sm_90 simulated waits (tools/timeline.py) chose them.
 _TABLE = {
     (80, True, "forward 16"): (128, 64, 16, 4, 2),
     (80, True, "forward 32"): (128, 64, 32, 4, 2),
@@ -101,9 +101,9 @@ _TABLE = {
     (80, False, "wide dW"): (32, 64, 64, 8, 2),
     (80, False, "wide dW with more"): (32, 64, 64, 8, 1),
 }
-# Of the two kernels that only read and write stored logits (BLOCK_N, BLOCK_V, num_warps): 16 bytes
-# a thread and load. Four rows an SM are 32 MB of BERT's vocabulary at once, which the L2 of an H100
-# holds until they are read again; more of them, or of 100,000 words, it would not.
+# The two kernels that only read and write stored logits (BLOCK_N, BLOCK_V, num_warps): each load of
+# a thread has 16 bytes. With BERT's vocabulary, four rows an SM are 32 MB, which the L2 of an H100
+# holds until they are read again. It would not hold more rows, or a vocabulary of 100,000.
 _ROWS_TABLE = {
     (80, True): (1, 4096, 16),
     (80, False): (1, 4096, 16),
@@ -139,7 +139,7 @@ def rows_config(input: torch.Tensor) -> tuple[int, int, int]:
 
 
 def forward_config(more: bool, input: torch.Tensor) -> dict[str, int]:
-    """``more``: argmax or label smoothing, which need registers."""
+    """``more``: argmax or label smoothing, which take more registers."""
     which = "forward"
     if is_wide(input.shape[1]):
         which = "wide forward with more" if more else "wide forward"

@@ -11,7 +11,7 @@ from fastplm.triton_kernels.linear_cross_entropy.backward import backward_kept, 
 from fastplm.triton_kernels.linear_cross_entropy.forward import forward_kept, forward_recomputed
 from fastplm.triton_kernels.linear_cross_entropy.rows import Part, parts_of, write_order
 
-# The way inside a tile of 128 rows is counted in 32 bits.
+# Offsets inside a tile of 128 rows are computed in 32 bits.
 _MAX_STRIDE = 1 << 23
 
 
@@ -21,7 +21,7 @@ def operands_of(
     linear_bias: torch.Tensor | None,
     parts: list[Part],
 ) -> dict[str, Any]:
-    """The keywords that all product kernels share; those of rows that keep nothing read W."""
+    """The keywords that all product kernels share. Only rows without kept logits read W."""
     if not all(part.kept for part in parts):
         linear_weight = linear_weight.to(input.dtype)
     if linear_weight.stride(0) >= _MAX_STRIDE:
@@ -29,7 +29,7 @@ def operands_of(
     return dict(
         x_ptr=input,
         w_ptr=linear_weight,
-        # Without a bias the pointer is never read; any tensor will do.
+        # Without a bias the pointer is never read, so it may be that of any tensor.
         bias_ptr=linear_weight if linear_bias is None else linear_bias,
         V=linear_weight.shape[0],
         stride_xn=input.stride(0),
@@ -41,7 +41,7 @@ def operands_of(
 
 
 def sums_like(grad: torch.Tensor) -> torch.Tensor:
-    """Memory in fp32, in which the parts of a gradient add up."""
+    """An fp32 tensor in which the parts of a gradient are summed."""
     return grad if grad.dtype is torch.float32 else torch.empty_like(grad, dtype=torch.float32)
 
 
@@ -72,8 +72,8 @@ def linear_cross_entropy_fwd(
     """Launch the forward, which writes the nine tensors before the keywords.
 
     Statistics fp32 [N]; argmax and sample int64 [N], or without elements; ``grad_logits``
-    [kept_rows, V padded] in the dtype of ``input``, or without elements. What a backward reads
-    again: the rows that keep their logits, ``slots`` [kept_rows, E]; ``order`` int64 [4 + N].
+    [kept_rows, V padded] in the dtype of ``input``, or without elements. The backward also reads
+    ``slots`` [kept_rows, E], the rows that keep their logits, and ``order`` int64 [4 + N].
     """
     write_order(target, ignore_index, kept_rows, order)
     parts = parts_of(order, kept_rows)
@@ -128,8 +128,8 @@ def linear_cross_entropy_bwd(
 ) -> None:
     """Launch the backward, which writes the three gradients; those not needed have no elements.
 
-    ``grad_loss`` fp32 [N], of any stride: 0 where all rows have the same. ``spare``: see
-    ``backward_recomputed``, of the rows beside those that keep their logits.
+    ``grad_loss`` fp32 [N] has any stride; 0 if all rows have one gradient. ``spare``: that of
+    ``backward_recomputed``, for the rows that do not keep their logits.
     """
     parts = parts_of(order, grad_logits.shape[0])
     if not parts:
@@ -140,7 +140,7 @@ def linear_cross_entropy_bwd(
     dw, db = grad_weight, grad_bias
     if len(parts) > 1:
         dw, db = sums_like(dw), sums_like(db)
-    # What is not needed is None, here and below.
+    # A gradient that is not needed is None, here and below.
     grads = dict(
         dx_ptr=grad_input if need_input else None,
         dw_ptr=dw if need_weight else None,

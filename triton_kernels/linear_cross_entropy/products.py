@@ -1,4 +1,4 @@
-"""Products of whole matrices, by the vendor's library."""
+"""Products of whole matrices, by cuBLAS."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 
 from fastplm.triton_kernels._launch import cdiv
 
-# Elements of 16 bits in a vector of 16 bytes.
+# A vector of 16 bytes has so many elements of 16 bits.
 _VECTOR = 8
 
 
 def padded(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """W in ``dtype``, with rows of 0 up to a multiple of 8.
 
-    The vendor's kernels need each dimension of a matrix in whole vectors of 16 bytes.
+    The kernels of cuBLAS need each dimension of a matrix in whole vectors of 16 bytes.
     """
     vocab, width = weight.shape
     if vocab % _VECTOR == 0:
@@ -29,10 +29,10 @@ def whole_vectors(columns: int) -> int:
 
 
 def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """``out[...] = a @ b`` by the vendor's library, ``out`` in the dtype of ``a`` or fp32.
+    """``out[...] = a @ b`` by cuBLAS, ``out`` in the dtype of ``a`` or fp32.
 
-    ``torch.backends.cuda.matmul`` says how it sums, as in ``nn.Linear``: in fp32, fp32 operands in
-    TF32 if that is allowed. If the library splits a sum, it may add the parts in 16 bits.
+    Sums are in fp32, and fp32 operands in TF32 if ``torch.backends.cuda.matmul`` allows it, as in
+    ``nn.Linear``. If cuBLAS splits a sum, it may add the parts in 16 bits.
     """
     if out.device.type == "meta":
         return

@@ -1,4 +1,4 @@
-"""Which rows count, in which order, and their mean loss.
+"""The rows that count, their order, and their mean loss.
 
 A slot is a place in ``order``, which lists the rows that count first. A ``Part`` is the slots that
 take one of the two data flows.
@@ -20,7 +20,7 @@ from fastplm.triton_kernels.linear_cross_entropy.tiles import (
     load_tile,
 )
 
-# Block sizes of kernels of one program: the order of rows, sums over rows.
+# Block sizes of the kernels of one program: the order of rows, and sums over rows.
 _ORDER_BLOCK = 2048
 _SUM_BLOCK = 8192
 
@@ -171,7 +171,7 @@ class Part(NamedTuple):
 def write_order(
     target: torch.Tensor, ignore_index: int, kept_rows: int, order: torch.Tensor
 ) -> None:
-    """Launch what writes ``order`` [4 + N] int64: two counts (see ``parts_of``), then all rows."""
+    """Launch the write of ``order`` [4 + N] int64: two counts (see ``parts_of``), then all rows."""
     launch(
         _linear_cross_entropy_order_kernel,
         (1,),
@@ -202,7 +202,7 @@ def parts_of(order: torch.Tensor, kept_rows: int) -> list[Part]:
 def mean(
     loss: torch.Tensor, order: torch.Tensor, normalizer: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the mean of the losses [N] of a forward: it and what it divides by, fp32 []."""
+    """Launch the mean of a forward's losses [N]. Returns the mean and its denominator, fp32 []."""
     mean, denominator = (loss.new_empty(()) for _ in range(2))
     launch(
         _linear_cross_entropy_mean_kernel,
@@ -228,7 +228,7 @@ def fill_slots(
     scale: torch.Tensor | None = None,
     share: torch.Tensor | None = None,
 ) -> None:
-    """Launch what moves the rows that count into their slots, [slots, E]."""
+    """Launch the copy of the rows that count into their slots, [slots, E]."""
     input, width = operands["x_ptr"], operands["E"]
     launch(
         _linear_cross_entropy_slots_kernel,
@@ -251,7 +251,7 @@ def fill_slots(
 
 
 def largest(part: Part, g: torch.Tensor, scale: torch.Tensor) -> None:
-    """Launch the largest magnitude of g that counts."""
+    """Launch the largest magnitude of g among the rows that count."""
     launch(
         _linear_cross_entropy_scale_kernel,
         (1,),

@@ -1,8 +1,8 @@
 """What the kernels share: their argument structures, and tiles in memory.
 
-The structures exist inside kernels alone; what the host passes is plain arguments. Give their
-fields by position: Triton keeps compiled code by the text of kernels, not by that of these classes,
-so a field that changes its place needs another text in every kernel.
+The structures exist inside kernels alone; the host passes plain arguments. Give their fields by
+position: Triton's cache of compiled code hashes the text of the kernels, not of these classes, so a
+field may change its place only with a change to the text of every kernel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 from fastplm.triton_kernels._launch import dot
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# Before the order of rows stand two counts, int64, each at a multiple of 16 bytes.
+# Two int64 counts stand before the order of rows, each at a multiple of 16 bytes.
 COUNT_STRIDE = tl.constexpr(2)
 ORDER_START = 2 * COUNT_STRIDE.value
 

@@ -29,7 +29,7 @@ def compile_cases() -> Iterator[tuple[str, Callable[[], object]]]:
                     for hard in (True, False):
                         label = f"{str(dtype)[6:]} E={width}{_KEPT[kept_rows]} {divergence}"
                         label += ", hard targets" * hard
-                        # The KLs run the kernels of JS's first pass, but for a sum.
+                        # The KLs run the kernels of JS's first pass, with one more sum.
                         always = dtype is torch.bfloat16 and width == 768 and hard
                         always &= divergence in ("js", "given")
                         options = dict(
@@ -55,8 +55,8 @@ def meta_case(
     words: int = 64,
     products: bool = True,
 ) -> None:
-    """Launch forward and backward on meta tensors, of the divergence "given" with so many ``words``
-    a row; of the backward dz alone, or with the ``products`` of ``linear_cross_entropy``."""
+    """Launch forward and backward on meta tensors. The divergence "given" has ``words`` words a
+    row. The backward is dz alone, or has also the ``products`` of ``linear_cross_entropy``."""
 
     def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")

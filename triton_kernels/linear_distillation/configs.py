@@ -9,11 +9,11 @@ import torch
 from fastplm.triton_kernels._launch import arch_of, is_recording, nearest_arch
 from fastplm.triton_kernels.linear_cross_entropy.configs import config_of
 
-# (arch, 16-bit?, which) -> (BLOCK_N, BLOCK_V, BLOCK_E, num_warps, num_stages), of the kernels that
+# (arch, 16-bit?, which) -> (BLOCK_N, BLOCK_V, BLOCK_E, num_warps, num_stages), for the kernels that
 # multiply a tile of both sides: their accumulators are two tiles in fp32. "js": the mixture's pass.
-# Not measured on a device yet: chosen by the compile tests, which allow no spills in an inner loop,
-# and where the waits can be simulated (not on sm_100) by the cycles that a tile then takes. One of
-# 128x128 moves half the bytes of one of 64x64, which outweighs what it spills once for all of E.
+# None was measured on a device yet: the compile tests, which allow no spills in an inner loop, and
+# the simulated cycles of a tile (not on sm_100) chose them. A tile of 128x128 moves half the bytes
+# of one of 64x64, which outweighs its spills, once for all of E.
 _TABLE = {
     (80, True, "forward"): (64, 128, 32, 4, 3),
     (90, True, "forward"): (128, 128, 64, 8, 3),
@@ -33,13 +33,13 @@ _TABLE = {
     (80, False, "dz"): (32, 64, 32, 4, 1),
 }
 _OF_ONE_SIDE = {"forward": "wide forward with more", "dz": "wide dZ"}
-# Of the kernel that reads and writes stored logits: BLOCK_N, BLOCK_V, num_warps.
+# The kernel that reads and writes stored logits: BLOCK_N, BLOCK_V, num_warps.
 ROWS_TILE = (1, 1024, 4)
 
 
 def tile_config(which: str, input: torch.Tensor, taught: torch.Tensor | None) -> dict[str, int]:
-    """Of tiles of both sides: those of 16 bits are for two of these. Without a teacher's rows those
-    of ``linear_cross_entropy``."""
+    """The launch configuration of tiles of both sides, in 16 bits if both are. Without a teacher's
+    rows, it is that of ``linear_cross_entropy``."""
     if taught is None:
         return config_of(_OF_ONE_SIDE[which], input)
     half = input.dtype.itemsize == taught.dtype.itemsize == 2

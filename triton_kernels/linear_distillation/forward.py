@@ -48,7 +48,7 @@ from fastplm.triton_kernels.linear_distillation.tiles import (
     row_of,
 )
 
-#: Places in the partial results of a split; of the second pass of JS there are but two.
+#: Partial results of a split, and the places of two of them; JS's second pass has only two results.
 _PARTS = tl.constexpr(7)
 _TOTAL = tl.constexpr(5)
 _PICKED = tl.constexpr(6)

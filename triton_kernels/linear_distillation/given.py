@@ -1,9 +1,9 @@
 """Given probabilities in the place of a teacher's rows.
 
-The other kernels then see the student alone, and write of dz the part that all words have, S q. The
-logits of the given words are read from the stored ones, or computed again from K rows of W. They
-give what the divergence adds to the student's statistics, and dz of these words from the start: it
-is written over their S q, so that it is rounded once.
+The other kernels then see the student alone, and write S q, the part of dz that all words have.
+The logits of the given words are read from the stored ones, or computed again from K rows of W.
+From these follow the divergence's part of the statistics, and all of dz for these words, which
+replaces their S q, so that it is rounded once.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def pick_logits(
     logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Launch the logits of the given words by slot, fp32 [slots, K], from stored ``logits`` or from
-    W; with ``results`` also what is known of them into the statistics."""
+    W; with ``results``, the kernel also writes their statistics."""
     input, width = student["x_ptr"], student["E"]
     picked = input.new_empty(part.rows, given.indices.shape[1], dtype=torch.float32)
     of_student = ("x_ptr", "w_ptr", "bias_ptr", "V", "stride_xn", "stride_wv", "E", "HAS_BIAS")
@@ -241,8 +241,8 @@ def place_gradients(
     end_v: int,
     g: torch.Tensor | None = None,
 ) -> None:
-    """Launch dz of the given words, at an upstream gradient of 1 or ``g``, into the columns
-    ``start_v`` … of the vocabulary, which ``dz`` holds."""
+    """Launch dz of the given words, at an upstream gradient of 1 or ``g``, into ``dz``, whose
+    columns are those of the vocabulary from ``start_v`` on."""
     if not setting["DISTILLS"]:
         return
     of_setting = ("inverse_temperature", "beta", "distillation_scale", "cross_entropy_weight")

@@ -36,7 +36,7 @@ def _teacher_of(
     indices: torch.Tensor | None,
     probabilities: torch.Tensor | None,
 ) -> tuple[dict[str, Any], Given | None]:
-    """The operands of the teacher, or in their place rows of no width, and what is given of it."""
+    """The teacher's operands, or rows of width 0 in their place with the given probabilities."""
     if input is None or weight is None:
         assert indices is not None and probabilities is not None
         return student | dict(E=0, HAS_BIAS=False), Given(indices, probabilities)
@@ -51,7 +51,7 @@ def _setting(
     distillation_weight: float,
     cross_entropy_weight: float,
 ) -> dict[str, Any]:
-    """What the kernels that make D are told of the call."""
+    """The arguments of a call that all kernels of D take."""
     return dict(
         inverse_temperature=1.0 / temperature,
         beta=beta,
@@ -94,7 +94,7 @@ def linear_distillation_fwd(
     """Launch the forward, which writes the seven tensors before the keywords.
 
     Loss and its parts fp32 [N]; statistics fp32 [7, N]; the others as in ``linear_cross_entropy``.
-    A teacher without rows is given: indices int64 and probabilities fp32, both [N, K].
+    Without a teacher's rows: teacher_indices int64 and teacher_probabilities fp32, both [N, K].
     """
     write_order(target, ignore_index, kept_rows, order)
     parts = parts_of(order, kept_rows)
@@ -159,7 +159,7 @@ def linear_distillation_bwd(
 ) -> None:
     """Launch the backward, which writes the three gradients; those not needed have no elements.
 
-    ``grad_loss`` fp32 [N], of any stride: 0 where all rows have the same.
+    ``grad_loss`` fp32 [N] has any stride; 0 if all rows have one gradient.
     """
     parts = parts_of(order, grad_logits.shape[0])
     if not parts:
@@ -231,7 +231,7 @@ def linear_distillation_bwd(
             **grads,
             accumulates=number > 0,
             logits=Logits(write, config),
-            # Of what reads a stored dZ these are not read.
+            # Kernels that read a stored dZ do not read these.
             target_ptr=target,
             g_ptr=grad_loss,
             log_probability_ptr=statistics,

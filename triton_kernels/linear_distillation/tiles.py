@@ -15,9 +15,9 @@ FORWARD = tl.constexpr(1)
 REVERSE = tl.constexpr(2)
 JS = tl.constexpr(3)
 GIVEN = tl.constexpr(4)
-#: Places in the statistics [7, N] that the forward leaves. Of given probabilities, those of the
-#: teacher are the largest logit u of its words and the sum of p (log p - (z - u) / T), and the mean
-#: is the sum of p.
+#: Places in the statistics [7, N] that the forward leaves. With given probabilities, TEACHER_MAX is
+#: the largest logit u of the given words, TEACHER_SUM the sum of p (log p - (z - u) / T), and MEAN
+#: the sum of p.
 MAX = tl.constexpr(0)
 SUM = tl.constexpr(1)
 HARD_SUM = tl.constexpr(2)
@@ -25,9 +25,9 @@ TEACHER_MAX = tl.constexpr(3)
 TEACHER_SUM = tl.constexpr(4)
 MEAN = tl.constexpr(5)
 LOG_PROBABILITY = tl.constexpr(6)
-#: exp of it and of its negative are normal. Where a ratio is larger, what it is multiplied by is 0.
+#: exp(80) and exp(-80) are normal numbers. A larger ratio is only multiplied by 0.
 _LARGEST_GAP = tl.constexpr(80.0)
-#: Sums of differences of logits are kept times this: so they are finite where their mean is.
+#: Sums of differences of logits are kept times this, so that they are finite where their mean is.
 TOTAL_SCALE = tl.constexpr(2.0**-20)
 
 
@@ -65,7 +65,7 @@ class Statistics(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Of rows whose logits were all seen, what dz is made from, [BLOCK_N] each."""
+    """What dz of rows is made from, once all logits were seen, [BLOCK_N] each."""
 
     target: Any
     m: Any
