@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import count_places
 import pytest
 
+import count_places
 from fastplm._registry import OPS
 
 PYTHON = '''

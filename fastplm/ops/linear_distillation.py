@@ -163,10 +163,12 @@ def linear_distillation(
         divergence; the running sums of Milakov and Gimelshein 2018 (arXiv 1805.02867).
     Reference: ``fastplm.reference.linear_distillation.linear_distillation_ref``.
     """
-    call = Call(
-        *(input, linear_weight, linear_bias, teacher_input, teacher_weight, teacher_bias),
-        *(None, None, target, target is not None, ignore_index, divergence, beta, temperature),
-        *(distillation_weight, cross_entropy_weight, 0, normalizer, reduction),
+    call = Call._make(
+        (
+            *(input, linear_weight, linear_bias, teacher_input, teacher_weight, teacher_bias),
+            *(None, None, target, target is not None, ignore_index, divergence, beta, temperature),
+            *(distillation_weight, cross_entropy_weight, 0, normalizer, reduction),
+        )
     )
     for name in ("teacher_input", "teacher_weight"):
         check_tensor(_NAME, name, getattr(call, name), ndim=2)
@@ -223,11 +225,13 @@ def linear_distillation_topk(
         distributions.
     Reference: ``fastplm.reference.linear_distillation.linear_distillation_topk_ref``.
     """
-    call = Call(
-        *(input, linear_weight, linear_bias, None, None, None),
-        *(teacher_indices, teacher_probabilities, target, target is not None, ignore_index),
-        *("forward_kl", 0.5, temperature, distillation_weight, cross_entropy_weight),
-        *(0, normalizer, reduction),
+    call = Call._make(
+        (
+            *(input, linear_weight, linear_bias, None, None, None),
+            *(teacher_indices, teacher_probabilities, target, target is not None, ignore_index),
+            *("forward_kl", 0.5, temperature, distillation_weight, cross_entropy_weight),
+            *(0, normalizer, reduction),
+        )
     )
     where = f"{_NAME}_topk"
     for name in ("teacher_indices", "teacher_probabilities"):
@@ -258,19 +262,20 @@ def _distilled(
         if value is not None:
             check_number(where, name, value, 0, math.inf, f"{unit}, 0 or more, or None", hint)
     all_count = given is None and mask is None
-    target = rows_chosen(call.input, None, None, call.ignore_index) if given is None else given
-    call = Call(
-        *autocast_operands(call.input, call.linear_weight, call.linear_bias),
-        *_constants(call.teacher_input, call.teacher_weight, call.teacher_bias),
-        *(call.teacher_indices, call.teacher_probabilities, target, call.has_target),
-        *(call.ignore_index, kl_of_limit(call.divergence, call.beta), float(call.beta)),
-        *(float(call.temperature), float(call.distillation_weight)),
-        *(float(call.cross_entropy_weight), 0, normalizer, reduction),
+    student = autocast_operands(call.input, call.linear_weight, call.linear_bias)
+    teacher = _constants(call.teacher_input, call.teacher_weight, call.teacher_bias)
+    call = Call._make((*student, *teacher, *call[6:]))._replace(
+        target=rows_chosen(call.input, None, None, call.ignore_index) if given is None else given,
+        divergence=kl_of_limit(call.divergence, call.beta),
+        beta=float(call.beta),
+        temperature=float(call.temperature),
+        distillation_weight=float(call.distillation_weight),
+        cross_entropy_weight=float(call.cross_entropy_weight),
     )
     OP.check(call, where)
     dispatches = needs_dispatch(call)
     backend = OP.resolve(call, dispatches)
-    call = call._replace(target=rows_chosen(call.input, target, mask, call.ignore_index))
+    call = call._replace(target=rows_chosen(call.input, call.target, mask, call.ignore_index))
     if call.teacher_probabilities is not None:
         dtype = torch.promote_types(call.input.dtype, torch.float32)
         counts = call.target != call.ignore_index
