@@ -63,9 +63,9 @@ _WHERE = "attn_implementation='fastplm'"
 ROWS = "rows"
 # Arguments of some models' attention that change its result and are not supported here.
 _UNSUPPORTED = ("softcap", "s_aux", "head_mask", "cache")
-# In the order of the arguments of ``ops.attention_varlen``.
+# The bounds of packed sequences, in the order of the arguments of ``ops.attention_varlen``.
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-# The arguments of which one must be looked at; most calls have none of them.
+# Arguments that must be looked at; most calls have none of them.
 _SPECIAL = frozenset(
     (*_UNSUPPORTED, *_PACKED, ROWS, "output_attentions", WITH_WEIGHTS, "position_bias")
 )
@@ -98,7 +98,7 @@ def fastplm_mask(
     Args:
         batch_size, q_length, kv_length: sizes of the attention.
         q_offset, kv_offset: positions of the first query and key; a tensor with a static cache.
-        mask_function: of Transformers: causal, bidirectional or a composed one.
+        mask_function: one of Transformers: causal, bidirectional or composed.
         attention_mask: bool [B, S], True = attend, or None; or a full mask [B, Tq, Tk], 0 = hidden,
             of any dtype, as Google's BERT and the models of Transformers 4 take it.
         kwargs: other arguments of ``transformers.masking_utils.sdpa_mask``.
@@ -191,7 +191,7 @@ def fastplm_attention_forward(
         module: the layer; its ``is_causal`` is used if neither mask nor argument says it.
         query: [B, H, Tq, D].
         key, value: [B, H, Tk, D], or with fewer heads.
-        attention_mask: of ``fastplm_mask``; or None or bool [B, Tk], combined with ``is_causal``;
+        attention_mask: from ``fastplm_mask``; or None or bool [B, Tk], combined with ``is_causal``;
             or a full 4-D mask, one for all heads or for each, boolean (True = attend) or additive.
         dropout: probability of dropping an attention weight, 0 outside training. Every call draws
             its seed from PyTorch's generator, which ``torch.manual_seed`` sets and activation
@@ -228,38 +228,25 @@ def fastplm_attention_forward(
     complete = attention_mask is not None and attention_mask.dim() == 4
     attn_mask = _boolean(attention_mask) if complete else None
     lengths = None if complete else _lengths(query, key, causal, kwargs)
-    rows = kwargs.get(ROWS)
-    sample_index = None if rows is None or not dropout else rows.sample_index
-    with_weights = kwargs.get("output_attentions") or kwargs.get(WITH_WEIGHTS, False)
+    weights_too = kwargs.get("output_attentions") or kwargs.get(WITH_WEIGHTS, False)
     position_bias = kwargs.get("position_bias")
     fused = (
         not (complete and attn_mask is None)
-        and not with_weights
+        and not weights_too
         and key.shape == value.shape
         and key.shape[:2] == query.shape[:2]
     )
     relative_bias = None
     if fused and position_bias is not None:
         relative_bias, fused = _relative_bias(module, query, key, position_bias)
-    if not fused and position_bias is not None and not isinstance(position_bias, Tensor):
-        fail(
-            _WHERE,
-            "position_bias",
-            "a T5RelativeBias with grouped heads, output_attentions or an additive 4-D mask",
-            "a dense tensor with these",
-            "Look the table up: position_bias [1, H, Tq, Tk].",
-            UnsupportedError,
+    if not fused:
+        _check_unfused(position_bias, lengths is not None)
+        return _unfused(
+            module, query, key, value, attention_mask, dropout, scaling, causal, weights_too, kwargs
         )
+    rows = kwargs.get(ROWS)
+    sample_index = None if rows is None or not dropout else rows.sample_index
     if lengths is not None:
-        if not fused:
-            fail(
-                _WHERE,
-                "cu_seq_lens_q",
-                "a value with grouped heads, output_attentions or an unknown position_bias",
-                "None with these",
-                "Pad the batch instead of packing it.",
-                UnsupportedError,
-            )
         out = attention_varlen(
             # Not query[0]: its backward copies the gradient into a tensor of zeros.
             query.squeeze(0).transpose(0, 1),
@@ -274,33 +261,68 @@ def fastplm_attention_forward(
             sample_index=sample_index,
         )
         return out[None], None
-    if fused:
-        out = attention(
-            query,
-            key,
-            value,
-            key_mask=None if complete else attention_mask,
-            attn_mask=attn_mask,
-            is_causal=causal and not complete,
-            dropout_p=dropout,
-            scale=scaling,
-            relative_bias=relative_bias,
-            sample_index=sample_index,
-        )
-        return out.transpose(1, 2), None
+    out = attention(
+        query,
+        key,
+        value,
+        key_mask=None if complete else attention_mask,
+        attn_mask=attn_mask,
+        is_causal=causal and not complete,
+        dropout_p=dropout,
+        scale=scaling,
+        relative_bias=relative_bias,
+        sample_index=sample_index,
+    )
+    return out.transpose(1, 2), None
 
-    mask, dead = attention_mask, None
-    if not complete:
-        mask, dead = _complete_mask(query, key, attention_mask, causal, always=with_weights)
+
+def _check_unfused(position_bias: Any, packed: bool) -> None:
+    """Raise an error for what only the fused op supports, in a call that cannot use it."""
+    if position_bias is not None and not isinstance(position_bias, Tensor):
+        fail(
+            _WHERE,
+            "position_bias",
+            "a T5RelativeBias with grouped heads, output_attentions or an additive 4-D mask",
+            "a dense tensor with these",
+            "Look the table up: position_bias [1, H, Tq, Tk].",
+            UnsupportedError,
+        )
+    if packed:
+        fail(
+            _WHERE,
+            "cu_seq_lens_q",
+            "a value with grouped heads, output_attentions or an unknown position_bias",
+            "None with these",
+            "Pad the batch instead of packing it.",
+            UnsupportedError,
+        )
+
+
+def _unfused(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    causal: bool,
+    weights_too: bool,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """What ``fastplm_attention_forward`` returns of a call that the fused op does not support."""
+    dead = None
+    if mask is None or mask.dim() != 4:
+        mask, dead = _complete_mask(query, key, mask, causal, always=weights_too)
     weights = None
-    if with_weights:
+    if weights_too:
         if not torch.compiler.is_compiling():
             logger.warning_once(
                 "output_attentions: fused attention computes no attention weights, so "
                 "attn_implementation='fastplm' computes these layers like 'eager' instead."
             )
         out, weights = _attention_with_weights(
-            query, key, value, mask, dropout, scaling, position_bias
+            query, key, value, mask, dropout, scaling, kwargs.get("position_bias")
         )
     else:
         out, _ = sdpa_attention_forward(
@@ -351,9 +373,9 @@ def _meaning(
 def _boolean(mask: Tensor | None) -> Tensor | None:
     """A 4-D mask as a boolean one; None if it is additive, or if to know that takes a sync.
 
-    Masks of a floating dtype are added to the scores. Of a few values, 0 and the lowest of the
-    dtype or -inf, they say the same as a boolean one. Only on a CPU, outside of a trace, the
-    values can be looked at.
+    Masks of a floating dtype are added to the scores. If all their values are 0, the lowest of the
+    dtype or -inf, they say the same as a boolean one. The values can be looked at only on a CPU,
+    outside of a trace.
     """
     if mask is None or mask.dtype is torch.bool:
         return mask

@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from fastplm._checks import INTEGER, check_dtype, check_tensor, values_are_known
+from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor, values_are_known
 from fastplm.errors import fail
 from fastplm.hf import IS_CHOSEN, NAME
 from fastplm.nn import GELU, Dropout, Linear, RMSNorm
@@ -278,7 +278,7 @@ def caches(use_cache: bool | None, past_key_values: Any) -> bool | None:
 
 
 def keeps_padding(model: Any, masks: Iterable[Tensor | None], kwargs: dict[str, Any]) -> str | None:
-    """Which of ``_ragged.KEPT`` keeps the padding in a call of a backbone; None = nothing does."""
+    """The name in ``_ragged.KEPT`` of what makes a backbone keep padding; None = nothing does."""
     if not model._has_our_attention():
         return "attention"
     if any(mask is not None and mask.dim() != 2 for mask in masks):
@@ -286,6 +286,35 @@ def keeps_padding(model: Any, masks: Iterable[Tensor | None], kwargs: dict[str, 
     if kwargs.get("cu_seq_lens_q") is not None:
         return "packed"
     return "weights" if wants_output(model, "output_attentions", kwargs) else None
+
+
+def check_batch(
+    model: Any,
+    given: Tensor,
+    input_ids: Tensor | None,
+    masks: Iterable[Tensor | None],
+    sample_index: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    """Check what a backbone is given, except sizes that differ between the families.
+
+    Args:
+        given: ``input_ids``, or embeddings [B, T, E] in their place.
+        masks: ``attention_mask`` and ``encoder_attention_mask``.
+        sample_index: int64, one of each sequence.
+        cu_seqlens: int32 [sequences + 1], where a batch is packed already; None = B sequences.
+    """
+    where, table = type(model).__name__, model.get_input_embeddings()
+    # The user may have replaced the embeddings by larger ones; T5's parts do not learn of it.
+    check_input_ids(where, input_ids, getattr(table, "num_embeddings", model.config.vocab_size))
+    for name, mask in zip(("attention_mask", "encoder_attention_mask"), masks, strict=True):
+        check_mask(where, name, mask)
+    if sample_index is not None:
+        sequences = given.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+        check_tensor(where, "sample_index", sample_index)
+        check_dtype(where, "sample_index", sample_index, (torch.int64,))
+        fix = "Pass one of each sequence, as the collators return them."
+        check_shape(where, "sample_index", sample_index, (sequences,), "[batch]", fix)
 
 
 def check_mask(where: str, name: str, mask: Any) -> None:

@@ -24,8 +24,7 @@ from fastplm._registry import is_eager, needs_dispatch
 from fastplm.models._base import (
     FastplmModel,
     caches,
-    check_input_ids,
-    check_mask,
+    check_batch,
     check_positions,
     keeps_padding,
     wants_output,
@@ -38,11 +37,9 @@ from fastplm.models._ragged import (
     Rows,
     Unpad,
     are_on_rows,
-    check_sample_index,
+    either,
     for_caller,
     mask_at,
-    numbers_of_rows,
-    rows_at,
     rows_computed,
     unpadded,
     values_can_be_read,
@@ -117,95 +114,51 @@ class EncoderModel(FastplmModel):
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None or (input_ids is not None and inputs_embeds is not None):
             return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds)  # type: ignore
-        where, table = type(self).__name__, self.get_input_embeddings()  # type: ignore[attr-defined]
-        # The user may have replaced the embeddings by larger ones.
-        vocab_size = getattr(table, "num_embeddings", self.config.vocab_size)
-        check_input_ids(where, input_ids, vocab_size)
+        masks, offsets = (attention_mask, encoder_attention_mask), kwargs.get("cu_seq_lens_q")
+        check_batch(self, given, input_ids, masks, sample_index, offsets)
         batch, seqlen = given.shape[:2]
-        check_mask(where, "attention_mask", attention_mask)
-        check_mask(where, "encoder_attention_mask", encoder_attention_mask)
         if position_ids is None:
             longest = self._positions_taken(input_ids, given)
-            check_positions(where, self._position_table(), longest, past_key_values)
-        if past_key_values is None:
-            attention_mask = _mask_of(where, attention_mask, batch, seqlen)
+            check_positions(type(self).__name__, self._position_table(), longest, past_key_values)
+        attention_mask, full = self._mask_of(given, attention_mask, past_key_values, unpad)
         if self._is_causal():
             use_cache = caches(use_cache, past_key_values)
-        full = False
-        if past_key_values is None and (unpad is None or isinstance(unpad, bool)):
-            full = attention_mask is None or _all_known(attention_mask)
-            if full and not self._is_causal():
-                attention_mask = None  # which the layers need not look at
-        offsets = kwargs.get("cu_seq_lens_q")
-        check_sample_index(where, sample_index, batch if offsets is None else len(offsets) - 1)
+        cache = {"past_key_values": past_key_values, "use_cache": use_cache}
+        kwargs.update({name: value for name, value in cache.items() if value is not None})
         # A compiled program draws the dropout of hidden states by element.
         drops = self.training and (sample_index is not None or is_eager(given))
 
         # --- which rows are computed ---
-        rows = first = ragged = last = kept = None
-        mask = attention_mask
         # A batch without padding costs what it costs the parent.
-        if not full or output_rows is not None or encoder_rows is not None or drops:
-            if position_ids is None and past_key_values is None:
-                position_ids = self._positions(input_ids, given)
-            masks = (attention_mask, encoder_attention_mask)
-            kept = self._keeps_padding(masks, past_key_values, use_cache, kwargs)
-            fused = kept is None
-            first = torch.arange(batch, device=given.device) * seqlen
-            rows = first if isinstance(output_rows, str) else output_rows
-            needed = None
-            if rows is not None:
-                needed = mask_at(rows, batch * seqlen).view(batch, seqlen)
-                extra_rows = needed if extra_rows is None else extra_rows | needed
-            if self._pools() and (rows is not None or not _begins_with_tokens(attention_mask)):
-                pooled_rows = mask_at(first, batch * seqlen).view(batch, seqlen)
-                needed = None if needed is None else needed | pooled_rows
-                extra_rows = pooled_rows if extra_rows is None else extra_rows | pooled_rows
-            ragged = unpadded(attention_mask, extra_rows, unpad) if fused else None
-            if ragged is None and fused and encoder_rows is not None:
-                ragged = RaggedBatch.whole(batch, seqlen, given.device, attention_mask)
-            all_states = wants_output(self, "output_hidden_states", kwargs)
-            if rows is not None and needed is not None and fused and not all_states:
-                one_each = isinstance(output_rows, str)
-                last = self._last_rows(needed, rows, ragged, attention_mask, one_each)
-
-        note(lambda: rows_computed(self, (batch, seqlen), mask, ragged, last, kept))
-        numbers = None
-        if drops and kept in NUMBERED and self._layers_are_on_rows():
-            numbers = numbers_of_rows(given, sample_index, ragged, offsets)
+        plain = full and output_rows is None and encoder_rows is None and not drops
+        if position_ids is None and past_key_values is None and not (plain and lookup is None):
+            position_ids = self._positions(input_ids, given)
+        first = None if plain else torch.arange(batch, device=given.device) * seqlen
+        kept = None if plain else self._keeps_padding(masks, kwargs)
+        told = Rows()
+        if first is not None and kept is None:
+            told = self._rows_of(
+                given, attention_mask, first, output_rows, extra_rows, unpad, encoder_rows, kwargs
+            )
+        note(lambda: rows_computed(self, (batch, seqlen), attention_mask, told, kept))
+        if drops and kept in NUMBERED:
+            told.number(given, sample_index, offsets, self._layers_are_on_rows())
 
         # --- the parent's forward on these rows ---
-        if ragged is not None:
-            input_ids = None if input_ids is None else ragged.pack(input_ids)
-            inputs_embeds = None if inputs_embeds is None else ragged.pack_rows(inputs_embeds)
-            assert position_ids is not None, "there is no cache"
-            position_ids = ragged.pack(position_ids.expand(batch, seqlen))
-            if token_type_ids is not None:
-                token_type_ids = ragged.pack(token_type_ids.expand(batch, seqlen))
-            attention_mask = ragged.key_mask_row(always=self._is_causal())
-        cross = None
-        if encoder_hidden_states is not None:
-            states, cross = cross_inputs(
-                encoder_hidden_states, encoder_attention_mask, encoder_rows, ragged
-            )
-            kwargs.update(states)
-        numbered = numbers is not None or (drops and sample_index is not None and kept in NUMBERED)
-        if not numbered:
-            sample_index = None
-        elif last is not None:
-            last.sample_index = sample_index
-        if ragged is not None or last is not None or numbered:
-            kwargs["rows"] = Rows(ragged, cross, last, sample_index, numbers)
-        if past_key_values is not None:
-            kwargs["past_key_values"] = past_key_values
-        if use_cache is not None:
-            kwargs["use_cache"] = use_cache
+        if told.own is not None:
+            input_ids, token_type_ids = told.own.pack(input_ids), told.own.pack(token_type_ids)
+            position_ids = told.own.pack(position_ids)
+            inputs_embeds = told.own.pack_rows(inputs_embeds)
+            attention_mask = told.own.key_mask_row(always=self._is_causal())
+        states, told.cross = cross_inputs(
+            encoder_hidden_states, encoder_attention_mask, encoder_rows, told.own
+        )
+        if told.matters:
+            kwargs["rows"] = told
         if lookup is not None and inputs_embeds is None:
-            if position_ids is None and past_key_values is None:
-                position_ids = self._positions(input_ids, given)  # RoBERTa's follow from the ids
             inputs_embeds, input_ids = lookup(input_ids), None  # type: ignore[arg-type]
         outputs = on_rows(
-            numbers,
+            told.numbers,
             super().forward,  # type: ignore[misc]
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -213,17 +166,11 @@ class EncoderModel(FastplmModel):
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
             return_dict=True,
+            **states,
             **kwargs,
         )
-
-        # --- what the caller gets ---
-        changed, slots = for_caller(outputs, ragged, last, rows, unpad)
-        if slots is not None and self._pools():
-            # The parent pooled the first packed row. That output is replaced.
-            assert first is not None
-            first_rows = rows_at(outputs.last_hidden_state, first, slots)
-            changed["pooler_output"] = self._pooled(first_rows)
-        return type(outputs)(**{**outputs, **changed}) if changed else outputs
+        pooled = self._pooled if self._pools() else None
+        return for_caller(outputs, told, output_rows, unpad, first, pooled)
 
     def _position_table(self) -> nn.Module | None:
         return getattr(self.embeddings, "position_embeddings", None)
@@ -269,24 +216,65 @@ class EncoderModel(FastplmModel):
         alone = indices and indices.count(indices[-1]) == 1
         return indices[-1] if alone else None
 
-    def _keeps_padding(
-        self,
-        masks: Iterable[Tensor | None],
-        cache: Any,
-        use_cache: bool | None,
-        kwargs: dict[str, Any],
-    ) -> str | None:
-        """Which of ``KEPT`` makes the parent compute the padded batch; None = nothing does."""
-        if use_cache is None:
-            use_cache = getattr(self.config, "use_cache", False)
+    def _keeps_padding(self, masks: Iterable[Tensor | None], kwargs: dict[str, Any]) -> str | None:
+        """The name in ``KEPT`` of what makes the parent compute padding; None = nothing does."""
         kept = keeps_padding(self, masks, kwargs)
         if kept is not None:
             return kept
-        if cache is not None or (self._is_causal() and use_cache):
+        use_cache = kwargs.get("use_cache", getattr(self.config, "use_cache", False))
+        if "past_key_values" in kwargs or (self._is_causal() and use_cache):
             return "cache"
         if self.config.chunk_size_feed_forward:  # the number of rows must be a multiple of it
             return "chunks"
         return None if self._layers_are_ours() else "layers"
+
+    def _mask_of(
+        self, given: Tensor, mask: Tensor | None, cache: Any, unpad: Unpad
+    ) -> tuple[Tensor | None, bool]:
+        """(the mask that the layers look at, whether it is known to hide nothing).
+
+        A padding mask is expanded to [B, T]. A mask with more dimensions is returned unchanged.
+        """
+        if cache is not None:
+            return mask, False
+        if mask is not None and mask.dim() == 2:
+            mask = mask.expand(given.shape[0], -1) if mask.shape[0] == 1 else mask
+            where, shape = type(self).__name__, given.shape[:2]
+            check_shape(where, "attention_mask", mask, shape, "[batch, tokens]")
+        full = (unpad is None or isinstance(unpad, bool)) and _all_known(mask)
+        return None if full and not self._is_causal() else mask, full
+
+    def _rows_of(
+        self,
+        given: Tensor,
+        mask: Tensor | None,
+        first: Tensor,
+        output_rows: Tensor | str | None,
+        extra_rows: Tensor | None,
+        unpad: Unpad,
+        encoder_rows: RaggedBatch | None,
+        kwargs: dict[str, Any],
+    ) -> Rows:
+        """The rows of a batch that are computed, and those that the last layer computes.
+
+        Args:
+            given: [B, T, …].
+            mask: [B, T], 0 = padding.
+            first: int64 [B], the flat positions of the first tokens.
+            output_rows, extra_rows, unpad, encoder_rows, kwargs: as in ``forward``.
+        """
+        batch, seqlen = given.shape[:2]
+        one_each = isinstance(output_rows, str)
+        rows: Any = first if one_each else output_rows
+        needed: Any = None if rows is None else mask_at(rows, batch, seqlen)
+        if self._pools() and (rows is not None or not _begins_with_tokens(mask)):
+            needed = either(needed, mask_at(first, batch, seqlen))
+        own = unpadded(mask, either(extra_rows, needed), unpad)
+        if own is None and encoder_rows is not None:
+            own = RaggedBatch.whole(given, mask)
+        if rows is None or wants_output(self, "output_hidden_states", kwargs):
+            return Rows(own)
+        return Rows(own, last=self._last_rows(needed, rows, own, mask, one_each))
 
     def _last_rows(
         self,
@@ -324,19 +312,9 @@ class EncoderModel(FastplmModel):
         return LastRows.of(index, needed, capacity, longest, ragged, mask)
 
 
-def _mask_of(where: str, mask: Tensor | None, batch: int, seqlen: int) -> Tensor | None:
-    """A padding mask expanded to [B, T]. A mask with more dimensions is returned unchanged."""
-    if mask is None or mask.dim() != 2:
-        return mask
-    if mask.shape[0] == 1:
-        mask = mask.expand(batch, -1)
-    check_shape(where, "attention_mask", mask, (batch, seqlen), "[batch, tokens]")
-    return mask
-
-
-def _all_known(mask: Tensor) -> bool:
+def _all_known(mask: Tensor | None) -> bool:
     """Whether a padding mask is known, without a sync, to hide nothing."""
-    return mask.dim() == 2 and values_are_known(mask) and bool(mask.all())
+    return mask is None or (mask.dim() == 2 and values_are_known(mask) and bool(mask.all()))
 
 
 def _begins_with_tokens(mask: Tensor | None) -> bool:
@@ -345,7 +323,7 @@ def _begins_with_tokens(mask: Tensor | None) -> bool:
 
 
 def cross_inputs(
-    states: Tensor,
+    states: Tensor | None,
     mask: Tensor | None,
     encoder_rows: RaggedBatch | None,
     ragged: RaggedBatch | None,
@@ -353,11 +331,13 @@ def cross_inputs(
     """(a decoder's arguments for the encoder states, how the states are packed or None).
 
     Args:
-        states: [B, S, E], or [1, N, E] with ``encoder_rows``.
+        states: [B, S, E], or [1, N, E] with ``encoder_rows``; None = there is no encoder.
         mask: [B, S] of any dtype, 0 = padding; None = no padding, or that of ``encoder_rows``.
         encoder_rows: how the states were packed.
         ragged: how the decoder's rows are packed; None = padded.
     """
+    if states is None:
+        return {}, None
     if ragged is None:
         if encoder_rows is not None:
             states, mask = encoder_rows.pad(states), encoder_rows.token_mask()
@@ -372,7 +352,7 @@ def cross_inputs(
         elif mask is not None:
             key_mask = mask.bool().flatten()[None]
         if encoder_rows is None:
-            encoder_rows = RaggedBatch.whole(states.shape[0], states.shape[1], states.device)
+            encoder_rows = RaggedBatch.whole(states)
             states = states.flatten(0, 1)[None]
         else:
             states = encoder_rows.pack_rows(states)

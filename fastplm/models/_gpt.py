@@ -55,6 +55,7 @@ class CausalModel(EncoderModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
+        output_rows: Tensor | None = None,
         **inputs: Any,
     ) -> Any:
         if self._has_our_attention() and wants_output(self, "output_attentions", inputs):
@@ -81,10 +82,11 @@ class CausalModel(EncoderModel):
             # A 4-D mask is passed on unchanged.
             attention_mask=_two_dimensional(attention_mask, most=3),
             inputs_embeds=inputs_embeds,
+            output_rows=output_rows,
             return_dict=True,
             **inputs,
         )
-        if lead is None or inputs.get("output_rows") is not None:
+        if lead is None or output_rows is not None:
             return outputs
         changed = {"last_hidden_state": outputs.last_hidden_state.unflatten(0, lead)}
         if outputs.get("hidden_states") is not None:
@@ -185,7 +187,7 @@ class DoubleHeads(FastplmModel):
             rows = torch.cat((positions, _choice_rows(where, mc_token_ids, lead, seqlen, rows)))
         all_rows = output_logits or not trains or not reads_one
         if all_rows:
-            inputs["extra_rows"] = mask_at(rows, prod(lead) * seqlen).view(-1, seqlen)
+            inputs["extra_rows"] = mask_at(rows, prod(lead), seqlen)
         else:
             inputs["output_rows"] = rows
         inputs.update(input_ids=input_ids, inputs_embeds=inputs_embeds, lookup=lookup)

@@ -83,9 +83,12 @@ class LabelledRows:
         model: its ``base_model`` takes ``output_rows``, as ``EncoderModel`` does.
         decoder: the projection to the vocabulary.
         labels: int64 [B, T], -100 = none.
-        inputs: of the backbone; what it needs for these rows is added.
+        inputs: the other arguments of the backbone.
         positions: int64 [P], flat positions of the labels, -1 in unused slots; None = find them.
         all_rows: whether the caller needs the whole last hidden state [B, T, E].
+
+    Attributes:
+        asked: the arguments of the backbone that ask for these rows.
     """
 
     def __init__(
@@ -102,14 +105,13 @@ class LabelledRows:
         where = type(model).__name__
         labels = as_tokens(where, labels, shape_of(inputs) or labels.shape)
         self.positions, self.targets = labels_at(where, labels, labels.shape, positions)
+        self.asked: dict[str, Any] = {"output_rows": self.positions}
+        if all_rows:
+            self.asked = {"extra_rows": labels != IGNORE_INDEX}
         #: The embedding lookup, which may share its gradient with the decoder.
         self.lookup = None
         if inputs.get("inputs_embeds") is None:
-            self.lookup = inputs["lookup"] = TiedLookup(model, decoder, labels)
-        if all_rows:
-            inputs["extra_rows"] = labels != IGNORE_INDEX
-        else:
-            inputs["output_rows"] = self.positions
+            self.lookup = self.asked["lookup"] = TiedLookup(model, decoder, labels)
 
     def loss(
         self,
@@ -191,6 +193,7 @@ class MaskedLM(FastplmModel):
             labelled = LabelledRows(
                 self, decoder, labels, inputs, masked_positions, all_rows=output_logits
             )
+            inputs |= labelled.asked
         outputs = self.base_model(**inputs, return_dict=True)
         if labelled is not None:
             hidden, dense = outputs.last_hidden_state, masked_positions is not None
@@ -280,6 +283,7 @@ class SequencePairPreTraining(FastplmModel):
             labelled = LabelledRows(
                 self, decoder, labels, inputs, masked_positions, all_rows=all_rows
             )
+            inputs |= labelled.asked
         elif not all_rows:
             inputs["output_rows"] = "first"
         outputs = self.base_model(**inputs, return_dict=True)
@@ -386,6 +390,7 @@ class CausalLM(FastplmModel):
             inputs["extra_rows"] = targets != IGNORE_INDEX
         elif targets is not None:
             labelled = LabelledRows(self, decoder, targets, inputs, all_rows=output_logits)
+            inputs |= labelled.asked
         outputs = self.base_model(**inputs, return_dict=True)
         if labelled is not None:
             hidden = outputs.last_hidden_state

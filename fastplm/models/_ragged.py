@@ -7,7 +7,7 @@ A padded batch [B, T] becomes one row [1, N] of tokens, one sequence after anoth
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fastplm import ops
 from fastplm._backends import is_written_down
-from fastplm._checks import check_dtype, check_shape, check_tensor, values_are_known, values_exist
+from fastplm._checks import values_are_known, values_exist
 from fastplm._registry import is_eager
 from fastplm.errors import UnsupportedError, fail
 from fastplm.nn.dropout import RowNumbers, on_rows
@@ -36,7 +36,7 @@ KEPT = {
     "sets a number of rows",
     "asked": "unpad=False, or a head that reads padding",
 }
-#: With which of these a backbone also knows what its rows are.
+#: The cases in which a backbone knows what its rows are.
 NUMBERED = (None, "packed")
 #: What ``unpad`` of a model may be; see ``unpadded``.
 Unpad: TypeAlias = "bool | int | RaggedBatch | None"
@@ -52,7 +52,7 @@ def values_can_be_read(tensor: Tensor) -> bool:
 
 
 class _Movable:
-    """A dataclass of tensors. Accelerate moves to a layer's device what has a method ``to``."""
+    """A dataclass of tensors. Accelerate moves what has a method ``to`` to a layer's device."""
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Any:
         moved = {
@@ -103,7 +103,7 @@ class RaggedBatch(_Movable):
             UnsupportedError: a capacity inside of ``torch.jit.trace`` or an ONNX exporter.
         """
         mask = mask.bool()
-        keep = mask if kept is None else mask | kept
+        keep = either(mask, kept)
         batch, seqlen = keep.shape
         total = batch * seqlen
         lengths = keep.sum(1)
@@ -140,10 +140,9 @@ class RaggedBatch(_Movable):
         return cls(positions, _offsets(lengths), max_seqlen, key_mask, batch, seqlen)
 
     @classmethod
-    def whole(
-        cls, batch: int, seqlen: int, device: torch.device, mask: Tensor | None = None
-    ) -> RaggedBatch:
-        """All rows of a batch, packed; ``mask`` [B, T] becomes the key mask."""
+    def whole(cls, given: Tensor, mask: Tensor | None = None) -> RaggedBatch:
+        """All rows of a batch [B, T, …], packed; ``mask`` [B, T] becomes the key mask."""
+        (batch, seqlen), device = given.shape[:2], given.device
         return cls(
             torch.arange(batch * seqlen, device=device),
             torch.arange(batch + 1, dtype=torch.int32, device=device) * seqlen,
@@ -153,13 +152,17 @@ class RaggedBatch(_Movable):
             seqlen,
         )
 
-    def pack(self, values: Tensor) -> Tensor:
-        """[B, T] integers -> [1, N]; unused slots get an arbitrary value."""
+    def pack(self, values: Tensor | None) -> Any:
+        """[B or 1, T] integers -> [1, N]; unused slots get an arbitrary value. None stays None."""
+        if values is None:
+            return None
+        if values.shape != (self.batch, self.seqlen):
+            values = values.expand(self.batch, self.seqlen)
         return values_at(values.flatten(), self.positions)[None]
 
-    def pack_rows(self, rows: Tensor) -> Tensor:
-        """[B, T, E] -> [1, N, E], zeros in unused slots."""
-        return ops.gather_rows(rows.flatten(0, 1), self.positions)[None]
+    def pack_rows(self, rows: Tensor | None) -> Any:
+        """[B, T, E] -> [1, N, E], zeros in unused slots. None stays None."""
+        return None if rows is None else ops.gather_rows(rows.flatten(0, 1), self.positions)[None]
 
     def pad(self, rows: Tensor, slots: Tensor | None = None) -> Tensor:
         """[1, N, E] -> [B, T, E], zeros where a row was left out; ``slots`` if they are known."""
@@ -173,7 +176,7 @@ class RaggedBatch(_Movable):
     def token_mask(self) -> Tensor:
         """bool [B, T], the rows that may be attended to."""
         seen = self.positions if self.key_mask is None else self.positions.where(self.key_mask, -1)
-        return mask_at(seen, self.batch * self.seqlen).view(self.batch, self.seqlen)
+        return mask_at(seen, self.batch, self.seqlen)
 
     def key_mask_row(self, always: bool = False) -> Tensor | None:
         """bool [1, N], the ``attention_mask``; if no row is masked, None, or ones (``always``)."""
@@ -185,7 +188,7 @@ class RaggedBatch(_Movable):
 
 @dataclass
 class Rows(_Movable):
-    """Which rows the layers of a model compute.
+    """The rows that the layers of a model compute.
 
     Transformers' layers pass it on to the attention as the keyword ``rows``.
 
@@ -202,6 +205,25 @@ class Rows(_Movable):
     last: LastRows | None = None
     sample_index: Tensor | None = None
     numbers: RowNumbers | None = None
+
+    def number(
+        self, given: Tensor, sample_index: Tensor | None, cu_seqlens: Tensor | None, hidden: bool
+    ) -> None:
+        """Let dropout be drawn of the samples: that of attention and, with ``hidden``, of all rows.
+
+        The arguments are those of ``numbers_of_rows``.
+        """
+        self.sample_index = sample_index
+        if self.last is not None:
+            self.last.sample_index = sample_index
+        if hidden:
+            self.numbers = numbers_of_rows(given, sample_index, self.own, cu_seqlens)
+
+    @property
+    def matters(self) -> bool:
+        """Whether a layer has to know: it computes only some rows, or draws dropout by them."""
+        cut = self.own is not None or self.last is not None
+        return cut or self.sample_index is not None or self.numbers is not None
 
     def lengths(self, causal: bool) -> tuple[Tensor, Tensor, int, int] | None:
         """(cu_seqlens int32 [B + 1] of queries and of keys, max_seqlen of both) of one attention.
@@ -340,16 +362,6 @@ def numbers_of_rows(
     return RowNumbers(sample if sample_index is None else sample_index[sample], position)
 
 
-def check_sample_index(where: str, sample_index: Any, batch: int) -> None:
-    """Check the sample indices int64 [B] of a batch; None = there are none."""
-    if sample_index is None:
-        return
-    check_tensor(where, "sample_index", sample_index)
-    check_dtype(where, "sample_index", sample_index, (torch.int64,))
-    fix = "Pass one of each sequence, as the collators return them."
-    check_shape(where, "sample_index", sample_index, (batch,), "[batch]", fix)
-
-
 class OnRows:
     """Mixin of a layer that tells its dropout which rows it computes.
 
@@ -411,11 +423,19 @@ def slots_of(positions: Tensor, total: int) -> Tensor:
     return slots[:total]
 
 
-def mask_at(positions: Tensor, total: int) -> Tensor:
-    """bool [total]: True at ``positions``; -1 is ignored."""
+def mask_at(positions: Tensor, batch: int, seqlen: int) -> Tensor:
+    """bool [B, T]: True at the flat ``positions``; -1 is ignored."""
+    total = batch * seqlen
     where = torch.zeros(total + 1, dtype=torch.bool, device=positions.device)
     where[positions] = True
-    return where[:total]
+    return where[:total].view(batch, seqlen)
+
+
+def either(one: Tensor | None, other: Tensor | None) -> Any:
+    """``one | other``, where None has no True element."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one | other
 
 
 def _offsets(lengths: Tensor) -> Tensor:
@@ -446,30 +466,25 @@ def unpadded(
     if mask is None or unpad is False or (counted and not values_can_be_read(mask)):
         return None
     if contiguous:
-        kept = mask.bool() if extra_rows is None else mask.bool() | extra_rows
+        kept = either(mask.bool(), extra_rows)
         extra_rows = (kept.cumsum(1) > 0) & until_last(kept)
     return RaggedBatch.of(mask, extra_rows, None if counted else unpad)
 
 
 def rows_computed(
-    model: Any,
-    shape: tuple[int, int],
-    mask: Tensor | None,
-    ragged: RaggedBatch | None,
-    last: LastRows | None,
-    kept: str | None,
+    model: Any, shape: tuple[int, int], mask: Tensor | None, told: Rows, kept: str | None
 ) -> str:
     """What a backbone computes of a batch [B, T], for ``fastplm.explain``."""
     total = shape[0] * shape[1]
-    if ragged is not None:
-        rows = f"{ragged.positions.shape[0]} of {total} rows, padding left out"
+    if told.own is not None:
+        rows = f"{told.own.positions.shape[0]} of {total} rows, padding left out"
     elif mask is None or (mask.dim() == 2 and values_can_be_read(mask) and bool(mask.all())):
         rows = f"{total} rows, no padding"
     else:
         kept = kept or ("asked" if values_can_be_read(mask) else "traced")
         rows = f"{total} rows with their padding: {KEPT[kept]}"
-    if last is not None:
-        rows += f"; {last.source.shape[0]} of them in the last layer"
+    if told.last is not None:
+        rows += f"; {told.last.source.shape[0]} of them in the last layer"
     name = model.config._attn_implementation
     return f"{type(model).__name__}: {rows}; attention by {name!r}"
 
@@ -483,31 +498,31 @@ def rows_at(hidden: Tensor, positions: Tensor, slots: Tensor | None = None) -> T
 
 def for_caller(
     outputs: Any,
-    own: RaggedBatch | None,
-    last: LastRows | None,
-    output_rows: Tensor | None,
+    rows: Rows,
+    output_rows: Tensor | str | None,
     unpad: Unpad,
-) -> tuple[dict[str, Any], Tensor | None]:
-    """The hidden states that the caller gets, from those that were computed.
+    first: Tensor | None = None,
+    pooled: Callable[[Tensor], Tensor] | None = None,
+) -> Any:
+    """The outputs that the caller gets, from those of the parent on the rows that it computed.
 
     Args:
-        outputs: of the parent, on the rows that were computed.
-        own, last: these rows.
-        output_rows: int64 [P], flat positions of the rows to return; None = all.
+        outputs: the parent's.
+        rows: what the parent computed.
+        output_rows: int64 [P], flat positions of the rows to return; None = all; "first" = those.
         unpad: the argument of the caller.
-
-    Returns:
-        (the fields that change, the row of each flat position in ``outputs.last_hidden_state``:
-        int64 [B * T], or None if nothing moved).
+        first: int64 [B], flat positions of the first tokens.
+        pooled: the pooler of these, from [B, 1, E]; None = there is none.
     """
-    hidden, slots = outputs.last_hidden_state, None
-    if last is not None:
-        slots = last.rank
+    hidden, own, slots = outputs.last_hidden_state, rows.own, None
+    if rows.last is not None:
+        slots = rows.last.rank
     elif own is not None:
         slots = own.slots()
     changed: dict[str, Any] = {}
-    if output_rows is not None:
-        changed["last_hidden_state"] = rows_at(hidden, output_rows, slots)
+    positions = first if isinstance(output_rows, str) else output_rows
+    if positions is not None:
+        changed["last_hidden_state"] = rows_at(hidden, positions, slots)
     elif isinstance(unpad, RaggedBatch):
         changed["last_hidden_state"] = hidden if own is unpad else unpad.pack_rows(hidden)
     elif own is not None:
@@ -516,4 +531,7 @@ def for_caller(
         changed["hidden_states"] = tuple(
             None if state is None else own.pad(state) for state in outputs.hidden_states
         )
-    return changed, slots
+    if slots is not None and first is not None and pooled is not None:
+        # The parent pooled the first packed row; that is replaced.
+        changed["pooler_output"] = pooled(rows_at(hidden, first, slots))
+    return type(outputs)(**{**outputs, **changed}) if changed else outputs

@@ -24,7 +24,7 @@ from fastplm.errors import check_choice
 from fastplm.models._base import (
     FastplmModel,
     caches,
-    check_input_ids,
+    check_batch,
     check_mask,
     check_positions,
     keeps_padding,
@@ -38,10 +38,9 @@ from fastplm.models._ragged import (
     Rows,
     Unpad,
     are_on_rows,
-    check_sample_index,
+    either,
     for_caller,
     mask_at,
-    numbers_of_rows,
     rows_at,
     rows_computed,
     unpadded,
@@ -75,7 +74,7 @@ def decoder_rows(
             mask = reached
         else:
             mask = mask.bool() & reached
-            extra_rows = read_rows if extra_rows is None else extra_rows | read_rows
+            extra_rows = either(extra_rows, read_rows)
     return unpadded(mask, None if mask is None else extra_rows, unpad, contiguous)
 
 
@@ -87,7 +86,7 @@ def source_rows(mask: Tensor | None, unpad: Unpad, contiguous: bool = False) -> 
         return rows
     if has_capacity or values_can_be_read(mask):
         # No padding. With None, the decoder would count the rows again, which is a second sync.
-        return RaggedBatch.whole(mask.shape[0], mask.shape[1], mask.device, mask)
+        return RaggedBatch.whole(mask, mask)
     return None
 
 
@@ -100,7 +99,7 @@ def encoded(
         outputs: ``encoder_outputs`` of the caller; None = run the encoder.
         rows: the packed rows; None = the batch is padded.
         show: whether to return the last hidden state, padded again.
-        inputs: of the encoder.
+        inputs: the other arguments of the encoder.
     """
     if outputs is None:
         outputs = encoder(**(inputs if rows is None else {**inputs, "unpad": rows}))
@@ -158,7 +157,7 @@ class Stack(FastplmModel):
         past_key_values: Any = None,
         use_cache: bool | None = None,
     ) -> str | None:
-        """Which of ``KEPT`` makes the parent compute the padded batch; None = nothing does."""
+        """The name in ``KEPT`` of what makes the parent compute padding; None = nothing does."""
         if use_cache is None:
             use_cache = self._takes_cache and self.config.use_cache
         if self.gradient_checkpointing and self.training:
@@ -209,71 +208,52 @@ class Stack(FastplmModel):
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None or (input_ids is not None and inputs_embeds is not None):
             return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds)  # type: ignore
-        where, table = type(self).__name__, self.get_input_embeddings()  # type: ignore[attr-defined]
-        # The user may have replaced the embeddings by larger ones; T5's parts do not learn of it.
-        vocab_size = getattr(table, "num_embeddings", self.config.vocab_size)
-        check_input_ids(where, input_ids, vocab_size)
-        batch, seqlen = given.shape[:2]
+        past = kwargs.get("past_key_values")
         caching = {name: kwargs.pop(name) for name in _CACHING if name in kwargs}
         if self._takes_cache:
-            past = caching.get("past_key_values")
             caching["use_cache"] = caches(caching.get("use_cache"), past)
-        check_mask(where, "attention_mask", attention_mask)
-        check_mask(where, "encoder_attention_mask", encoder_attention_mask)
-        table = getattr(self, "embed_positions", None)
-        check_positions(where, table, seqlen, caching.get("past_key_values"))
-        if (
-            attention_mask is not None
-            and attention_mask.dim() == 2
-            and not caching.get("past_key_values")
-        ):
+        masks, offsets = (attention_mask, encoder_attention_mask), kwargs.get("cu_seq_lens_q")
+        check_batch(self, given, input_ids, masks, sample_index, offsets)
+        (batch, seqlen), where = given.shape[:2], type(self).__name__
+        check_positions(where, getattr(self, "embed_positions", None), seqlen, past)
+        if attention_mask is not None and attention_mask.dim() == 2 and not past:
             check_shape(where, "attention_mask", attention_mask, (batch, seqlen), "[batch, tokens]")
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         kwargs["return_dict"] = True
-        offsets = kwargs.get("cu_seq_lens_q")
-        check_sample_index(where, sample_index, batch if offsets is None else len(offsets) - 1)
 
         # --- which rows are computed ---
         if output_rows is not None:
-            read_rows = mask_at(output_rows, batch * seqlen).view(batch, seqlen)
-        rows = None
-        kept = self._keeps_padding((attention_mask, encoder_attention_mask), kwargs, **caching)
+            read_rows = mask_at(output_rows, batch, seqlen)
+        told, kept = Rows(), self._keeps_padding(masks, kwargs, **caching)
         if kept is None:
             if read_rows is not None and wants_output(self, "output_hidden_states", kwargs):
-                extra_rows = read_rows if extra_rows is None else extra_rows | read_rows
-                read_rows = None
-            rows = decoder_rows(attention_mask, read_rows, extra_rows, unpad, self.contiguous)
-            if rows is None and encoder_rows is not None:
-                rows = RaggedBatch.whole(batch, seqlen, given.device, attention_mask)
-
-        note(lambda: rows_computed(self, (batch, seqlen), attention_mask, rows, None, kept))
-        numbers = None
-        if self.training and kept in NUMBERED and are_on_rows(self._layers()):
-            if rows is None and kept is None and self._drops_by_function() and is_eager(given):
-                rows = RaggedBatch.whole(batch, seqlen, given.device, attention_mask)
-            numbers = numbers_of_rows(given, sample_index, rows, offsets)
-        numbered = numbers is not None or (self.training and kept in NUMBERED)
-        sample_index = sample_index if numbered else None
+                extra_rows, read_rows = either(extra_rows, read_rows), None
+            told.own = decoder_rows(attention_mask, read_rows, extra_rows, unpad, self.contiguous)
+            if told.own is None and encoder_rows is not None:
+                told.own = RaggedBatch.whole(given, attention_mask)
+        note(lambda: rows_computed(self, (batch, seqlen), attention_mask, told, kept))
+        if self.training and kept in NUMBERED:
+            hidden = are_on_rows(self._layers())
+            packs = hidden and kept is None and self._drops_by_function() and is_eager(given)
+            if told.own is None and packs:
+                told.own = RaggedBatch.whole(given, attention_mask)
+            told.number(given, sample_index, offsets, hidden)
 
         # --- the parent's forward on these rows ---
         if inputs_embeds is None:
-            ids = given if rows is None else rows.pack(given)
+            ids = given if told.own is None else told.own.pack(given)
             inputs_embeds = (self.embed_tokens if lookup is None else lookup)(ids)
-        elif rows is not None:
-            inputs_embeds = rows.pack_rows(inputs_embeds)
-        assert inputs_embeds is not None
-        cross = None
-        if encoder_hidden_states is not None:
-            states, cross = cross_inputs(
-                encoder_hidden_states, encoder_attention_mask, encoder_rows, rows
-            )
-            kwargs.update(states)
-        told = Rows(rows, cross, None, sample_index, numbers)
-        if rows is None:
-            if numbers is not None or sample_index is not None:
+        elif told.own is not None:
+            inputs_embeds = told.own.pack_rows(inputs_embeds)
+        states, told.cross = cross_inputs(
+            encoder_hidden_states, encoder_attention_mask, encoder_rows, told.own
+        )
+        kwargs.update(states)
+        if told.own is None:
+            if told.matters:
                 kwargs["rows"] = told
             outputs = on_rows(
-                numbers,
+                told.numbers,
                 super().forward,  # type: ignore[misc]
                 inputs_embeds=inputs_embeds,
                 attention_mask=attention_mask,
@@ -283,10 +263,8 @@ class Stack(FastplmModel):
         else:
             if self._takes_cache:
                 kwargs["use_cache"] = False
-            outputs = on_rows(numbers, self._on_rows, inputs_embeds, told, **kwargs)
-
-        changed, _ = for_caller(outputs, rows, None, output_rows, unpad)
-        return type(outputs)(**{**outputs, **changed})
+            outputs = on_rows(told.numbers, self._on_rows, inputs_embeds, told, **kwargs)
+        return for_caller(outputs, told, output_rows, unpad)
 
 
 class EncoderDecoder(FastplmModel):
@@ -328,9 +306,10 @@ class EncoderDecoder(FastplmModel):
         """Like the parent, with these additional arguments.
 
         Args:
-            unpad: of the encoder's batch. None = leave padding out where possible; False = keep
-                it; an int = a capacity, the number of packed rows, which fixes all shapes.
-            decoder_unpad: the same of the decoder's batch; False if ``unpad`` is False.
+            unpad: what to do with the padding of the encoder's batch. None = leave it out where
+                possible; False = keep it; an int = a capacity, the number of packed rows, which
+                fixes all shapes.
+            decoder_unpad: the same for the decoder's batch; False if ``unpad`` is False.
             output_rows: int64 [P], flat positions ``b * T + t`` of the decoder's rows to return,
                 -1 in unused slots; the last hidden state is then [P, 1, E].
             read_rows: bool [B, T], the decoder's rows to return, in a last hidden state [B, T, E]
@@ -421,10 +400,10 @@ class ConditionalGeneration(FastplmModel):
                 None unless ``use_cache`` is True and the parent returns one too.
             output_logits: return the logits together with the loss.
             num_items_in_batch: the denominator of the loss: the number of labels of all batches
-                over which gradients are accumulated. Default: of this batch.
+                over which gradients are accumulated. Default: that of this batch.
             reduction: "none" = the loss of each label, in their order: fp32 [P], P as of
                 ``labelled_positions``.
-            inputs: of the model without head, such as ``unpad`` and ``decoder_unpad``.
+            inputs: arguments of the model without head, such as ``unpad`` and ``decoder_unpad``.
 
         Returns:
             ``Seq2SeqLMOutput``; the loss is fp32, and 0 without labels.

@@ -61,8 +61,8 @@ class ElectraJointConfig(PreTrainedConfig):
         discriminator_weight: lambda, the factor of the discriminator's loss; default 50, as in the
             paper, for a detection loss, and 1 for a cross-entropy over the vocabulary, like the
             generator's (the paper gives no value).
-        temperature: of the softmax from which replacements are sampled.
-        sampling_seed: of the replacements.
+        temperature: the temperature of the softmax from which replacements are sampled.
+        sampling_seed: the seed of the replacements.
         embedding_sharing: "embeddings" (default): one set of token, position and token-type
             embeddings, of the discriminator's embedding size (§3.2, Weight Sharing) | "none" |
             "all": one encoder; needs equal sizes; each model keeps its own head.
@@ -231,7 +231,7 @@ class ElectraJointOutput(ModelOutput):
     Args:
         loss: the training loss, 0-d.
         mlm_loss: the generator's, 0-d, detached; in adversarial training it is not trained by it.
-        generator_loss, baseline_loss: of adversarial training, 0-d, detached.
+        generator_loss, baseline_loss: those of adversarial training, 0-d, detached.
         rtd_loss, discriminator_mlm_loss: the discriminator's, by its objective, 0-d, detached.
         true_positives: int64 0-d, replaced tokens that are predicted as replaced.
         predicted_positives: int64 0-d, tokens predicted as replaced (probability over one half).
@@ -253,6 +253,24 @@ class ElectraJointOutput(ModelOutput):
     correct: Tensor | None = None
     total: Tensor | None = None
     replaced_ids: Tensor | None = None
+
+
+class _Filled(NamedTuple):
+    """What the generator made of a masked batch.
+
+    Args:
+        sampled: int64 [P], the replacements; -1 in unused slots.
+        loss: 0-d; it and the following are None of a unigram generator.
+        hidden: [P, E], the last hidden states of the slots.
+        rows: [P, E], what the head projects to the vocabulary.
+        weight: [V, E], of that projection.
+    """
+
+    sampled: Tensor
+    loss: Tensor | None = None
+    hidden: Any = None
+    rows: Any = None
+    weight: Any = None
 
 
 class _Replaced(NamedTuple):
@@ -294,10 +312,10 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         generator: ``ElectraForMaskedLM``; None with a unigram generator.
         discriminator: ``ElectraForPreTraining``, or ``ElectraForMaskedLM`` if the objective is to
             predict tokens.
-        baseline_head: of adversarial training, ``nn.Linear`` from a hidden state of the generator
-            to the baseline's logit.
-        copy_head: of objective "all_tokens_mlm", ``nn.Linear`` from a hidden state to D's logit.
-        token_counts: int64 [V], of a unigram generator.
+        baseline_head: ``nn.Linear`` from a hidden state of the generator to the baseline's logit;
+            only for adversarial training.
+        copy_head: ``nn.Linear`` from a hidden state to D's logit; only for "all_tokens_mlm".
+        token_counts: int64 [V]; only for a unigram generator.
 
     Source: Clark et al. 2020 (arXiv 2003.10555), §2, §3.2, §3.4 and appendix F.
     """
@@ -471,10 +489,10 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
                 shapes of the head, for compiled models and CUDA. Default: computed from ``labels``.
             sample_index: int64 [B], the sample indices in the training. The replacements depend
                 only on (``config.sampling_seed``, sample index, position) and the generator's
-                logits. Default: drawn from torch's generator. Dropout is drawn of them, too, by
-                default of 0 ... B - 1.
+                logits. Default: drawn from torch's generator. Dropout is drawn of these indices,
+                too, by default of 0 ... B - 1.
             num_items_in_batch: the denominator of losses over labels: the number of labels of all
-                batches over which gradients are accumulated. Default: of this batch.
+                batches over which gradients are accumulated. Default: that of this batch.
             num_tokens_in_batch: the same for losses over all tokens. If only
                 ``num_items_in_batch`` is given, the mean is multiplied by this batch's share of the
                 labels.
@@ -509,27 +527,14 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         if sample_index is not None:
             encoder_arguments["sample_index"] = sample_index
 
-        if self.generator is None:
-            mlm_loss, sampled = None, self._draw_by_frequency(targets, counters)
-        else:
-            with torch.set_grad_enabled(torch.is_grad_enabled() and config.stage != 2):
-                lookup = TiedLookup(self.generator, self._vocabulary(self.generator), labels)
-                hidden = self.generator.electra(
-                    input_ids, output_rows=positions, lookup=lookup, **encoder_arguments
-                ).last_hidden_state
-                filled = hidden[:, 0]
-                rows = self.generator.generator_predictions(filled)
-                with torch.set_grad_enabled(torch.is_grad_enabled() and not config.adversarial):
-                    mlm_loss, sampled = self._fill(
-                        rows, lookup.weight, targets, counters, per_label
-                    )
-        generated = None if mlm_loss is None else mlm_loss.detach()
+        filled = self._fill(input_ids, positions, targets, counters, per_label, encoder_arguments)
+        generated = None if filled.loss is None else filled.loss.detach()
         if config.stage == 1:
-            return ElectraJointOutput(loss=mlm_loss, mlm_loss=generated)
+            return ElectraJointOutput(loss=filled.loss, mlm_loss=generated)
 
         seen = _seen(input_ids, attention_mask)
         originals = torch.where(labels == IGNORE_INDEX, input_ids, labels)
-        replaced_ids = _write(originals, positions, sampled)
+        replaced_ids = _write(originals, positions, filled.sampled)
         by_label = config.objective in _BY_LABEL
         hidden = self.discriminator.electra(
             replaced_ids, output_rows=positions if by_label else None, **encoder_arguments
@@ -544,7 +549,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             originals=originals.flatten(),
             seen=seen.flatten(),
             targets=targets,
-            sampled=sampled,
+            sampled=filled.sampled,
             per_label=per_label,
             per_token=per_token,
         )
@@ -553,11 +558,11 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         loss, parts = judge(judged, replaced)
         if config.adversarial:
             rewards = self._rewards(judged, positions, replaced, ragged)
-            trained, baseline = self._reinforce(rows, lookup.weight, filled, rewards, replaced)
+            trained, baseline = self._reinforce(filled, rewards, replaced)
             parts |= {"generator_loss": trained.detach(), "baseline_loss": baseline.detach()}
             loss = trained + baseline + config.discriminator_weight * loss
-        elif mlm_loss is not None and config.stage is None:
-            loss = mlm_loss + config.discriminator_weight * loss
+        elif filled.loss is not None and config.stage is None:
+            loss = filled.loss + config.discriminator_weight * loss
         return ElectraJointOutput(
             loss=loss,
             mlm_loss=generated,
@@ -581,37 +586,45 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
 
     def _fill(
         self,
-        rows: Tensor,
-        weight: Tensor,
+        input_ids: Tensor,
+        positions: Tensor,
         targets: Tensor,
         counters: tuple[Tensor, Tensor],
         normalizer: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """The generator's loss and one sample of its softmax for each slot, in one pass: §2.
-
-        ``rows`` [P, E] are those of the transform.
-        """
-        assert self.generator is not None
+        arguments: dict[str, Any],
+    ) -> _Filled:
+        """The generator's loss and one sample of its softmax for each slot, in one pass: §2."""
+        config, generator = self.config, self.generator
+        if generator is None:
+            return _Filled(self._draw_by_frequency(targets, counters))
         sample_index, position = counters
-        decoder = self._vocabulary(self.generator)
-        return ops.linear_cross_entropy_with_sample(
-            rows,
-            weight,
-            targets,
-            linear_bias=decoder.bias,
-            normalizer=normalizer,
-            expected_targets=rows.shape[0],
-            temperature=self.config.temperature,
-            seed=self.config.sampling_seed,
-            sample_index=sample_index,
-            position=position,
-        )
+        with torch.set_grad_enabled(torch.is_grad_enabled() and config.stage != 2):
+            decoder = self._vocabulary(generator)
+            lookup = TiedLookup(generator, decoder, targets)
+            hidden = generator.electra(
+                input_ids, output_rows=positions, lookup=lookup, **arguments
+            ).last_hidden_state[:, 0]
+            rows = generator.generator_predictions(hidden)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not config.adversarial):
+                loss, sampled = ops.linear_cross_entropy_with_sample(
+                    rows,
+                    lookup.weight,
+                    targets,
+                    linear_bias=decoder.bias,
+                    normalizer=normalizer,
+                    expected_targets=rows.shape[0],
+                    temperature=config.temperature,
+                    seed=config.sampling_seed,
+                    sample_index=sample_index,
+                    position=position,
+                )
+        return _Filled(sampled, loss, hidden, rows, lookup.weight)
 
     @torch.no_grad()
     def _rewards(self, rows: Tensor, positions: Tensor, batch: _Replaced, ragged: Any) -> Tensor:
         """The discriminator's loss at each slot, fp32 [P]: appendix F, R."""
         if self.config.objective not in _BY_LABEL:
-            # Of all rows those of the slots, which in packed rows lie elsewhere.
+            # The rows of the slots lie elsewhere where rows are packed.
             rows = rows_at(rows, positions, None if ragged is None else ragged.slots())[:, 0]
         prediction = self.discriminator.discriminator_predictions.dense_prediction
         scores = _in_fp32(prediction(self.discriminator.features(rows)).squeeze(-1))
@@ -619,7 +632,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         return F.binary_cross_entropy_with_logits(scores, replaced, reduction="none")
 
     def _reinforce(
-        self, rows: Tensor, weight: Tensor, hidden: Tensor, rewards: Tensor, batch: _Replaced
+        self, filled: _Filled, rewards: Tensor, batch: _Replaced
     ) -> tuple[Tensor, Tensor]:
         """The generator's loss, and that of its baseline: appendix F.
 
@@ -629,14 +642,14 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         decoder = self._vocabulary(self.generator)
         hotter = 1 / self.config.temperature
         nll = ops.linear_cross_entropy(
-            rows * hotter,
-            weight,
+            filled.rows * hotter,
+            filled.weight,
             batch.sampled.masked_fill(~used, IGNORE_INDEX),
             linear_bias=decoder.bias * hotter,
             reduction="none",
-            expected_targets=rows.shape[0],
+            expected_targets=filled.rows.shape[0],
         )
-        logits = _in_fp32(self.baseline_head(hidden.detach()).squeeze(-1))
+        logits = _in_fp32(self.baseline_head(filled.hidden.detach()).squeeze(-1))
         advantages = rewards - F.softplus(-logits.detach())
         matched = F.binary_cross_entropy_with_logits(logits, (-rewards).exp(), reduction="none")
 
@@ -739,7 +752,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
 
 
 def _in_fp32(values: Tensor) -> Tensor:
-    """At least."""
+    """The values in fp32, or in a wider dtype that they have."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -755,7 +768,7 @@ def _per_token(
 
 
 def _seen(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Which tokens are not padding: bool [B, T]."""
+    """The tokens that are not padding: bool [B, T]."""
     if attention_mask is None:
         return torch.ones_like(input_ids, dtype=torch.bool)
     check_tensor(_WHERE, "attention_mask", attention_mask)

@@ -204,12 +204,12 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
                 the last label of a sequence.
             output_logits: return the logits together with the loss.
             num_items_in_batch: the denominator of the loss: the number of labels of all batches
-                over which gradients are accumulated. Default: of this batch.
+                over which gradients are accumulated. Default: that of this batch.
             reduction: "none" = the loss of each label, as of the decoder.
-            unpad, decoder_unpad: of encoder and decoder: None = leave padding out where possible;
-                False = keep it; an int = a capacity, the number of packed rows, which fixes all
-                shapes.
-            inputs: of the encoder, or with the prefix ``decoder_`` of the decoder.
+            unpad, decoder_unpad: what to do with the padding of encoder and decoder. None = leave
+                it out where possible; False = keep it; an int = a capacity, the number of packed
+                rows, which fixes all shapes.
+            inputs: arguments of the encoder, or with the prefix ``decoder_`` those of the decoder.
 
         Raises:
             ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) ids that do not
@@ -222,25 +222,13 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
         if attention_mask is not None and attention_mask.dim() != 2:
             # Cross-attention uses this mask too, and would be packed like the decoder.
             decoder_unpad = False
+        if ours[0]:
+            inputs["unpad"] = unpad
+        if ours[1]:
+            inputs["decoder_unpad"] = decoder_unpad
         if labels is None or not ours[1]:
-            if reduction != "mean":
-                fail(
-                    type(self).__name__,
-                    "reduction",
-                    f"{reduction!r} without labels or with a {type(decoder).__name__}",
-                    "labels and a decoder of fastplm.models",
-                    "Leave it out.",
-                )
-            if ours[0]:
-                inputs["unpad"] = unpad
-            if ours[1]:
-                inputs["decoder_unpad"] = decoder_unpad
-            outputs = super().forward(
-                labels=labels, use_cache=use_cache, return_dict=True, **inputs
-            )
-            if labels is not None:
-                outputs.loss = outputs.loss * batch_share(labels, num_items_in_batch)
-            return outputs
+            inputs.update(labels=labels, use_cache=use_cache)
+            return self._by_parent(inputs, num_items_in_batch, reduction)
 
         encoder_outputs = inputs.pop("encoder_outputs", None)
         past_key_values = inputs.pop("past_key_values", None)
@@ -262,8 +250,6 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
         rows = None
         if ours[0] and fused and attention_mask is not None and attention_mask.dim() == 2:
             rows = source_rows(attention_mask, unpad)
-        if ours[0]:
-            to_encoder["unpad"] = unpad
         encoder_outputs, states = encoded(
             encoder, encoder_outputs, rows, show=not loss_only, return_dict=True, **to_encoder
         )
@@ -275,15 +261,9 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
             to_decoder["input_ids"] = ids
             if to_decoder.get("attention_mask") is None:
                 to_decoder["attention_mask"] = ids != self.config.pad_token_id
-        mask: Tensor | None = to_decoder.get("attention_mask")
-        counted = decoder_unpad is None or decoder_unpad is True
-        trims = decoder_unpad is not False and (not counted or values_can_be_read(labels))
-        # The decoder handles flat labels.
-        trims = trims and labels.dim() == 2 and (mask is None or mask.shape == labels.shape)
-        if fused and loss_only and trims:
-            # The decoder is causal: no loss depends on the rows after the last label.
-            read = until_last(labels != IGNORE_INDEX)
-            to_decoder["attention_mask"] = read if mask is None else read & mask.bool()
+        if fused and loss_only:
+            mask = _until_last_label(labels, to_decoder.get("attention_mask"), decoder_unpad)
+            to_decoder["attention_mask"] = mask
         if rows is not None:
             to_decoder["encoder_rows"] = rows
         outputs = decoder(
@@ -295,10 +275,38 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
             num_items_in_batch=num_items_in_batch,
             reduction=reduction,
             output_logits=output_logits,
-            unpad=decoder_unpad,
             return_dict=True,
             **to_decoder,
         )
         return Seq2SeqLMOutput(
             loss=outputs.loss, logits=outputs.logits, **both_sides(encoder_outputs, outputs)
         )
+
+    def _by_parent(self, inputs: dict[str, Any], num_items: Any, reduction: str) -> Any:
+        """The parent's outputs, where there are no labels or the decoder is not a drop-in model."""
+        if reduction != "mean":
+            fail(
+                type(self).__name__,
+                "reduction",
+                f"{reduction!r} without labels or with a {type(self.decoder).__name__}",
+                "labels and a decoder of fastplm.models",
+                "Leave it out.",
+            )
+        outputs = super().forward(return_dict=True, **inputs)
+        if inputs["labels"] is not None:
+            outputs.loss = outputs.loss * batch_share(inputs["labels"], num_items)
+        return outputs
+
+
+def _until_last_label(labels: Tensor, mask: Tensor | None, unpad: Any) -> Tensor | None:
+    """The mask [B, T] of a causal decoder without the rows after the last label of a sequence.
+
+    No loss depends on these rows. They are kept if ``unpad`` keeps padding, if it gives no capacity
+    and the rows cannot be counted, and if labels are flat.
+    """
+    counted = unpad is None or unpad is True
+    kept = unpad is False or (counted and not values_can_be_read(labels))
+    if kept or labels.dim() != 2 or (mask is not None and mask.shape != labels.shape):
+        return mask
+    read = until_last(labels != IGNORE_INDEX)
+    return read if mask is None else read & mask.bool()

@@ -116,7 +116,7 @@ class _Features(ScaledLoss, PreTrainedModel):
         self.classifier = nn.Linear(given, config.num_labels)
         self.post_init()
 
-    def _states(self, attention_mask: Tensor, inputs: dict[str, Any]) -> Tensor:
+    def _states(self, attention_mask: Tensor, **inputs: Any) -> Tensor:
         """What the classifier reads of each token: [B, T, W]."""
         recorded = self.config.features != "last"
         outputs = self.encoder(
@@ -178,10 +178,9 @@ class FeaturesForSequenceClassification(_Features):
         mask = _mask(input_ids, attention_mask)
         config = self.config
         first = config.pooling == "cls" and config.features == "last" and self.lstm is None
-        inputs["input_ids"] = input_ids
         if first and hasattr(type(self.encoder), "_last_rows"):
             inputs["output_rows"] = "first"  # all that the last layer computes
-        states = self._states(mask, inputs)
+        states = self._states(mask, input_ids=input_ids, **inputs)
         logits = self.classifier(pooled(states, mask, config.pooling))
         loss = None if labels is None else ForSequenceClassificationLoss(labels, logits, config)
         outputs = SequenceClassifierOutput(loss=loss, logits=logits)
@@ -201,8 +200,8 @@ class FeaturesForTokenClassification(_Features):
         **inputs: Any,
     ) -> TokenClassifierOutput:
         """Classify tokens: labels int64 [B, T], -100 = none; logits [B, T, labels]."""
-        inputs["input_ids"] = input_ids
-        logits = self.classifier(self._states(_mask(input_ids, attention_mask), inputs))
+        mask = _mask(input_ids, attention_mask)
+        logits = self.classifier(self._states(mask, input_ids=input_ids, **inputs))
         loss = None
         if labels is not None:
             loss = ForTokenClassification(logits, labels, self.config)

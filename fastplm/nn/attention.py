@@ -30,7 +30,7 @@ class FusedAttention(nn.Module):
         bias: whether both projections have a bias.
         dropout: the probability of dropping an attention probability; only in training mode.
         scale: factor on the scores; default ``D ** -0.5`` (T5 uses 1.0).
-        device, dtype: of the parameters.
+        device, dtype: where the parameters are, and their dtype.
 
     Parameters are ``qkv_proj`` (weight [3 H D, E], in the order Q, K, V) and ``out_proj``
     (weight [E, H D]), initialized like ``nn.Linear``. With ``context_dim``, ``q_proj`` (weight
@@ -134,13 +134,13 @@ class FusedAttention(nn.Module):
             relative_bias: as in ``ops.attention``.
             cu_seqlens, max_seqlen: int32 [B + 1] from 0, and an upper bound of the lengths;
                 sequence b is the rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``.
-            cu_seqlens_context, max_seqlen_context: the same of ``context``.
+            cu_seqlens_context, max_seqlen_context: the same for ``context``.
             past: for decoding, the previous keys and values [B, H, Tp, D], as a call with
-                ``use_cache`` returned them. (Those of a context are complete after the first step:
-                then pass a context without rows, [B, 0, C].)
+                ``use_cache`` returned them. (The keys of a context are complete after the first
+                step: then pass a context without rows, [B, 0, C].)
             use_cache: also return all keys and values.
-            seed, sample_index: of the dropout, as in ``ops.attention``; default: each call draws a
-                seed from PyTorch's generator.
+            seed, sample_index: what dropout is drawn from, as in ``ops.attention``; default: each
+                call draws a seed from PyTorch's generator.
 
         Returns:
             A tensor of the shape of ``input``; with ``use_cache`` the pair (tensor, (key, value)),
@@ -164,27 +164,7 @@ class FusedAttention(nn.Module):
         self._check(ragged, "input", input, self.embed_dim)
         if context is not None:
             self._check(ragged, "context", context, self.context_dim or self.embed_dim)
-        if self.context_dim is not None:
-            if context is None:
-                fail(
-                    _WHERE,
-                    "context",
-                    "None",
-                    f"a tensor of width {self.context_dim}, as `context_dim` was given",
-                    "Build the module without context_dim for self-attention.",
-                )
-            (query,) = self._heads(self.q_proj(input))
-            key, value = self._heads(self.kv_proj(context))
-        elif context is None:
-            query, key, value = self._heads(self.qkv_proj(input))
-        else:
-            weight, bias = self.qkv_proj.weight, self.qkv_proj.bias
-            width = self.num_heads * self.head_dim
-            query_bias, context_bias = (
-                (None, None) if bias is None else (bias[:width], bias[width:])
-            )
-            (query,) = self._heads(nn.functional.linear(input, weight[:width], query_bias))
-            key, value = self._heads(nn.functional.linear(context, weight[width:], context_bias))
+        query, key, value = self._projected(input, context)
         options: dict[str, Any] = {
             "key_mask": key_mask,
             "is_causal": is_causal,
@@ -213,6 +193,27 @@ class FusedAttention(nn.Module):
             )
         out = self.out_proj(out.flatten(-2))
         return (out, (key, value)) if use_cache else out
+
+    def _projected(self, input: Tensor, context: Tensor | None) -> tuple[Tensor, ...]:
+        """The query of the input, then key and value of the context or the input, as ``_heads``."""
+        if self.context_dim is not None:
+            if context is None:
+                fail(
+                    _WHERE,
+                    "context",
+                    "None",
+                    f"a tensor of width {self.context_dim}, as `context_dim` was given",
+                    "Build the module without context_dim for self-attention.",
+                )
+            return *self._heads(self.q_proj(input)), *self._heads(self.kv_proj(context))
+        if context is None:
+            return self._heads(self.qkv_proj(input))
+        weight, bias = self.qkv_proj.weight, self.qkv_proj.bias
+        width = self.num_heads * self.head_dim
+        query_bias, context_bias = (None, None) if bias is None else (bias[:width], bias[width:])
+        queries = nn.functional.linear(input, weight[:width], query_bias)
+        keys_and_values = nn.functional.linear(context, weight[width:], context_bias)
+        return *self._heads(queries), *self._heads(keys_and_values)
 
     def _heads(self, projected: Tensor) -> tuple[Tensor, ...]:
         """[B, T, n H D] -> n views [B, H, T, D], or [N, n H D] -> n views [N, H, D].

@@ -13,10 +13,11 @@ from torch import Tensor
 from fastplm.reference._ids import is_one_of, ordinary_id
 from fastplm.reference.philox import Stream, choice, draw, draw_words, fixed_point
 
-#: The counters of Stream INFILL: lengths of spans from 0, their layout, and which of them is last.
-#: Of Stream ORDER: which sentences move from 0, their order, and the rotation.
+#: Where the counters of a stream begin, after those from 0. Stream INFILL draws the lengths of
+#: spans, then their layout, then which of them is last. Stream ORDER draws which sentences move,
+#: then their order, then the rotation.
 SECOND_DRAW, THIRD_DRAW = 1 << 30, 1 << 31
-#: A row of which m tokens are to be covered has at most 2 m + 16 spans.
+#: A row with m tokens to cover has at most 2 m + 16 spans.
 SPARE_SPANS = 16
 
 _Count = TypeVar("_Count", int, Tensor)
@@ -216,22 +217,7 @@ def bart_noise_by_plan(
     deleted = torch.nn.functional.pad(deleted, (0, 1)).gather(1, source)
     content = torch.where(is_span, fill.gather(1, index), kept)
     written = (item < items) & (is_span | ~deleted)
-
-    # What does not fit is written to an additional last column.
-    has_bos, has_eos = bos_token_id >= 0, eos_token_id >= 0
-    room = capacity - has_bos - has_eos
-    total = written.sum(1, keepdim=True)
-    fitting = total.clamp(max=room)
-    slot = exclusive_cumsum(written.long())
-    slot = torch.where(written & (slot < room), slot + has_bos, capacity)
-    out = tokens.new_full((batch, capacity + 1), pad_token_id).scatter(1, slot, content)
-    if has_bos:
-        out[:, 0] = bos_token_id
-    if has_eos:
-        out.scatter_(1, fitting + has_bos, eos_token_id)
-    return NoisedText(
-        out[:, :capacity].contiguous(), fitting[:, 0] + has_bos + has_eos, (total - fitting).sum()
-    )
+    return _in_rows(content, written, capacity, pad_token_id, bos_token_id, eos_token_id)
 
 
 def _places(
@@ -267,6 +253,32 @@ def _places(
     start = torch.where(event < plan.rotate_below, (word * n) >> 32, 0)
     place = torch.where(place >= start, place - start, place - start + n)
     return torch.where(real, place, position)
+
+
+def _in_rows(
+    content: Tensor,
+    written: Tensor,
+    capacity: int,
+    pad_token_id: int,
+    bos_token_id: int,
+    eos_token_id: int,
+) -> NoisedText:
+    """The tokens of ``content`` that are ``written``, both [B, ·], between BOS and EOS: [B, C]."""
+    has_bos, has_eos = bos_token_id >= 0, eos_token_id >= 0
+    room = capacity - has_bos - has_eos
+    total = written.sum(1, keepdim=True)
+    fitting = total.clamp(max=room)
+    slot = exclusive_cumsum(written.long())
+    # What does not fit is written to an additional last column.
+    slot = torch.where(written & (slot < room), slot + has_bos, capacity)
+    out = content.new_full((content.shape[0], capacity + 1), pad_token_id).scatter(1, slot, content)
+    if has_bos:
+        out[:, 0] = bos_token_id
+    if has_eos:
+        out.scatter_(1, fitting + has_bos, eos_token_id)
+    return NoisedText(
+        out[:, :capacity].contiguous(), fitting[:, 0] + has_bos + has_eos, (total - fitting).sum()
+    )
 
 
 def _rows(

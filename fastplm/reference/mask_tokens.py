@@ -175,6 +175,7 @@ def mask_tokens_by_plan(
 ) -> MaskedTokens:
     """``mask_tokens_ref`` with the numbers of ``mask_plan``: what every backend is given."""
     device = input_ids.device
+    plan = MaskPlan(capacity, slots, quota_scale, chosen_below, mask_below, random_below)
     if maskable is None:
         maskable = torch.ones_like(input_ids, dtype=torch.bool)
     if special_ids is None:
@@ -182,56 +183,23 @@ def mask_tokens_by_plan(
     maskable = maskable & ~is_one_of(input_ids, special_ids)
     if word_ids is None:
         word_ids = torch.zeros_like(input_ids)
-
-    # [B, T]: packed rows are padded, with tokens that may not be chosen.
-    if cu_seqlens is None:
-        batch, length = input_ids.shape
-        place = torch.arange(batch * length, device=device).view(batch, length)
-        inside = torch.ones_like(maskable)
-    else:
-        boundary = cu_seqlens.long().clamp(0, input_ids.shape[0])[:, None]
-        begin, end = boundary[:-1], boundary[1:]
-        end = end.where((cu_seqlens[1:] >= cu_seqlens[:-1]).all(), begin)  # or rows would overlap
-        batch, length = len(begin), int((end - begin).max()) if len(begin) else 0
-        place = begin + torch.arange(length, device=device)
-        inside = place < end
-        place = place.where(inside, 0)
+    place, inside = _places(input_ids, cu_seqlens)
+    batch, length = place.shape
     if sample_index is None:
         sample_index = torch.arange(batch, device=device)
     sample = sample_index[:, None]
-    position = torch.arange(length, device=device)
     candidate = maskable.flatten()[place] & inside
     token = input_ids.flatten()[place].long()
 
     starts = unit_starts(candidate, word_ids.flatten()[place], max_ngram, seed, sample, step)
-    unit = (starts.cumsum(-1) - 1).clamp(min=0)  # of each candidate, counted from 0 in its row
-    sizes = torch.zeros_like(unit).scatter_add(-1, unit, candidate.long())
     keys = draw_words(seed, Stream.MASK_SELECT, length, sample_index=sample, step=step)
-    key_of_unit = torch.full_like(unit, 2**32).scatter_reduce(
-        -1, unit, torch.where(starts, keys, 2**32), "amin"
-    )
-
-    n = candidate.sum(-1, keepdim=True)
-    if chosen_below < 0:
-        wanted = ((n * quota_scale + 2**31) >> 32).clamp(min=1).minimum(n)
-    else:
-        wanted = torch.where(key_of_unit < chosen_below, sizes, 0).sum(-1, keepdim=True)
-    quota = wanted.clamp(max=capacity)
-
-    if chosen_below >= 0:
-        sizes = sizes.where(key_of_unit < chosen_below, 0)
-    by_key = key_of_unit.argsort(dim=-1, stable=True)
-    taken = torch.zeros_like(candidate).scatter(
-        -1, by_key, _take(sizes.gather(-1, by_key), quota, one_by_one=max_ngram == 0)
-    )
-    chosen = candidate & taken.gather(-1, unit)
-    # With exact sampling, a rest in which no whole unit fits does not count as dropped.
-    dropped = (wanted - (chosen.sum(-1, keepdim=True) if chosen_below >= 0 else quota)).sum()
+    chosen, dropped = _chosen(candidate, starts, keys, plan, one_by_one=max_ngram == 0)
     # If all rows together have more tokens than slots, the last tokens are dropped.
     slot = chosen.flatten().cumsum(0) - 1
     dropped = dropped + (chosen.flatten() & (slot >= slots)).sum()
     chosen = chosen & (slot < slots).view(chosen.shape)
 
+    position = torch.arange(length, device=device)
     decision, word, _, _ = draw(
         seed, Stream.MASK_REPLACE, sample_index=sample, position=position, step=step
     )
@@ -253,6 +221,59 @@ def mask_tokens_by_plan(
         chosen.sum(),
         dropped,
     )
+
+
+def _places(input_ids: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(the flat position of each token of padded rows, whether it belongs to the row): [B, T].
+
+    Packed rows are padded to the longest.
+    """
+    if cu_seqlens is None:
+        place = torch.arange(input_ids.numel(), device=input_ids.device).view(input_ids.shape)
+        return place, torch.ones_like(place, dtype=torch.bool)
+    boundary = cu_seqlens.long().clamp(0, input_ids.shape[0])[:, None]
+    begin, end = boundary[:-1], boundary[1:]
+    end = end.where((cu_seqlens[1:] >= cu_seqlens[:-1]).all(), begin)  # or rows would overlap
+    length = int((end - begin).max()) if len(begin) else 0
+    place = begin + torch.arange(length, device=input_ids.device)
+    inside = place < end
+    return place.where(inside, 0), inside
+
+
+def _chosen(
+    candidate: Tensor, starts: Tensor, keys: Tensor, plan: MaskPlan, *, one_by_one: bool
+) -> tuple[Tensor, Tensor]:
+    """(the tokens chosen, how many tokens the plan wants beside them).
+
+    Args:
+        candidate, starts: bool [B, T], the tokens that may be chosen, and the first of each unit.
+        keys: int64 [B, T]; the key of a unit is that of its first token, and low keys are chosen.
+        plan: the numbers of the call.
+        one_by_one: every unit is one token.
+
+    Returns:
+        bool [B, T] and int64 [].
+    """
+    unit = (starts.cumsum(-1) - 1).clamp(min=0)  # of each candidate, counted from 0 in its row
+    sizes = torch.zeros_like(unit).scatter_add(-1, unit, candidate.long())
+    key_of_unit = torch.full_like(unit, 2**32).scatter_reduce(
+        -1, unit, torch.where(starts, keys, 2**32), "amin"
+    )
+    exact = plan.chosen_below < 0
+    if exact:
+        n = candidate.sum(-1, keepdim=True)
+        wanted = ((n * plan.quota_scale + 2**31) >> 32).clamp(min=1).minimum(n)
+    else:
+        sizes = sizes.where(key_of_unit < plan.chosen_below, 0)
+        wanted = sizes.sum(-1, keepdim=True)
+    quota = wanted.clamp(max=plan.capacity)
+    by_key = key_of_unit.argsort(dim=-1, stable=True)
+    taken = torch.zeros_like(candidate).scatter(
+        -1, by_key, _take(sizes.gather(-1, by_key), quota, one_by_one=one_by_one)
+    )
+    chosen = candidate & taken.gather(-1, unit)
+    # With exact sampling, a rest in which no whole unit fits does not count as dropped.
+    return chosen, (wanted - (quota if exact else chosen.sum(-1, keepdim=True))).sum()
 
 
 def unit_starts(
@@ -313,7 +334,7 @@ def ngram_length(word: Tensor, max_ngram: int) -> Tensor:
 
 
 def _take(sizes: Tensor, quota: Tensor, *, one_by_one: bool) -> Tensor:
-    """Which units are taken in order, each if it still fits: bool [B, T].
+    """The units that are taken in order, each if it still fits: bool [B, T].
 
     Args:
         sizes: int64 [B, T], tokens of each unit in the order of their keys; 0 for none.
