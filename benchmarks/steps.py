@@ -20,10 +20,10 @@ from torch.overrides import TorchFunctionMode
 from transformers.modeling_outputs import MaskedLMOutput
 
 from fastplm import models
+from fastplm._budget import RMS_FACTOR
 from fastplm.testing import (
     FORWARD_FACTOR,
     GRADIENT_FACTOR,
-    RMS_FACTOR,
     BudgetExceeded,
     ReversedReductions,
     check_error,

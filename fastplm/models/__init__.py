@@ -77,7 +77,8 @@ def __getattr__(name: str) -> Any:
     # Importing Transformers takes seconds, so each family is imported on first use.
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    family = _MODULES[name]
+    return getattr(importlib.import_module(f"{__name__}.{family}"), name)
 
 
 def __dir__() -> list[str]:

@@ -21,7 +21,7 @@ from fastplm.nn.gelu import gelu
 
 
 class _Keys(NamedTuple):
-    """Which keys may be attended to; replaces Transformers' additive mask.
+    """A mask of the keys that may be attended to; replaces Transformers' additive mask.
 
     Args:
         mask: bool [B, T], or [1, N] of packed rows; None = all.

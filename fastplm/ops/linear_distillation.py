@@ -233,7 +233,7 @@ def linear_distillation_topk(
             *(0, normalizer, reduction),
         )
     )
-    where = f"{_NAME}_topk"
+    where = "linear_distillation_topk"
     for name in ("teacher_indices", "teacher_probabilities"):
         check_tensor(where, name, getattr(call, name), ndim=2)
     check_dtype(where, "teacher_probabilities", teacher_probabilities, FLOATING)

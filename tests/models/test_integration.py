@@ -21,10 +21,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import fastplm
 from fastplm import _extension, models
 from fastplm._backends import record_decisions
+from fastplm._budget import RMS_FACTOR
 from fastplm.testing import (
     FORWARD_FACTOR,
     GRADIENT_FACTOR,
-    RMS_FACTOR,
     check_error,
     check_in_fp64,
     rerounded,
