@@ -243,6 +243,7 @@ _MASKED: dict[tuple[str, int, bool, int], tuple[int, ...]] = {
     ("dbias", 80, False, 64): (16, 64, 4, 1),
     ("dbias", 80, False, 128): (16, 32, 16, 1),
     ("dbias", 100, False, 128): (32, 32, 16, 1),
+    ("dbias", 100, True, 256): (16, 64, 4, 1),
     ("stream_dkdv", 80, True, 64): (16, 64, 8, 1, 1),
     ("stream_dkdv", 80, False, 64): (16, 32, 8, 1, 1),
     ("stream_dkdv", 100, False, 64): (16, 32, 8, 1, 0),

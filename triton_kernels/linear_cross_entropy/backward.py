@@ -581,7 +581,7 @@ def backward_recomputed(
     wide = not spare and (configs.is_wide(width) or accumulates or logits is not None)
     prefix = "wide " if wide else ""
     config_x, config_w = (configs.config_of(prefix + which, input) for which in ("dX", "dW"))
-    if accumulates and wide:
+    if wide and (accumulates or not configs.is_wide(width)):
         config_w = configs.config_of("wide dW with more", input)
     config_z = configs.config_of("wide dZ", input) if wide else {}
     if logits is not None:
