@@ -26,8 +26,9 @@ _SCRATCH_PARTS = 4
 # (arch, 16-bit?, which) -> (BLOCK_N, BLOCK_V, BLOCK_E, num_warps, num_stages). BLOCK_E is the width
 # of a row, or for wide rows the part of it that an iteration reads (forward, dZ) or that a program
 # computes (dX, dW). "with more": argmax, label smoothing, or for dW the sum of another part, or the
-# dZ of another op's narrow rows, take more registers. An architecture without an entry takes that of the nearest older one. Entries of
-# 86 are for sm_86, 89 and 120 alone, where the tiles of sm_80 spill; 90 then needs its own entry.
+# dZ of another op's narrow rows, take more registers. An architecture without an entry takes that
+# of the nearest older one. Entries of 86 are for sm_86, 89 and 120 alone, where the tiles of sm_80
+# spill; 90 then needs its own entry.
 # None was measured on a device yet: the compile tests, which allow no spills in an inner loop, and
 # on sm_80 and sm_90 simulated waits (tools/timeline.py) chose them.
 _TABLE = {

@@ -7,7 +7,7 @@ import functools
 import torch
 
 from fastplm.triton_kernels._launch import arch_of, is_recording, nearest_arch
-from fastplm.triton_kernels.linear_cross_entropy.configs import config_of
+from fastplm.triton_kernels.linear_cross_entropy.configs import config_of, is_wide
 
 # (arch, 16-bit?, which) -> (BLOCK_N, BLOCK_V, BLOCK_E, num_warps, num_stages), for the kernels that
 # multiply a tile of both sides: their accumulators are two tiles in fp32. "js": the mixture's pass.
@@ -38,11 +38,14 @@ ROWS_TILE = (1, 1024, 4)
 
 
 def tile_config(which: str, input: torch.Tensor, taught: torch.Tensor | None) -> dict[str, int]:
-    """The launch configuration of tiles of both sides, in 16 bits if both are. Without a teacher's
-    rows, it is that of ``linear_cross_entropy``."""
-    if taught is None:
+    """The launch configuration of tiles of both sides, in 16 bits if both are.
+
+    Wide rows without a teacher's take the tiles of ``linear_cross_entropy``. In narrow ones these
+    would spill, as the loop over E has one or two turns and is unrolled.
+    """
+    if taught is None and is_wide(input.shape[1]):
         return config_of(_OF_ONE_SIDE[which], input)
-    half = input.dtype.itemsize == taught.dtype.itemsize == 2
+    half = input.dtype.itemsize == 2 and (taught is None or taught.dtype.itemsize == 2)
     look_up = _look_up.__wrapped__ if is_recording() else _look_up
     return look_up(which, half, arch_of(input.device))
 
