@@ -41,10 +41,13 @@ def tile_config(which: str, input: torch.Tensor, taught: torch.Tensor | None) ->
     """The launch configuration of tiles of both sides, in 16 bits if both are.
 
     Wide rows without a teacher's take the tiles of ``linear_cross_entropy``. In narrow ones these
-    would spill, as the loop over E has one or two turns and is unrolled.
+    would spill, as the loop over E has one or two turns and is unrolled: they take those of "js",
+    which has room for more accumulators.
     """
-    if taught is None and is_wide(input.shape[1]):
-        return config_of(_OF_ONE_SIDE[which], input)
+    if taught is None:
+        if is_wide(input.shape[1]):
+            return config_of(_OF_ONE_SIDE[which], input)
+        which = "js"
     half = input.dtype.itemsize == 2 and (taught is None or taught.dtype.itemsize == 2)
     look_up = _look_up.__wrapped__ if is_recording() else _look_up
     return look_up(which, half, arch_of(input.device))
