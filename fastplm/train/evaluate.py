@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fastplm.train.losses import (
     PAIR_LABELS,
+    check_counts_all_batches,
     counted_labels,
     pair_logits,
     summed,
@@ -38,7 +39,11 @@ def evaluate(
         ``detection_at_base_rate`` for the tokens that could have been replaced, or, where its
         discriminator predicts tokens, ``discriminator_mlm_loss``; with pairs of segments also
         ``next_sentence_loss`` and ``next_sentence_accuracy``, or the same of ``sentence_order``.
+
+    Raises:
+        ArgumentTypeError: a model that is not of fastplm.
     """
+    check_counts_all_batches("evaluate", model)
     module: Any = model  # mypy takes the attributes of a module for tensors
     was_training, device = model.training, next(model.parameters()).device
     model.eval()

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastplm.errors import ArgumentTypeError, check
+
 #: For each label of a pair the name of its loss.
 PAIR_LABELS = {
     "next_sentence_label": "next_sentence",
@@ -25,6 +27,23 @@ _NOT_SHIFTED = {"XLMWithLMHeadModel", "XLNetLMHeadModel"}
 def counts_all_batches(model: nn.Module) -> bool:
     """Whether a model divides its own loss by ``num_items_in_batch``, as those of fastplm do."""
     return "num_items_in_batch" in inspect.signature(type(model).forward).parameters
+
+
+def check_counts_all_batches(where: str, model: nn.Module) -> None:
+    """Check that a model is one of fastplm's, as its loss is to be added up over batches.
+
+    Raises:
+        ArgumentTypeError: it divides its loss by its own batch.
+    """
+    check(
+        counts_all_batches(model),
+        where,
+        "model",
+        f"a {type(model).__name__}, which divides its loss by its own batch",
+        "a model of fastplm.models, which takes num_items_in_batch",
+        "Call fastplm.accelerate(model) first, or take the class of fastplm.models.",
+        ArgumentTypeError,
+    )
 
 
 def shifts_labels(model: nn.Module) -> bool:

@@ -17,11 +17,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import TrainerCallback
 
-from fastplm.errors import ArgumentTypeError, check
 from fastplm.run.trainer import RunTrainer
 from fastplm.train.losses import (
     PAIR_LABELS,
-    counts_all_batches,
+    check_counts_all_batches,
     pair_logits,
     shifts_labels,
     summed,
@@ -62,15 +61,7 @@ class PretrainingTrainer(RunTrainer):
         parameters = inspect.signature(self.model.forward).parameters
         self._counts_sequences = "num_sequences_in_batch" in parameters
         self._counts_tokens = "num_tokens_in_batch" in parameters
-        check(
-            counts_all_batches(self.model),
-            "PretrainingTrainer",
-            "model",
-            f"a {type(self.model).__name__}, which divides its loss by its own batch",
-            "a model of fastplm.models, which takes num_items_in_batch",
-            "Call fastplm.accelerate(model) first, or take the class of fastplm.models.",
-            ArgumentTypeError,
-        )
+        check_counts_all_batches("PretrainingTrainer", self.model)
         if shifts_labels(self.model):
             # GPT-2's class does not say so, and Transformers, which asks once, before this line,
             # would count the first label of each row, too.
