@@ -245,6 +245,19 @@ def test_the_documentation_says_the_shapes_declared(op):
     assert found > 0 or op in ("dropout", "gelu")
 
 
+def test_no_function_is_longer_than_80_lines():
+    """The lines of its docstring do not count."""
+    found = []
+    for path in python_files("fastplm"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                doc = node.body[0] if ast.get_docstring(node) is not None else None
+                own = 0 if doc is None else doc.end_lineno - doc.lineno + 1
+                if node.end_lineno - node.lineno + 1 - own > 80:
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
+    assert not found
+
+
 def test_no_tests_package():
     assert not list((ROOT / "tests").rglob("__init__.py"))
 
