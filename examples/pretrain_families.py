@@ -11,7 +11,6 @@ and the order of two segments. Each takes about a minute on two cores. From the 
 from __future__ import annotations
 
 import argparse
-import copy
 import statistics
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from transformers.utils.logging import disable_progress_bar
 
 from fastplm.data import tokenize
 from fastplm.testing import FORWARD_FACTOR, check_error
-from fastplm.train.evaluate import evaluate
 from fastplm.train.objectives import OBJECTIVES
 from fastplm.train.pretrain import PretrainArguments, pretrain
 from fastplm.train.pretrain_data import hold_out, make_collator, open_corpus
@@ -62,7 +60,7 @@ def main() -> None:
         assert "held_out" in metrics, "the corpus is too small to hold text out of it"
         first, last = learned(metrics)
         held_out = metrics["held_out"][OBJECTIVES[str(args.objective)].token_loss]
-        difference = loads_in_transformers(args, metrics, held_out)
+        difference = loads_in_transformers(args, metrics)
         print(
             f"{arch}: {args.objective}, loss {first:.3f} -> {last:.3f}, of held-out tokens "
             f"{held_out:.3f}; plain Transformers differs by {difference:.1e}"
@@ -82,40 +80,31 @@ def learned(metrics: dict[str, Any]) -> tuple[float, float]:
     return first, last
 
 
-def loads_in_transformers(
-    args: PretrainArguments, metrics: dict[str, Any], held_out_loss: float
-) -> float:
+def loads_in_transformers(args: PretrainArguments, metrics: dict[str, Any]) -> float:
     """Check that plain Transformers computes the loss and logits of the trained model."""
     path = metrics["models"]["model"]
     tokenizer = AutoTokenizer.from_pretrained(path)
     collator = make_collator(args, tokenizer)
     store = tokenize(open_corpus(args.corpus), tokenizer, args.cache)
     _, dataset = hold_out(args, store, tokenizer)
-    token_loss = OBJECTIVES[str(args.objective)].token_loss
     batch = collator([dataset[i] for i in range(8)])
     # ALBERT's class has a loss for both of its labels or for none.
     names = ("input_ids", "attention_mask", "token_type_ids", "labels", "sentence_order_label")
     batch = {name: batch[name] for name in names if name in batch}
 
-    def logits(model: torch.nn.Module) -> torch.Tensor:
+    def outputs(model: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.no_grad():
-            return model.eval()(**batch)[1]  # after the loss
-
-    def loss(model: torch.nn.Module) -> torch.Tensor:
-        value = evaluate(model, dataset, collator, args.batch_size, token_loss)[token_loss]
-        return torch.tensor(value, dtype=model.dtype)
+            loss, logits, *_ = model.eval()(**batch).to_tuple()
+        return loss, logits
 
     fused, eager, sdpa = (
-        AutoModelForPreTraining.from_pretrained(path, attn_implementation=attention)
+        outputs(AutoModelForPreTraining.from_pretrained(path, attn_implementation=attention))
         for attention in ("fastplm", "eager", "sdpa")
     )
-    double = copy.deepcopy(eager).double()
-    for name, of, out in (
-        ("logits", logits, logits(fused)),
-        ("loss", loss, torch.tensor(held_out_loss)),
-    ):
-        check_error(name, out, of(double), [of(eager), of(sdpa)], FORWARD_FACTOR)
-    return (logits(fused) - logits(eager)).abs().max().item()
+    double = outputs(AutoModelForPreTraining.from_pretrained(path).double())
+    for name, out, gold, *bases in zip(("loss", "logits"), fused, double, eager, sdpa, strict=True):
+        check_error(name, out, gold, bases, FORWARD_FACTOR)
+    return (fused[1] - eager[1]).abs().max().item()
 
 
 if __name__ == "__main__":
