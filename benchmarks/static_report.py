@@ -5,7 +5,7 @@
     python benchmarks/static_report.py --long      compile all configurations for all architectures:
                                                    the rows of results/static/long.csv and the page
 
-``--long`` takes about two hours on 2 cores if every row is out of date. A row of today's code is
+``--long`` takes about an hour on 2 free cores if every row is out of date. A row of today's code is
 kept.
 
 Every kernel in every shipped configuration is compiled for sm_80, sm_90 and sm_100. A row of

@@ -214,14 +214,15 @@ class Settings:
     def check_rules(self) -> None:
         """Check the rules between the settings; a rule may rely on those before it."""
         for rule in self.rules:
+            if rule.keeps(self):
+                continue
             got = getattr(self, rule.name)
             got = "nothing" if got is None else got
             if rule.beside:
                 option, other = f"--{rule.beside.replace('_', '-')}", getattr(self, rule.beside)
                 value = "" if isinstance(other, bool) else f" {other}"
                 got = f"{got} {'without' if other is False else 'with'} {option}{value}"
-            if not rule.keeps(self):
-                self.check(rule.name, False, rule.expected.format(args=self), rule.fix, got)
+            self.check(rule.name, False, rule.expected.format(args=self), rule.fix, got)
 
     def usual(self, name: str) -> bool:
         """Whether a setting has its default, given or not."""

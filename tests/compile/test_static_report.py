@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import machine_code
-from compile_kernels import Report, kernel_modules, tile_work
+from compile_kernels import Report, faults, kernel_modules, tile_work
 from fastplm.triton_kernels._launch import shared_limit
 
 pytestmark = pytest.mark.compile
@@ -141,6 +141,15 @@ def test_a_row_of_all_configurations_names_what_may_not_ship(
     assert second[1] == "sm_90" and second[3:] == ["2", "64.0", "227", "0", "0", "0", "1", "0 |"]
     static_report.write_long(row("op", 86, "digest", [shipped]))
     assert static_report.PAGE.read_text(encoding="utf-8").count("sm_86") == 1
+
+
+def test_faults_of_first_launches_are_counted(planted):
+    shipped = planted["as shipped"]
+    bad = dataclasses.replace(
+        shipped, shared=shared_limit(90) + 1, spills=5, loop_spills=2, hazards={"races": ["x", "y"]}
+    )
+    assert list(faults([shipped]).values()) == [0, 0, 0, 0]
+    assert list(faults([shipped, bad, bad]).values()) == [2, 2, 4, 6]
 
 
 def test_a_row_is_kept_until_a_launch_or_its_code_changes(static_report, monkeypatch):
