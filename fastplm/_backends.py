@@ -4,8 +4,10 @@ A backend is one implementation of an op:
 
 ====== ============================================================================
 eager  the reference in plain PyTorch: the specification, on any device
-torch  fast stock PyTorch (SDPA, chunked GEMMs): CPU tensors
-cpp    ``csrc/`` on the CPU: the default there for the ops that have it
+torch  fast code of PyTorch's operators (chunked products): CPU tensors
+stock  PyTorch's own function for the same, where it has one: the default on the CPU where
+       ``csrc/`` was not measured to be faster
+cpp    ``csrc/`` on the CPU: the default there for the other calls of the ops that have it
 triton ``triton_kernels/``: CUDA tensors, or CPU tensors under Triton's interpreter
 cuda   ``csrc/`` on CUDA tensors
 ====== ============================================================================
@@ -30,11 +32,14 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from fastplm import _measured
 from fastplm._measured import CallClass, slower
 from fastplm.errors import BackendError, check_choice
 
 #: In the order of preference of "auto"; "eager" can run anything, so it is last.
-BACKENDS = ("cuda", "cpp", "triton", "torch", "eager")
+BACKENDS = ("cuda", "cpp", "triton", "stock", "torch", "eager")
+#: Backends of plain differentiable PyTorch, which need no operator and no formula of a gradient.
+DIFFERENTIABLE = ("stock", "eager")
 _CHOICES = ("auto", *BACKENDS)
 #: Every op. ``_registry.OPS`` has them once ``fastplm.ops`` is imported, which is not needed here.
 OP_NAMES = (
@@ -66,10 +71,10 @@ class Backend:
         functions: returns ``forward(call)`` and ``backward(grad, saved)`` (None without one), the
             implementations of ``fastplm::<op>_fwd`` and ``fastplm::<op>_bwd``. It is called once,
             for the first call, so that it may import a module that need not be there.
-        measured: ``measured(call)`` returns what the speed of a call depends on: the backend runs
+        measured: ``measured(*call)`` returns what the speed of a call depends on: the backend runs
             it where the table of ``_measured.py`` says that it is faster. None: wherever it can.
-        measured_for_layers: only a layer asks ``measured``, which can call stock PyTorch instead;
-            the op itself has no faster way.
+        measured_for_layers: only a layer asks ``measured`` (``Op.layer``), which can call PyTorch's
+            function instead; the op itself has no faster way.
         compiled: ``compiled(dtype)`` returns why a compiled program, which takes calls of any size,
             shall not call it, or None. See ``of_any_size``.
     """
@@ -98,7 +103,7 @@ class Backend:
         dispatches: bool = True,
         for_layer: bool = False,
     ) -> str | None:
-        """Why it does not run a call: it cannot, or another one is faster.
+        """Why it does not run a call: it cannot, or PyTorch's own function is faster.
 
         A compiled program serves calls of any size, so ``compiled`` is asked for it.
 
@@ -107,7 +112,7 @@ class Backend:
             call: its arguments.
             forced: whether the user asked for this backend.
             dispatches: as of ``resolve``.
-            for_layer: whether a layer asks, which may call PyTorch's own function instead.
+            for_layer: as of ``Op.layer``.
         """
         if dispatches and self.name != "eager":
             reason = needs_plain_pytorch()
@@ -120,7 +125,7 @@ class Backend:
             return None
         if torch.compiler.is_compiling():
             return None if self.compiled is None else self.compiled(call[0].dtype)
-        measured = self.measured(call)
+        measured = self.measured(*call)
         return None if measured is None else slower(op, measured)
 
 
@@ -247,7 +252,7 @@ def use_backend(backend: str, *ops: str) -> Iterator[None]:
     """Force a backend for all ops, or for the ops named, inside a ``with`` block.
 
     Args:
-        backend: "auto" | "eager" | "torch" | "cpp" | "triton" | "cuda".
+        backend: "auto" | "eager" | "torch" | "stock" | "cpp" | "triton" | "cuda".
         ops: names of ops, e.g. ``"attention"``; none means all.
 
     Raises:
@@ -369,6 +374,57 @@ def _describe(call: Any) -> str:
         elif value is not None:
             parts.append(f"{name}={value!r}")
     return ", ".join(parts)
+
+
+class Short:
+    """The short way of plain calls on a CPU without gradients, the one fast path of all ops.
+
+    It ends where ``Op.__call__`` ends, after less Python code, which between the layers of a model
+    is not in the CPU's caches, and is most of the cost of a small call.
+
+    Args:
+        op: the name of the op.
+        csrc: ``csrc(*arguments)``, the result by csrc/, or None for a call that needs more, such as
+            a gradient.
+        fits: ``fits(*arguments)``, whether a call is correct, on a CPU and not traced. Default:
+            ``csrc`` looks itself.
+        measured, stock: of the arguments, what ``Backend.measured`` returns, and the result by
+            PyTorch's own function. Without them csrc/ runs wherever it can.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        *,
+        csrc: Callable[..., Any],
+        fits: Callable[..., bool] | None = None,
+        measured: Callable[..., CallClass] | None = None,
+        stock: Callable[..., Any] | None = None,
+    ) -> None:
+        self.op, self.csrc, self.fits = op, csrc, fits
+        self.measured, self.stock = measured, stock
+
+    def __call__(self, *arguments: Any) -> Any:
+        """The result, or None: ``Op.__call__`` is to decide, or to say what is wrong."""
+        wanted = requested(self.op)
+        if (
+            (wanted != "auto" and wanted != "cpp")
+            or is_recorded()
+            or (self.fits is not None and not self.fits(*arguments))
+        ):
+            return None
+        if (
+            wanted == "auto"
+            and self.measured is not None
+            and _measured.table().slower(self.op, *self.measured(*arguments)) is not None
+        ):
+            return self.stock(*arguments)  # type: ignore[misc]
+        return self.csrc(*arguments)
+
+
+def is_traced() -> bool:
+    """Whether a call is traced, by any of PyTorch's tracers."""
+    return torch.compiler.is_compiling() or torch._C._is_tracing()
 
 
 # --- reasons that several ops share --------------------------------------------------------------

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from fastplm import _machine, _measured, ops
 from fastplm._backends import use_backend
 from fastplm.errors import DataError, check_choice, message
-from fastplm.ops.attention import plain_by_csrc
+from fastplm.ops.attention import plain_attention
 from fastplm.ops.linear import has_bf16x3
 
 Call = Callable[[], Any]
@@ -243,17 +243,18 @@ def _linear(dtype: torch.dtype) -> Iterator[Plan]:
 
 
 def _attention(dtype: torch.dtype) -> Iterator[Plan]:
-    queries, keys, heads = [1, 4, 16, 32, 64, 128, 512], [16, 64, 128, 512], [2, 12, 24, 96]
-    dim = 64
+    axes = [[1, 4, 16, 32, 64, 128, 512], [16, 64, 128, 512], [2, 12, 24, 96], [32, 64, 128, 256]]
     for form in ("forward", "training"):
 
-        def make(seqlen_q: int, seqlen_k: int, heads: int, form: str = form) -> tuple[Call, Call]:
+        def make(
+            seqlen_q: int, seqlen_k: int, heads: int, dim: int, form: str = form
+        ) -> tuple[Call, Call]:
             of_sample = min(heads, 12)
             q, k, v = (
                 torch.randn(heads // of_sample, length, of_sample, dim).to(dtype).transpose(1, 2)
                 for length in (seqlen_q, seqlen_k, seqlen_k)
             )
-            call = plain_by_csrc if form == "forward" else ops.attention
+            call = plain_attention.csrc if form == "forward" else ops.attention
             return _both(
                 form,
                 lambda: call(q, k, v),
@@ -265,7 +266,7 @@ def _attention(dtype: torch.dtype) -> Iterator[Plan]:
 
         cold = _FEW_QUERIES if form == "forward" else 0
         for threads in ("", _measured.ALONE):
-            yield Plan("attention", form + threads, dtype, [queries, keys, heads], make, cold)
+            yield Plan("attention", form + threads, dtype, axes, make, cold)
 
 
 def _pointwise(

@@ -40,12 +40,9 @@ def aspect(n: int, k: int) -> int:
     return min(max(SQUARE * n // max(k, 1), 1), LONGEST)
 
 
-class CallClass(NamedTuple):
-    """What the speed of a call depends on."""
-
-    form: str  # of the op's own, such as "forward" and "training"
-    dtype: torch.dtype
-    sizes: tuple[int, ...]
+#: What the speed of a call depends on: a form of the op's own, such as "forward" and "training",
+#: the dtype, and sizes. (A plain tuple, as every layer of a model makes one.)
+CallClass = tuple[str, torch.dtype, tuple[int, ...]]
 
 
 class Series(NamedTuple):
@@ -107,9 +104,12 @@ class Table:
     def __init__(self, path: Path | None, contents: dict[str, Any]) -> None:
         self.path = path
         self.contents = contents
-        self.speedup = functools.lru_cache(maxsize=4096)(self._speedup)
+        #: ``reason_of`` of a call's speedup: layers ask, so the answers are kept.
+        self.slower = functools.lru_cache(maxsize=4096)(
+            lambda *call: reason_of(self.speedup(*call))
+        )
 
-    def _speedup(
+    def speedup(
         self, op: str, form: str, dtype: torch.dtype, sizes: tuple[int, ...]
     ) -> float | None:
         """How much faster than PyTorch ours is; None where it was not measured."""
@@ -152,15 +152,16 @@ def table() -> Table:
 
 
 def slower(op: str, call: CallClass) -> str | None:
-    """Why a call is PyTorch's; None if ours was seen to be faster."""
-    speedup = table().speedup(op, *call)
-    return None if speedup is not None and speedup >= LEAST_GAIN else _why(speedup)
+    """Why a call is PyTorch's; None if csrc/ was seen to be faster."""
+    return table().slower(op, *call)
 
 
-@functools.lru_cache(maxsize=4096)  # a sentence takes longer than a small call
-def _why(speedup: float | None) -> str:
+def reason_of(speedup: float | None) -> str | None:
+    """Why a call with this speedup of csrc/ is PyTorch's; None if it is not."""
     if speedup is None:
         return f"it was not measured on a CPU of the kind {_machine.cpu_kind()} (fastplm measure)"
+    if speedup >= LEAST_GAIN:
+        return None
     said = f"PyTorch's was measured {1 / speedup:.2f}x as fast on this kind of CPU"
     return said if speedup < 1.0 else f"{said}, which is too little a difference"
 

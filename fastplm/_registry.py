@@ -16,7 +16,18 @@ import torch
 from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
-from fastplm._backends import BACKENDS, OP_NAMES, Backend, accepts_all, requested, resolve
+from fastplm import _measured
+from fastplm._backends import (
+    BACKENDS,
+    DIFFERENTIABLE,
+    OP_NAMES,
+    Backend,
+    Short,
+    accepts_all,
+    is_traced,
+    requested,
+    resolve,
+)
 from fastplm._declare import Signature
 from fastplm.errors import UnsupportedError
 
@@ -46,6 +57,9 @@ class Op:
         smoke: runs the op once on tiny inputs of a device (``smoke(device)``); used by
             ``fastplm info`` to say what works by trying it.
         eager: the reference called with a ``call``. Default: ``reference(*call)``.
+        public: the public function called with the fields of ``call``, for ``layer``. Default: the
+            call is run as it is.
+        short: the short way of plain calls that ``layer`` takes, too.
 
     An op with a gradient also has
 
@@ -72,6 +86,8 @@ class Op:
         reference: Callable[..., Any],
         smoke: Callable[[torch.device], Any],
         eager: Callable[..., Any] | None = None,
+        public: Callable[..., Any] | None = None,
+        short: Short | None = None,
         saved: Any = None,
         gradients: tuple[str, ...] = (),
         fake_backward: Callable[..., Any] | None = None,
@@ -84,6 +100,8 @@ class Op:
         OPS[name] = self
         self.name, self.reference, self.smoke = name, reference, smoke
         self.call, self.arguments = call, Signature(call)
+        self._cpp: Any = None  # the backend that ``layer`` may choose
+        self.short, self.public = short, public or (lambda *arguments: self(call(*arguments)))
         eager = eager or (lambda call: reference(*call))
         self.backends = {"eager": Backend("eager", accepts_all, lambda: (eager, None))}
         # Looked up here: torch.compile, which traces the reference, cannot enter the property.
@@ -137,9 +155,17 @@ class Op:
         """
         self.add(Backend(name, rejects, lambda: (forward, backward), **options))
 
+    def stock(
+        self, function: Callable[..., Any], rejects: Callable[..., str | None] = accepts_all
+    ) -> None:
+        """Add PyTorch's own function, called with a ``call``, for the calls that it can run."""
+        self.add(Backend("stock", rejects, lambda: (function, None)))
+
     def add(self, backend: Backend) -> None:
         """Add an implementation whose functions may not be imported yet."""
         self.backends[backend.name] = backend
+        if backend.name == "cpp" and backend.measured is not None:
+            self._cpp = backend
         self.backends = {
             known: self.backends[known] for known in BACKENDS if known in self.backends
         }
@@ -158,8 +184,8 @@ class Op:
             self.check(call)
             dispatches = needs_dispatch(call)
             backend = self.resolve(call, dispatches)
-        if backend == "eager" and self._formula is not None:  # plain differentiable PyTorch
-            return self.backends["eager"].forward(call)
+        if backend in DIFFERENTIABLE and self._formula is not None:
+            return self.backends[backend].forward(call)
         if needs_dispatch(call) if dispatches is None else dispatches:
             _refuse_dtensors(self.name, call)
             return self._operator(*call, backend)
@@ -185,24 +211,40 @@ class Op:
         """The backend that runs a call (see ``_backends.resolve``)."""
         return resolve(self.name, self.backends, call, dispatches)
 
-    def is_faster(self, *arguments: Any) -> bool:
-        """Whether csrc/ runs a call with these arguments, and faster than stock PyTorch.
+    def layer(self, *arguments: Any) -> Any:
+        """The result by csrc/ if it is faster than PyTorch's own function, else None.
 
-        For layers, which call PyTorch's own function where this says no: also where a call is
-        transformed, or traced, unless the backend says what it is for a compiled program.
+        For layers, which call that function where this is None: also where a call is transformed,
+        or traced, unless the backend says what it is for a compiled program. Most calls of a model
+        are PyTorch's, so the table is asked first.
         """
-        wanted = requested(self.name)
-        if wanted not in ("auto", "cpp") or "cpp" not in self.backends:
-            return False
+        wanted, cpp = requested(self.name), self._cpp
+        if (
+            cpp is None
+            or (wanted != "auto" and wanted != "cpp")
+            or type(arguments[0]) not in _PLAIN  # whose sizes may be unknown
+        ):
+            return None
+        if not is_traced():
+            if wanted == "auto":
+                measured = cpp.measured(*arguments)
+                if measured and _measured.table().slower(self.name, *measured) is not None:
+                    return None
+            if self.short is not None:
+                out = self.short(*arguments)
+                if out is not None:
+                    return out
+            if is_transformed():
+                return None
+        elif not torch.compiler.is_compiling() or cpp.compiled is None:
+            return None
         call = self.call(*arguments)
-        tensors = [value for value in call if isinstance(value, torch.Tensor)]
-        backend, forced = self.backends["cpp"], wanted == "cpp"
-        if torch.compiler.is_compiling():
-            if backend.compiled is None or not _PLAIN.issuperset(map(type, tensors)):
-                return False
-        elif not is_eager(*tensors):
-            return False
-        return backend.refuses(self.name, call, forced=forced, for_layer=True) is None
+        if (
+            not _PLAIN.issuperset(map(type, arguments))
+            or cpp.refuses(self.name, call, forced=wanted == "cpp", for_layer=True) is not None
+        ):
+            return None
+        return self.public(*arguments)
 
     def _run_forward(self, *arguments: Any) -> Any:
         *inputs, backend = arguments

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fastplm
-from fastplm import _extension, ops
+from fastplm import _backends, _extension, ops
 from fastplm._backends import record_decisions
 from fastplm._registry import OPS
 from fastplm.errors import BackendError
@@ -342,9 +342,9 @@ TWICE = ("linear", "rms_norm", "gelu", "dropout")
 
 
 def kernels(sample: Sample) -> list[str]:
-    """The backends that run the sample, without the reference."""
+    """The backends with operators for the sample: not the reference, nor PyTorch's function."""
     backends = OPS[sample.op].backends  # in their order
-    return [name for name in backends if name != "eager"]
+    return [name for name in backends if name not in _backends.DIFFERENTIABLE]
 
 
 def each_kernel(samples: dict[str, Sample] = SAMPLES):

@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 
 import fastplm
-from fastplm import _machine, _measure, _measured, cli, ops
+from fastplm import _backends, _machine, _measure, _measured, cli, ops
 from fastplm._backends import record_decisions
-from fastplm._measured import CallClass, Series, Table
+from fastplm._measured import Series, Table
 from fastplm._registry import OPS
-from fastplm.ops.linear import linear_if_faster
 
 GAIN = _measured.LEAST_GAIN
 # The function is taken before any test replaces it by its own table.
@@ -50,7 +49,7 @@ def test_the_sizes_around_count():
 
 def test_what_nobody_measured_is_pytorchs(monkeypatch):
     monkeypatch.setattr(_measured, "table", lambda: Table(None, {}))
-    assert "not measured" in _measured.slower("gelu", CallClass("forward", torch.float32, (9,)))
+    assert "not measured" in _measured.slower("gelu", ("forward", torch.float32, (9,)))
     if _machine.level() != "none":
         said = fastplm.explain(ops.gelu, torch.randn(1 << 16), approximate="tanh")
         assert "not measured" in said
@@ -107,7 +106,7 @@ def test_a_product_of_few_rows_that_was_measured_with_one_weight_gains_less(monk
 @pytest.mark.parametrize("speedup", [0.9, 1 + (GAIN - 1) / 2, GAIN])
 def test_a_small_gain_is_none(measured, monkeypatch, speedup):
     """Another CPU of the kind, or this one an hour later, may not show a small gain."""
-    monkeypatch.setattr(measured, "speedup", lambda *call: speedup)
+    monkeypatch.setattr(measured, "slower", lambda *call: _measured.reason_of(speedup))
     query, weight = torch.randn(1, 2, 300, 16), torch.randn(64, 64)
     for call in (
         lambda: ops.gelu(weight, approximate="tanh"),
@@ -120,7 +119,7 @@ def test_a_small_gain_is_none(measured, monkeypatch, speedup):
         (decision,) = decisions
         assert (decision.backend == "cpp") == (speedup == GAIN)
         assert ("too little" in str(decision)) == (1 < speedup < GAIN)
-    assert (linear_if_faster(weight, weight, None) is None) == (speedup < GAIN)
+    assert (OPS["linear"].layer(weight, weight, None) is None) == (speedup < GAIN)
 
 
 @pytest.mark.parametrize("path", sorted(_measured.shipped_table().parent.glob("*.json")), ids=str)
@@ -220,10 +219,10 @@ def test_attention_is_measured_after_its_choice_and_with_one_thread(monkeypatch)
     monkeypatch.setattr(ops, "attention", None)
     plans = {plan.form: plan for plan in _measure._attention(torch.float32)}
     assert list(plans) == ["forward", "forward, 1 thread", "training", "training, 1 thread"]
-    ours, stock = plans["forward"].make(4, 16, 24)
+    ours, stock = plans["forward"].make(4, 16, 24, 32)
     torch.testing.assert_close(ours(), stock())
     with pytest.raises(TypeError, match="'NoneType' object is not callable"):
-        plans["training"].make(4, 16, 24)[0]()
+        plans["training"].make(4, 16, 24, 32)[0]()
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -232,7 +231,7 @@ def test_attention_asks_for_the_figures_of_its_threads(monkeypatch, alone):
     asked = []
 
     class Asked(Table):
-        def _speedup(self, *call):
+        def speedup(self, *call):
             asked.append(call)
 
     table = Asked(None, {})
@@ -240,7 +239,7 @@ def test_attention_asks_for_the_figures_of_its_threads(monkeypatch, alone):
     query = torch.randn(2, 3, 5, 16)
     ops.attention(query, query[:, :, :4], query[:, :, :4])
     form = "forward, 1 thread" if alone else "forward"
-    assert asked == [("attention", form, torch.float32, (5, 4, 6))]
+    assert asked == [("attention", form, torch.float32, (5, 4, 6, 16))]
 
 
 @pytest.mark.skipif(_machine.level() != "avx512", reason="needs a CPU with AVX-512, and its level")
@@ -325,7 +324,45 @@ def test_a_call_of_which_the_value_alone_has_a_gradient_is_one_of_a_forward(meas
     short = ops.attention(query, query, value)
     with record_decisions() as decisions:
         assert torch.equal(short, ops.attention(query, query, value))
-    assert decisions[0].backend == ("torch" if _machine.level() == "none" else "cpp")
+    assert decisions[0].backend == ("stock" if _machine.level() == "none" else "cpp")
+
+
+STOCK = {
+    "attention": (
+        lambda x: ops.attention(x, x, x),
+        lambda x: F.scaled_dot_product_attention(x, x, x),
+    ),
+    "gelu": (lambda x: ops.gelu(x, approximate="tanh"), lambda x: F.gelu(x, approximate="tanh")),
+    "linear": (lambda x: ops.linear(x, x[0, 0]), lambda x: F.linear(x, x[0, 0])),
+    "rms_norm": (
+        lambda x: ops.rms_norm(x, x[0, 0, 0], eps=1e-3),
+        lambda x: F.rms_norm(x, x.shape[-1:], x[0, 0, 0], eps=1e-3),
+    ),
+}
+
+
+def test_what_pytorch_has_itself_is_a_backend(measured):
+    """It runs where csrc/ was not faster, with PyTorch's own gradient, or if it is asked for."""
+    assert set(STOCK) == {name for name, op in OPS.items() if "stock" in op.backends}
+    measured.ours = lambda *call: False
+    for name, (ours, theirs) in STOCK.items():
+        for forced in ("auto", "stock"):
+            x = torch.randn(2, 3, 5, 16, requires_grad=True)
+            with fastplm.use_backend(forced), record_decisions() as decisions:
+                out = ours(x)
+            assert [decision.backend for decision in decisions] == ["stock"]
+            expected = theirs(x)
+            assert torch.equal(out, expected)
+            grads = (torch.autograd.grad(one.sum(), x)[0] for one in (out, expected))
+            assert torch.equal(*grads), name
+    x = torch.randn(2, 3, 5, 16)
+    with fastplm.use_backend("stock"):
+        with pytest.raises(_backends.BackendError, match="masks, bias and dropout"):
+            ops.attention(x, x, x, is_causal=True)
+        with pytest.raises(_backends.BackendError, match="one dtype"):
+            ops.rms_norm(x, x[0, 0, 0].double())
+        with pytest.raises(_backends.BackendError, match="no implementation"):
+            ops.dropout(x)
 
 
 def test_a_cold_cell(monkeypatch):

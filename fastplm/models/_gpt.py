@@ -20,7 +20,7 @@ from fastplm.models._encoder import EncoderModel
 from fastplm.models._heads import of_samples, requested_rows, shifted
 from fastplm.models._ragged import are_on_rows, mask_at
 from fastplm.nn._rows import as_normalizer, batch_share, labels_at, vocabulary_loss
-from fastplm.ops.linear import linear_if_faster
+from fastplm.ops.linear import OP as LINEAR
 
 _logger = logging.get_logger(__name__)
 #: What a head returns of its backbone; there is no cross-attention.
@@ -32,7 +32,7 @@ class Conv1D(transformers.pytorch_utils.Conv1D):
     """A linear layer with a transposed weight [K, M]; see ``fastplm.nn.Linear``."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out = linear_if_faster(x, self.weight.t(), self.bias)
+        out = LINEAR.layer(x, self.weight.t(), self.bias)
         return super().forward(x) if out is None else out
 
 

@@ -41,8 +41,9 @@ class T5LayerNorm(modeling_t5.T5LayerNorm):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         weight, eps = self.weight, self.variance_epsilon
-        if RMS_NORM.is_faster(hidden_states, weight):
-            return ops.rms_norm(hidden_states, weight, eps=eps)
+        out = RMS_NORM.layer(hidden_states, weight, eps)
+        if out is not None:
+            return out
         if hidden_states.is_cuda and hidden_states.dtype is weight.dtype:
             return F.rms_norm(hidden_states, weight.shape, weight, eps)
         return super().forward(hidden_states)

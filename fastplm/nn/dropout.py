@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fastplm import ops
-from fastplm.ops.dropout import draws_by_row, is_faster
+from fastplm.ops.dropout import OP as DROPOUT
+from fastplm.ops.dropout import draws_by_row
 
 
 @dataclass
@@ -63,8 +64,9 @@ def dropout(input: Tensor, p: float, training: bool = True, inplace: bool = Fals
         ):
             sample_index, position = numbers.sample_index, numbers.position
             return ops.dropout(input, p, sample_index=sample_index, position=position)
-        if is_faster(input, p):
-            return ops.dropout(input, p)
+        out = DROPOUT.layer(input, p, None, None, None) if 0.0 < p < 1.0 else None
+        if out is not None:
+            return out
     return torch.nn.functional.dropout(input, p, training, inplace)
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from fastplm import ops
 from fastplm.ops.gelu import OP
 
 
 def gelu(input: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     """``ops.gelu`` if it is faster, else ``torch.nn.functional.gelu``: [...] -> [...]."""
-    if OP.is_faster(input, approximate):
-        return ops.gelu(input, approximate=approximate)
-    return F.gelu(input, approximate=approximate)
+    out = OP.layer(input, approximate)
+    return F.gelu(input, approximate=approximate) if out is None else out
 
 
 class GELU(torch.nn.GELU):

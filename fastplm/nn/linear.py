@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fastplm.ops.linear import linear_if_faster
+from fastplm.ops.linear import OP
 
 
 class Linear(torch.nn.Linear):
@@ -22,7 +22,7 @@ class Linear(torch.nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., K] -> [..., M]."""
         weight, bias = self._weights()
-        out = linear_if_faster(input, weight, bias)
+        out = OP.layer(input, weight, bias)
         return F.linear(input, weight, bias) if out is None else out
 
     def _weights(self) -> tuple[torch.Tensor, torch.Tensor | None]:

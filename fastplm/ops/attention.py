@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastplm import _measured
-from fastplm._backends import Backend, is_recorded, is_vmapped, is_written_down, requested
+from fastplm._backends import DIFFERENTIABLE, Backend, Short, is_traced, is_vmapped
 from fastplm._checks import (
     FLOATING,
     are_dense,
@@ -21,7 +20,7 @@ from fastplm._checks import (
     check_seed_form,
     check_tensor,
 )
-from fastplm._measured import CallClass, training
+from fastplm._measured import ALONE, CallClass, training
 from fastplm._registry import Op, autocast, is_transformed, needs_dispatch
 from fastplm.errors import ArgumentTypeError, fail
 from fastplm.ops import _attention_torch
@@ -48,8 +47,6 @@ from fastplm.reference.attention import (
 
 #: The largest head dim of the Triton kernels, by the bytes of an element.
 _MAX_HEAD_DIM = {2: 256, 4: 128}
-#: In place of a backend: PyTorch's own attention, with its own gradient.
-_SDPA = "scaled_dot_product_attention"
 _NUMBER = (float, int)
 # Arguments that backends need with a last stride of 1.
 _ALIGNED = ("query", "key", "value", "key_mask", "cu_seqlens_q", "cu_seqlens_k", "sample_index")
@@ -157,8 +154,6 @@ def attention(
         seed=seed,
         sample_index=sample_index,
     )
-    if backend == _SDPA:
-        return torch.nn.functional.scaled_dot_product_attention(*call[:3], scale=call.scale)
     return OP(call, backend, dispatches)[0]
 
 
@@ -236,9 +231,14 @@ def attention_varlen(
         and isinstance(dropout_p, _NUMBER)
         and dropout_p == 0.0
     ):
-        out = _short_varlen(
-            (query, key, value),
-            (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        out = _SHORT_VARLEN(
+            query,
+            key,
+            value,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
             key_mask,
             is_causal,
             scale,
@@ -284,7 +284,7 @@ def _prepared(
     seed: int | Tensor | None,
     sample_index: Tensor | None,
 ) -> tuple[Call, str, bool]:
-    """The checked call, its backend or ``_SDPA``, and whether it needs PyTorch's dispatcher."""
+    """The checked call, its backend, and whether it needs PyTorch's dispatcher."""
     query, key, value = autocast(*tensors)
     assert query is not None and key is not None and value is not None
     fix = "Pass the share of attention probabilities to drop."
@@ -313,11 +313,8 @@ def _prepared(
     OP.check(call, where)
     dispatches = needs_dispatch(call)
     backend = OP.resolve(call, dispatches)
-    if backend == "eager":
+    if backend in DIFFERENTIABLE:
         return call, backend, dispatches
-    if backend == "torch" and call.is_plain and requested("attention") == "auto":
-        if not is_vmapped():  # PyTorch has no batching rule for its kernel, and says so at length
-            return call, _SDPA, dispatches
     if backend == "triton":
         call.check_lengths()
         if query.dtype is torch.float32 and _allows_tf32():
@@ -372,41 +369,28 @@ def _scale(where: str, scale: float | None, head_dim: int) -> float:
 _CSRC_REJECTS = csrc_rejects("attention", fp64=False)
 
 
-def plain_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None
-) -> Tensor | None:
-    """The result of a correct call of 4-D tensors without mask, bias and dropout, or None.
-
-    It does the same as ``_prepared`` and ``OP`` with less Python code, which is most of the cost of
-    a small call: between the layers of a model that code is not in the CPU's caches.
-    """
+def _is_plain(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
+    """Whether a call of 4-D tensors without mask, bias and dropout is correct, and on the CPU."""
     batch, heads, _, dim = query.shape
-    dtype, wanted = query.dtype, requested("attention")
-    if (
-        torch.compiler.is_compiling()
-        or wanted not in ("auto", "cpp")
-        or is_recorded()
-        or not (query.is_cpu and key.is_cpu and value.is_cpu)
-        or not (dtype is key.dtype is value.dtype and dtype in FLOATING)
-        or not (key.shape == value.shape == (batch, heads, key.shape[2], dim) and dim > 0)
-        or not (scale is None or isinstance(scale, float) and scale == scale)
-        or torch._C._is_any_autocast_enabled()
-        or is_written_down()
-        or is_transformed()
-    ):
-        return None
-    if wanted == "auto":  # as ``slower`` asks
-        speedup = _measured.table().speedup("attention", *_class_of(query, key))
-        if speedup is None or speedup < _measured.LEAST_GAIN:
-            return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scale)
-    return plain_by_csrc(query, key, value, scale)
+    dtype = query.dtype
+    return (
+        not is_traced()
+        and query.is_cpu
+        and key.is_cpu
+        and value.is_cpu
+        and dtype is key.dtype is value.dtype
+        and dtype in FLOATING
+        and key.shape == value.shape == (batch, heads, key.shape[2], dim)
+        and dim > 0
+        and (scale is None or isinstance(scale, float) and scale == scale)
+        and not torch._C._is_any_autocast_enabled()
+        and not is_transformed()
+    )
 
 
-def plain_by_csrc(
+def _plain_by_csrc(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None = None
 ) -> Tensor | None:
-    """The rest of ``plain_attention`` where csrc/ is the faster one, which `fastplm measure` times:
-    what comes before is paid for PyTorch's, too."""
     if (
         training(query, key, value) == "training"
         or needs_dispatch((query, key, value))
@@ -421,32 +405,46 @@ def plain_by_csrc(
     return out
 
 
-def _short_varlen(
-    tensors: tuple[Tensor, Tensor, Tensor],
-    lengths: tuple[Tensor, Tensor, int, int],
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scale)
+
+
+def _class_of(
+    query: Tensor, key: Tensor, value: Tensor | None = None, scale: float | None = None
+) -> CallClass:
+    batch, heads, seqlen_q, dim = query.shape
+    form = training(query, key)
+    if torch.get_num_threads() == 1:
+        form += ALONE
+    return form, query.dtype, (seqlen_q, key.shape[2], batch * heads, dim)
+
+
+#: ``plain_attention(query, key, value, scale)``: 4-D tensors without mask, bias and dropout.
+plain_attention = Short(
+    "attention", fits=_is_plain, csrc=_plain_by_csrc, measured=_class_of, stock=_sdpa
+)
+
+
+def _ragged_by_csrc(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
     key_mask: Tensor | None,
     is_causal: bool,
     scale: float | None,
 ) -> Tensor | None:
-    """What ``plain_attention`` is to ``attention``, with a mask, too: of a ragged batch, by csrc/.
-
-    None is also the answer to a call with an error, which ``_prepared`` explains.
-    """
-    query, key, value = tensors
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = lengths
-    given = (*tensors, cu_seqlens_q, cu_seqlens_k, key_mask)
-    if (
-        needs_dispatch(given)
-        or requested("attention") not in ("auto", "cpp")
-        or is_recorded()
-        or _CSRC_REJECTS(tensors, forced=False) is not None
-        or torch._C._is_any_autocast_enabled()
-        or (torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors))
-    ):
-        return None
+    """A correct call without gradients, bias and dropout."""
     rows, heads, dim = key.shape
     if (
-        not (query.dtype is key.dtype is value.dtype and query.dtype in FLOATING)
+        needs_dispatch((query, key, value, cu_seqlens_q, cu_seqlens_k, key_mask))
+        or _CSRC_REJECTS((query,), forced=False) is not None
+        or torch._C._is_any_autocast_enabled()
+        or (torch.is_grad_enabled() and torch._C._any_requires_grad(query, key, value))
+        or not (query.dtype is key.dtype is value.dtype and query.dtype in FLOATING)
         or not (key.shape == value.shape and query.shape[1:] == (heads, dim) and dim > 0)
         or not (cu_seqlens_q.dtype is cu_seqlens_k.dtype is torch.int32)
         or not (cu_seqlens_q.shape == cu_seqlens_k.shape != (0,))
@@ -464,7 +462,7 @@ def _short_varlen(
         return None
     try:
         out, _ = torch.ops.fastplm_C.attention.default(
-            *map(last_dim_contiguous, tensors),
+            *map(last_dim_contiguous, (query, key, value)),
             None if key_mask is None else key_mask.contiguous(),
             None,
             cu_seqlens_q.contiguous(),
@@ -472,17 +470,21 @@ def _short_varlen(
             *(max_seqlen_q, max_seqlen_k, None, None, None, None, 0, is_causal),
             dim**-0.5 if scale is None else float(scale),
         )
-    except (RuntimeError, ValueError):  # lengths that do not fit
+    except (RuntimeError, ValueError):  # lengths that do not fit, which ``_prepared`` explains
         return None
     return out
 
 
-def _class_of(query: Tensor, key: Tensor) -> CallClass:
-    batch, heads, seqlen_q, _ = query.shape
-    form = training(query, key)
-    if torch.get_num_threads() == 1:
-        form += _measured.ALONE
-    return CallClass(form, query.dtype, (seqlen_q, key.shape[2], batch * heads))
+_SHORT_VARLEN = Short("attention", csrc=_ragged_by_csrc)
+
+
+def _measured(
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, *others: Any
+) -> CallClass | None:
+    """PyTorch has a kernel for plain calls alone; all others are for csrc/ wherever it can."""
+    if key_mask is not None or not Call(query, key, value, key_mask, *others).is_plain:
+        return None
+    return _class_of(query, key)
 
 
 def _cpp_arguments(call: Call) -> tuple[Any, ...]:
@@ -515,6 +517,17 @@ def _cpp_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor, T
     if not bias_grad or call.bias_weight is None:
         return dq, dk, dv, call.query.new_empty(0)
     return dq, dk, dv, by_sample.sum(0).t().to(call.bias_weight.dtype).contiguous()
+
+
+# --- backend "stock": PyTorch's own attention, with its own gradient -----------------------------
+
+
+def _stock_rejects(call: Call, *, forced: bool) -> str | None:
+    if not call.is_plain:
+        return "PyTorch's is taken without masks, bias and dropout alone"
+    if is_vmapped():
+        return "PyTorch's has no batching rule"
+    return None if forced else torch_rejects(call, forced=forced)
 
 
 # --- backend "torch" ------------------------------------------------------------------------------
@@ -611,8 +624,8 @@ OP.backend(
     forward=_cpp_forward,
     backward=_cpp_backward,
     rejects=_CSRC_REJECTS,
-    # PyTorch has a kernel for plain calls alone; all others are ours wherever it can run them.
-    measured=lambda call: _class_of(call.query, call.key) if call.is_plain else None,
+    measured=_measured,
 )
 OP.backend("torch", forward=_torch_forward, backward=_torch_backward, rejects=torch_rejects)
 OP.add(Backend("triton", _triton_rejects, _launchers))
+OP.stock(lambda call: (_sdpa(call.query, call.key, call.value, call.scale), None), _stock_rejects)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,14 +106,6 @@ def dropout(
     return input.clone()
 
 
-def is_faster(input: Tensor, p: float) -> bool:
-    """Whether ``dropout`` runs by csrc/, and faster than ``torch.nn.functional.dropout``.
-
-    For layers, which may draw the random bits of either.
-    """
-    return 0.0 < p < 1.0 and OP.is_faster(input, p, None, None, None)
-
-
 def draws_by_row(input: Tensor) -> bool:
     """Whether a layer may draw by the samples and positions of rows: that it does not is slower
     only where csrc/ does not run, as on a GPU and in fp64."""
@@ -127,8 +119,8 @@ def draws_by_row(input: Tensor) -> bool:
 # --- backend "cpp" --------------------------------------------------------------------------------
 
 
-def _measured(call: Call) -> CallClass:
-    return CallClass(training(call.input), call.input.dtype, (call.input.numel(),))
+def _measured(input: Tensor, *others: Any) -> CallClass:
+    return training(input), input.dtype, (input.numel(),)
 
 
 def _cpp_forward(call: Call) -> Tensor:
@@ -180,6 +172,7 @@ OP = Op(
         position=call.position,
     ),
     smoke=_smoke,
+    public=lambda input, p, *_: dropout(input, p),
     saved=Saved,
     gradients=("input",),
     fake_backward=lambda grad, saved: _fake(Call(grad, *saved), ""),
@@ -192,5 +185,5 @@ OP.backend(
     rejects=csrc_rejects("dropout", fp64=False),
     measured=_measured,
     measured_for_layers=True,
-    compiled=of_any_size("dropout", lambda dtype: CallClass("training", dtype, (_MANY,))),
+    compiled=of_any_size("dropout", lambda dtype: ("training", dtype, (_MANY,))),
 )

@@ -9,11 +9,10 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from fastplm import _measured as _tables
-from fastplm._backends import is_recorded, of_any_size, requested
+from fastplm._backends import DIFFERENTIABLE, Short, is_traced, of_any_size, requested
 from fastplm._checks import FLOATING, check_same, check_shape, check_tensor
 from fastplm._declare import Arg
-from fastplm._measured import CallClass, slower
+from fastplm._measured import ALONE, LONGEST, SQUARE, CallClass, aspect, slower
 from fastplm._registry import Op, needs_dispatch
 from fastplm.errors import fail
 from fastplm.ops._common import csrc_rejects
@@ -26,7 +25,7 @@ _MOST_DIMS = 8
 #: With fewer rows a product of two bf16 halves is no faster.
 _LEAST_SPLIT = 32
 #: The rows and the size of weight that speak for those of a compiled program.
-_MANY = (256, 512 * 512, _tables.SQUARE)
+_MANY = (256, 512 * 512, SQUARE)
 
 
 class Call(NamedTuple):
@@ -118,7 +117,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     ):
         _check_tensors(input, weight, bias)
     try:
-        out = _fast_path(input, weight, bias)
+        out = _SHORT(input, weight, bias)
     except RuntimeError:  # a nested tensor raises where its shape is asked for
         _check_tensors(input, weight, bias)
         raise
@@ -127,8 +126,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     call = Call(input, weight, bias)
     OP.check(call)
     backend = OP.resolve(call)
-    if backend == "eager":
-        return linear_ref(*call)
+    if backend in DIFFERENTIABLE:
+        return OP(call, backend)
     rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
     out = OP(Call(dense(rows), dense(weight), bias), backend)
     return out.view(*input.shape[:-1], weight.shape[0])
@@ -139,40 +138,6 @@ def _check_tensors(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     check_tensor("linear", "weight", weight, ndim=2)
     if bias is not None:
         check_tensor("linear", "bias", bias)
-
-
-def linear_if_faster(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """The result of ``linear`` where csrc/ is faster than PyTorch, else None.
-
-    For layers, which then call ``torch.nn.functional.linear``. A decoder runs about fifty of them
-    for each token, most of them PyTorch's, so this is checked first.
-    """
-    if not _BUILT or _is_traced():
-        if _BUILT and torch.compiler.is_compiling() and OP.is_faster(input, weight, bias):
-            return linear(input, weight, bias)
-        return None
-    wanted = requested("linear")
-    if wanted == "auto":
-        # What ``slower("linear", _measured(input, weight))`` asks, by half the Python code.
-        (of_n, of_k), dtype = weight.stride(), weight.dtype
-        n, k = weight.shape
-        rows = input.numel() // (k or 1)
-        form = "conv1d" if of_n == 1 and of_k != 1 else "linear"
-        if rows >= _LEAST_SPLIT and _is_split(rows, dtype):
-            form += " bf16x3"
-        if torch.get_num_threads() == 1:
-            form += _tables.ALONE
-        aspect = _tables.SQUARE * n // (k or 1)  # as ``_tables.aspect`` of all but extreme weights
-        if not 1 <= aspect <= _tables.LONGEST:
-            aspect = _tables.aspect(n, k)
-        speedup = _tables.table().speedup("linear", form, dtype, (rows, n * k, aspect))
-        if speedup is None or speedup < _tables.LEAST_GAIN:
-            return None
-    elif wanted != "cpp":
-        return None
-    if not is_recorded() and _fits(input, weight, bias) and _is_simple(input, weight, bias):
-        return _layer(input, weight, bias)
-    return linear(input, weight, bias) if OP.is_faster(input, weight, bias) else None
 
 
 def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -200,7 +165,7 @@ def is_ours(a: Tensor, b: Tensor) -> bool:
         and 1 in a.stride()
         and 1 in b.stride()
         and min(a.numel(), b.numel()) > 0
-        and slower("linear", _class_of(a.shape[0], b.t(), *b.stride())) is None
+        and slower("linear", _measured(a, b.t())) is None
     )
 
 
@@ -231,23 +196,19 @@ def _cpp_rejects(call: Call, *, forced: bool) -> str | None:
     return None
 
 
-def _measured(input: Tensor, weight: Tensor) -> CallClass:
-    of_n, of_k = weight.stride()
-    return _class_of(input.numel() // (weight.shape[1] or 1), weight, of_k, of_n)
-
-
-def _class_of(rows: int, weight: Tensor, of_k: int, of_n: int) -> CallClass:
-    """The class of a product of ``rows`` rows with a weight [N, K], whose K and N have these
-    strides: those of nn.Linear or of Conv1D."""
+def _measured(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> CallClass:
+    """The class of a product with a weight [N, K], as it lies: of nn.Linear or of Conv1D."""
+    (n, k), (of_n, of_k), dtype = weight.shape, weight.stride(), weight.dtype
+    rows = input.numel() // (k or 1)
     form = "conv1d" if of_n == 1 and of_k != 1 else "linear"
-    if _is_split(rows, weight.dtype):
+    if rows >= _LEAST_SPLIT and dtype is torch.float32 and _is_split(rows, dtype):
         form += " bf16x3"
-    n, k = weight.shape
-    return CallClass(_form(form), weight.dtype, (rows, n * k, _tables.aspect(n, k)))
-
-
-def _form(form: str) -> str:
-    return form + _tables.ALONE if torch.get_num_threads() == 1 else form
+    if torch.get_num_threads() == 1:
+        form += ALONE
+    of_weight = SQUARE * n // (k or 1)  # its ``aspect``, of all but the longest
+    if not 1 <= of_weight <= LONGEST:
+        of_weight = aspect(n, k)
+    return form, dtype, (rows, n * k, of_weight)
 
 
 def _is_split(rows: int, dtype: torch.dtype) -> bool:
@@ -264,44 +225,12 @@ def has_bf16x3() -> bool:
     return _BUILT and torch.ops.fastplm_C.has_bf16x3()
 
 
-def _layer(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """By csrc/, of a call that ``_is_simple``."""
-    operators = torch.ops.fastplm_C
-    split = _is_split(input.numel() // weight.shape[1], weight.dtype)
-    return (operators.linear_bf16x3 if split else operators.linear).default(input, weight, bias)
-
-
-def _fast_path(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """The result of a valid call on the CPU without gradients, or None if ``linear`` must go on.
-
-    The result is that of ``linear``, after less Python code: between the layers of a model that
-    code is not in the CPU's caches, and it is most of the cost of a small call.
-    """
-    wanted = requested("linear")
-    if (
-        wanted not in ("auto", "cpp")
-        or _is_traced()
-        or is_recorded()
-        or not _fits(input, weight, bias)
-    ):
-        return None
-    # Asked of a forced call, too, as `fastplm measure` times calls with their question.
-    if slower("linear", _measured(input, weight)) is not None and wanted == "auto":
-        return torch.nn.functional.linear(input, weight, bias)
-    if _is_simple(input, weight, bias):
-        return _layer(input, weight, bias)
-    return None
-
-
-def _is_traced() -> bool:
-    return torch.compiler.is_compiling() or torch._C._is_tracing()
-
-
 def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether a call is correct, on the CPU and of one dtype."""
+    """Whether a call is correct, on the CPU, of one dtype and not traced."""
     dtype = weight.dtype
     return (
         dtype in FLOATING
+        and not is_traced()
         and input.dtype is dtype
         and input.shape[-1:] == weight.shape[1:]
         and input.is_cpu
@@ -312,18 +241,27 @@ def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
-def _is_simple(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether ``_layer`` can run a correct call, and no gradient or trace is needed."""
-    return (
-        _BUILT
-        and weight.dtype in _DTYPES
-        and 1 in weight.stride()
-        and min(input.numel(), weight.numel()) > 0
-        and input.dim() <= _MOST_DIMS
-        and not needs_dispatch((input, weight, bias))
-        and not torch.is_autocast_enabled("cpu")
-        and not (torch.is_grad_enabled() and torch._C._any_requires_grad(input, weight, bias))
-    )
+def _by_csrc(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """A correct call that needs no gradient, and copies nothing."""
+    if (
+        not _BUILT
+        or weight.dtype not in _DTYPES
+        or 1 not in weight.stride()
+        or min(input.numel(), weight.numel()) == 0
+        or input.dim() > _MOST_DIMS
+        or needs_dispatch((input, weight, bias))
+        or torch.is_autocast_enabled("cpu")
+        or (torch.is_grad_enabled() and torch._C._any_requires_grad(input, weight, bias))
+    ):
+        return None
+    operators = torch.ops.fastplm_C
+    split = _is_split(input.numel() // weight.shape[1], weight.dtype)
+    return (operators.linear_bf16x3 if split else operators.linear).default(input, weight, bias)
+
+
+_SHORT = Short(
+    "linear", fits=_fits, csrc=_by_csrc, measured=_measured, stock=torch.nn.functional.linear
+)
 
 
 def _cpp_forward(call: Call) -> Tensor:
@@ -346,6 +284,10 @@ def _cpp_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
         product(grad.t(), saved.input) if saved.need_weight else nothing,
         grad.sum(0) if saved.need_bias else nothing,
     )
+
+
+def _many(dtype: torch.dtype) -> CallClass:
+    return "linear" + ALONE if torch.get_num_threads() == 1 else "linear", dtype, _MANY
 
 
 # --- registration ---------------------------------------------------------------------------------
@@ -374,6 +316,8 @@ OP = Op(
     fake=lambda call, backend: call.input.new_empty(call.input.shape[0], call.weight.shape[0]),
     reference=linear_ref,
     smoke=_smoke,
+    public=linear,
+    short=_SHORT,
     saved=Saved,
     gradients=("input", "weight", "bias"),
     fake_backward=_fake_backward,
@@ -384,7 +328,8 @@ OP.backend(
     forward=_cpp_forward,
     backward=_cpp_backward,
     rejects=_cpp_rejects,
-    measured=lambda call: _measured(call.input, call.weight),
+    measured=_measured,
     # For few rows less is won than the operator's call costs.
-    compiled=of_any_size("linear", lambda dtype: CallClass(_form("linear"), dtype, _MANY)),
+    compiled=of_any_size("linear", _many),
 )
+OP.stock(lambda call: torch.nn.functional.linear(*call))

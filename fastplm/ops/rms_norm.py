@@ -75,8 +75,8 @@ def _cpp_rejects(call: Call, *, forced: bool) -> str | None:
     return _CSRC_REJECTS(call, forced=forced)
 
 
-def _measured(call: Call) -> CallClass:
-    return CallClass(training(call.input, call.weight), call.input.dtype, (call.input.numel(),))
+def _measured(input: Tensor, weight: Tensor, eps: float) -> CallClass:
+    return training(input, weight), input.dtype, (input.numel(),)
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -103,6 +103,15 @@ def _cpp_backward(grad: Tensor, saved: Call) -> tuple[Tensor, Tensor]:
         _rows(grad), _rows(input), weight.contiguous(), eps, _rows(grad_input), grad_weight
     )
     return grad_input, grad_weight
+
+
+# --- backend "stock" ------------------------------------------------------------------------------
+
+
+def _stock_rejects(call: Call, *, forced: bool) -> str | None:
+    if call.input.dtype is not call.weight.dtype:
+        return "PyTorch's takes one dtype"
+    return None
 
 
 # --- registration ---------------------------------------------------------------------------------
@@ -137,6 +146,10 @@ OP = Op(
         saved.weight.new_empty(saved.weight.shape),
     ),
     second=_second,
+)
+OP.stock(
+    lambda call: torch.nn.functional.rms_norm(call.input, call.weight.shape, call.weight, call.eps),
+    _stock_rejects,
 )
 OP.backend(
     "cpp",

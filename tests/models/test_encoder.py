@@ -259,7 +259,7 @@ def products(monkeypatch):
         seen.append((out, out.clone()))
         return out
 
-    monkeypatch.setattr("fastplm.nn.linear.linear_if_faster", product)
+    monkeypatch.setattr("fastplm.nn.linear.OP.layer", product)
     return seen
 
 
