@@ -14,8 +14,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -118,48 +116,6 @@ def build_cuda(nvcc: str, compiler: str, includes: list[str], temp: Path) -> tup
     return library, ""
 
 
-def jobs() -> int:
-    """How many files are compiled at a time: MAX_JOBS, as for PyTorch's own builds, or a core's."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    limit = os.environ.get("MAX_JOBS", "")
-    return int(limit) if limit.isdigit() and int(limit) > 0 else cores or 1
-
-
-def is_fresh(compiled: Path) -> bool:
-    """Whether an object is newer than this file and all that the compiler says it was made of."""
-    rule = compiled.with_suffix(".d")
-    if not (compiled.exists() and rule.exists()):
-        return False
-    made_of = shlex.split(rule.read_text().replace("\\\n", ""))[1:]
-    paths = [Path(__file__), *map(Path, made_of)]
-    made = compiled.stat().st_mtime
-    return all(path.exists() and path.stat().st_mtime < made for path in paths)
-
-
-def in_parallel(compile_one: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    """A compiler's ``compile``, some files at a time, with a line for each."""
-
-    def compile_all(sources: list[str], output_dir: str, **options) -> list[str]:
-        def one(source: str) -> str:
-            compiled = Path(output_dir, source).with_suffix(".o")
-            if is_fresh(compiled):
-                return str(compiled)
-            start = time.monotonic()
-            made = compile_one([source], output_dir=output_dir, **options)
-            tell(f"compiled {source} in {time.monotonic() - start:.0f} s")
-            return made[0]
-
-        Path(output_dir, "csrc").mkdir(parents=True, exist_ok=True)
-        tell(
-            f"compiling csrc/, {jobs()} of {len(sources)} files at a time: "
-            "2 to 3 minutes if the cores are free"
-        )
-        with ThreadPoolExecutor(jobs()) as pool:
-            return list(pool.map(one, sources))
-
-    return compile_all
-
-
 def extension_arguments() -> dict:
     compiler = find_compiler()
     if compiler is None:
@@ -173,7 +129,8 @@ def extension_arguments() -> dict:
         return {}
     nvcc = find_nvcc()
 
-    class OptionalBuild(BuildExtension.with_options(use_ninja=False)):
+    # With ninja, files are compiled in parallel, and only what changed; without it one by one.
+    class OptionalBuild(BuildExtension):
         def build_extensions(self) -> None:
             with ThreadPoolExecutor() as pool:
                 if nvcc is not None:
@@ -191,7 +148,6 @@ def extension_arguments() -> dict:
 
         def build_extension(self, extension: Extension) -> None:
             if extension.name != CUDA_LIBRARY:
-                self.compiler.compile = in_parallel(self.compiler.compile)
                 super().build_extension(extension)
                 return
             library, said = self.cuda.result()
@@ -201,7 +157,7 @@ def extension_arguments() -> dict:
             else:
                 self.copy_file(str(library), self.get_ext_fullpath(CUDA_LIBRARY))
 
-    flags = ["-std=c++20", "-O3", "-g0", "-MMD", "-fvisibility=hidden", STABLE_ABI]
+    flags = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", STABLE_ABI]
     extensions = [
         CppExtension(
             "fastplm._C",

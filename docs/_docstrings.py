@@ -8,10 +8,14 @@ of its own alone, so before it parses one,
   begin in bold, as does what a class returns when it is called, for which griffe has no type;
 - the arguments of a class without a constructor of its own become attributes;
 - ``<s>`` is text and no tag.
+
+A class of ``fastplm.models`` without a docstring gets that of ``documented``.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -106,6 +110,10 @@ class Docstrings(griffe.Extension):
             _tidy(obj, obj if obj.is_function else None)
 
     def on_class_members(self, *, cls: Any, **_: Any) -> None:
+        if cls.docstring is None and cls.path.startswith("fastplm.models."):
+            made = getattr(importlib.import_module(cls.module.path), cls.name, None)
+            if made is not None:
+                cls.docstring = griffe.Docstring(inspect.getdoc(made) or "", parent=cls)
         _tidy(cls, cls.members.get("__init__"))
 
 

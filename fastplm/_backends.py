@@ -27,6 +27,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,22 +42,8 @@ BACKENDS = ("cuda", "cpp", "triton", "stock", "torch", "eager")
 #: Backends of plain differentiable PyTorch, which need no operator and no formula of a gradient.
 DIFFERENTIABLE = ("stock", "eager")
 _CHOICES = ("auto", *BACKENDS)
-#: Every op. ``_registry.OPS`` has them once ``fastplm.ops`` is imported, which is not needed here.
-OP_NAMES = (
-    "attention",
-    "bart_noise",
-    "corrupt_spans",
-    "dropout",
-    "gather_rows",
-    "gelu",
-    "linear",
-    "linear_cross_entropy",
-    "linear_distillation",
-    "mask_tokens",
-    "maxsim",
-    "replaced_token_loss",
-    "rms_norm",
-)
+#: Every op is named after its file. ``_registry.OPS`` has them once ``fastplm.ops`` is imported.
+OP_NAMES = tuple(sorted(path.stem for path in (Path(__file__).parent / "ops").glob("[!_]*.py")))
 _TRANSFORMS = torch._C._functorch.TransformType
 
 

@@ -7,11 +7,13 @@
         positions: Annotated[Tensor, Arg("[P]", (torch.int64,))]
 
 The schema of the operator follows from it, and so do the checks of a call, in the op's public
-function as in its fake kernel: a wrong call fails with the same words everywhere.
+function as in its fake kernel: a wrong call fails with the same words everywhere. So do the layout
+that kernels ask for (``Signature.laid_out``) and the arguments of the reference (``from_fields``).
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -80,6 +82,10 @@ class _TensorArgument(NamedTuple):
     shape: _Shape | None
     fix: str
 
+    @property
+    def dimensions(self) -> int | None:
+        return None if self.shape is None else len(self.shape.sizes)
+
 
 class _Scalar(NamedTuple):
     place: int
@@ -131,6 +137,9 @@ class Signature:
             [_compiled(len(hints), tensors, self.scalars, traced) for tensors in self.tensors]
             for traced in (False, True)
         )
+        shaped = [one for one in self.tensors[0] if one.shape is not None]
+        self._dimensions = {one.name: (one.place, one.optional, one.dimensions) for one in shaped}
+        self._rows = tuple(one.place for one in self.tensors[0] if one.dimensions != 0)
 
     @property
     def schema(self) -> str:
@@ -161,6 +170,22 @@ class Signature:
         if not fits[packed](call):
             self._explain(where, call, packed)
 
+    def check_dimensions(self, where: str, call: Any, *names: str) -> None:
+        """These arguments are tensors of as many dimensions as declared: what code may rely on that
+        looks at them before the other checks."""
+        for name in names:
+            place, optional, dimensions = self._dimensions[name]
+            if call[place] is not None or not optional:
+                check_tensor(where, name, call[place], ndim=dimensions)
+
+    def laid_out(self, call: Any) -> Any:
+        """The call with tensors whose last stride is 1: the one layout that kernels ask for."""
+        for place in self._rows:
+            tensor = call[place]
+            if tensor is not None and tensor.stride(-1) != 1:
+                call = call._replace(**{self.names[place]: tensor.contiguous()})
+        return call
+
     def _explain(self, where: str, call: Any, packed: bool) -> None:
         """Raise the error of a call that does not fit."""
         sizes: dict[str, int] = {}
@@ -178,6 +203,17 @@ class Signature:
             check_same_device(where, **{self.names[0]: call[0], name: tensor})
         for place, name, kind in self.scalars:
             check_scalar(where, name, call[place], kind)
+
+
+def from_fields(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` for a call: each of its arguments is the field of that name, or a keyword."""
+    names = tuple(inspect.signature(function).parameters)
+
+    def run(call: Any, **others: Any) -> Any:
+        fields = {name: getattr(call, name) for name in names if name not in others}
+        return function(**fields, **others)
+
+    return run
 
 
 def _compiled(

@@ -96,7 +96,7 @@ class Op:
         second: Callable[..., Any] | None = None,
     ) -> None:
         if name not in OP_NAMES or name in OPS:
-            raise ValueError(f"op {name!r} is not in OP_NAMES, or is defined twice")
+            raise ValueError(f"op {name!r} is not the name of a file of ops/, or is defined twice")
         OPS[name] = self
         self.name, self.reference, self.smoke = name, reference, smoke
         self.call, self.arguments = call, Signature(call)

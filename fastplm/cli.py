@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
 import errno
+import functools
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import fastplm
@@ -94,12 +95,12 @@ def _check_folder() -> None:
         fail("fastplm", "current folder", "one that was deleted", "a folder", fix)
 
 
-def _check_config(command: Callable[..., int], config: str | None, out: Any) -> None:
+def _check_config(command: Any, config: str | None, out: Any) -> None:
     """A result is not written over the settings that were read."""
     if config is not None and out is not None and os.path.exists(out):
         if os.path.samefile(config, out):
-            where = command.__name__.lstrip("_")
-            fail(where, "out", f"{out}, which is --config", "another file", "Choose another --out.")
+            where, got = command.settings.where, f"{out}, which is --config"
+            fail(where, "out", got, "another file", "Choose another --out.")
 
 
 def _show(text: str, end: str = "\n") -> None:
@@ -163,98 +164,91 @@ def _measure(ops: list[str]) -> int:
     return 0
 
 
-def _pretrain(**settings: Any) -> int:
+@dataclass(frozen=True)
+class _Command:
+    """A command that has a class of settings; called with their values, it runs.
+
+    Args:
+        parts: returns the function that does the work, of the settings, and the one that makes the
+            text to print of what that returns.
+        several: whether torchrun may start several processes of it.
+    """
+
+    settings: type[Settings]
+    parts: Callable[[Any], tuple[Callable[[Any], Any], Callable[[Any], str]]]
+    help: str
+    description: str
+    several: bool = False
+
+    def __call__(self, **values: Any) -> int:
+        if self.several:
+            _check_launch(self.settings.where)
+        import torch
+        from transformers.utils import logging
+
+        from fastplm._backends import check_environment
+
+        check_environment()
+        logging.disable_progress_bar()  # its bars for the writing of checkpoints would break ours
+        try:
+            settings = self.settings(**values)
+            work, text_of = self.parts(settings)
+            done = work(settings)
+            text = text_of(done) if done else ""
+        finally:
+            # A process that ends while its threads run may abort.
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+        if text:
+            _show(text.removesuffix("\n"))
+        return 0
+
+
+def _pretrain(args: Any) -> Any:
     from fastplm.train import dry_run, report
-    from fastplm.train.pretrain import PretrainArguments, pretrain
+    from fastplm.train.pretrain import pretrain
 
-    with _running("pretrain"):
-        args = PretrainArguments(**settings)
-        metrics = dry_run.dry_run(args) if args.dry_run else pretrain(args)
-    summary = dry_run.summary if args.dry_run else report.summary
-    if metrics:
-        _show(summary(metrics))
-    return 0
+    return (dry_run.dry_run, dry_run.summary) if args.dry_run else (pretrain, report.summary)
 
 
-def _distill(**settings: Any) -> int:
-    from fastplm.train.distill import DistillArguments, distill
+def _distill(args: Any) -> Any:
+    from fastplm.train.distill import distill
     from fastplm.train.report import summary
 
-    with _running("distill"):
-        metrics = distill(DistillArguments(**settings))
-    if metrics:
-        _show(summary(metrics))
-    return 0
+    return distill, summary
 
 
-def _finetune(**settings: Any) -> int:
-    from fastplm.train.finetune import FinetuneArguments, finetune, summary
+def _finetune(args: Any) -> Any:
+    from fastplm.data._folder import first_process
+    from fastplm.train.finetune import finetune, summary
 
-    def print_line(line: str) -> None:
-        if os.environ.get("RANK", "0") == "0":
-            _show(line)
-
-    with _running("finetune"):
-        metrics = finetune(FinetuneArguments(**settings), print_line)
-    print_line(summary(metrics))
-    return 0
+    if not first_process():
+        return finetune, lambda metrics: ""
+    return functools.partial(finetune, print_fn=_show), summary
 
 
-def _classic(**settings: Any) -> int:
-    from fastplm.classic.settings import ClassicArguments
+def _classic(args: Any) -> Any:
     from fastplm.classic.train import classic, summary
 
-    with _running():
-        metrics = classic(ClassicArguments(**settings))
-    _show(summary(metrics))
-    return 0
+    return classic, summary
 
 
-def _embed(**settings: Any) -> int:
+def _embed(args: Any) -> Any:
     from fastplm.inference.embed import embed_file
-    from fastplm.inference.settings import EmbedArguments
 
-    with _running():
-        _show(embed_file(EmbedArguments(**settings)))
-    return 0
+    return embed_file, str
 
 
-def _prompt(**settings: Any) -> int:
+def _prompt(args: Any) -> Any:
     from fastplm.inference.prompt import run_prompt
-    from fastplm.inference.settings import PromptArguments
 
-    with _running():
-        _show(run_prompt(PromptArguments(**settings)))
-    return 0
+    return run_prompt, str
 
 
-def _score(**settings: Any) -> int:
+def _score(args: Any) -> Any:
     from fastplm.inference.score_command import score_file
-    from fastplm.inference.score_settings import ScoreArguments
 
-    with _running():
-        _show(score_file(ScoreArguments(**settings)), end="")
-    return 0
-
-
-@contextlib.contextmanager
-def _running(training: str = "") -> Iterator[None]:
-    """Where a command runs; ``training`` is its name if it may have several processes."""
-    if training:
-        _check_launch(training)
-    import torch
-    from transformers.utils import logging
-
-    from fastplm._backends import check_environment
-
-    check_environment()
-    logging.disable_progress_bar()  # its bars for the writing of checkpoints would break ours
-    try:
-        yield
-    finally:
-        # A process that ends while its threads run may abort.
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+    return score_file, str
 
 
 def _demo(**settings: Any) -> int:
@@ -296,8 +290,8 @@ def _perhaps(value: str, known: Iterable[str]) -> str:
     return f". Did you mean {close[0]}?" if close else ""
 
 
-def _commands() -> Iterator[tuple[Callable[..., int], type[Settings], str, str]]:
-    """The commands that have a class of settings: function, settings, help and description."""
+def _commands() -> Iterator[_Command]:
+    """The commands that have a class of settings."""
     from fastplm.classic.settings import ClassicArguments
     from fastplm.inference.score_settings import ScoreArguments
     from fastplm.inference.settings import EmbedArguments, PromptArguments
@@ -305,45 +299,48 @@ def _commands() -> Iterator[tuple[Callable[..., int], type[Settings], str, str]]
     from fastplm.train.finetune_settings import FinetuneArguments
     from fastplm.train.pretrain_settings import PretrainArguments
 
-    yield (
-        *(_pretrain, PretrainArguments, "pre-train a language model on text files"),
+    yield _Command(
+        *(PretrainArguments, _pretrain, "pre-train a language model on text files"),
         "Pre-train BERT, RoBERTa, ALBERT, ELECTRA, GPT, GPT-2, T5 or BART. With several processes "
         "the batch is so many times as large: torchrun --nproc-per-node N -m fastplm pretrain …",
+        several=True,
     )
-    yield (
-        *(_finetune, FinetuneArguments, "fine-tune a checkpoint on labelled examples"),
+    yield _Command(
+        *(FinetuneArguments, _finetune, "fine-tune a checkpoint on labelled examples"),
         "Fine-tune a checkpoint once for each seed; the last line is the mean score and its 95 % "
         "confidence interval (Student's t). Formats of files: docs/finetuning.md.",
+        several=True,
     )
-    yield (
-        *(_classic, ClassicArguments),
+    yield _Command(
+        *(ClassicArguments, _classic),
         "train a system from before BERT: ELMo, Skip-thoughts, Quick-thoughts, word2vec",
         "Train a small ELMo, Skip-thoughts, Quick-thoughts or word2vec on text files, as a "
         "baseline.",
     )
-    yield (
-        *(_embed, EmbedArguments, "write vectors of texts or of their words"),
+    yield _Command(
+        *(EmbedArguments, _embed, "write vectors of texts or of their words"),
         "Write vectors of texts, or of their words, from the hidden states of a checkpoint. How to "
         "read the file: docs/embedding.md.",
     )
-    yield (
-        *(_prompt, PromptArguments),
+    yield _Command(
+        *(PromptArguments, _prompt),
         "classify texts by the label words that a language model finds most probable",
         "Classify labelled texts without training, by the label words that a language model finds "
         "most probable, and print the accuracy with and without calibration. Format of the prompt: "
         "docs/prompting.md.",
     )
-    yield (
-        *(_score, ScoreArguments, "how probable a language model finds texts"),
+    yield _Command(
+        *(ScoreArguments, _score, "how probable a language model finds texts"),
         "Print the log-likelihood, or under a masked language model the pseudo-log-likelihood, and "
         "the perplexity of the texts in a file. More: docs/scoring.md.",
     )
-    yield (
-        *(_distill, DistillArguments, "train a small model to answer as a larger one does"),
+    yield _Command(
+        *(DistillArguments, _distill, "train a small model to answer as a larger one does"),
         "Distil a teacher into a smaller student. Recipes: distilbert (predictions at the masked "
         "tokens, labels and last hidden states; also GPT-2), tinybert (attention and hidden states "
         "of several layers), minilm and minilm-v2 (attention and relations of one layer), electra "
         "(a discriminator), multilingual (sentence vectors, from parallel text).",
+        several=True,
     )
 
 
@@ -355,46 +352,30 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fastplm {fastplm.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(function: Callable[..., int], help: str, **options: Any) -> argparse.ArgumentParser:
-        added = commands.add_parser(function.__name__.lstrip("_"), help=help, **options)
-        added.set_defaults(command=function)
+    def add(name: str, run: Callable[..., int], help: str, **options: Any) -> _Parser:
+        added = commands.add_parser(name, help=help, **options)
+        added.set_defaults(command=run)
         return added
 
-    info = command(_info, "what works on this machine, checked by running it")
-    info.add_argument(
-        "--all", action="store_true", help="every op on every backend, with the reason where not"
-    )
-    measure = command(
-        _measure, "time the ops on this CPU, and let its own figures choose what runs"
-    )
-    measure.add_argument(
-        "ops",
-        nargs="*",
-        default=[],
-        metavar="OP",
-        help="ops to measure (default: all that have a choice)",
-    )
-    demo = command(_demo, "pre-train a small ELECTRA on Python's own documentation, and compare")
+    info = add("info", _info, "what works on this machine, checked by running it")
+    help = "every op on every backend, with the reason where not"
+    info.add_argument("--all", action="store_true", help=help)
+    help = "time the ops on this CPU, and let its own figures choose what runs"
+    measure = add("measure", _measure, help)
+    help = "ops to measure (default: all that have a choice)"
+    measure.add_argument("ops", nargs="*", default=[], metavar="OP", help=help)
+    help = "pre-train a small ELECTRA on Python's own documentation, and compare"
+    demo = add("demo", _demo, help)
     demo.add_argument("--out", default="runs/demo", metavar="DIR", help="default: %(default)s")
-    demo.add_argument(
-        "--minutes",
-        type=NOT_NEGATIVE,
-        default=MINUTES,
-        help="what all of it is to take: the steps are fewer on a slow machine (default: "
-        "%(default)s)",
-    )
+    help = "what all of it is to take: the steps are fewer on a slow machine (default: %(default)s)"
+    demo.add_argument("--minutes", type=NOT_NEGATIVE, default=MINUTES, help=help)
     demo.add_argument("--threads", type=whole(), help="CPU threads (default: PyTorch's choice)")
     shown = argparse.ArgumentDefaultsHelpFormatter
-    for function, settings, help, description in _commands():
-        added = command(function, help, description=description, formatter_class=shown)
-        groups = add_settings(added, settings)
-        if function is _pretrain:
-            groups["objective"].add_argument(
-                "--no-nsp",
-                dest="objective",
-                action="store_const",
-                const="mlm",
-                default=argparse.SUPPRESS,
-                help="the same as --objective mlm",
-            )
+    for each in _commands():
+        told: dict[str, Any] = {"description": each.description, "formatter_class": shown}
+        groups = add_settings(add(each.settings.where, each, each.help, **told), each.settings)
+        if each.parts is _pretrain:
+            told = {"action": "store_const", "const": "mlm", "default": argparse.SUPPRESS}
+            help = "the same as --objective mlm"
+            groups["objective"].add_argument("--no-nsp", dest="objective", help=help, **told)
     return parser

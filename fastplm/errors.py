@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import UnionType
 from typing import NoReturn
 
 
@@ -86,10 +87,10 @@ def fail(
     argument: str,
     got: object,
     expected: str,
-    fix: str,
+    fix: str = "Correct it.",
     error: type[FastplmError] = ArgumentValueError,
 ) -> NoReturn:
-    """Raise ``error`` with the house message.
+    """Raise ``error`` with the house message; ``fix`` only where it says more than "Correct it."
 
     Code that is traced (ops, nn, models, hf) writes ``if …: fail(…)``, so that no message is built
     before it is needed: an f-string with a size would make the size a constant of the graph.
@@ -103,7 +104,7 @@ def check(
     argument: str,
     got: object,
     expected: str,
-    fix: str,
+    fix: str = "Correct it.",
     error: type[FastplmError] = ArgumentValueError,
 ) -> None:
     """``fail`` unless ``condition`` holds; for code that is never traced."""
@@ -114,6 +115,17 @@ def check(
 def check_choice(where: str, argument: str, value: object, choices: Sequence[str]) -> None:
     """``value`` is one of ``choices``."""
     if not isinstance(value, str) or value not in choices:
-        raise ArgumentValueError(
-            message(where, argument, shown(value), " | ".join(choices), "Choose one of these.")
-        )
+        fail(where, argument, shown(value), " | ".join(choices), "Choose one of these.")
+
+
+def check_type(
+    where: str,
+    argument: str,
+    value: object,
+    kind: type | UnionType | tuple[type, ...],
+    expected: str,
+    fix: str = "Correct it.",
+) -> None:
+    """``value`` is of ``kind``, which ``expected`` puts in words."""
+    if not isinstance(value, kind):
+        fail(where, argument, f"a {type(value).__name__}", expected, fix, ArgumentTypeError)

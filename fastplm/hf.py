@@ -50,7 +50,7 @@ from transformers.utils import logging
 
 from fastplm._checks import FLOATING, check_dtype, values_are_known
 from fastplm._registry import is_eager
-from fastplm.errors import UnsupportedError, fail, message
+from fastplm.errors import UnsupportedError, fail
 from fastplm.ops import T5RelativeBias, attention, attention_varlen
 from fastplm.ops.attention import plain_attention
 
@@ -137,25 +137,14 @@ def fastplm_mask(
             seen = torch.arange(kv_length, device=device) + kv_offset <= q_offset
             # Also in the last step, where all are True: one graph serves all steps.
             key_mask = seen.expand(batch_size, -1) if key_mask is None else key_mask & seen
-        elif key_mask is None or _hides_nothing(key_mask):
+        elif key_mask is None or (
+            key_mask.device.type == "cpu" and is_eager(key_mask) and bool(key_mask.all())
+        ):
             key_mask = torch.ones(1, 0, dtype=torch.bool, device=device)
         return key_mask[:, None, None] if not causal or one_query else key_mask[:, None, None, None]
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-    return sdpa_mask(
-        batch_size,
-        q_length,
-        kv_length,
-        q_offset,
-        kv_offset,
-        mask_function,
-        attention_mask,
-        **kwargs,
-    )
-
-
-def _hides_nothing(key_mask: Tensor) -> bool:
-    """Whether a mask is known, without a sync, to be True everywhere."""
-    return key_mask.device.type == "cpu" and is_eager(key_mask) and bool(key_mask.all())
+    sizes = batch_size, q_length, kv_length, q_offset, kv_offset
+    return sdpa_mask(*sizes, mask_function, attention_mask, **kwargs)
 
 
 def _key_window(
@@ -245,57 +234,33 @@ def fastplm_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, causal, weights_too, kwargs
         )
     rows = kwargs.get(ROWS)
-    sample_index = None if rows is None or not dropout else rows.sample_index
-    if lengths is not None:
-        out = attention_varlen(
-            # Not query[0]: its backward copies the gradient into a tensor of zeros.
-            query.squeeze(0).transpose(0, 1),
-            key.squeeze(0).transpose(0, 1),
-            value.squeeze(0).transpose(0, 1),
-            *lengths,
-            key_mask=None if attention_mask is None else attention_mask[0],
-            is_causal=causal,
-            dropout_p=dropout,
-            scale=scaling,
-            relative_bias=relative_bias,
-            sample_index=sample_index,
-        )
-        return out[None], None
-    out = attention(
-        query,
-        key,
-        value,
-        key_mask=None if complete else attention_mask,
-        attn_mask=attn_mask,
-        is_causal=causal and not complete,
-        dropout_p=dropout,
-        scale=scaling,
-        relative_bias=relative_bias,
-        sample_index=sample_index,
-    )
-    return out.transpose(1, 2), None
+    options: dict[str, Any] = {
+        "key_mask": None if complete else attention_mask,
+        "is_causal": causal and not complete,
+        "dropout_p": dropout,
+        "scale": scaling,
+        "relative_bias": relative_bias,
+        "sample_index": None if rows is None or not dropout else rows.sample_index,
+    }
+    if lengths is None:
+        return attention(query, key, value, attn_mask=attn_mask, **options).transpose(1, 2), None
+    # Not query[0]: its backward copies the gradient into a tensor of zeros.
+    query, key, value = (one.squeeze(0).transpose(0, 1) for one in (query, key, value))
+    if attention_mask is not None:
+        options["key_mask"] = attention_mask[0]
+    return attention_varlen(query, key, value, *lengths, **options)[None], None
 
 
 def _check_unfused(position_bias: Any, packed: bool) -> None:
     """Raise an error for what only the fused op supports, in a call that cannot use it."""
     if position_bias is not None and not isinstance(position_bias, Tensor):
-        fail(
-            _WHERE,
-            "position_bias",
-            "a T5RelativeBias with grouped heads, output_attentions or an additive 4-D mask",
-            "a dense tensor with these",
-            "Look the table up: position_bias [1, H, Tq, Tk].",
-            UnsupportedError,
-        )
+        got = "a T5RelativeBias with grouped heads, output_attentions or an additive 4-D mask"
+        fix = "Look the table up: position_bias [1, H, Tq, Tk]."
+        fail(_WHERE, "position_bias", got, "a dense tensor with these", fix, UnsupportedError)
     if packed:
-        fail(
-            _WHERE,
-            "cu_seq_lens_q",
-            "a value with grouped heads, output_attentions or an unknown position_bias",
-            "None with these",
-            "Pad the batch instead of packing it.",
-            UnsupportedError,
-        )
+        got = "a value with grouped heads, output_attentions or an unknown position_bias"
+        fix = "Pad the batch instead of packing it."
+        fail(_WHERE, "cu_seq_lens_q", got, "None with these", fix, UnsupportedError)
 
 
 def _unfused(
@@ -358,15 +323,10 @@ def _meaning(
     if is_causal is None:
         is_causal = getattr(module, "is_causal", None)
     if is_causal is None:
-        raise UnsupportedError(
-            message(
-                _WHERE,
-                "attention_mask",
-                f"{'None' if mask is None else 'a mask of keys'} from a {type(module).__name__}",
-                "a mask that says whether attention is causal, as this module does not say it",
-                "Use attn_implementation='eager', or set its attribute `is_causal`.",
-            )
-        )
+        got = f"{'None' if mask is None else 'a mask of keys'} from a {type(module).__name__}"
+        expected = "a mask that says whether attention is causal, as this module does not say it"
+        fix = "Use attn_implementation='eager', or set its attribute `is_causal`."
+        fail(_WHERE, "attention_mask", got, expected, fix, UnsupportedError)
     return bool(is_causal), mask
 
 
@@ -385,38 +345,17 @@ def _boolean(mask: Tensor | None) -> Tensor | None:
     return ~hidden if bool((hidden | (mask == 0)).all()) else None
 
 
-def _is_unknown(name: str, value: Any) -> bool:
-    """Whether an argument may change the scores: numbers of a layer, such as attention sinks."""
-    return (
-        isinstance(value, Tensor)
-        and value.dim() > 0
-        and value.is_floating_point()
-        and name != "position_bias"
-    )
-
-
 def _check_supported(mask: Tensor | None, kwargs: dict[str, Any]) -> None:
     for name, value in kwargs.items():
-        if name in _UNSUPPORTED and value is not None or _is_unknown(name, value):
-            raise UnsupportedError(
-                message(
-                    _WHERE,
-                    name,
-                    "a value",
-                    "None in this version",
-                    "Use attn_implementation='eager' or 'sdpa' for this call.",
-                )
-            )
+        # Numbers of a layer, such as attention sinks, may change the scores.
+        numbers = isinstance(value, Tensor) and value.dim() > 0 and value.is_floating_point()
+        if name in _UNSUPPORTED and value is not None or numbers and name != "position_bias":
+            fix = "Use attn_implementation='eager' or 'sdpa' for this call."
+            fail(_WHERE, name, "a value", "None in this version", fix, UnsupportedError)
     if mask is not None and mask.dim() not in (2, 4, 5):
-        raise UnsupportedError(
-            message(
-                _WHERE,
-                "attention_mask",
-                f"{mask.dim()} dimensions",
-                "bool [B, Tk] or [B, 1 or H, Tq, Tk]",
-                "Pass the model a mask [B, T], True or 1 for tokens.",
-            )
-        )
+        got, expected = f"{mask.dim()} dimensions", "bool [B, Tk] or [B, 1 or H, Tq, Tk]"
+        fix = "Pass the model a mask [B, T], True or 1 for tokens."
+        fail(_WHERE, "attention_mask", got, expected, fix, UnsupportedError)
     if mask is not None and mask.dim() == 4 and mask.dtype is not torch.bool:
         fix = "Pass mask.bool() if 1 is to attend."
         check_dtype(_WHERE, "attention_mask", mask, FLOATING, fix)
@@ -424,12 +363,8 @@ def _check_supported(mask: Tensor | None, kwargs: dict[str, Any]) -> None:
 
 def _says_only_samples(kwargs: dict[str, Any]) -> bool:
     """Whether the only special argument is ``rows`` of a padded batch, which matters to dropout."""
-    rows = kwargs.get(ROWS)
-    return (
-        rows is not None
-        and _SPECIAL.intersection(kwargs) == {ROWS}
-        and rows.lengths(causal=True) is None
-    )
+    alone = _SPECIAL.intersection(kwargs) == {ROWS} and kwargs[ROWS] is not None
+    return alone and kwargs[ROWS].lengths(causal=True) is None
 
 
 def _lengths(
@@ -442,27 +377,19 @@ def _lengths(
     lengths = None if rows is None else rows.lengths(own)
     if lengths is not None:
         return lengths
-    if all(kwargs.get(name) is None for name in _PACKED):
+    packed: Any = tuple(kwargs.get(name) for name in _PACKED)
+    if all(one is None for one in packed):
         return None
-    for name in _PACKED:
-        if kwargs.get(name) is None:
-            fail(
-                _WHERE,
-                name,
-                "None",
-                f"a value, because others of {', '.join(_PACKED)} have one",
-                "Packed sequences need all four.",
-            )
+    for name, one in zip(_PACKED, packed, strict=True):
+        if one is None:
+            expected = f"a value, because others of {', '.join(_PACKED)} have one"
+            fail(_WHERE, name, "None", expected, "Packed sequences need all four.")
     if query.shape[0] != 1:
-        fail(
-            _WHERE,
-            "cu_seq_lens_q",
-            f"a value with a batch of {query.shape[0]}",
-            "a batch of one row that holds all sequences",
-            "Concatenate the sequences: input_ids [1, N], with position_ids from 0 in each.",
-        )
-    offsets_q, offsets_k, longest_q, longest_k = (kwargs[name] for name in _PACKED)
-    return offsets_q, offsets_k, longest_q, longest_k
+        got = f"a value with a batch of {query.shape[0]}"
+        expected = "a batch of one row that holds all sequences"
+        fix = "Concatenate the sequences: input_ids [1, N], with position_ids from 0 in each."
+        fail(_WHERE, "cu_seq_lens_q", got, expected, fix)
+    return packed
 
 
 def _relative_bias(
@@ -610,17 +537,12 @@ def _checked(transformers_own: Callable[..., str]) -> Callable[..., str]:
         if requested_attention == NAME and not IS_CHOSEN.get():
             name, attention = type(self).__name__, attention_of(type(self))
             if attention == "own":
-                raise UnsupportedError(
-                    message(
-                        name,
-                        "attn_implementation",
-                        f"{NAME!r}",
-                        "a name that this model knows: its attention does not go through "
-                        "Transformers' attention interface, and would ignore this one or misread "
-                        "its masks",
-                        "Leave attn_implementation out, or use 'eager'.",
-                    )
+                expected = (
+                    "a name that this model knows: its attention does not go through Transformers' "
+                    "attention interface, and would ignore this one or misread its masks"
                 )
+                fix = "Leave attn_implementation out, or use 'eager'."
+                fail(name, "attn_implementation", repr(NAME), expected, fix, UnsupportedError)
             if attention == "none":
                 logger.warning_once(
                     f"attn_implementation={NAME!r} changes nothing in {name}: it has no attention"

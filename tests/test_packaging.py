@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import time
 import zipfile
 from pathlib import Path
 
@@ -180,45 +179,6 @@ def test_without_cuda_code_one_notice_and_the_rest(why, tree, tmp_path):
     assert libraries == {"fastplm/_C"}
     assert said.count(f"fastplm: NOTICE: {why}") == said.count("NOTICE") == 1
     assert not old.exists()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on the PATH")
-def test_files_are_compiled_at_a_time_and_once(tree, tmp_path):
-    """Without ninja each file has a line of output, and only changed files are compiled again."""
-    copy, seen = small(tree, tmp_path / "tree"), tmp_path / "seen"
-    (copy / "csrc/gather_rows.cpp").unlink()
-    for name in ("a", "b", "c"):
-        (copy / f"csrc/{name}.h").touch()
-        (copy / f"csrc/{name}.cpp").write_text(f'#include "{name}.h"\nint {name};\n')
-    compiler = tmp_path / "bin/c++"  # waits until a second one runs
-    compiler.parent.mkdir()
-    compiler.write_text(
-        "#!/bin/sh\n"
-        f'case "$*" in *" csrc/"[abc].cpp*) echo begin >> {seen}; sleep 0.5;; esac\n'
-        f'{COMPILER} "$@" || exit 1\n'
-        f'case "$*" in *" csrc/"[abc].cpp*) echo end >> {seen};; esac\n'
-    )
-    compiler.chmod(0o755)
-
-    def compiled() -> list[str]:
-        seen.write_text("")
-        run = subprocess.run(
-            [sys.executable, "setup.py", "build_ext", "--inplace"],
-            cwd=copy,
-            env={**os.environ, "CXX": str(compiler), "CUDA_HOME": str(tmp_path), "MAX_JOBS": "3"},
-            capture_output=True,
-            text=True,
-        )
-        assert run.returncode == 0 and "could not be built" not in run.stderr, run.stderr
-        return sorted(re.findall(r"fastplm: compiled csrc/(\w+)\.cpp in \d+ s", run.stderr))
-
-    assert compiled() == ["a", "b", "c"]
-    at_once = [line == "begin" for line in seen.read_text().split()]
-    assert max(sum(2 * begins - 1 for begins in at_once[:end]) for end in range(len(at_once))) > 1
-    time.sleep(0.01)
-    (copy / "csrc/b.h").write_text("// changed\n")
-    assert compiled() == ["b"]
 
 
 # --- the CUDA code, a library of its own ----------------------------------------------------------

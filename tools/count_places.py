@@ -35,7 +35,9 @@ def files_of(op: str, tests: bool = False) -> list[Path]:
         *(f"triton_kernels/{op}.py", f"triton_kernels/{op}/*.py", f"csrc/{op}.*"),
         *((f"tests/ops/test_{op}.py", f"benchmarks/test_{op}.py") if tests else ()),
     )
-    return sorted(path for pattern in patterns for path in ROOT.glob(pattern))
+    found = {path for pattern in patterns for path in ROOT.glob(pattern)}
+    longer = [other for other in OPS if other.startswith(f"{op}_")]  # "linear" has those of others
+    return sorted(path for path in found if not any(other in path.name for other in longer))
 
 
 def places(path: Path) -> Counter[str]:

@@ -158,12 +158,9 @@ class ElmoForLanguageModeling(PreTrainedModel):
             rows = torch.cat((ahead[-1][:, :-1], back[-1][:, 1:]))
             targets = torch.cat((labels[:, 1:], labels[:, :-1]))
             targets = targets.masked_fill(~torch.cat((within, within)), IGNORE_INDEX)
-            loss = ops.linear_cross_entropy(
-                self.dropout(rows).flatten(0, 1),
-                self.softmax.weight,
-                targets.flatten(),
-                linear_bias=self.softmax.bias,
-            )
+            rows, weight, bias = self.dropout(rows), self.softmax.weight, self.softmax.bias
+            rows, targets = rows.flatten(0, 1), targets.flatten()
+            loss = ops.linear_cross_entropy(rows, weight, targets, linear_bias=bias)
         return ElmoOutput(loss=loss, layers=sides)
 
     @torch.no_grad()
@@ -173,28 +170,21 @@ class ElmoForLanguageModeling(PreTrainedModel):
         Args:
             sentences: lists of words; ``split_words`` makes them of a text.
         """
-        check(
-            all(len(words) for words in sentences),
-            type(self).__name__,
-            "sentences",
-            "a sentence without words",
-            "one word at least in each",
-            "Leave it out.",
-        )
+        got, expected = "a sentence without words", "one word at least in each"
+        where, fix = type(self).__name__, "Leave it out."
+        check(all(map(len, sentences)), where, "sentences", got, expected, fix)
         training = self.training
         self.eval()
-        batch = batch_of_words(sentences).to(self.device)
+        batch = batch_of_words(sentences)
+        batch = {name: value.to(self.device) for name, value in batch.items()}
         layers = torch.stack(self(**batch).layers)
         self.train(training)
         return [layers[:, i, 1 : 1 + len(words)] for i, words in enumerate(sentences)]
 
 
-class _Batch(dict):
-    def to(self, device: Any) -> _Batch:
-        return _Batch({name: value.to(device) for name, value in self.items()})
-
-
-def batch_of_words(sentences: Sequence[Sequence[str]], vocabulary: Words | None = None) -> _Batch:
+def batch_of_words(
+    sentences: Sequence[Sequence[str]], vocabulary: Words | None = None
+) -> dict[str, Tensor]:
     """The inputs of ``ElmoForLanguageModeling``; with a vocabulary, its labels, too."""
     begin, end, pad = (SPECIAL_WORDS[index] for index in (BEGIN, END, PAD))
     length = max(map(len, sentences)) + 2
@@ -203,7 +193,7 @@ def batch_of_words(sentences: Sequence[Sequence[str]], vocabulary: Words | None 
     places = {word: index for index, word in enumerate(different)}
     words = torch.tensor([[places[word] for word in row] for row in rows])
     mask = torch.tensor([[1] * (len(s) + 2) + [0] * (length - 2 - len(s)) for s in sentences])
-    batch = _Batch(characters=word_bytes(different), words=words, attention_mask=mask)
+    batch = {"characters": word_bytes(different), "words": words, "attention_mask": mask}
     if vocabulary is not None:
         ids = [[vocabulary.ids.get(word, UNK) for word in row] for row in rows]
         batch["labels"] = torch.tensor(ids)

@@ -130,12 +130,9 @@ class SkipThoughtsModel(_Thoughts):
             targets.append(ids[:, 1:].masked_fill(ids[:, 1:] == PAD, IGNORE_INDEX).flatten())
         loss = None
         if rows:
-            loss = ops.linear_cross_entropy(
-                torch.cat(rows),
-                self.softmax.weight,
-                torch.cat(targets),
-                linear_bias=self.softmax.bias,
-            )
+            weight, bias = self.softmax.weight, self.softmax.bias
+            all_rows, words = torch.cat(rows), torch.cat(targets)
+            loss = ops.linear_cross_entropy(all_rows, weight, words, linear_bias=bias)
         return ThoughtsOutput(loss=loss, vectors=vectors)
 
 

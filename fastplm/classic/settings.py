@@ -78,13 +78,9 @@ class ClassicArguments(Settings):
         # A sentence's neighbours must be told from one other sentence at least.
         many = self.system != "quick-thoughts" or self.batch_size > 2
         self.check("batch_size", many, "3 or more sentences with quick-thoughts", "Raise it.")
-        self.check(
-            "resume",
-            self.resumable or not self.resume,
-            "a system that is trained in steps",
-            "Start it again: it has no checkpoints.",
-            "word2vec",
-        )
+        able, expected = self.resumable or not self.resume, "a system that is trained in steps"
+        fix = "Start it again: it has no checkpoints."
+        self.check("resume", able, expected, fix, "word2vec")
 
     @property
     def resumable(self) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
 import torch
@@ -19,12 +19,15 @@ from fastplm.errors import (
     FastplmError,
     UnsupportedError,
     check,
-    message,
+    fail,
 )
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Samples = Sequence[dict[str, Any]]
+_Error = type[FastplmError]
+_Constants = dict[torch.device, dict[str, Tensor]]
 # Fields of a sample that are one number, which the batch has for each sample.
 _LABELS_OF_A_SAMPLE = ("next_sentence_label", "sentence_order_label")
 # The place of a sample in the stream, and the lengths of its sequences.
@@ -82,9 +85,7 @@ class Collator:
     _epoch: int = field(default=0, init=False, repr=False)
     _warned: bool = field(default=False, init=False, repr=False)
     _dropped: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
-    _constants: dict[torch.device, dict[str, Tensor]] = field(
-        default_factory=dict, init=False, repr=False
-    )
+    _constants: _Constants = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         where, size, offset = type(self).__name__, self.block_size, self.position_offset
@@ -93,7 +94,7 @@ class Collator:
         fix = "RoBERTa's is tokenizer.pad_token_id + 1, most others' is 0."
         check(offset >= 0, where, "position_offset", offset, "0 or more", fix)
 
-    def __call__(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def __call__(self, samples: Samples) -> dict[str, Any]:
         return self.corrupt(self.pad(samples))
 
     def set_epoch(self, epoch: int) -> None:
@@ -143,7 +144,7 @@ class Collator:
         """The tokens of a sample that go into the batch: all, unless a subclass cuts."""
         return sample["input_ids"]
 
-    def pad(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def pad(self, samples: Samples) -> dict[str, Any]:
         """The tensors of a batch before any noise.
 
         Args:
@@ -188,11 +189,7 @@ class Collator:
         return batch
 
     def _pad(
-        self,
-        samples: Sequence[dict[str, Any]],
-        ids: Tensor,
-        lengths: list[int],
-        fields: dict[str, Tensor],
+        self, samples: Samples, ids: Tensor, lengths: list[int], fields: dict[str, Tensor]
     ) -> dict[str, Any]:
         width = self._room(max(lengths))
         per_row = torch.tensor(lengths, device=ids.device)
@@ -208,17 +205,13 @@ class Collator:
         return batch
 
     def _pack(
-        self,
-        samples: Sequence[dict[str, Any]],
-        ids: Tensor,
-        lengths: list[int],
-        fields: dict[str, Tensor],
+        self, samples: Samples, ids: Tensor, lengths: list[int], fields: dict[str, Tensor]
     ) -> dict[str, Any]:
         room = self._room(max(lengths))
         size = len(ids) if self.block_size is None else room * len(samples)
         inner = self._sequence_lengths(samples, lengths)
-        longest = max((length for row in inner for length in row), default=0)
-        sequences = torch.tensor([length for row in inner for length in row], dtype=torch.int64)
+        flat = [length for row in inner for length in row]
+        longest, sequences = max(flat, default=0), torch.tensor(flat, dtype=torch.int64)
         index = self._sample_index(samples)
         if "sequence_lengths" in samples[0]:
             index = self._sequence_index(index, [len(row) for row in inner])
@@ -244,17 +237,14 @@ class Collator:
         batch |= {key: row(values, 0) for key, values in fields.items()}
         if mask is None:
             return batch
-        if mask.device.type == "cpu":
-            self._check_each(
-                "attention_mask",
-                [bool(part.all()) for part in mask.split(lengths)],
-                lambda _: "padding inside",
-                "none in a packed batch",
-                "Tokenize with padding=False.",
-                ArgumentValueError,
-            )
-        else:
+        if mask.device.type != "cpu":
             _hide(batch, row(mask, 0))
+            return batch
+        for number, part in enumerate(mask.split(lengths)):
+            if not part.all():
+                got, fix = "padding inside", "Tokenize with padding=False."
+                expected, key = "none in a packed batch", "attention_mask"
+                self._refuse(key, number, got, expected, fix, ArgumentValueError)
         return batch
 
     def _room(self, longest: int) -> int:
@@ -273,7 +263,7 @@ class Collator:
         pad = self.tokenizer.pad_token_id
         return 0 if pad is None else pad
 
-    def _sample_index(self, samples: Sequence[dict[str, Any]]) -> Tensor:
+    def _sample_index(self, samples: Samples) -> Tensor:
         if "sample_index" in samples[0]:
             return torch.tensor([int(sample["sample_index"]) for sample in samples])
         if self.random and (self.seed != 0 or self._epoch != 0) and not self._warned:
@@ -287,118 +277,81 @@ class Collator:
             )
         return torch.randint(1 << 42, (len(samples),))
 
-    def _sequence_lengths(
-        self, samples: Sequence[dict[str, Any]], lengths: list[int]
-    ) -> list[list[int]]:
+    def _sequence_lengths(self, samples: Samples, lengths: list[int]) -> list[list[int]]:
         """The lengths of the sequences of each sample."""
         if "sequence_lengths" not in samples[0]:
             return [[length] for length in lengths]
         inner = [[int(length) for length in sample["sequence_lengths"]] for sample in samples]
-        self._check_each(
-            "sequence_lengths",
-            [
-                sum(row) == length and min(row, default=0) >= 0
-                for row, length in zip(inner, lengths, strict=True)
-            ],
-            lambda number: f"{inner[number]} for {lengths[number]} tokens",
-            "lengths that add up to the tokens",
-            "Cut or join both alike.",
-        )
+        for number, (row, length) in enumerate(zip(inner, lengths, strict=True)):
+            if sum(row) != length or min(row, default=0) < 0:
+                got, expected = f"{row} for {length} tokens", "lengths that add up to the tokens"
+                self._refuse("sequence_lengths", number, got, expected, "Cut or join both alike.")
         return inner
 
     def _sequence_index(self, index: Tensor, counts: list[int]) -> Tensor:
         """The sample index of each sequence, from that of each sample."""
-        self._check_each(
-            "sample_index",
-            [0 <= number < _MOST_SAMPLES for number in index.tolist()],
-            lambda number: int(index[number]),
-            f"0 to {_MOST_SAMPLES - 1} beside sequence_lengths",
-            "Count the samples from 0.",
-        )
+        for number, place in enumerate(index.tolist()):
+            if not 0 <= place < _MOST_SAMPLES:
+                expected = f"0 to {_MOST_SAMPLES - 1} beside sequence_lengths"
+                self._refuse("sample_index", number, place, expected, "Count the samples from 0.")
         places = torch.cat([torch.arange(count) for count in counts])
         return sequence_index(index.repeat_interleave(torch.tensor(counts)), places)  # type: ignore[return-value]
 
     # --- checks of samples, not of tokens -----------------------------------------
 
-    def _check_each(
-        self,
-        key: str,
-        fine: list[bool],
-        got: Callable[[int], object],
-        expected: str,
-        fix: str,
-        error: type[FastplmError] = DataError,
-    ) -> None:
-        """Raise for the first sample that does not pass."""
-        if not all(fine):
-            number = fine.index(False)
-            found = f"{got(number)} in sample {number}"
-            raise error(message(type(self).__name__, key, found, expected, fix))
+    def _refuse(
+        self, key: str, number: int, got: object, expected: str, fix: str, error: _Error = DataError
+    ) -> NoReturn:
+        fail(type(self).__name__, key, f"{got} in sample {number}", expected, fix, error)
 
-    def _check_keys(self, samples: Sequence[dict[str, Any]]) -> None:
+    def _check_keys(self, samples: Samples) -> None:
         """All samples are dicts with ids, and with the same keys of those that are read."""
         where = type(self).__name__
         check(len(samples) > 0, where, "samples", "none", "one or more", "Pass a batch.", DataError)
-        self._check_each(
-            "samples",
-            [hasattr(sample, "keys") and "input_ids" in sample for sample in samples],
-            lambda number: type(samples[number]).__name__,
-            "a dict with input_ids in each",
-            "Collators take dicts as a tokenizer returns them.",
-        )
+        for number, sample in enumerate(samples):
+            if not (hasattr(sample, "keys") and "input_ids" in sample):
+                kind, expected = type(sample).__name__, "a dict with input_ids in each"
+                fix = "Collators take dicts as a tokenizer returns them."
+                self._refuse("samples", number, kind, expected, fix)
         first = samples[0].keys()
-        others = [sample for sample in samples if sample.keys() != first]
+        others = [number for number, sample in enumerate(samples) if sample.keys() != first]
         for key in (*self.token_fields, *_LABELS_OF_A_SAMPLE, *_OF_THE_STREAM) if others else ():
-            there = key in first
-            self._check_each(
-                key,
-                [(key in sample) == there for sample in samples],
-                (lambda _: "nothing") if there else (lambda _: "a value"),
-                f"{'a value' if there else 'nothing'}, as in sample 0",
-                "Give it to all samples or to none.",
-            )
-        check(
-            self.packed or "sequence_lengths" not in first,
-            where,
-            "sequence_lengths",
-            "lengths of several sequences in a sample",
-            "none with packed=False",
-            "Pass packed=True, or each sequence as a sample of its own.",
-        )
+            for number in others:
+                if (key in samples[number]) != (key in first):
+                    got, there = ("nothing", "a value") if key in first else ("a value", "nothing")
+                    fix = "Give it to all samples or to none."
+                    self._refuse(key, number, got, f"{there}, as in sample 0", fix)
+        got = "lengths of several sequences in a sample"
+        expected = "none with packed=False"
+        fix = "Pass packed=True, or each sequence as a sample of its own."
+        fits = self.packed or "sequence_lengths" not in first
+        check(fits, where, "sequence_lengths", got, expected, fix)
 
     def _check_rows(self, key: str, rows: list[Any]) -> None:
-        self._check_each(
-            key,
-            [_dimensions(row) == 1 for row in rows],
-            lambda number: f"shape {tuple(np.shape(rows[number]))}",
-            "one row of tokens, [T]",
-            "Tokenize text by text with return_tensors=None, or squeeze it.",
-        )
+        for number, row in enumerate(rows):
+            if _dimensions(row) != 1:
+                got = f"shape {tuple(np.shape(row))}"
+                fix = "Tokenize text by text with return_tensors=None, or squeeze it."
+                self._refuse(key, number, got, "one row of tokens, [T]", fix)
 
-    def _field(self, key: str, samples: Sequence[dict[str, Any]], lengths: list[int]) -> Tensor:
+    def _field(self, key: str, samples: Samples, lengths: list[int]) -> Tensor:
         """A value for each token of each sample, one sample after the other."""
         rows = [sample[key] for sample in samples]
         self._check_rows(key, rows)
-        self._check_each(
-            key,
-            [len(row) == length for row, length in zip(rows, lengths, strict=True)],
-            lambda number: f"{len(rows[number])} values",
-            "as many as input_ids",
-            "Make both by one call of the tokenizer.",
-            ArgumentValueError,
-        )
+        for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            if len(row) != length:
+                got, fix = f"{len(row)} values", "Make both by one call of the tokenizer."
+                self._refuse(key, number, got, "as many as input_ids", fix, ArgumentValueError)
         return self._concatenate(key, rows)
 
     def _concatenate(self, key: str, rows: list[Any]) -> Tensor:
         """int64 rows one after the other."""
         parts = [_whole_numbers(row) for row in rows]
-        self._check_each(
-            key,
-            [part is not None for part in parts],
-            lambda number: f"a {getattr(rows[number], 'dtype', 'list')}",
-            "whole numbers of at most 64 bits",
-            "Convert them with .long(), or make them with a tokenizer.",
-        )
+        if any(part is None for part in parts):
+            number = next(i for i, part in enumerate(parts) if part is None)
+            got = f"a {getattr(rows[number], 'dtype', 'list')}"
+            fix = "Convert them with .long(), or make them with a tokenizer."
+            self._refuse(key, number, got, "whole numbers of at most 64 bits", fix)
         if isinstance(rows[0], Tensor):
             return torch.cat([*map(torch.as_tensor, parts)])
         return torch.from_numpy(np.concatenate(parts))
@@ -416,15 +369,10 @@ class TextCollator(Collator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(
-            not self.packed,
-            type(self).__name__,
-            "packed",
-            self.packed,
-            "False, as an encoder-decoder takes a padded batch",
-            f"Leave it out; ops.{self.op} takes packed rows and returns padded ones.",
-            UnsupportedError,
-        )
+        expected = "False, as an encoder-decoder takes a padded batch"
+        fix = f"Leave it out; ops.{self.op} takes packed rows and returns padded ones."
+        where, packed = type(self).__name__, self.packed
+        check(not packed, where, "packed", packed, expected, fix, UnsupportedError)
         # Looked up once: the properties of a tokenizer are slow.
         self._padding: int | None = self.tokenizer.pad_token_id
         self._pad_id = self._pad_token_id()

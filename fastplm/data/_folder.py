@@ -53,12 +53,9 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def seal(folder: Path, names: Iterable[str] | None = None, **facts: Any) -> None:
-    """Write the manifest of a folder when its files are on the disk.
+    """Write the manifest of a folder, or of ``names`` in it, when the files are on the disk.
 
-    Args:
-        folder: with the files.
-        names: files and folders in it; all by default.
-        facts: recorded beside the files.
+    It records the ``facts``, too.
     """
     roots = [folder] if names is None else [folder / name for name in names]
     inside = [path for root in roots for path in ([root] if root.is_file() else root.rglob("*"))]
@@ -77,13 +74,9 @@ def seal(folder: Path, names: Iterable[str] | None = None, **facts: Any) -> None
 def damage(folder: Path, *, cache: bool = False, **facts: Any) -> str | None:
     """What is wrong with a sealed folder, or None.
 
-    The size of each file is compared, and the hash of its bytes.
-
-    Args:
-        folder: with a manifest.
-        cache: the folder is read at every start. A file above 1 GiB whose time of change is the
-            recorded one is hashed by 256 pages alone; and the folder may hold no other file.
-        facts: what ``seal`` must have recorded.
+    The size of each file is compared, and the hash of its bytes; ``seal`` must have recorded the
+    ``facts``. A folder of a ``cache`` is read at every start: there a file above 1 GiB whose time
+    of change is the recorded one is hashed by 256 pages alone, and no other file may be in it.
     """
     try:
         text = (folder / MANIFEST).read_bytes()
@@ -241,15 +234,9 @@ def build_once(cache: str | Path, key: str, build: Callable[[Path], None]) -> Pa
     except OSError as error:
         if too_many_files(error):
             raise
-        raise DataError(
-            message(
-                "build_once",
-                "cache",
-                f"{cache} ({error.strerror or error})",
-                "a folder that can be written and has room",
-                "Choose another one (--cache DIR).",
-            )
-        ) from error
+        got, fix = f"{cache} ({error.strerror or error})", "Choose another one (--cache DIR)."
+        expected = "a folder that can be written and has room"
+        raise DataError(message("build_once", "cache", got, expected, fix)) from error
     return final
 
 

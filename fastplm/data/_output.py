@@ -11,26 +11,21 @@ from pathlib import Path
 from typing import NoReturn
 
 from fastplm.data._folder import lock, locked, unlock
-from fastplm.errors import DataError, message
+from fastplm.errors import DataError, fail
 
 #: Settings whose folders are read as texts, so that no result may lie in them.
 _TEXTS = ("corpus", "translation")
+Inputs = Mapping[str, Sequence[str | Path]]
 _AT_ONCE = 1 << 22
 _OTHER = "Choose another --out,"
 
 
-def check_apart(where: str, out: Path, inputs: Mapping[str, Sequence[str | Path]]) -> None:
+def check_apart(where: str, out: Path, inputs: Inputs) -> None:
     """Check that writing ``out`` cannot change or move what a command reads.
 
-    Args:
-        where: the command.
-        out: the file or folder that it writes.
-        inputs: the paths that it reads, by their settings. What does not exist is left to those
-            who read it.
-
-    Raises:
-        DataError: ``out`` is one of them, a link to one, a folder around one, a file of one that
-            is a folder, or lies in a folder of texts.
+    It is none of the ``inputs`` (the paths of each setting), no link to one, no folder around one,
+    no file of one that is a folder, and not in a folder of texts. Paths that do not exist are left
+    to those who read them.
     """
     written = out.resolve()
     for name, paths in inputs.items():
@@ -47,18 +42,14 @@ def check_apart(where: str, out: Path, inputs: Mapping[str, Sequence[str | Path]
             else:
                 continue
             linked = f", a link to {written}" if out.is_symlink() else ""
-            expected = "a path apart from all that is read"
-            fix = "Choose another --out."
-            raise DataError(message(where, "out", f"{out}{linked}, {what}", expected, fix))
+            got, expected = f"{out}{linked}, {what}", "a path apart from all that is read"
+            fail(where, "out", got, expected, "Choose another --out.", DataError)
 
 
 def hold(path: Path, refuse: Callable[[str], NoReturn]) -> int:
     """Make and lock a file; gives its descriptor, for ``release``.
 
-    Args:
-        path: of the file.
-        refuse: raises the error that another process has it; it is called with the name of that
-            process.
+    ``refuse``, called with the name of the process that has it, raises the error.
     """
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -94,18 +85,9 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def results(
-    where: str,
-    paths: Sequence[Path],
-    inputs: Mapping[str, Sequence[str | Path]],
-    *,
-    overwrite: bool,
+    where: str, paths: Sequence[Path], inputs: Inputs, *, overwrite: bool
 ) -> Iterator[None]:
-    """Check the files of results, and keep other processes from writing them in this block.
-
-    Raises:
-        DataError: one exists and is not to be replaced, is read, cannot be written, or another
-            process writes it.
-    """
+    """Check the files of results, and keep other processes from writing them in this block."""
     held: list[tuple[Path, int]] = []
     try:
         for path in paths:
@@ -121,7 +103,7 @@ def _hold_result(where: str, path: Path, overwrite: bool) -> tuple[Path, int]:
     """Check and lock a file of results; gives the file of the lock and its descriptor."""
 
     def refuse(got: str, expected: str, fix: str = "Choose another --out.") -> NoReturn:
-        raise DataError(message(where, "out", f"{path}{got}", expected, fix))
+        fail(where, "out", f"{path}{got}", expected, fix, DataError)
 
     def held_by(holder: str) -> NoReturn:
         expected = "a file that no other process writes"

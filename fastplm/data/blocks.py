@@ -16,13 +16,7 @@ import torch
 from torch.utils.data import Dataset
 
 from fastplm.data._folder import MANIFEST, build_once, damage
-from fastplm.data._numbers import (
-    first_descent,
-    first_outside,
-    map_file,
-    refuse_file,
-    refuse_unread,
-)
+from fastplm.data._numbers import first_descent, first_outside, map_file, refuse_file, refuse_unread
 from fastplm.data.corpus import check_documents, fingerprint
 from fastplm.errors import TooLittleTextError, UnsupportedError, check
 
@@ -77,14 +71,10 @@ class TokenStore:
         _check_ends(path / "sentences.bin", sentences, len(tokens), "tokens.bin")
         _check_ends(path / "documents.bin", documents, len(sentences) - 1, "sentences.bin")
         last = len(sentences) - 1 if last is None else last
-        check(
-            0 <= first <= last < len(sentences),
-            "TokenStore",
-            "first, last",
-            f"{first}, {last}",
-            f"0 <= first <= last <= {len(sentences) - 1}, the number of sentences",
-            "Choose a range within the store.",
-        )
+        expected = f"0 <= first <= last <= {len(sentences) - 1}, the number of sentences"
+        got, fix = f"{first}, {last}", "Choose a range within the store."
+        inside = 0 <= first <= last < len(sentences)
+        check(inside, "TokenStore", "first, last", got, expected, fix)
         self._range = first, last
         begin = int(sentences[first])
         self.tokens = tokens[begin : int(sentences[last])]
@@ -169,16 +159,10 @@ def tokenize(
         UnsupportedError: the tokenizer is not a fast one.
         ArgumentTypeError: one text, or documents that can be read only once.
     """
-    check_documents("tokenize", documents)
-    check(
-        tokenizer.is_fast,
-        "tokenize",
-        "tokenizer",
-        type(tokenizer).__name__,
-        "a fast tokenizer",
-        "Save it with a tokenizer.json first.",
-        UnsupportedError,
-    )
+    where, kind, fix = "tokenize", type(tokenizer).__name__, "Save it with a tokenizer.json first."
+    check_documents(where, documents)
+    fast = tokenizer.is_fast
+    check(fast, where, "tokenizer", kind, "a fast tokenizer", fix, UnsupportedError)
     description = tokenizer.backend_tokenizer.to_str()
     digest = hashlib.sha256((fingerprint(documents) + description).encode()).hexdigest()
 
@@ -247,15 +231,9 @@ def room_for_text(where: str, block_size: int, *special: int | None) -> int:
 
 def check_enough_tokens(where: str, store: TokenStore, needed: int) -> None:
     """The one message for a corpus that is too small."""
-    check(
-        len(store) >= needed,
-        where,
-        "store",
-        f"{len(store)} tokens",
-        f"at least the {needed} tokens of one block",
-        "Give more text or a smaller block size.",
-        TooLittleTextError,
-    )
+    got, expected = f"{len(store)} tokens", f"at least the {needed} tokens of one block"
+    fix = "Give more text or a smaller block size."
+    check(len(store) >= needed, where, "store", got, expected, fix, TooLittleTextError)
 
 
 def split_sentences(document: str) -> list[str]:
@@ -301,21 +279,19 @@ def _write_tokens(directory: Path, documents: Iterable[str], description: str) -
         (directory / "documents.bin").open("wb") as document_file,
     ):
         document_file.write(ends.tobytes())
-        for batch in _batches(documents, _DOCUMENTS_AT_ONCE):
+        iterator = iter(documents)
+        while batch := list(islice(iterator, _DOCUMENTS_AT_ONCE)):
             split = [split_sentences(document) for document in batch]
             pieces = [piece for document in split for piece in document]
             encoded = _encoded(backend, pieces)
             for document in split:
-                lengths = []
+                before = sentences
                 for encoding in islice(encoded, len(document)):
                     if encoding.ids:
                         token_file.write(np.array(encoding.ids, dtype=dtype).tobytes())
-                        lengths.append(len(encoding.ids))
-                for length in lengths:
-                    total += length
-                    ends.append(total)
-                if lengths:
-                    sentences += len(lengths)
+                        total, sentences = total + len(encoding.ids), sentences + 1
+                        ends.append(total)
+                if sentences > before:
                     document_file.write(array("q", [sentences]).tobytes())
             sentence_file.write(ends.tobytes())
             ends = array("q")
@@ -356,9 +332,3 @@ def _check_ends(path: Path, boundaries: np.ndarray, count: int, parts: str) -> N
     if (first, last) != (0, count):
         got = f"{len(boundaries)} numbers from {first} to {last}"
         refuse_file(path, got, f"numbers from 0 to {count}, as many as {parts} has")
-
-
-def _batches(documents: Iterable[str], size: int) -> Iterator[list[str]]:
-    iterator = iter(documents)
-    while batch := list(islice(iterator, size)):
-        yield batch

@@ -14,6 +14,10 @@ from fastplm.data.words import word_ids, word_starts
 from fastplm.errors import DataError, FastplmError, check
 from fastplm.ops.mask_tokens import mask_settings as check_settings
 
+_PROBABILITIES = ("mlm_probability", "mask_replace_prob", "random_replace_prob")
+#: What the collator hands on to the op.
+_SETTINGS = (*_PROBABILITIES, "max_predictions", "sampling", "unit", "max_ngram")
+
 
 @dataclass(eq=False)
 class DataCollatorForMaskedTokens(Collator):
@@ -75,9 +79,7 @@ class DataCollatorForMaskedTokens(Collator):
         input_ids: Tensor = batch["input_ids"]
         maskable = self._maskable(batch, batch.pop("special_tokens_mask", None))
         constants = self.constants(input_ids.device)
-        words = None
-        if self.unit != "token":
-            words = word_ids(input_ids, constants["words"])
+        words = None if self.unit == "token" else word_ids(input_ids, constants["words"])
         row = 0 if self.packed else slice(None)
         masked = ops.mask_tokens(
             input_ids[row],
@@ -106,17 +108,8 @@ class DataCollatorForMaskedTokens(Collator):
 
     def _settings(self) -> dict[str, Any]:
         """The settings of the op, in the order in which it checks them."""
-        return {
-            "vocab_size": self._vocab_size,
-            "mask_token_id": self._mask_token_id,
-            "mlm_probability": self.mlm_probability,
-            "mask_replace_prob": self.mask_replace_prob,
-            "random_replace_prob": self.random_replace_prob,
-            "max_predictions": self.max_predictions,
-            "sampling": self.sampling,
-            "unit": self.unit,
-            "max_ngram": self.max_ngram,
-        }
+        ids = {"vocab_size": self._vocab_size, "mask_token_id": self._mask_token_id}
+        return ids | {name: getattr(self, name) for name in _SETTINGS}
 
     def _check_settings(self, special_count: int) -> None:
         """Raise the errors of the op now, and with the name of the collator."""
@@ -172,14 +165,7 @@ def special_ids(tokenizer: Any) -> Tensor:
 
 def mask_token_id(where: str, tokenizer: Any) -> int:
     """The id of a tokenizer's mask token, which it must have."""
-    mask = tokenizer.mask_token_id
-    check(
-        mask is not None,
-        where,
-        "tokenizer",
-        "one without a mask token",
-        "a mask token",
-        "Add it with tokenizer.add_special_tokens({'mask_token': '<mask>'}).",
-        DataError,
-    )
+    mask, got = tokenizer.mask_token_id, "one without a mask token"
+    fix = "Add it with tokenizer.add_special_tokens({'mask_token': '<mask>'})."
+    check(mask is not None, where, "tokenizer", got, "a mask token", fix, DataError)
     return mask

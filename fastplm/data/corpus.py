@@ -51,15 +51,8 @@ class _CachedFiles(TextFiles):
 
     The cache keeps their boundaries and their fingerprint under the names, sizes and times of the
     files. Documents come from a copy of the text, which is made when they are first asked for, in a
-    file without a name: it ends with ``release``, or with the process.
-
-    Args:
-        paths: text files; those without text have no documents.
-        cache: a folder.
-
-    Attributes:
-        boundaries: of each path; None for a file without text.
-        fingerprint: see the function of this name.
+    file without a name: it ends with ``release``, or with the process. ``boundaries`` has None for
+    a file without text, which has no documents.
     """
 
     def __init__(self, paths: Sequence[Path], cache: str | Path) -> None:
@@ -90,10 +83,8 @@ class _CachedFiles(TextFiles):
 
     def _build(self, folder: Path) -> None:
         self._read()
-        known = {
-            "boundaries": self.boundaries,
-            "fingerprint": _fingerprint(self._copied_documents()),
-        }
+        digest = fingerprint(self._copied_documents())
+        known = {"boundaries": self.boundaries, "fingerprint": digest}
         (folder / "corpus.json").write_text(json.dumps(known))
 
     def _read(self) -> None:
@@ -162,9 +153,8 @@ def read_documents(paths: Iterable[str | Path], *, cache: str | Path | None = No
         if str(name) == "":
             refuse(path, "which an empty name stands for", "Name a file or a folder.")
         named.append((path, _texts_in(path) if os.path.isdir(path) else [path]))
-    check(
-        bool(named), "read_documents", "paths", "no path", "one at least", "Name a file.", DataError
-    )
+    where, fix = "read_documents", "Name a file."
+    check(bool(named), where, "paths", "no path", "one at least", fix, DataError)
     files = [file for _, inside in named for file in inside]
     if cache is None:
         marks = ((file, _boundary_of(lines_of(file))) for file in files)
@@ -195,15 +185,9 @@ def embedded_corpus() -> list[str]:
         if not _NOT_THE_LIBRARY.intersection(source.relative_to(library).parts):
             documents.append("\n".join(_docstrings(source)))
     cleaned = {text for text in map(_clean, documents) if len(text) >= 200}
-    check(
-        bool(cleaned),
-        "embedded_corpus",
-        "library",
-        f"no source files in {library}",
-        "CPython's standard library as .py files",
-        "Give a corpus of your own (--corpus PATH).",
-        DataError,
-    )
+    got, expected = f"no source files in {library}", "CPython's standard library as .py files"
+    fix = "Give a corpus of your own (--corpus PATH)."
+    check(bool(cleaned), "embedded_corpus", "library", got, expected, fix, DataError)
     return sorted(cleaned, key=lambda text: hashlib.sha256(text.encode()).digest())
 
 
@@ -220,10 +204,6 @@ def fingerprint(documents: Iterable[str]) -> str:
     """A hex digest of the documents and their boundaries; the key of caches."""
     if isinstance(documents, _CachedFiles):
         return documents.fingerprint
-    return _fingerprint(documents)
-
-
-def _fingerprint(documents: Iterable[str]) -> str:
     digest = hashlib.sha256()
     for number, document in enumerate(documents):
         try:
@@ -241,11 +221,8 @@ def _fingerprint(documents: Iterable[str]) -> str:
 
 def _texts_in(folder: Path) -> list[Path]:
     """The text files below a folder, sorted."""
-    texts = [
-        path
-        for path in sorted(folder.rglob("*.txt*"))
-        if path.name.endswith(SUFFIXES) and not path.is_dir()
-    ]
+    found = sorted(folder.rglob("*.txt*"))
+    texts = [path for path in found if path.name.endswith(SUFFIXES) and not path.is_dir()]
     unpacked: dict[str, Path] = {}
     for path in texts:
         name = str(path)[: str(path).rindex(".txt")]
@@ -276,11 +253,7 @@ def _documents_of(lines: Iterable[str], boundary: Boundary) -> Iterator[str]:
     document: list[str] = []
     for line in lines:
         blank = line.isspace()
-        begins = {
-            "title": _TITLE.fullmatch(line) is not None,
-            "blank": blank,
-            "line": True,
-        }[boundary]
+        begins = _TITLE.fullmatch(line) if boundary == "title" else blank or boundary == "line"
         if begins and document:
             yield "\n".join(document)
             document = []

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _END_OF_SENTENCE = (".", "!", "?")
+#: What the collator hands on to the op.
+_SETTINGS = (
+    *("infill_probability", "poisson_lambda", "permute_sentences", "mask_probability"),
+    *("delete_probability", "rotate_probability", "random_replace_prob"),
+)
 
 
 @dataclass(eq=False)
@@ -87,7 +92,7 @@ class DataCollatorForDenoising(TextCollator):
         """Noise the text, and make labels of it."""
         text: Tensor = batch["input_ids"]
         lengths: Tensor = batch["attention_mask"].sum(1)
-        constants = self.constants(text.device)
+        constants: dict[str, Any] = dict(self.constants(text.device))
         noised = bart_noise(
             text,
             vocab_size=self._vocab_size,
@@ -95,15 +100,8 @@ class DataCollatorForDenoising(TextCollator):
             pad_token_id=self._pad_id,
             bos_token_id=self._bos,
             eos_token_id=self._eos,
-            sentence_end_ids=constants["sentence_end_ids"],
-            special_ids=constants["special_ids"],
-            infill_probability=self.infill_probability,
-            poisson_lambda=self.poisson_lambda,
-            permute_sentences=self.permute_sentences,
-            mask_probability=self.mask_probability,
-            delete_probability=self.delete_probability,
-            rotate_probability=self.rotate_probability,
-            random_replace_prob=self.random_replace_prob,
+            **constants,
+            **{name: getattr(self, name) for name in _SETTINGS},
             lengths=lengths,
             sample_index=batch["sample_index"],
             seed=self.seed,

@@ -17,7 +17,7 @@ import torch
 
 from fastplm.data._files import lines_of
 from fastplm.data._folder import say
-from fastplm.errors import DataError, check, message
+from fastplm.errors import DataError, check, fail
 
 #: The longest field of comma-separated values: as many letters as a C long has numbers.
 _MOST_LETTERS = 2**31 - 1
@@ -57,8 +57,7 @@ class Example:
             without one), or the number of the right choice.
         group: what stays together when some examples are held out.
         where: file and line, or the question's id.
-        place: the line in its file (the first one of a sentence of tagged words), or the
-            question's id.
+        place: the line (of a sentence of tagged words the first one), or the question's id.
     """
 
     texts: tuple[str, ...]
@@ -102,8 +101,7 @@ def read_examples(
     if task in readers:
         examples = list(readers[task](path, text))
     else:
-        counts = {"pair": (2,), "regression": (2, 1)}.get(task, (1,))
-        examples = list(_rows(path, text, task, counts, text_columns, label_column))
+        examples = list(_rows(path, text, task, text_columns, label_column))
     if not examples:
         _refuse(str(path), "nothing", "one example at least")
     return examples
@@ -121,14 +119,10 @@ def subset(examples: list[Example], count: int | None) -> list[Example]:
 
 
 def _rows(
-    path: Path,
-    text: str,
-    task: str,
-    counts: Sequence[int],
-    text_columns: Sequence[str] | None,
-    label_column: str | None,
+    path: Path, text: str, task: str, text_columns: Sequence[str] | None, label_column: str | None
 ) -> Iterator[Example]:
     columns: list[str] = []
+    counts = {"pair": (2,), "regression": (2, 1)}.get(task, (1,))
     for group, (line, row) in enumerate(_table(path, text)):
         if not columns:
             columns = _columns(path, list(row), counts, text_columns, label_column)
@@ -209,30 +203,18 @@ def _columns(
     label_column: str | None,
 ) -> list[str]:
     """The columns of the texts, and last that of the label."""
-    lower = {name.strip().lower() for name in names}
+    either = " or ".join(map(str, counts))
     if text_columns is None:
         usual = [group for count in counts for group in _USUAL[count]]
-        found = next((group for group in usual if all(name in lower for name in group)), None)
-        if found is None:
-            expected = f"{_either(counts)} of texts"
-            _refuse(f"{path}:1", f"columns {names}", expected, "Name --text-columns.")
-        text_columns = [_named_so(path, names, name, "--text-columns") for name in found]
+        text_columns = _usual(path, names, usual, f"{either} of texts", "--text-columns")
     if label_column is None:
-        found_label = next((name for name in _LABELS if name in lower), None)
-        if found_label is None:
-            _refuse(f"{path}:1", f"columns {names}", "one of labels", "Name --label-column.")
-        label_column = _named_so(path, names, found_label, "--label-column")
+        usual = [(name,) for name in _LABELS]
+        (label_column,) = _usual(path, names, usual, "one of labels", "--label-column")
     for name in (*text_columns, label_column):
         if name not in names:
             _refuse(f"{path}:1", f"columns {names}", f"one named {name!r}")
-    check(
-        len(text_columns) in counts,
-        _WHERE,
-        "text_columns",
-        list(text_columns),
-        f"{_either(counts)} of them",
-        "Choose the task with that number of texts.",
-    )
+    fits, fix = len(text_columns) in counts, "Choose the task with that number of texts."
+    check(fits, _WHERE, "text_columns", list(text_columns), f"{either} of them", fix)
     for argument, same, got in (
         ("label_column", label_column in text_columns, f"{label_column!r}, a column of texts, too"),
         ("text_columns", len({*text_columns}) < len(text_columns), f"{list(text_columns)}"),
@@ -243,17 +225,23 @@ def _columns(
     return [*text_columns, label_column]
 
 
-def _named_so(path: Path, names: Sequence[str], usual: str, option: str) -> str:
-    """The column with a usual name, whatever its case."""
-    found = [name for name in names if name.strip().lower() == usual]
-    if len(found) > 1:
-        got = f"the columns {found}, which differ only in case or spaces"
-        _refuse(f"{path}:1", got, f"one column {usual!r}", f"Rename one, or name {option}.")
-    return found[0]
-
-
-def _either(counts: Sequence[int]) -> str:
-    return " or ".join(map(str, counts))
+def _usual(
+    path: Path, names: list[str], groups: Sequence[tuple[str, ...]], expected: str, option: str
+) -> list[str]:
+    """The columns of the first of these groups that is there, whatever the case of its names."""
+    lower = [name.strip().lower() for name in names]
+    found = next((group for group in groups if {*group} <= {*lower}), None)
+    if found is None:
+        got = f"columns {names}" if names else "nothing"
+        _refuse(f"{path}:1", got, expected, f"Name {option}.")
+    columns = []
+    for usual in found:
+        same = [name for name, known in zip(names, lower, strict=True) if known == usual]
+        if len(same) > 1:
+            got = f"the columns {same}, which differ only in case or spaces"
+            _refuse(f"{path}:1", got, f"one column {usual!r}", f"Rename one, or name {option}.")
+        columns += same
+    return columns
 
 
 # --- sources and targets --------------------------------------------------------------------------
@@ -267,13 +255,9 @@ def _source_and_target(path: Path, text: str, columns: Sequence[str] | None) -> 
         check(fits, _WHERE, "text_columns", list(columns), expected, "Name two.")
         return columns[0], columns[1]
     _, row = next(_table(path, text), (0, {}))
-    names, lower = list(row), {name.strip().lower() for name in row}
-    for source, target in _SOURCES:
-        if source in lower and target in lower:
-            option = "--text-columns"
-            return _named_so(path, names, source, option), _named_so(path, names, target, option)
-    got = f"columns {list(row)}" if row else "nothing"
-    _refuse(f"{path}:1", got, "one of sources and one of targets", "Name --text-columns.")
+    expected = "one of sources and one of targets"
+    source, target = _usual(path, list(row), _SOURCES, expected, "--text-columns")
+    return source, target
 
 
 def _aligned(path: Path, targets: Path) -> Iterator[Example]:
@@ -327,9 +311,8 @@ def _questions(path: Path, text: str) -> Iterator[Example]:
                 name = f"{path}, question {identity}"
                 answers = tuple(_answers(name, context, question))
                 if bool(answers) == (question.get("is_impossible") is True):
-                    got = f"{len(answers)} answers and " + (
-                        "'is_impossible'" if answers else "no 'is_impossible' that is true"
-                    )
+                    said = "'is_impossible'" if answers else "no 'is_impossible' that is true"
+                    got = f"{len(answers)} answers and {said}"
                     _refuse(name, got, "one of the two, as in SQuAD 2.0")
                 texts = (_named(name, question, "question", str).strip(), context)
                 example = Example(texts, answers, group, name, identity)
@@ -461,4 +444,4 @@ def _json_lines(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _refuse(where: str, got: str, expected: str, fix: str = "Correct the file.") -> NoReturn:
-    raise DataError(message(_WHERE, "path", f"{where}: {got}", expected, fix))
+    fail(_WHERE, "path", f"{where}: {got}", expected, fix, DataError)

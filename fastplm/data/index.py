@@ -16,17 +16,15 @@ import numpy as np
 import torch
 
 from fastplm import _extension
-from fastplm.errors import DataError, check, message
+from fastplm.errors import DataError, check, fail
 
 _COMPILED = _extension.lacks("pack_sequences", "CPU") is None
 _MOST_CAPACITY = 1 << 24
+_Empty = Callable[..., np.ndarray]
 
 
 def sentence_chunks(
-    sentences: np.ndarray,
-    documents: np.ndarray,
-    room: int,
-    empty: Callable[..., np.ndarray] = np.empty,
+    sentences: np.ndarray, documents: np.ndarray, room: int, empty: _Empty = np.empty
 ) -> np.ndarray:
     """Cut documents into runs of sentences of ``room`` tokens or more.
 
@@ -58,10 +56,7 @@ def sentence_chunks(
 
 
 def sentence_chunks_ref(
-    sentences: np.ndarray,
-    documents: np.ndarray,
-    room: int,
-    empty: Callable[..., np.ndarray] = np.empty,
+    sentences: np.ndarray, documents: np.ndarray, room: int, empty: _Empty = np.empty
 ) -> np.ndarray:
     """The specification of ``sentence_chunks``; needs memory for all runs."""
     found = []
@@ -104,14 +99,9 @@ def pack_sequences(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.n
     expected = f"1 to {_MOST_CAPACITY}"
     check(1 <= capacity <= _MOST_CAPACITY, where, "capacity", capacity, expected, "Change it.")
     smallest, largest = (lengths.min(), lengths.max()) if len(lengths) else (1, 1)
-    check(
-        smallest >= 1 and largest <= capacity,
-        where,
-        "lengths",
-        f"lengths from {smallest} to {largest}",
-        f"1 to {capacity}, the capacity",
-        "Cut longer sequences and leave out empty ones.",
-    )
+    got, expected = f"lengths from {smallest} to {largest}", f"1 to {capacity}, the capacity"
+    fix = "Cut longer sequences and leave out empty ones."
+    check(1 <= smallest and largest <= capacity, where, "lengths", got, expected, fix)
     if _COMPILED:
         offsets, members = torch.ops.fastplm_C.pack_sequences(_tensor(lengths), capacity)
         return offsets.numpy(), members.numpy()
@@ -152,12 +142,7 @@ def _tensor(array: np.ndarray) -> torch.Tensor:
 
 
 def _refuse_documents() -> NoReturn:
-    raise DataError(
-        message(
-            "sentence_chunks",
-            "documents",
-            "boundaries that descend or lie outside the sentences",
-            "ascending ones, the last of them the number of sentences",
-            "Call TokenStore.validate first.",
-        )
-    )
+    got = "boundaries that descend or lie outside the sentences"
+    expected = "ascending ones, the last of them the number of sentences"
+    fix = "Call TokenStore.validate first."
+    fail("sentence_chunks", "documents", got, expected, fix, DataError)

@@ -61,15 +61,9 @@ class SentenceChunks(Dataset):
         store = self.store
 
         def empty(shape: tuple[int, int], dtype: type[np.generic]) -> np.ndarray:
-            check(
-                shape[1] > 0,
-                "SentenceChunks",
-                "store",
-                "documents of one token",
-                "a document of two tokens at least",
-                "Give more text.",
-                TooLittleTextError,
-            )
+            where, got, fix = "SentenceChunks", "documents of one token", "Give more text."
+            expected = "a document of two tokens at least"
+            check(shape[1] > 0, where, "store", got, expected, fix, TooLittleTextError)
             return new_file(folder / "chunks.bin")(shape, dtype)
 
         sentence_chunks(store.sentences, store.documents, self.block_size - 3, empty)
@@ -192,15 +186,11 @@ class NextSentencePairs(_SegmentPairs):
 
     def __init__(self, stream: PretrainingStream, *, cls_token_id: int, sep_token_id: int) -> None:
         super().__init__(stream, cls_token_id=cls_token_id, sep_token_id=sep_token_id)
-        check(
-            len(self.chunks.store.documents) > 2,
-            "NextSentencePairs",
-            "stream",
-            "a corpus of one document",
-            "two or more, since a random segment comes from another document",
-            "Separate documents by blank lines, or train without pairs (--no-nsp).",
-            TooLittleTextError,
-        )
+        where, got = "NextSentencePairs", "a corpus of one document"
+        expected = "two or more, since a random segment comes from another document"
+        fix = "Separate documents by blank lines, or train without pairs (--no-nsp)."
+        several = len(self.chunks.store.documents) > 2
+        check(several, where, "stream", got, expected, fix, TooLittleTextError)
 
     def _spoil(self, chunk: int, pair: _Pair, limit: int, words: list[int]) -> _Pair:
         """Whole sentences of another document, until the pair is full or the document ends."""

@@ -67,15 +67,10 @@ class DataCollatorForSpanCorruption(TextCollator):
         sentinels: list[int] = []
         while (token := f"<extra_id_{len(sentinels)}>") in vocabulary:
             sentinels.append(vocabulary[token])
-        check(
-            len(sentinels) > 0,
-            type(self).__name__,
-            "tokenizer",
-            "one without <extra_id_0>",
-            "sentinels <extra_id_0>, <extra_id_1>, …",
-            "Add them with tokenizer.add_tokens(…, special_tokens=True), 100 as T5 has.",
-            DataError,
-        )
+        where, got = type(self).__name__, "one without <extra_id_0>"
+        expected = "sentinels <extra_id_0>, <extra_id_1>, …"
+        fix = "Add them with tokenizer.add_tokens(…, special_tokens=True), 100 as T5 has."
+        check(len(sentinels) > 0, where, "tokenizer", got, expected, fix, DataError)
         self._sentinels = len(sentinels)
         self.keep(sentinel_ids=torch.tensor(sentinels))
         self.raw_size: int | None = None
@@ -114,9 +109,8 @@ class DataCollatorForSpanCorruption(TextCollator):
     def _room(self, longest: int) -> int:
         """Tokens of a row before its corruption."""
         most = f"{self.raw_size}, of which {self.block_size} are left in the input"
-        size = self._fit(longest, self.raw_size, most=most)
+        size, sentinels = self._fit(longest, self.raw_size, most=most), self._sentinels
         scales = fixed_point_scales(self.noise_density, self.mean_span_length)
-        sentinels = self._sentinels
         _, spans, wanted = span_counts(longest, *scales, sentinels)
         if wanted > spans:
             warnings.warn(

@@ -42,15 +42,12 @@ class PretrainingStream(Dataset):
     ) -> None:
         self.dataset, self.seed, self.length, self.copies = dataset, seed, length, copies
         self.size = len(dataset)  # type: ignore[arg-type]
-        check(
-            self.size > 0,
+        where, got, fix = (
             "PretrainingStream",
-            "dataset",
             "no elements",
-            "one or more",
             "Give more text or a smaller block size.",
-            TooLittleTextError,
         )
+        check(self.size > 0, where, "dataset", got, "one or more", fix, TooLittleTextError)
 
     def __len__(self) -> int:
         return self.length

@@ -9,13 +9,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from fastplm.data._folder import build_once, say
 from fastplm.data.blocks import short_texts
 from fastplm.data.corpus import check_documents, fingerprint
-from fastplm.errors import DataError, check, check_choice, first_line, message
+from fastplm.errors import DataError, check, check_choice, fail, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,59 +56,56 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer
 
-    where, expected = "load_tokenizer", "a directory that tokenizer.save_pretrained wrote"
-    path = Path(directory)
-    check(path.is_dir(), where, "directory", path, expected, "Check the path.", DataError)
-    with _reading(where, path, expected):
+    path, expected = Path(directory), "a directory that tokenizer.save_pretrained wrote"
+    if not path.is_dir():
+        _refuse(path, "", expected, "Check the path.")
+    with _reading(path, expected):
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     # Without such a file Transformers makes a tokenizer that knows no word.
     files = sorted({"tokenizer.json", *tokenizer.vocab_files_names.values()})
-    got = f"{path}, without a vocabulary: there is no {' or '.join(files)}"
-    found = not tokenizer.vocab_files_names or any((path / file).is_file() for file in files)
-    check(found, where, "directory", got, expected, "Save the tokenizer again.", DataError)
+    if tokenizer.vocab_files_names and not any((path / file).is_file() for file in files):
+        _refuse(path, f", without a vocabulary: there is no {' or '.join(files)}", expected)
     vocabulary = tokenizer.get_vocab()
     most = tokenizer.model_max_length
-    able = isinstance(most, int | float) and most > tokenizer.num_special_tokens_to_add()
-    got = f"{path}, whose tokenizer_config.json has model_max_length: {most!r:.40}"
     expected = "room for a token between the special ones"
-    check(able, where, "directory", got, expected, "Correct it, or take it out.", DataError)
-    with _reading(where, path, expected):
+    if not isinstance(most, int | float) or not most > tokenizer.num_special_tokens_to_add():
+        got = f", whose tokenizer_config.json has model_max_length: {most!r:.40}"
+        _refuse(path, got, expected, "Correct it, or take it out.")
+    with _reading(path, expected):
         tokenizer("a \u2603")  # a vocabulary may lack what stands for an unknown word
     # Transformers adds a special token that the vocabulary lacks, with the id of another one.
     special = set(tokenizer.all_special_ids)
     owner = {index: token for token, index in vocabulary.items() if index in special}
-    taken = [
-        f"{token} and {owner[index]}"
-        for token, index in vocabulary.items()
-        if owner.get(index, token) != token
-    ]
-    got = f"{path}, where one id is that of {taken[0] if taken else ''}"
-    expected = "a vocabulary that has the special tokens"
-    check(not taken, where, "directory", got, expected, "Save the tokenizer again.", DataError)
+    for token, index in vocabulary.items():
+        if (other := owner.get(index, token)) != token:
+            got = f", where one id is that of {token} and {other}"
+            _refuse(path, got, "a vocabulary that has the special tokens")
     for need in needs:
-        role = f"{need}_token"
+        role = f"{need}_token" if need in _ROLES else need
         there = getattr(tokenizer, role) is not None if need in _ROLES else need in vocabulary
-        check(
-            there,
-            where,
-            "directory",
-            f"{path}, a tokenizer without a {role if need in _ROLES else need}",
-            f"a tokenizer with {', '.join(needs)}",
-            "Add them with tokenizer.add_special_tokens.",
-            DataError,
-        )
+        if not there:
+            got, fix = (
+                f", a tokenizer without a {role}",
+                "Add them with tokenizer.add_special_tokens.",
+            )
+            _refuse(path, got, f"a tokenizer with {', '.join(needs)}", fix)
     return tokenizer
 
 
+def _refuse(
+    path: Path, got: str, expected: str, fix: str = "Save the tokenizer again."
+) -> NoReturn:
+    fail("load_tokenizer", "directory", f"{path}{got}", expected, fix, DataError)
+
+
 @contextmanager
-def _reading(where: str, path: Path, expected: str) -> Iterator[None]:
+def _reading(path: Path, expected: str) -> Iterator[None]:
     """Files of other contents raise whatever they lead to: here, a DataError."""
     try:
         yield
     except Exception as error:
         fix = "Check the path; if it is right, the files are damaged: save the tokenizer again."
-        got = f"{path} ({first_line(error)})"
-        raise DataError(message(where, "directory", got, expected, fix)) from error
+        _refuse(path, f" ({first_line(error)})", expected, fix)
 
 
 def train_tokenizer(
@@ -142,20 +140,16 @@ def train_tokenizer(
     """
     from transformers import AutoTokenizer
 
-    check_choice("train_tokenizer", "kind", kind, KINDS)
-    check_documents("train_tokenizer", documents)
-    check(
-        isinstance(vocab_size, int) and 1 <= vocab_size <= _MOST_TOKENS,
-        "train_tokenizer",
-        "vocab_size",
-        repr(vocab_size),
-        f"an integer from 1 to {_MOST_TOKENS:,}",
-        "30522 and 50265 are usual.",
-    )
+    where, expected = "train_tokenizer", f"an integer from 1 to {_MOST_TOKENS:,}"
+    check_choice(where, "kind", kind, KINDS)
+    check_documents(where, documents)
+    fits = isinstance(vocab_size, int) and 1 <= vocab_size <= _MOST_TOKENS
+    fix = "30522 and 50265 are usual."
+    check(fits, where, "vocab_size", repr(vocab_size), expected, fix)
     builders = {"wordpiece": _wordpiece, "bytelevel": _bytelevel, "unigram": _unigram}
 
     def build(directory: Path) -> None:
-        tokenizer = builders[kind](_ShortTexts(documents), vocab_size)
+        tokenizer = builders[kind](documents, vocab_size)
         try:
             tokenizer.save_pretrained(directory)
         except Exception as error:
@@ -168,31 +162,23 @@ def train_tokenizer(
     return AutoTokenizer.from_pretrained(build_once(cache, key, build), local_files_only=True)
 
 
-class _ShortTexts(Iterable[str]):
-    """Documents, those of more than ``LONGEST_TEXT`` letters in parts."""
-
-    def __init__(self, documents: Iterable[str]) -> None:
-        self.documents = documents
-
-    def __iter__(self) -> Iterator[str]:
-        for document in self.documents:
-            yield from short_texts(document)
-
-
 class _ReportedWords(Iterable[str]):
-    """Documents. When all were read, a line on stderr says if a word will be cut."""
+    """Documents, those of more than ``LONGEST_TEXT`` letters in parts.
+
+    When all were read, a line on stderr says if a word will be cut.
+    """
 
     def __init__(self, documents: Iterable[str], words_of: Callable[[str], Iterable[str]]) -> None:
         self.documents, self.words_of, self.longest = documents, words_of, 0
 
     def __iter__(self) -> Iterator[str]:
         known = self.longest
-        for document in self.documents:
-            for text in document.split():
+        for part in chain.from_iterable(map(short_texts, self.documents)):
+            for text in part.split():
                 # Text without spaces may be several words, as in Chinese.
                 if len(text) > max(LONGEST_WORD // 4, self.longest):
                     self.longest = max(self.longest, *map(len, self.words_of(text)))
-            yield document
+            yield part
         if self.longest > max(LONGEST_WORD, known):
             say(
                 f"fastplm: the longest word of the corpus has {self.longest:,} letters: for the "
@@ -222,15 +208,9 @@ def _alphabet(frequency: Counter[str]) -> list[str]:
 
 
 def _check_size(vocab_size: int, least: int) -> None:
-    check(
-        least <= vocab_size,
-        "train_tokenizer",
-        "vocab_size",
-        vocab_size,
-        f"at least {least}, the special tokens and the alphabet of this corpus",
-        "Raise it.",
-        DataError,
-    )
+    where, fits = "train_tokenizer", least <= vocab_size
+    expected = f"at least {least}, the special tokens and the alphabet of this corpus"
+    check(fits, where, "vocab_size", vocab_size, expected, "Raise it.", DataError)
 
 
 def _wordpiece(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
@@ -249,16 +229,8 @@ def _wordpiece(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizer
         tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
         tokenizer.normalizer = normalizer
         tokenizer.pre_tokenizer = _cut(pre_tokenizer)
-        tokenizer.train_from_iterator(
-            documents,
-            trainers.WordPieceTrainer(
-                vocab_size=size,
-                special_tokens=first_tokens,
-                initial_alphabet=alphabet,
-                limit_alphabet=len(alphabet),
-                show_progress=False,
-            ),
-        )
+        options = _options(alphabet, size, first_tokens)
+        tokenizer.train_from_iterator(documents, trainers.WordPieceTrainer(**options))
         return tokenizer.get_vocab()
 
     # The trainer numbers the pieces "##x" in the order of a hash map and breaks ties between
@@ -347,15 +319,16 @@ def _bpe(
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = _cut(pre_tokenizer)
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(first_tokens),
-        initial_alphabet=alphabet,
-        limit_alphabet=len(alphabet),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(documents, trainer)
+    options = _options(alphabet, vocab_size, first_tokens)
+    tokenizer.train_from_iterator(documents, trainers.BpeTrainer(**options))
     return tokenizer
+
+
+def _options(alphabet: list[str], vocab_size: int, first_tokens: Sequence[str]) -> dict[str, Any]:
+    """What both trainers are told."""
+    letters = {"initial_alphabet": alphabet, "limit_alphabet": len(alphabet)}
+    tokens = {"vocab_size": vocab_size, "special_tokens": list(first_tokens)}
+    return {**letters, **tokens, "show_progress": False}
 
 
 def _count_pieces(tokenizer: Any, words: Counter[str], pieces: list[str]) -> dict[str, int]:

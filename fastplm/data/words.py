@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fastplm._checks import check_dtype, check_same_device, check_tensor
-from fastplm.errors import DataError, message
+from fastplm.errors import DataError, fail
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -105,15 +105,10 @@ def _kind(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int]:
         return _byte_level
     if _METASPACE in parts:
         return _metaspace
-    raise DataError(
-        message(
-            "word_starts",
-            "tokenizer",
-            f"a {type(tokenizer).__name__} ({type(model).__name__}; {parts})",
-            "WordPiece, byte-level BPE or SentencePiece, built on the tokenizers library",
-            'Mask single tokens (unit="token"), or give ops.mask_tokens word ids of your own.',
-        )
-    )
+    got = f"a {type(tokenizer).__name__} ({type(model).__name__}; {parts})"
+    expected = "WordPiece, byte-level BPE or SentencePiece, built on the tokenizers library"
+    fix = 'Mask single tokens (unit="token"), or give ops.mask_tokens word ids of your own.'
+    fail("word_starts", "tokenizer", got, expected, fix, DataError)
 
 
 def _code(continues: int, ends: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,42 +19,33 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from fastplm.errors import ArgumentTypeError, ArgumentValueError, check
+from fastplm.errors import ArgumentTypeError, check, fail
 from fastplm.models._base import most_positions
 from fastplm.models._ragged import RaggedBatch
 
 _AT_ONCE = 10_000  # texts
+#: What a tokenizer is to leave out, warnings of texts that are longer than the model among it.
+ONLY_IDS = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Some texts, as a model of fastplm takes them.
+    """Some texts, as a model of fastplm takes them."""
 
-    Args:
-        ids: int64 [B, T], padded at the right.
-        rows: their tokens alone, [N].
-    """
-
-    ids: Tensor
-    rows: RaggedBatch
+    ids: Tensor  # int64 [B, T], padded at the right
+    rows: RaggedBatch  # their tokens alone, [N]
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The token ids of texts, one text after another.
+    """The token ids of texts, one text after another."""
 
-    Args:
-        ids: int32 [N].
-        offsets: int64 [texts + 1]; text i is ``ids[offsets[i] : offsets[i + 1]]``.
-        words: int32 [N], the number of each token's word, -1 for a special token; None for texts
-            that are not split into words.
-        cut: the numbers of the texts that were longer than the limit.
-    """
-
-    ids: np.ndarray
-    offsets: np.ndarray
+    ids: np.ndarray  # int32 [N]
+    offsets: np.ndarray  # int64 [texts + 1]; text i is ids[offsets[i] : offsets[i + 1]]
+    #: int32 [N], the number of each token's word, -1 for a special token; None for texts that are
+    #: not split into words.
     words: np.ndarray | None
-    cut: list[int]
+    cut: list[int]  # the numbers of the texts that were longer than the limit
 
     @classmethod
     def of(
@@ -65,62 +57,30 @@ class Tokens:
         *,
         split: bool = False,
     ) -> Tokens:
-        """Tokenize texts, with the special tokens of the tokenizer.
+        """Tokenize texts, or with ``split`` lists of words, with the tokenizer's special tokens.
 
-        Args:
-            where: the caller, for errors.
-            tokenizer: a fast one.
-            texts: strings, or with ``split`` lists of words.
-            limit: tokens of a text at most; the rest is cut off. None = no limit.
-            split: whether the texts are lists of words.
-
-        Raises:
-            ArgumentTypeError, ArgumentValueError: a tokenizer or texts of another kind.
+        A text is cut off after ``limit`` tokens.
         """
-        check(
-            getattr(tokenizer, "is_fast", False),
-            where,
-            "tokenizer",
-            f"a {type(tokenizer).__name__}",
-            "a fast tokenizer",
-            "Load it with transformers.AutoTokenizer.",
-            ArgumentTypeError,
-        )
-        kind = list | tuple if split else str
-        wrong = next((i for i, text in enumerate(texts) if not isinstance(text, kind)), None)
-        check(
-            wrong is None and not isinstance(texts, str),
-            where,
-            "texts",
-            f"a {type(texts if wrong is None else texts[wrong]).__name__}"
-            + ("" if wrong is None else f" at {wrong}"),
-            "lists of words" if split else "a list of strings",
-            "Pass a list, even of one text.",
-            ArgumentTypeError,
-        )
-        before_words = tokenizer.backend_tokenizer.pre_tokenizer
-        check(
-            not split or getattr(before_words, "add_prefix_space", True),
-            where,
-            "tokenizer",
-            "a byte-level tokenizer that adds no space before a word",
-            "one that splits a word alone as it does inside a text",
-            "Load it with add_prefix_space=True.",
-        )
+        got, fix = f"a {type(tokenizer).__name__}", "Load it with transformers.AutoTokenizer."
+        fast = getattr(tokenizer, "is_fast", False)
+        check(fast, where, "tokenizer", got, "a fast tokenizer", fix, ArgumentTypeError)
+        if split:
+            check_texts(where, "texts", texts, "lists of words", list | tuple)
+        else:
+            check_texts(where, "texts", texts)
+        spaced = getattr(tokenizer.backend_tokenizer.pre_tokenizer, "add_prefix_space", True)
+        got = "a byte-level tokenizer that adds no space before a word"
+        expected = "one that splits a word alone as it does inside a text"
+        fix = "Load it with add_prefix_space=True."
+        check(spaced or not split, where, "tokenizer", got, expected, fix)
         ids: list[int] = []
         words: list[int] = []
         lengths: list[int] = []
         cut: list[int] = []
         for first in range(0, len(texts), _AT_ONCE):
-            encodings = tokenizer(
-                list(texts[first : first + _AT_ONCE]),
-                is_split_into_words=split,
-                truncation=limit is not None,
-                max_length=limit,
-                return_attention_mask=False,
-                return_token_type_ids=False,
-                verbose=False,  # about texts longer than the model, which is our business
-            ).encodings
+            some = list(texts[first : first + _AT_ONCE])
+            options = {"truncation": limit is not None, "max_length": limit, **ONLY_IDS}
+            encodings = tokenizer(some, is_split_into_words=split, **options).encodings
             for number, encoding in enumerate(encodings, first):
                 ids += encoding.ids
                 lengths.append(len(encoding.ids))
@@ -128,11 +88,8 @@ class Tokens:
                     words += [-1 if word is None else word for word in encoding.word_ids]
                 if encoding.overflowing:
                     cut.append(number)
-        offsets = np.zeros(len(lengths) + 1, np.int64)
-        np.cumsum(lengths, out=offsets[1:])
-        return cls(
-            np.array(ids, np.int32), offsets, np.array(words, np.int32) if split else None, cut
-        )
+        words_of = np.array(words, np.int32) if split else None
+        return cls(np.array(ids, np.int32), offsets_of(lengths), words_of, cut)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -150,17 +107,47 @@ class Tokens:
         mask = np.arange(seqlen) < lengths[:, None]
         ids = np.full(mask.shape, pad_token_id, np.int64)
         ids[mask] = self.ids[self.places(texts)]
-        cu_seqlens = np.zeros(len(texts) + 1, np.int32)
-        np.cumsum(lengths, out=cu_seqlens[1:])
         rows = RaggedBatch(
             positions=torch.from_numpy(np.flatnonzero(mask)),
-            cu_seqlens=torch.from_numpy(cu_seqlens),
+            cu_seqlens=torch.from_numpy(offsets_of(lengths, np.int32)),
             max_seqlen=seqlen,
             key_mask=None,
             batch=len(texts),
             seqlen=seqlen,
         )
         return Batch(torch.from_numpy(ids), rows)
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """In this block dropout is off, and no gradient is recorded."""
+    trained = [module for module in model.modules() if module.training]
+    for module in trained:
+        module.training = False
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        for module in trained:
+            module.training = True
+
+
+def check_texts(
+    where: str, argument: str, texts: Any, expected: str = "a list of strings", kind: Any = str
+) -> None:
+    """Check that ``texts`` is a list, and its elements are of ``kind``."""
+    wrong = next((i for i, text in enumerate(texts) if not isinstance(text, kind)), None)
+    if isinstance(texts, str) or wrong is not None:
+        at = "" if wrong is None else f" at {wrong}"
+        got = f"a {type(texts if wrong is None else texts[wrong]).__name__}{at}"
+        fail(where, argument, got, expected, "Pass a list, even of one text.", ArgumentTypeError)
+
+
+def offsets_of(lengths: Sequence[int] | np.ndarray, dtype: type = np.int64) -> np.ndarray:
+    """[n + 1]: where each of n parts begins, and where the last one ends."""
+    offsets: np.ndarray = np.zeros(len(lengths) + 1, dtype)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
 
 
 def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -171,22 +158,23 @@ def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def batches(lengths: np.ndarray, budget: int) -> Iterator[np.ndarray]:
-    """The numbers of the texts of each batch, the longest texts first; of none without a token.
-
-    Args:
-        lengths: int64 [texts], tokens of each.
-        budget: tokens of a batch at most; a longer text is a batch of its own.
-    """
+    """The numbers of the texts of each batch, the longest texts first; of none without a token."""
     order = np.argsort(-lengths, kind="stable")
     order = order[: np.count_nonzero(lengths)]
+    for start, end in cuts(lengths[order], budget):
+        yield order[start:end]
+
+
+def cuts(lengths: np.ndarray, budget: int) -> Iterator[tuple[int, int]]:
+    """(first, last + 1) of runs of at most ``budget`` tokens; a longer text is a run of its own."""
     start = total = 0
-    for end, length in enumerate(lengths[order].tolist()):
+    for end, length in enumerate(lengths.tolist()):
         if total + length > budget and end > start:
-            yield order[start:end]
+            yield start, end
             start, total = end, 0
         total += length
-    if start < len(order):
-        yield order[start:]
+    if start < len(lengths):
+        yield start, len(lengths)
 
 
 def longest_input(tokenizer: Any, config: Any) -> int | None:
@@ -202,15 +190,9 @@ def limit_of(where: str, tokenizer: Any, config: Any, max_length: int | None) ->
     if max_length is None:
         return longest
     special = tokenizer.num_special_tokens_to_add()
-    check(
-        special < max_length <= (longest or max_length),
-        where,
-        "max_length",
-        max_length,
-        f"{special + 1} to {longest or 'any number'}, what this model takes",
-        "Choose a number in between.",
-        ArgumentValueError,
-    )
+    expected = f"{special + 1} to {longest or 'any number'}, what this model takes"
+    fits = special < max_length <= (longest or max_length)
+    check(fits, where, "max_length", max_length, expected, "Choose a number in between.")
     return max_length
 
 
@@ -220,11 +202,5 @@ def progress_bar(total: int | None, what: str, show: bool) -> Any:
     Use it as a context, and call ``update(tokens)`` after each batch.
     """
     each = 0.2 if sys.stderr.isatty() else 30.0  # seconds; a log gets few lines
-    return tqdm(
-        total=total,
-        desc=what,
-        unit=" tokens",
-        unit_scale=True,
-        mininterval=each,
-        disable=not show,
-    )
+    options: dict[str, Any] = {"unit": " tokens", "unit_scale": True, "mininterval": each}
+    return tqdm(total=total, desc=what, disable=not show, **options)

@@ -1,4 +1,4 @@
-"""Checkpoints that are used, and the files that results are written to."""
+"""Checkpoints that are used, and what a command says of them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 from fastplm import models
 from fastplm.data import _output
 from fastplm.run.checkpoint import weights_at
+from fastplm.run.report import counted
 
 #: How the names of classes end that write from left to right.
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "DoubleHeadsModel")
@@ -33,24 +34,16 @@ def _is_pooler(model: Any, name: str) -> bool:
 
 
 def load_model(where: str, folder: str | Path, head: str = "", *, bf16: bool = False) -> Any:
-    """The model of a checkpoint, on a GPU if there is one.
+    """The model of a checkpoint, in fp32 unless ``bf16``, on a GPU if there is one.
 
-    Args:
-        where: the caller, for errors.
-        folder: of the checkpoint.
-        head: that of a language model (see ``head_of``); "" is the model without a head, whose
-            pooler may be missing.
-        bf16: convert the weights to bfloat16; default fp32.
-
-    Raises:
-        DataError: the folder holds no such checkpoint.
+    Without a ``head`` (see ``head_of``) it is the model below it, whose pooler may be missing.
     """
-    kind = getattr(models, f"AutoModelFor{head}" if head else "AutoModel")
     dtype = torch.bfloat16 if bf16 else torch.float32
     if not head:
-        expected = "a checkpoint with its config.json and all weights"
+        kind, expected = models.AutoModel, "a checkpoint with its config.json and all weights"
         model, _ = weights_at(where, "model", folder, expected, kind, _is_pooler, dtype=dtype)
     else:
+        kind = getattr(models, f"AutoModelFor{head}")
         expected = f"a checkpoint with all weights of a model {head}, its head among them"
         model, _ = weights_at(where, "model", folder, expected, kind, dtype=dtype)
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -62,6 +55,12 @@ def results(args: Any, *paths: Path | None) -> Iterator[None]:
     given = [path for path in paths if path is not None]
     with _output.results(args.where, given, args.inputs(), overwrite=args.overwrite):
         yield
+
+
+def device_name(args: Any, model: Any) -> str:
+    """The device of a model, and on a CPU how many threads compute."""
+    threads = counted(args.threads or torch.get_num_threads(), "thread")
+    return f"{model.device}, {threads}" if model.device.type == "cpu" else str(model.device)
 
 
 def fp32_name(args: Any) -> str:

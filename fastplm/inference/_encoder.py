@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from fastplm.data import load_tokenizer
-from fastplm.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, check
-from fastplm.inference._batches import Batch
+from fastplm.errors import UnsupportedError, check, check_type
+from fastplm.inference._batches import Batch, evaluating
 from fastplm.inference._checkpoint import load_model
 from fastplm.models._encoder import EncoderModel
 from fastplm.models._gpt import CausalModel
@@ -43,15 +42,9 @@ class Encoder:
     """
 
     def __init__(self, where: str, model: Any, layers: Sequence[int] = (-1,)) -> None:
-        check(
-            isinstance(model, PreTrainedModel),
-            where,
-            "model",
-            f"a {type(model).__name__}",
-            "a model of fastplm.models or Transformers",
-            "Load it with fastplm.models.AutoModel.from_pretrained.",
-            ArgumentTypeError,
-        )
+        expected = "a model of fastplm.models or Transformers"
+        fix = "Load it with fastplm.models.AutoModel.from_pretrained."
+        check_type(where, "model", model, PreTrainedModel, expected, fix)
         backbone: Any = model.base_model
         inner = getattr(backbone, "encoder", None)
         self.backbone: Any = inner if isinstance(inner, PreTrainedModel) else backbone
@@ -59,28 +52,18 @@ class Encoder:
         self.device = self.backbone.device
         self.width = self.config.hidden_size
         #: How many layers there are.
-        self.depth = self.config.num_hidden_layers
-        check(
-            len(layers) > 0 and all(-self.depth <= i + 1 <= self.depth + 1 for i in layers),
-            where,
-            "layers",
-            list(layers),
-            f"numbers from {-self.depth - 1} to {self.depth}, as the model has {self.depth} layers",
-            "0 is the embeddings, -1 the last layer.",
-            ArgumentValueError,
-        )
-        self.layers = [i % (self.depth + 1) for i in layers]
+        self.depth = depth = self.config.num_hidden_layers
+        there = len(layers) > 0 and all(-depth <= i + 1 <= depth + 1 for i in layers)
+        expected = f"numbers from {-depth - 1} to {depth}, as the model has {depth} layers"
+        fix = "0 is the embeddings, -1 the last layer."
+        check(there, where, "layers", list(layers), expected, fix)
+        self.layers = [i % (depth + 1) for i in layers]
         self._states: dict[int, Tensor] = {}
-        self._hooked = self._blocks() if min(self.layers) < self.depth else []
-        check(
-            bool(self._hooked) or min(self.layers) == self.depth,
-            where,
-            "layers",
-            f"{list(layers)} of a {type(self.backbone).__name__}",
-            "the last layer, as the layers of this model are not known",
-            "Leave it out.",
-            UnsupportedError,
-        )
+        self._hooked = self._blocks() if min(self.layers) < depth else []
+        got = f"{list(layers)} of a {type(self.backbone).__name__}"
+        expected = "the last layer, as the layers of this model are not known"
+        known = bool(self._hooked) or min(self.layers) == depth
+        check(known, where, "layers", got, expected, "Leave it out.", UnsupportedError)
 
     def _blocks(self) -> list[nn.Module]:
         """The modules whose outputs are the hidden states, as Transformers records them."""
@@ -102,16 +85,11 @@ class Encoder:
     @contextmanager
     def ready(self) -> Iterator[None]:
         """In this block the encoder can be called: dropout is off, and no gradient is recorded."""
-        trained = [module for module in self.backbone.modules() if module.training]
         handles = [block.register_forward_hook(self._record) for block in self._hooked]
-        for module in trained:
-            module.training = False
         try:
-            with torch.inference_mode():
+            with evaluating(self.backbone):
                 yield
         finally:
-            for module in trained:
-                module.training = True
             for handle in handles:
                 handle.remove()
 
@@ -125,12 +103,7 @@ class Encoder:
             raise _Enough
 
     def __call__(self, batch: Batch, rows: Tensor | None = None) -> list[Tensor]:
-        """The states of each of ``layers``: [N, E], or [P, E] of ``rows``.
-
-        Args:
-            batch: the texts.
-            rows: int64 [P], chosen tokens of the N.
-        """
+        """The states of each of ``layers``: [N, E], or [P, E] of chosen ``rows``, int64 [P]."""
         packed = batch.rows.to(self.device)
         inputs: dict[str, Any] = {"input_ids": batch.ids.to(self.device)}
         if len(packed.positions) < batch.ids.numel():
@@ -144,10 +117,8 @@ class Encoder:
             inputs["output_rows"] = packed.positions[rows]
             return [self.backbone(**inputs).last_hidden_state[:, 0]]
         self._states, self._count = {}, 0
-        try:
+        with suppress(_Enough):
             self._states[self.depth] = self.backbone(**inputs).last_hidden_state
-        except _Enough:
-            pass
         states = [_tokens(self._states[i], packed) for i in self.layers]
         self._states = {}
         return states if rows is None else [state[rows] for state in states]
@@ -162,24 +133,16 @@ def _tokens(state: Tensor, rows: RaggedBatch) -> Tensor:
 def load_encoder(
     where: str, folder: str | Path, *, bf16: bool = False, split: bool = False
 ) -> tuple[Any, Any]:
-    """(the model without head, its tokenizer) of a checkpoint, on the GPU if there is one.
+    """(the model without head, its tokenizer) of a checkpoint, see ``load_model``.
 
-    Args:
-        where: the caller, for errors.
-        folder: of the checkpoint and its tokenizer.
-        bf16: convert the weights to bfloat16; default fp32.
-        split: the tokenizer is for texts that are split into words.
-
-    Raises:
-        DataError: the folder holds no such checkpoint.
+    With ``split`` the tokenizer is for texts that are split into words.
     """
     config_at(where, "model", folder)  # before the tokenizer, which reads it, too
     tokenizer: Any = load_tokenizer(folder, needs=())
     if split and hasattr(tokenizer, "add_prefix_space"):
         # A byte-level tokenizer then splits a word alone as it does inside a text.
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, add_prefix_space=True, local_files_only=True
-        )
+        options = {"add_prefix_space": True, "local_files_only": True}
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     encoder: Any = Encoder(where, load_model(where, folder, bf16=bf16)).backbone
     if getattr(encoder, "pooler", None) is not None:
         encoder.pooler = None

@@ -6,10 +6,9 @@ texts -> each distinct one once -> hidden states of one layer, packed -> ops.max
 
 from __future__ import annotations
 
-import functools
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +18,16 @@ from torch import Tensor
 
 from fastplm import ops
 from fastplm.data._files import lines_of
-from fastplm.errors import ArgumentTypeError, DataError, check
-from fastplm.inference._batches import Tokens, batches, limit_of, progress_bar
+from fastplm.errors import DataError, check
+from fastplm.inference._batches import (
+    Tokens,
+    batches,
+    check_texts,
+    cuts,
+    limit_of,
+    offsets_of,
+    progress_bar,
+)
 from fastplm.inference._encoder import Encoder
 from fastplm.run.settings import BATCH_TOKENS
 
@@ -105,15 +112,10 @@ def bert_score(
     lowest = _baseline(baseline, encoder.layers[0])
 
     numbers: dict[str, int] = {}  # of the distinct texts
-    number = functools.partial(_number, numbers)
-    pairs = np.array(
-        [
-            (number(candidate), number(reference))
-            for candidate, group in zip(candidates, groups, strict=True)
-            for reference in group
-        ],
-        np.int64,
-    ).reshape(-1, 2)
+    each = zip(candidates, groups, strict=True)
+    both = [(text.strip(), other.strip()) for text, group in each for other in group]
+    found = [[numbers.setdefault(text, len(numbers)) for text in pair] for pair in both]
+    pairs = np.array(found, np.int64).reshape(-1, 2)
     limit = limit_of(_WHERE, tokenizer, encoder.config, max_length)
     tokens = Tokens.of(_WHERE, tokenizer, list(numbers), limit)
     if tokens.cut:
@@ -146,58 +148,17 @@ def _groups(
     candidates: Sequence[str], references: Sequence[str] | Sequence[Sequence[str]]
 ) -> list[list[str]]:
     """The references of each candidate, after a check that there is one."""
-    check(
-        not isinstance(candidates, str) and not isinstance(references, str),
-        _WHERE,
-        "candidates",
-        "a str" if isinstance(candidates, str) else "references that are a str",
-        "two lists",
-        "Pass lists, even of one text.",
-        ArgumentTypeError,
-    )
-    check(
-        len(candidates) == len(references),
-        _WHERE,
-        "references",
-        f"{len(references)} for {len(candidates)} candidates",
-        "one for each candidate, or a list for each",
-        "Check the lists.",
-    )
-    wrong = next((each for each in references if not isinstance(each, str | list | tuple)), None)
-    check(
-        wrong is None,
-        _WHERE,
-        "references",
-        f"a {type(wrong).__name__}",
-        "a string or a list of strings for each candidate",
-        "Check the list.",
-        ArgumentTypeError,
-    )
+    expected = "a string or a list of strings for each candidate"
+    check_texts(_WHERE, "candidates", candidates)
+    check_texts(_WHERE, "references", references, expected, str | list | tuple)
+    got = f"{len(references)} for {len(candidates)} candidates"
+    check(len(candidates) == len(references), _WHERE, "references", got, expected)
     groups = [[group] if isinstance(group, str) else list(group) for group in references]
-    alone = next((i for i, group in enumerate(groups) if not group), None)
-    check(
-        alone is None,
-        _WHERE,
-        "references",
-        f"none for candidate {alone}",
-        "one at least for each candidate",
-        "Leave the candidate out.",
-    )
+    for number, group in enumerate(groups):
+        got, fix = f"none for candidate {number}", "Leave the candidate out."
+        check(len(group) > 0, _WHERE, "references", got, "one at least for each candidate", fix)
+        check_texts(_WHERE, "references", group)
     return groups
-
-
-def _number(numbers: dict[str, int], text: Any) -> int:
-    """The number of a text, which a new one gets."""
-    check(
-        isinstance(text, str),
-        _WHERE,
-        "candidates",
-        f"a {type(text).__name__} among the texts",
-        "strings",
-        "Check the lists.",
-        ArgumentTypeError,
-    )
-    return numbers.setdefault(text.strip(), len(numbers))
 
 
 def _of_pairs(
@@ -208,13 +169,10 @@ def _of_pairs(
     batch_tokens: int,
     progress: bool,
 ) -> np.ndarray:
-    """Precision, recall and F1 of pairs of texts that have tokens: fp64 [P, 3].
+    """Precision, recall and F1, fp64 [P, 3], of pairs of texts that have tokens.
 
-    Args:
-        encoder: of the layer that is compared.
-        tokens: of all texts.
-        pairs: int64 [P, 2], numbers of a candidate and a reference.
-        weights: fp64 [V], of each token of the vocabulary.
+    ``pairs``, int64 [P, 2], are numbers of a candidate and a reference, and ``weights``, fp64 [V],
+    those of each token of the vocabulary.
     """
     lengths = tokens.lengths
     last = np.zeros(len(lengths), np.int64)  # the last pair of each text
@@ -223,7 +181,7 @@ def _of_pairs(
     states: dict[int, Tensor] = {}
     scores = [np.zeros((0, 3))]
     with encoder.ready(), progress_bar(total, _WHERE, progress) as bar:
-        for start, end in _chunks(lengths[pairs].sum(1)):
+        for start, end in cuts(lengths[pairs].sum(1), _PAIR_TOKENS):
             chunk = pairs[start:end]
             new = np.array([i for i in np.unique(chunk).tolist() if i not in states], np.int64)
             for texts in batches(lengths[new], batch_tokens):
@@ -238,18 +196,6 @@ def _of_pairs(
     return np.concatenate(scores)
 
 
-def _chunks(lengths: np.ndarray) -> Iterator[tuple[int, int]]:
-    """(first, last + 1) of the pairs that are matched together."""
-    start = total = 0
-    for end, length in enumerate(lengths.tolist()):
-        if total + length > _PAIR_TOKENS and end > start:
-            yield start, end
-            start, total = end, 0
-        total += length
-    if start < len(lengths):
-        yield start, len(lengths)
-
-
 def _scores(
     pairs: np.ndarray, states: dict[int, Tensor], tokens: Tokens, weights: np.ndarray
 ) -> np.ndarray:
@@ -258,7 +204,7 @@ def _scores(
     for texts in pairs.T:
         size = tokens.lengths[texts]
         rows.append(torch.cat([states[i] for i in texts.tolist()]))
-        ends.append(torch.from_numpy(np.cumsum([0, *size]).astype(np.int32)).to(rows[-1].device))
+        ends.append(torch.from_numpy(offsets_of(size, np.int32)).to(rows[-1].device))
         sizes.append(size)
     longest = [int(size.max()) for size in sizes]
     match = ops.maxsim(rows[0], rows[1], ends[0], ends[1], longest[0], longest[1])
@@ -278,12 +224,9 @@ def _scores(
 
 
 def idf_weights(tokens: Tokens, of_each: np.ndarray, vocab_size: int) -> np.ndarray:
-    """The inverse document frequency of each token: fp64 [vocab_size].
+    """The inverse document frequency of each token, fp64 [vocab_size].
 
-    Args:
-        tokens: of distinct texts.
-        of_each: int64 [texts], how many documents each of them is.
-        vocab_size: of the result.
+    The texts are distinct, and ``of_each``, int64 [texts], says how many documents each of them is.
     """
     text = np.repeat(np.arange(len(of_each)), tokens.lengths)
     once = np.unique(text * vocab_size + tokens.ids)
@@ -297,29 +240,19 @@ def _baseline(given: str | Path | Sequence[float] | None, layer: int) -> np.ndar
         return np.zeros(3)
     if not isinstance(given, str | Path):
         values = np.array(given, np.float64)
-        check(
-            values.shape == (3,) and bool((values < 1).all()),
-            _WHERE,
-            "baseline",
-            given,
-            "three numbers below 1, of precision, recall and F1, or a file",
-            "Pass (0, 0, 0) for none.",
-        )
+        expected = "three numbers below 1, of precision, recall and F1, or a file"
+        fits = values.shape == (3,) and bool((values < 1).all())
+        check(fits, _WHERE, "baseline", given, expected, "Pass (0, 0, 0) for none.")
         return values
     rows = [re.split("[,\t]", line.strip()) for line in lines_of(Path(given)) if line.strip()]
     found = [row for row in rows[1:] if row[0].strip() == str(layer)]
     try:
         (values,) = np.array([row[1:] for row in found], np.float64)
-        valid = values.shape == (3,) and bool((values < 1).all())
+        fits = values.shape == (3,) and bool((values < 1).all())
     except ValueError:
-        valid = False
-    check(
-        valid,
-        _WHERE,
-        "baseline",
-        f"{given}, without a line of layer {layer} and three numbers below 1",
-        "a header LAYER,P,R,F and a line for each layer",
-        "Choose a layer that it has, or another file.",
-        DataError,
-    )
+        fits = False
+    got = f"{given}, without a line of layer {layer} and three numbers below 1"
+    expected = "a header LAYER,P,R,F and a line for each layer"
+    fix = "Choose a layer that it has, or another file."
+    check(fits, _WHERE, "baseline", got, expected, fix, DataError)
     return values

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ from fastplm._checks import check_int
 from fastplm.data._files import lines_of
 from fastplm.data._folder import say
 from fastplm.data._output import reserve, whole
-from fastplm.errors import ArgumentValueError, DataError, check, check_choice
-from fastplm.inference._batches import Tokens, batches, limit_of, progress_bar
-from fastplm.inference._checkpoint import fp32_name, results
+from fastplm.errors import DataError, check, check_choice, fail
+from fastplm.inference._batches import Tokens, batches, limit_of, offsets_of, progress_bar
+from fastplm.inference._checkpoint import device_name, fp32_name, results
 from fastplm.inference._encoder import Encoder, load_encoder
 from fastplm.inference.settings import (
     COMBINATIONS,
@@ -34,13 +35,13 @@ from fastplm.inference.settings import (
     EmbedArguments,
 )
 from fastplm.run.folder import loaded, writing
-from fastplm.run.report import block, counted
+from fastplm.run.report import block
 from fastplm.run.settings import BATCH_TOKENS
 from fastplm.run.threads import fp32_products, using_threads
 
 _WHERE = "embed"
-#: Poolings that choose one token of a text or word.
 _ROWS = 1 << 14  # looked at together
+#: Poolings that choose one token of a text or word.
 _CHOOSE = ("cls", "first", "last")
 #: How sentence-transformers calls the poolings.
 _THEIR_POOLINGS = {
@@ -109,21 +110,9 @@ def embed(
     Source: Devlin et al. 2018 (arXiv 1810.04805), §5.3 (the first token of a word, the last four
         layers concatenated); Reimers & Gurevych 2019 (arXiv 1908.10084), §3 (pooling).
     """
-    target, offsets, cut = _embed(
-        model,
-        tokenizer,
-        texts,
-        words=words,
-        pooling=pooling,
-        layers=layers,
-        combine=combine,
-        layer_weights=layer_weights,
-        normalize=normalize,
-        max_length=max_length,
-        too_long=too_long,
-        batch_tokens=batch_tokens,
-        progress=progress,
-    )
+    chosen = _Chosen(words, pooling, layers, combine, layer_weights, normalize)
+    limits = max_length, too_long, batch_tokens
+    target, offsets, cut = _embed(model, tokenizer, texts, chosen, *limits, progress=progress)
     if cut:
         warnings.warn(cut, stacklevel=2)
     if offsets is None:
@@ -131,57 +120,72 @@ def embed(
     return np.split(target, offsets[1:-1]) if len(offsets) > 1 else []
 
 
+@dataclass
+class _Chosen:
+    """What a vector is made of: the arguments of ``embed`` that say so."""
+
+    words: str | None
+    pooling: str | Sequence[str]
+    layers: Sequence[int]
+    combine: str
+    layer_weights: Sequence[float] | None
+    normalize: bool
+
+    def __post_init__(self) -> None:
+        #: The poolings whose vectors stand one after the other.
+        self.kinds = (self.pooling,) if isinstance(self.pooling, str) else tuple(self.pooling)
+        check(len(self.kinds) > 0, _WHERE, "pooling", "nothing", " | ".join(POOLINGS), "Name one.")
+        for kind in self.kinds:
+            check_choice(_WHERE, "pooling", kind, POOLINGS)
+        check_choice(_WHERE, "combine", self.combine, COMBINATIONS)
+        if self.words is not None:
+            check_choice(_WHERE, "words", self.words, WORD_POOLINGS)
+            self.kinds = (self.words,)
+
+    def weights(self) -> Sequence[float] | None:
+        """The weight of each layer in their sum; None = they are concatenated."""
+        count, given = len(self.layers), self.layer_weights
+        if given is not None:
+            got, expected = f"{len(given)} numbers", f"{count}, one for each of `layers`"
+            check(len(given) == count, _WHERE, "layer_weights", got, expected, "Pass both.")
+            return given
+        if self.combine == "concat" or count == 1:
+            return None
+        return [1 / count if self.combine == "mean" else 1.0] * count
+
+
 def _embed(
     model: Any,
     tokenizer: Any,
     texts: Sequence[Any],
-    *,
-    words: str | None,
-    pooling: str | Sequence[str],
-    layers: Sequence[int],
-    combine: str,
-    layer_weights: Sequence[float] | None,
-    normalize: bool,
+    chosen: _Chosen,
     max_length: int | None,
     too_long: str,
     batch_tokens: int,
-    progress: bool,
+    *,
+    progress: bool = True,
     allocate: Callable[[tuple[int, int], Any], np.ndarray] = np.zeros,
 ) -> tuple[np.ndarray, np.ndarray | None, str]:
     """(vectors, with ``words`` which rows are whose [texts + 1], a line about what was cut off).
 
     ``allocate`` makes the array of zeros that is filled.
     """
-    kinds = (pooling,) if isinstance(pooling, str) else tuple(pooling)
-    check(len(kinds) > 0, _WHERE, "pooling", "nothing", " | ".join(POOLINGS), "Name one.")
-    for kind in kinds:
-        check_choice(_WHERE, "pooling", kind, POOLINGS)
-    check_choice(_WHERE, "combine", combine, COMBINATIONS)
     check_choice(_WHERE, "too_long", too_long, TOO_LONG)
     check_int(_WHERE, "batch_tokens", batch_tokens, 1, 2**40, "Pass a number of tokens.")
-    if words is not None:
-        check_choice(_WHERE, "words", words, WORD_POOLINGS)
-        kinds = (words,)
+    kinds, words = chosen.kinds, chosen.words is not None
+    if words:
         texts = [text.split() if isinstance(text, str) else list(text) for text in texts]
-    encoder = Encoder(_WHERE, model, layers)
-    weights = _layer_weights(len(layers), combine, layer_weights)
+    encoder = Encoder(_WHERE, model, chosen.layers)
+    weights = chosen.weights()
     limit = limit_of(_WHERE, tokenizer, encoder.config, max_length)
-    tokens = Tokens.of(_WHERE, tokenizer, texts, limit, split=words is not None)
-    check(
-        too_long == "truncate" or not tokens.cut,
-        _WHERE,
-        "texts",
-        f"text {tokens.cut[0] if tokens.cut else 0}, which has more than {limit} tokens",
-        "texts that the model takes whole",
-        "Split it, or allow too_long='truncate'.",
-        ArgumentValueError,
-    )
-    offsets = None
-    if words is not None:
-        offsets = np.zeros(len(texts) + 1, np.int64)
-        np.cumsum([len(text) for text in texts], out=offsets[1:])
+    tokens = Tokens.of(_WHERE, tokenizer, texts, limit, split=words)
+    if tokens.cut and too_long == "error":
+        got = f"text {tokens.cut[0]}, which has more than {limit} tokens"
+        fix = "Split it, or allow too_long='truncate'."
+        fail(_WHERE, "texts", got, "texts that the model takes whole", fix)
+    offsets = offsets_of([len(text) for text in texts]) if words else None
     height = len(texts) if offsets is None else int(offsets[-1])
-    width = encoder.width * len(kinds) * (len(layers) if weights is None else 1)
+    width = encoder.width * len(kinds) * (len(encoder.layers) if weights is None else 1)
     exact = encoder.backbone.dtype == torch.float64
     target = allocate((height, width), np.float64 if exact else np.float32)
 
@@ -201,27 +205,8 @@ def _embed(
             if only is None:
                 states = [pool(state, kind) for kind in kinds for state in states]
             vectors = states[0] if len(states) == 1 else torch.cat(states, 1)
-            target[rows] = (F.normalize(vectors) if normalize else vectors).cpu().numpy()
+            target[rows] = (F.normalize(vectors) if chosen.normalize else vectors).cpu().numpy()
     return target, offsets, _what_was_cut(tokens, offsets, limit)
-
-
-def _layer_weights(
-    count: int, combine: str, given: Sequence[float] | None
-) -> Sequence[float] | None:
-    """The weight of each layer in their sum; None = they are concatenated."""
-    if given is not None:
-        check(
-            len(given) == count,
-            _WHERE,
-            "layer_weights",
-            f"{len(given)} numbers",
-            f"{count}, one for each of `layers`",
-            "Pass both.",
-        )
-        return given
-    if combine == "concat" or count == 1:
-        return None
-    return [1 / count if combine == "mean" else 1.0] * count
 
 
 def _groups(
@@ -245,9 +230,8 @@ def _groups(
 class _Pool:
     """Makes one vector of the tokens of each group.
 
-    Args:
-        places: int64 [M], tokens of the batch, group by group.
-        counts: int64 [G], the tokens of each group, 1 at least.
+    ``places``, int64 [M], are tokens of the batch, group by group, and ``counts``, int64 [G], how
+    many each group has, 1 at least.
     """
 
     def __init__(self, places: np.ndarray, counts: np.ndarray, device: torch.device) -> None:
@@ -339,15 +323,10 @@ def sentence_transformers_settings(folder: str | Path) -> dict[str, Any] | None:
             unknown.append(kind)
     prompt = read(folder / "config_sentence_transformers.json").get("default_prompt_name")
     unknown += ["default_prompt_name"] if prompt else []
-    check(
-        not unknown,
-        _WHERE,
-        "model",
-        f"{folder}, whose files ask for {' and '.join(unknown)}",
-        "Transformer, Pooling and Normalize of sentence-transformers alone",
-        "Use sentence-transformers, or name --pooling: then its files are not read.",
-        DataError,
-    )
+    got = f"{folder}, whose files ask for {' and '.join(unknown)}"
+    expected = "Transformer, Pooling and Normalize of sentence-transformers alone"
+    fix = "Use sentence-transformers, or name --pooling: then its files are not read."
+    check(not unknown, _WHERE, "model", got, expected, fix, DataError)
     return settings
 
 
@@ -364,20 +343,18 @@ def embed_file(args: EmbedArguments) -> str:
 
 
 def _embed_file(args: EmbedArguments, out: Path, of_words: Path) -> str:
-    settings: dict[str, Any] = {"pooling": args.pooling or "mean", "normalize": args.normalize}
-    settings["max_length"] = args.max_length
-    theirs = None
-    if args.words is None and args.pooling is None:
-        theirs = sentence_transformers_settings(args.model)
-    if theirs is not None:
-        settings.update(theirs, normalize=args.normalize or theirs["normalize"])
-        settings["max_length"] = args.max_length or theirs["max_length"]
+    asked = args.words is not None or args.pooling is not None
+    theirs = None if asked else sentence_transformers_settings(args.model)
+    known = theirs or {"pooling": args.pooling or "mean", "normalize": False, "max_length": None}
+    layers, weights = args.layers or (-1,), args.layer_weights
+    normalize = args.normalize or known["normalize"]
+    chosen = _Chosen(args.words, known["pooling"], layers, args.combine, weights, normalize)
     texts = [line.rstrip("\n") for line in lines_of(Path(args.data))]
     some = any(text.strip() for text in texts)
     args.check("data", some, "a file with texts", "Check it.", error=DataError)
     split = args.words is not None
     model, tokenizer = load_encoder(_WHERE, args.model, bf16=args.bf16, split=split)
-    say(_announcement(args, settings, model, len(texts), theirs is not None))
+    say(_announcement(args, chosen, model, len(texts), theirs is not None))
 
     start = time.perf_counter()
     with (
@@ -385,20 +362,8 @@ def _embed_file(args: EmbedArguments, out: Path, of_words: Path) -> str:
         fp32_products(args.matmul_precision),
         _array(out, args.dtype) as allocate,
     ):
-        vectors, offsets, cut = _embed(
-            model,
-            tokenizer,
-            texts,
-            words=args.words,
-            layers=args.layers or (-1,),
-            combine=args.combine,
-            layer_weights=args.layer_weights,
-            too_long=args.too_long,
-            batch_tokens=args.batch_tokens,
-            progress=True,
-            allocate=allocate,
-            **settings,
-        )
+        limits = args.max_length or known["max_length"], args.too_long, args.batch_tokens
+        vectors, offsets, cut = _embed(model, tokenizer, texts, chosen, *limits, allocate=allocate)
         finite = all(
             np.isfinite(vectors[start : start + _ROWS]).all()
             for start in range(0, len(vectors), _ROWS)
@@ -419,26 +384,21 @@ def _embed_file(args: EmbedArguments, out: Path, of_words: Path) -> str:
 
 
 def _announcement(
-    args: EmbedArguments, settings: dict[str, Any], model: Any, texts: int, theirs: bool
+    args: EmbedArguments, chosen: _Chosen, model: Any, texts: int, theirs: bool
 ) -> str:
-    kinds = settings["pooling"]
-    pooling = kinds if isinstance(kinds, str) else " and ".join(kinds)
-    vectors = f"{pooling} of the tokens of each text"
-    if args.words is not None:
-        vectors = f"{args.words} of the tokens of each word"
+    of_each = "text" if args.words is None else "word"
+    vectors = f"{' and '.join(chosen.kinds)} of the tokens of each {of_each}"
     if args.layers not in (None, (-1,)):
         how = "weighted sum" if args.layer_weights else args.combine
         vectors += f", {how} of layers {' '.join(map(str, args.layers))}"
-    vectors += ", normalized" if settings["normalize"] else ""
+    vectors += ", normalized" if chosen.normalize else ""
     vectors += ", as modules.json says" if theirs else ""
-    count = args.threads or torch.get_num_threads()
-    threads = f", {counted(count, 'thread')}" if model.device.type == "cpu" else ""
     precision = "bf16" if args.bf16 else fp32_name(args)
     rows = {
         "data": f"{args.data}: {texts:,} texts",
         "model": f"{args.model}: {type(model).__name__}, {precision}",
         "vectors": vectors,
-        "device": f"{model.device}{threads}",
+        "device": device_name(args, model),
         "results": str(args.out),
     }
     return block(rows)

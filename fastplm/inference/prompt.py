@@ -14,7 +14,7 @@ import json
 import random
 import string
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fastplm._checks import check_int
@@ -30,15 +29,23 @@ from fastplm.data import load_tokenizer
 from fastplm.data._folder import say
 from fastplm.data._output import whole
 from fastplm.data.examples import Example, read_examples, subset
-from fastplm.errors import ArgumentTypeError, DataError, check, check_choice, message
-from fastplm.inference._batches import batches, longest_input, progress_bar
-from fastplm.inference._checkpoint import head_of, load_model, results
+from fastplm.errors import (
+    ArgumentTypeError,
+    DataError,
+    check,
+    check_choice,
+    check_type,
+    fail,
+    message,
+)
+from fastplm.inference._batches import batches, evaluating, longest_input, progress_bar
+from fastplm.inference._checkpoint import device_name, head_of, load_model, results
 from fastplm.inference.settings import CALIBRATIONS, PromptArguments
 from fastplm.models._gpt import CausalModel
 from fastplm.models._heads import CausalLM, MaskedLM
 from fastplm.models._seq2seq import ConditionalGeneration
 from fastplm.run.checkpoint import config_at
-from fastplm.run.report import block, counted
+from fastplm.run.report import block
 from fastplm.run.settings import BATCH_TOKENS
 from fastplm.run.threads import using_threads
 
@@ -77,14 +84,10 @@ class Prompt:
         except ValueError as error:
             names = [f"braces that do not fit ({error})"]
         texts = ("text",) if "text" in names else ("text1", "text2")
-        check(
-            sorted(names) == sorted((_LABEL, *texts)),
-            _WHERE,
-            "template",
-            f"places {sorted(names)}",
-            "{label} and {text}, or {label}, {text1} and {text2}, each once",
-            "Write {{ and }} for braces.",
-        )
+        fits = sorted(names) == sorted((_LABEL, *texts))
+        expected = "{label} and {text}, or {label}, {text1} and {text2}, each once"
+        fix = "Write {{ and }} for braces."
+        check(fits, _WHERE, "template", f"places {sorted(names)}", expected, fix)
         object.__setattr__(self, "fields", texts)
         words = [word for of_one in self.labels.values() for word in of_one]
         shown = [text for known, _ in self.examples for text in known]
@@ -93,23 +96,14 @@ class Prompt:
             got = next((repr(value) for value in values if not isinstance(value, str)), "")
             fix = "Put it in quotation marks."
             check(not got, _WHERE, argument, got, "a text", fix, ArgumentTypeError)
-        check(
-            len(self.labels) > 1 and all(self.labels.values()) and all(w.strip() for w in words),
-            _WHERE,
-            "labels",
-            f"{len(self.labels)} labels and {len(words)} words",
-            "two labels or more, each with a word",
-            'Write {"label": ["word"], ...}.',
-        )
+        fits = len(self.labels) > 1 and all(self.labels.values()) and all(w.strip() for w in words)
+        got = f"{len(self.labels)} labels and {len(words)} words"
+        fix = 'Write {"label": ["word"], ...}.'
+        check(fits, _WHERE, "labels", got, "two labels or more, each with a word", fix)
         premise = self.premise
-        check(
-            premise is None or (premise.count("{label}") == 1 and "{text" not in premise),
-            _WHERE,
-            "premise",
-            repr(premise),
-            "a text with {label} once, and no {text}",
-            'Write "It was {label}.", say.',
-        )
+        fits = premise is None or (premise.count("{label}") == 1 and "{text" not in premise)
+        expected, fix = "a text with {label} once, and no {text}", 'Write "It was {label}.", say.'
+        check(fits, _WHERE, "premise", repr(premise), expected, fix)
         for known, label in self.examples:
             check_choice(_WHERE, "examples", label, list(self.labels))
             self.check_texts("examples", known)
@@ -136,8 +130,7 @@ class Prompt:
 
     def _around(self, texts: Sequence[str], label: str | None = None) -> tuple[str, str]:
         values = dict(zip(self.fields, texts, strict=True))
-        parts = ["", ""]
-        place = 0
+        parts, place = ["", ""], 0
         for literal, name, *_ in string.Formatter().parse(self.template):
             parts[place] += literal
             if name == _LABEL and label is None:
@@ -241,15 +234,10 @@ def score_labels(
         line = f"{asked.cut:,} of {len(texts):,} texts were cut off: a prompt has {asked.limit}"
         warnings.warn(f"{line} tokens at most.", stacklevel=2)
     scores = asked.scores(batch_tokens, progress)
-    check(
-        bool(np.isfinite(scores).all()),
-        _WHERE,
-        "model",
-        f"a {type(model).__name__} whose probabilities are not numbers",
-        "finite weights",
-        "Take a checkpoint from before its training diverged.",
-        DataError,
-    )
+    got = f"a {type(model).__name__} whose probabilities are not numbers"
+    fix = "Take a checkpoint from before its training diverged."
+    finite = bool(np.isfinite(scores).all())
+    check(finite, _WHERE, "model", got, "finite weights", fix, DataError)
     shares = scores[len(texts) : -1]
     shares = np.exp(shares - np.logaddexp.reduce(shares, axis=1, keepdims=True))
     return LabelScores(scores[: len(texts)], np.log(shares.mean(0)), scores[-1])
@@ -259,17 +247,11 @@ def score_labels(
 
 
 class _Question(NamedTuple):
-    """An input of the model, and tokens of a word that are looked up in its output.
+    """An input of the model, and tokens of a word that are looked up in its output."""
 
-    Args:
-        ids: of a decoder-only or masked model, or of the decoder.
-        source: of the encoder; empty if there is none.
-        first: the row that predicts the first token looked up; the others follow.
-    """
-
-    ids: tuple[int, ...]
-    source: tuple[int, ...]
-    first: int
+    ids: tuple[int, ...]  # of a decoder-only or masked model, or of the decoder
+    source: tuple[int, ...]  # of the encoder; empty if there is none
+    first: int  # the row that predicts the first token looked up; the others follow
 
 
 class _Asked:
@@ -283,34 +265,20 @@ class _Asked:
         self.model, self.tokenizer, self.prompt = model, tokenizer, prompt
         self.paired = isinstance(model, ConditionalGeneration)
         causal = isinstance(model, CausalLM) and isinstance(model.base_model, CausalModel)
-        check(
-            self.paired or causal or isinstance(model, MaskedLM),
-            _WHERE,
-            "model",
-            f"a {type(model).__name__}",
-            "a language model of fastplm.models: of GPT, GPT-2, T5 or BART, or a masked one",
-            "Load it with AutoModelForCausalLM, AutoModelForMaskedLM or AutoModelForSeq2SeqLM.",
-            ArgumentTypeError,
-        )
+        known = CausalLM if causal else (ConditionalGeneration, MaskedLM)
+        expected = "a language model of fastplm.models: of GPT, GPT-2, T5 or BART, or a masked one"
+        fix = "Load it with AutoModelForCausalLM, AutoModelForMaskedLM or AutoModelForSeq2SeqLM."
+        check_type(_WHERE, "model", model, known, expected, fix)
         self.sentinel = self.paired and _SENTINEL in tokenizer.get_vocab()
         self.mark = "" if causal else _SENTINEL if self.sentinel else tokenizer.mask_token
-        check(
-            self.mark is not None and tokenizer.is_fast,
-            _WHERE,
-            "tokenizer",
-            f"a {type(tokenizer).__name__}{' without a mask token' if self.mark is None else ''}",
-            "a fast one, with a mask token or T5's sentinels",
-            "Load that of the checkpoint.",
-        )
+        lacks = " without a mask token" if self.mark is None else ""
+        expected, fix = "a fast one, with a mask token or T5's sentinels", "Take the checkpoint's."
+        got = f"a {type(tokenizer).__name__}{lacks}"
+        check(not lacks and tokenizer.is_fast, _WHERE, "tokenizer", got, expected, fix)
         before, _ = prompt.around(["\0"] * len(prompt.fields))
-        check(
-            not causal or before.count("\0") == len(prompt.fields),
-            _WHERE,
-            "template",
-            repr(prompt.template),
-            "{label} after the text, as a decoder reads only what is before it",
-            "Change the template.",
-        )
+        reads_all = not causal or before.count("\0") == len(prompt.fields)
+        expected = "{label} after the text, as a decoder reads only what is before it"
+        check(reads_all, _WHERE, "template", repr(prompt.template), expected)
         self._check_words(before)
         self.limit = longest_input(tokenizer, model.config)
         self.cut = 0
@@ -349,30 +317,22 @@ class _Asked:
 
     def _check_words(self, before: str) -> None:
         """Check that the model can tell the words of different labels apart."""
-        unknown = self.tokenizer.unk_token_id
+        unknown, labels = self.tokenizer.unk_token_id, self.prompt.labels.items()
         known: dict[tuple[int, ...], tuple[str, str]] = {}
-        for label, words in self.prompt.labels.items():
-            for word in words:
-                tokens = tuple(self._word(before, word))
-                check(
-                    unknown is None or set(tokens) != {unknown},
-                    _WHERE,
-                    "labels",
-                    f"the word {word!r} of {label!r}, all of which the tokenizer reads as "
-                    f"{self.tokenizer.unk_token}, its token of unknown words",
-                    "words that the tokenizer knows",
-                    "Choose another word, in the language and letters of the checkpoint.",
-                )
-                other, same = known.setdefault(tokens, (label, word))
-                check(
-                    other == label,
-                    _WHERE,
-                    "labels",
-                    f"the word {same!r} of {other!r} and {word!r} of {label!r}, which are the "
-                    f"same tokens: {' '.join(self.tokenizer.convert_ids_to_tokens(tokens))}",
-                    "words of different tokens for different labels, which are else equally likely",
-                    "Choose another word for one of them.",
-                )
+        for label, word in [(name, word) for name, of_one in labels for word in of_one]:
+            tokens = tuple(self._word(before, word))
+            if set(tokens) == {unknown}:
+                got = f"the word {word!r} of {label!r}, all of which the tokenizer reads as "
+                got += f"{self.tokenizer.unk_token}, its token of unknown words"
+                fix = "Choose another word, in the language and letters of the checkpoint."
+                fail(_WHERE, "labels", got, "words that the tokenizer knows", fix)
+            other, same = known.setdefault(tokens, (label, word))
+            if other != label:
+                shown = " ".join(self.tokenizer.convert_ids_to_tokens(tokens))
+                got = f"the word {same!r} of {other!r} and {word!r} of {label!r}, which are the "
+                got += f"same tokens: {shown}"
+                expected = "different tokens for different labels, which are else equally likely"
+                fail(_WHERE, "labels", got, expected, "Choose another word for one of them.")
 
     def _question(self, before: str, after: str, tokens: list[int]) -> _Question:
         """Where the tokens of a word are looked up."""
@@ -419,21 +379,15 @@ class _Asked:
                 return before, after
             whole = False
             number = max(range(len(texts)), key=lambda i: len(texts[i]))
-            places = self.tokenizer(
-                texts[number],
-                add_special_tokens=False,
-                return_offsets_mapping=True,
-                verbose=False,
-            )["offset_mapping"]
-            check(
-                len(places) > 0,
-                _WHERE,
-                "prompt",
-                f"{excess} tokens too many without any text",
-                f"room for a text in {self.limit} tokens, what this model takes",
-                "Give fewer examples, or shorter ones.",
-            )
-            texts[number] = texts[number][: places[max(0, len(places) - excess)][0]]
+            options = {"add_special_tokens": False, "return_offsets_mapping": True}
+            places = self.tokenizer(texts[number], verbose=False, **options)["offset_mapping"]
+            got = f"{excess} tokens too many without any text"
+            expected = f"room for a text in {self.limit} tokens, what this model takes"
+            fix = "Give fewer examples, or shorter ones."
+            check(len(places) > 0, _WHERE, "prompt", got, expected, fix)
+            # The token of a space at the end may have no letter, and its place is the text's end.
+            end = min(places[max(0, len(places) - excess)][0], len(texts[number]) - 1)
+            texts[number] = texts[number][:end]
 
     def scores(self, batch_tokens: int, progress: bool) -> np.ndarray:
         """fp64 [prompts, labels]: the log-probabilities of labels."""
@@ -442,48 +396,38 @@ class _Asked:
         wanted = np.array(self.looked_up)
         order = np.argsort(wanted[:, 0], kind="stable")
         bounds = np.searchsorted(wanted[order, 0], np.arange(len(keys) + 1))
-        found = np.zeros(len(wanted))
-        training = self.model.training
-        self.model.eval()
-        try:
-            with torch.inference_mode(), progress_bar(int(lengths.sum()), _WHERE, progress) as bar:
-                for numbers in batches(lengths, batch_tokens):
-                    each = [order[bounds[i] : bounds[i + 1]] for i in numbers.tolist()]
-                    counts = [len(chosen) for chosen in each]
-                    chosen = np.concatenate(each)
-                    inputs = self._batch([keys[i] for i in numbers.tolist()])
-                    ids = inputs["decoder_input_ids" if self.paired else "input_ids"]
-                    places = np.repeat(np.arange(len(numbers)), counts) * ids.shape[1]
-                    rows, at = np.unique(places + wanted[chosen, 1], return_inverse=True)
-                    inputs["output_rows"] = torch.from_numpy(rows).to(ids.device)
-                    logits = self.model(**inputs).logits[:, 0]
-                    wide = torch.promote_types(logits.dtype, torch.float32)
-                    logs = logits.log_softmax(1, dtype=wide).cpu()
-                    found[chosen] = logs[at, wanted[chosen, 2]].numpy()
-                    bar.update(int(lengths[numbers].sum()))
-        finally:
-            self.model.train(training)
+        found, total = np.zeros(len(wanted)), int(lengths.sum())
+        with evaluating(self.model), progress_bar(total, _WHERE, progress) as bar:
+            for numbers in batches(lengths, batch_tokens):
+                each = [order[bounds[i] : bounds[i + 1]] for i in numbers.tolist()]
+                counts = [len(chosen) for chosen in each]
+                chosen = np.concatenate(each)
+                inputs = self._batch([keys[i] for i in numbers.tolist()])
+                ids = inputs["decoder_input_ids" if self.paired else "input_ids"]
+                places = np.repeat(np.arange(len(numbers)), counts) * ids.shape[1]
+                rows, at = np.unique(places + wanted[chosen, 1], return_inverse=True)
+                inputs["output_rows"] = torch.from_numpy(rows).to(ids.device)
+                logits = self.model(**inputs).logits[:, 0]
+                wide = torch.promote_types(logits.dtype, torch.float32)
+                logs = logits.log_softmax(1, dtype=wide).cpu()
+                found[chosen] = logs[at, wanted[chosen, 2]].numpy()
+                bar.update(int(lengths[numbers].sum()))
         return self._of_labels(found)
 
     def _batch(self, keys: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> dict[str, Any]:
         """The model's inputs, padded."""
 
-        def padded(rows: list[tuple[int, ...]], prefix: str = "") -> dict[str, Tensor]:
+        def padded(rows: Iterable[tuple[int, ...]], prefix: str = "") -> dict[str, Any]:
             ids = pad_sequence([torch.tensor(row) for row in rows], True, pad)
             mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
-            device = self.model.device
-            return {
-                f"{prefix}input_ids": ids.to(device),
-                f"{prefix}attention_mask": mask.to(device),
-            }
+            both = {"input_ids": ids, "attention_mask": mask}
+            return {f"{prefix}{name}": each.to(self.model.device) for name, each in both.items()}
 
         pad = self.model.config.pad_token_id or 0
         ids, sources = zip(*keys, strict=True)
-        if self.paired:
-            both = padded(list(sources)) | padded(list(ids), "decoder_")
-            return {**both, "use_cache": False}
-        causal = {} if self.mark else {"use_cache": False}
-        return {**padded(list(ids)), **causal}
+        inputs = padded(sources) | padded(ids, "decoder_") if self.paired else padded(ids)
+        masked = self.mark and not self.paired
+        return inputs if masked else inputs | {"use_cache": False}
 
     def _of_labels(self, found: np.ndarray) -> np.ndarray:
         """Sums of a word's tokens, then the mean probability of a label's words."""
@@ -491,16 +435,13 @@ class _Asked:
         for key, value in zip(self.of, found.tolist(), strict=True):
             words[key] = words.get(key, 0.0) + value
         sizes = [len(of_one) for of_one in self.prompt.labels.values()]
-        return np.array(
-            [
-                [
-                    np.logaddexp.reduce([words[number, label, word] for word in range(size)])
-                    - np.log(size)
-                    for label, size in enumerate(sizes)
-                ]
-                for number in range(self.prompts)
-            ]
-        )
+
+        def mean(number: int, label: int, size: int) -> float:
+            every = [words[number, label, word] for word in range(size)]
+            return np.logaddexp.reduce(every) - np.log(size)
+
+        numbers = range(self.prompts)
+        return np.array([[mean(i, *label) for label in enumerate(sizes)] for i in numbers])
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -527,12 +468,11 @@ def _run_prompt(args: PromptArguments, out: Path | None) -> str:
     head = head_of(config_at(_WHERE, "model", args.model))
     model = load_model(_WHERE, args.model, head, bf16=args.bf16)
     names = list(prompt.labels)
-    threads = f", {counted(args.threads or torch.get_num_threads(), 'thread')}"
     rows = {
         "data": f"{args.data}: {len(examples):,} examples",
         "model": f"{args.model}: {type(model).__name__}, {'bf16' if args.bf16 else 'fp32'}",
         "prompt": f"{args.prompt}: {len(names)} labels, {len(prompt.examples)} examples shown",
-        "device": f"{model.device}{threads if model.device.type == 'cpu' else ''}",
+        "device": device_name(args, model),
     }
     say(block(rows | ({"results": str(out)} if out else {})))
     texts = [example.texts for example in examples]
@@ -544,7 +484,9 @@ def _run_prompt(args: PromptArguments, out: Path | None) -> str:
     right = np.array([names.index(example.target) for example in examples])
     chosen = {kind: scores.chosen(kind) for kind in CALIBRATIONS}
     if out is not None:
-        _write(out, examples, names, chosen, scores)
+        with whole(out) as part:
+            table = _table(examples, names, chosen, scores)
+            part.write_text(table, encoding="utf-8")
     usual = np.bincount(right).max() / len(right)
     shown = "  ".join(f"{kind} {np.mean(found == right):.4f}" for kind, found in chosen.items())
     return f"accuracy: {shown}  ({len(right):,} texts; the most frequent label: {usual:.4f})"
@@ -554,16 +496,11 @@ def _examples(args: PromptArguments, path: str | Path, prompt: Prompt) -> list[E
     """The examples of a file, whose labels are those of the prompt."""
     task = "classification" if len(prompt.fields) == 1 else "pair"
     examples = read_examples(task, path, args.text_columns, args.label_column)
+    expected = f"one of the prompt, {', '.join(prompt.labels)}"
+    fix = "Add it to the labels of the prompt."
     for example in examples:
-        check(
-            example.target in prompt.labels,
-            _WHERE,
-            "data",
-            f"{example.where}: the label {example.target!r}",
-            f"one of the prompt, {', '.join(prompt.labels)}",
-            "Add it to the labels of the prompt.",
-            DataError,
-        )
+        got = f"{example.where}: the label {example.target!r}"
+        check(example.target in prompt.labels, _WHERE, "data", got, expected, fix, DataError)
     return examples
 
 
@@ -579,19 +516,13 @@ def _shots(examples: list[Example], count: int, seed: int) -> list[Example]:
     return chosen
 
 
-def _write(
-    out: Path,
-    examples: list[Example],
-    names: list[str],
-    chosen: dict[str, np.ndarray],
-    scores: LabelScores,
-) -> None:
-    """A table: the right label, those chosen, and the log-probability of each."""
+def _table(
+    examples: list[Example], names: list[str], chosen: dict[str, np.ndarray], scores: LabelScores
+) -> str:
+    """The right label, those chosen, and the log-probability of each."""
     lines = ["\t".join(["label", *chosen, *(f"log p({name})" for name in names)])]
     for i, example in enumerate(examples):
         found = [names[kind[i]] for kind in chosen.values()]
-        lines.append(
-            "\t".join([example.target, *found, *(f"{score:.6g}" for score in scores.texts[i])])
-        )
-    with whole(out) as part:
-        part.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        found += [f"{score:.6g}" for score in scores.texts[i]]
+        lines.append("\t".join([example.target, *found]))
+    return "\n".join(lines) + "\n"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,8 +20,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fastplm._checks import check_int
-from fastplm.errors import ArgumentTypeError, check, check_choice, message
-from fastplm.inference._batches import batches
+from fastplm.errors import check, check_choice
+from fastplm.inference._batches import ONLY_IDS, batches, check_texts, evaluating
 from fastplm.inference.score_settings import METHODS
 from fastplm.models._base import most_positions
 from fastplm.models._heads import CausalLM, MaskedLM, requested_rows
@@ -119,22 +118,14 @@ def pseudo_log_likelihood(
     """
     where = "pseudo_log_likelihood"
     check_choice(where, "method", method, METHODS)
-    check(
-        isinstance(model, MaskedLM),
-        where,
-        "model",
-        f"a {type(model).__name__}",
-        "a masked language model of fastplm.models, such as BertForMaskedLM",
-        "Use log_likelihood for other language models.",
-    )
+    got, fix = f"a {type(model).__name__}", "Use log_likelihood for other language models."
+    expected = "a masked language model of fastplm.models, such as BertForMaskedLM"
+    check(isinstance(model, MaskedLM), where, "model", got, expected, fix)
     mask_id: Any = getattr(tokenizer, "mask_token_id", None)
-    for lacks, what in (
-        (mask_id is None, "without a mask token"),
-        (method == "within_word_l2r" and not tokenizer.is_fast, "that is not a fast one"),
-    ):
-        got = f"a {type(tokenizer).__name__} {what}"
-        expected = "a fast tokenizer with a mask token"
-        check(not lacks, where, "tokenizer", got, expected, "Use that of the checkpoint.")
+    slow = method == "within_word_l2r" and not tokenizer.is_fast
+    lacks = "without a mask token" if mask_id is None else "that is not a fast one" if slow else ""
+    got, fix = f"a {type(tokenizer).__name__} {lacks}", "Use that of the checkpoint."
+    check(not lacks, where, "tokenizer", got, "a fast tokenizer with a mask token", fix)
     encoded = _encoded(where, "texts", tokenizer, texts, most_positions(model.config), truncate)
 
     def rows(parts: list[_Part]) -> Tensor:
@@ -209,16 +200,12 @@ def log_likelihood(
     where = "log_likelihood"
     paired = isinstance(model, ConditionalGeneration | EncoderDecoderModel)
     backbone = getattr(model, "base_model", None)
-    causal = isinstance(model, CausalLM) and getattr(backbone, "_is_causal", lambda: True)()
-    check(
-        paired or causal,
-        where,
-        "model",
-        f"a {type(model).__name__}"
-        + (" without is_decoder" if isinstance(model, CausalLM) else ""),
-        "a decoder or an encoder-decoder of fastplm.models with a language-model head",
-        "Use pseudo_log_likelihood for masked language models.",
-    )
+    writes = isinstance(model, CausalLM)
+    causal = writes and getattr(backbone, "_is_causal", lambda: True)()
+    got = f"a {type(model).__name__}{' without is_decoder' if writes else ''}"
+    expected = "a decoder or an encoder-decoder of fastplm.models with a language-model head"
+    fix = "Use pseudo_log_likelihood for masked language models."
+    check(paired or causal, where, "model", got, expected, fix)
     start = getattr(tokenizer, "bos_token_id", None)
     fix = "Leave it out."
     check(paired or sources is None, where, "sources", "some for a decoder", "None", fix)
@@ -233,19 +220,13 @@ def log_likelihood(
         fix = "Give one for each text."
         check(len(given) == len(texts), where, "sources", len(given), f"{len(texts)}", fix)
         limit = most_positions(getattr(model.config, "encoder", model.config))
+        read = _encoded(where, "sources", tokenizer, given, limit, truncate)
         encoded = [
-            text._replace(
-                scored=torch.arange(len(text.ids)),
-                source=source.ids,
-                truncated=text.truncated or source.truncated,
-            )
-            for text, source in zip(
-                encoded,
-                _encoded(where, "sources", tokenizer, given, limit, truncate),
-                strict=True,
-            )
+            _Text(text.ids, torch.arange(len(text.ids)), text.words, source.ids, cut)
+            for text, source in zip(encoded, read, strict=True)
+            for cut in [text.truncated or source.truncated]
         ]
-        empty = [i for i, text in enumerate(encoded) if not len(text.source)]
+        empty = [i for i, source in enumerate(read) if not len(source.ids)]
         got = f"no token in text {empty[:1]}"
         check(not empty, where, "sources", got, "a token or more", "Give other sources.")
     else:
@@ -272,20 +253,12 @@ def log_likelihood(
 
 
 class _Text(NamedTuple):
-    """The tokens of a text.
+    """The tokens of a text."""
 
-    Args:
-        ids: int64 [T].
-        scored: int64 [n], the places of the tokens that are scored, ascending.
-        words: int64 [T], the same number in tokens of one word.
-        source: int64 [S], of an encoder-decoder.
-        truncated: whether it was cut.
-    """
-
-    ids: Tensor
-    scored: Tensor
-    words: Tensor
-    source: Tensor
+    ids: Tensor  # int64 [T]
+    scored: Tensor  # int64 [n], the places of the tokens that are scored, ascending
+    words: Tensor  # int64 [T], the same number in tokens of one word
+    source: Tensor  # int64 [S], of an encoder-decoder
     truncated: bool
 
 
@@ -304,27 +277,12 @@ def _encoded(
     truncate: bool,
     before: Sequence[int] = (),
 ) -> list[_Text]:
-    """The tokens of texts; the scored ones are those that the tokenizer did not add.
-
-    Args:
-        where, argument: what error messages call the function and the texts.
-        limit: the most tokens of a text; None = any number.
-        truncate: cut longer texts.
-        before: ids in front of each text, which are not scored.
-    """
-    if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
-        got = "a str" if isinstance(texts, str) else "an element that is not a str"
-        fix = "Put a single text into a list."
-        raise ArgumentTypeError(message(where, argument, got, "a sequence of str", fix))
+    """The tokens of texts; scored are those that neither the tokenizer nor ``before`` adds."""
+    check_texts(where, argument, texts)
     found: list[_Text] = []
     for start in range(0, len(texts), _ENCODED_TOGETHER):
         some = list(texts[start : start + _ENCODED_TOGETHER])
-        options = {
-            "return_special_tokens_mask": True,
-            "return_attention_mask": False,
-            "return_token_type_ids": False,
-            "verbose": False,  # of lengths, which are checked here
-        }
+        options = {"return_special_tokens_mask": True, **ONLY_IDS}
         together = tokenizer(some, **options)
         for i, text in enumerate(some):
             encoding, index = together, i
@@ -344,15 +302,8 @@ def _encoded(
             words = [*(None for _ in before), *words]
             # A token of no word is a word of its own.
             numbers = [-1 - j if word is None else word for j, word in enumerate(words)]
-            found.append(
-                _Text(
-                    ids,
-                    (added == 0).nonzero().flatten(),
-                    torch.tensor(numbers, dtype=torch.int64),
-                    ids.new_empty(0),
-                    truncated,
-                )
-            )
+            scored, of_words = (added == 0).nonzero().flatten(), torch.tensor(numbers).long()
+            found.append(_Text(ids, scored, of_words, ids.new_empty(0), truncated))
     return found
 
 
@@ -382,9 +333,7 @@ def _padded(rows: list[Tensor], tokenizer: Any, device: torch.device) -> dict[st
 def _parts(sizes: Sequence[tuple[int, int]], batch_tokens: int) -> Iterator[list[_Copies]]:
     """The texts of each batch, and which of their copies are in it; the longest texts come first.
 
-    Args:
-        sizes: of each text the number of its copies, and the tokens of one.
-        batch_tokens: the most tokens of a batch, unless one copy has more.
+    ``sizes`` are the number of copies of each text, and the tokens of one.
     """
     counts, lengths = np.array(sizes, np.int64).reshape(-1, 2).T
     texts = np.repeat(np.arange(len(sizes)), counts)  # of each copy
@@ -394,17 +343,6 @@ def _parts(sizes: Sequence[tuple[int, int]], batch_tokens: int) -> Iterator[list
         first = np.flatnonzero(np.diff(text, prepend=-1))
         last = place[[*(first[1:] - 1), -1]] + 1
         yield list(zip(text[first].tolist(), place[first].tolist(), last.tolist(), strict=True))
-
-
-@contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)
 
 
 def _scores(
@@ -447,7 +385,7 @@ def _scores(
         rows.clear()
 
     done, total = 0, sum(copies * length for copies, length in sizes)
-    with _evaluating(model):
+    with evaluating(model):
         for planned in _parts(sizes, batch_tokens):
             parts = [
                 (texts[index], slice(first, last) if sizes[index][0] > 1 else slice(None))

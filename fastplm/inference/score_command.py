@@ -43,19 +43,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Report:
-    """What a metric finds, as names and values.
+    """What a metric finds, as names and values."""
 
-    Args:
-        texts: of each text.
-        tokens: of each token of each text.
-        corpus: of all texts.
-        cut: how many texts were cut.
-    """
-
-    texts: list[dict[str, Any]]
-    tokens: list[list[dict[str, Any]]]
-    corpus: dict[str, Any]
-    cut: int = 0
+    texts: list[dict[str, Any]]  # of each text
+    tokens: list[list[dict[str, Any]]]  # of each token of each text
+    corpus: dict[str, Any]  # of all texts
+    cut: int = 0  # how many texts were cut
 
 
 def score_file(args: ScoreArguments) -> str:
@@ -105,8 +98,7 @@ def _score_file(args: ScoreArguments, out: Path | None) -> str:
 def read_lines(args: ScoreArguments, *, paired: bool) -> list[Line]:
     """The lines of a file that are not blank.
 
-    Args:
-        paired: whether a tab parts a source from its text; either all lines have one, or none.
+    If they are ``paired``, a tab may part a source from its text: in all lines, or in none.
     """
     lines: list[Line] = []
     blank = 0
@@ -126,14 +118,8 @@ def read_lines(args: ScoreArguments, *, paired: bool) -> list[Line]:
             expected = "a tab in all lines, between a source and its text, or in none"
             args.check("data", alike, expected, fix, got, DataError)
         lines.append(Line(number, text, source))
-    args.check(
-        "data",
-        bool(lines),
-        "a text or more, one a line",
-        "Check the file.",
-        f"{args.data}, a file without text",
-        DataError,
-    )
+    expected, got = "a text or more, one a line", f"{args.data}, a file without text"
+    args.check("data", bool(lines), expected, "Check the file.", got, DataError)
     if blank:
         say(f"blank lines of {args.data}, left out: {blank}")
     return lines
@@ -146,13 +132,8 @@ def _likelihood(
     args: ScoreArguments, lines: list[Line], config: Any, *, pseudo: bool = False
 ) -> Report:
     causal = not config.is_encoder_decoder
-    args.check(
-        "method",
-        pseudo or args.method is None,
-        "none, as only pseudo-log-likelihood masks tokens",
-        "Leave it out.",
-    )
-    fix = "Leave it out."
+    expected, fix = "none, as only pseudo-log-likelihood masks tokens", "Leave it out."
+    args.check("method", pseudo or args.method is None, expected, fix)
     args.check("bos", causal and not pseudo or not args.bos, "a GPT or GPT-2", fix, "another model")
     tokenizer: Any = load_tokenizer(args.model, needs=("mask",) if pseudo else ())
     model = load_model("score", args.model, head_of(config))
@@ -174,27 +155,22 @@ def _likelihood(
             bar.update(done - bar.n)
 
         scores = metric(model, tokenizer, texts, progress=show, **options)
-    names = ("pseudo_log_likelihood", "pseudo_perplexity")
-    if not pseudo:
-        names = ("log_likelihood", "perplexity")
+    prefix = "pseudo_" if pseudo else ""
+    names = "tokens", f"{prefix}log_likelihood", f"{prefix}perplexity"
+
+    def row(*values: float) -> dict[str, Any]:
+        return dict(zip(names, values, strict=True))
+
+    def by_token(score: TextScore) -> list[dict[str, Any]]:
+        each = zip(score.tokens, score.log_probs.tolist(), strict=True)
+        return [{"token": token, "log_prob": value} for token, value in each]
+
+    total = sum(len(score.tokens) for score in scores)
+    of_all = row(total, math.fsum(score.sum for score in scores), perplexity(scores))
     return Report(
-        [
-            {"tokens": len(score.tokens), names[0]: score.sum, names[1]: score.perplexity}
-            for score in scores
-        ],
-        [
-            [
-                {"token": token, "log_prob": value}
-                for token, value in zip(score.tokens, score.log_probs.tolist(), strict=True)
-            ]
-            for score in scores
-        ],
-        {
-            "texts": len(scores),
-            "tokens": sum(len(score.tokens) for score in scores),
-            names[0]: math.fsum(score.sum for score in scores),
-            names[1]: perplexity(scores),
-        },
+        [row(len(score.tokens), score.sum, score.perplexity) for score in scores],
+        [by_token(score) for score in scores],
+        {"texts": len(scores), **of_all},
         sum(score.truncated for score in scores),
     )
 
@@ -215,30 +191,18 @@ def _bertscore(args: ScoreArguments, lines: list[Line], config: Any) -> Report:
     say(f"references without a text, which score 0: {blank}" if blank else "")
     model, tokenizer = load_encoder("score", args.model)
     _say_what(args, model)
+    options: dict[str, Any] = {name: getattr(args, name) for name in ("idf", "layer", "baseline")}
+    options |= {"batch_tokens": args.batch_tokens, "progress": True}
+    texts = [line.text for line in lines]
     with warnings.catch_warnings(record=True) as caught, _precision(args, model.device):
         warnings.simplefilter("always")
-        score = bert_score(
-            [line.text for line in lines],
-            references,
-            model,
-            tokenizer,
-            idf=args.idf,
-            layer=args.layer,
-            baseline=args.baseline,
-            batch_tokens=args.batch_tokens,
-            progress=True,
-        )
+        score = bert_score(texts, references, model, tokenizer, **options)
     for warning in caught:
         say(str(warning.message))
     rows = zip(*(part.tolist() for part in score), strict=True)
-    return Report(
-        [dict(zip(score._fields, row, strict=True)) for row in rows],
-        [],
-        {
-            "texts": len(lines),
-            **{name: float(part.mean()) for name, part in score._asdict().items()},
-        },
-    )
+    means = {name: float(part.mean()) for name, part in score._asdict().items()}
+    found = [dict(zip(score._fields, row, strict=True)) for row in rows]
+    return Report(found, [], {"texts": len(lines), **means})
 
 
 #: What computes the report of a metric from the lines of a file.
@@ -250,16 +214,13 @@ _METRICS: dict[str, Callable[[ScoreArguments, list[Line], Any], Report]] = {
 
 
 def _say_what(args: ScoreArguments, model: Any) -> None:
-    say(
-        block(
-            {
-                "data": str(args.data),
-                "model": f"{args.model}, {type(model).__name__}",
-                "precision": "bf16 (autocast)" if args.bf16 else fp32_name(args),
-                "device": f"{model.device}, {counted(torch.get_num_threads(), 'CPU thread')}",
-            }
-        )
-    )
+    rows = {
+        "data": str(args.data),
+        "model": f"{args.model}, {type(model).__name__}",
+        "precision": "bf16 (autocast)" if args.bf16 else fp32_name(args),
+        "device": f"{model.device}, {counted(torch.get_num_threads(), 'CPU thread')}",
+    }
+    say(block(rows))
 
 
 def _precision(args: ScoreArguments, device: torch.device) -> Any:
@@ -271,18 +232,15 @@ def _precision(args: ScoreArguments, device: torch.device) -> Any:
 
 def _table(by: str, lines: Sequence[Line], report: Report, head: dict[str, str]) -> str:
     rows = [report.corpus]
-    if by == "text":
-        rows = [{"line": line.number, **row} for line, row in zip(lines, report.texts, strict=True)]
-    elif by == "token":
-        rows = [
-            {"line": line.number, **row}
-            for line, some in zip(lines, report.tokens, strict=True)
-            for row in some
-        ]
+    if by != "corpus":
+        found = [[row] for row in report.texts] if by == "text" else report.tokens
+        each = zip(lines, found, strict=True)
+        rows = [{"line": line.number, **row} for line, some in each for row in some]
     shown = io.StringIO()
     table = csv.writer(shown, delimiter="\t", lineterminator="\n")
     table.writerow(rows[0] if rows else ("line",))
-    table.writerows([_digits(value) for value in row.values()] for row in rows)
+    for row in rows:
+        table.writerow([f"{v:.8g}" if isinstance(v, float) else v for v in row.values()])
     return shown.getvalue()
 
 
@@ -290,12 +248,11 @@ def _json(by: str, lines: Sequence[Line], report: Report, head: dict[str, str]) 
     content: dict[str, Any] = {**head, "corpus": report.corpus}
     if by != "corpus":
         content["texts"] = [
-            {"line": line.number, "text": line.text, "source": line.source, **row}
+            {"line": line.number, "text": line.text}
+            | ({} if line.source is None else {"source": line.source})
+            | row
             for line, row in zip(lines, report.texts, strict=True)
         ]
-        for text in content["texts"]:
-            if text["source"] is None:
-                del text["source"]
     if by == "token":
         for text, some in zip(content["texts"], report.tokens, strict=True):
             text["by_token"] = some
@@ -309,10 +266,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _digits(value: Any) -> Any:
-    return f"{value:.8g}" if isinstance(value, float) else value
 
 
 def _short(value: Any) -> str:

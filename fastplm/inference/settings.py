@@ -90,13 +90,10 @@ class EmbedArguments(Settings):
         if self.layers is None:
             self.layers = (-1,)
         self.check("out", str(self.out).endswith(".npy"), "a name that ends in .npy", "Add it.")
-        self.check(
-            "layer_weights",
-            self.layer_weights is None or len(self.layer_weights) == len(self.layers),
-            f"{len(self.layers)}, one for each of --layers",
-            "Name both.",
-            f"{len(self.layer_weights or ())} of them",
-        )
+        expected = f"{len(self.layers)}, one for each of --layers"
+        weights = self.layers if self.layer_weights is None else self.layer_weights
+        fits, got = len(weights) == len(self.layers), f"{len(weights)} of them"
+        self.check("layer_weights", fits, expected, "Name both.", got)
 
 
 @dataclass
@@ -141,10 +138,7 @@ class PromptArguments(Settings):
 
     def __post_init__(self) -> None:
         self.check_values()
-        self.check(
-            "shots",
-            (self.shots is None) == (self.shots_data is None),
-            "--shots and --shots-data together",
-            "Name both, or neither.",
-            f"{self.shots} with --shots-data {self.shots_data}",
-        )
+        both = (self.shots is None) == (self.shots_data is None)
+        expected, fix = "--shots and --shots-data together", "Name both, or neither."
+        got = f"{self.shots} with --shots-data {self.shots_data}"
+        self.check("shots", both, expected, fix, got)

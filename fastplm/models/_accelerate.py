@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from fastplm.errors import UnsupportedError, check
+from fastplm.errors import UnsupportedError, check, fail
 
 # Importing Transformers and the models takes seconds, so both are imported on the first call.
 
@@ -50,26 +50,16 @@ def accelerate(model: _Model) -> _Model:
         >>> type(fastplm.restore(model)).__module__
         'transformers.models.bert.modeling_bert'
     """
-    check(
-        isinstance(model, nn.Module),
-        "accelerate",
-        "model",
-        f"a {type(model).__name__}",
-        "a torch.nn.Module",
-        "Pass the model itself.",
-    )
+    where, got = "accelerate", f"a {type(model).__name__}"
+    is_module = isinstance(model, nn.Module)
+    check(is_module, where, "model", got, "a torch.nn.Module", "Pass the model itself.")
     anything, kept = switch(model)
-    check(
-        anything,
-        "accelerate",
-        "model",
-        f"a {type(model).__name__} that cannot change" + (f": {'; '.join(kept)}" if kept else ""),
-        "a model of Transformers with drop-in classes in fastplm.models, or one whose attention "
-        "implementation can be set",
-        "Use the ops of fastplm in its modules; or call accelerate before fully_shard and before "
-        "you replace its modules.",
-        UnsupportedError,
-    )
+    got += " that cannot change" + (f": {'; '.join(kept)}" if kept else "")
+    expected = "a model of Transformers with drop-in classes in fastplm.models, or one whose "
+    expected += "attention implementation can be set"
+    fix = "Use the ops of fastplm in its modules; or call accelerate before fully_shard and before "
+    fix += "you replace its modules."
+    check(anything, where, "model", got, expected, fix, UnsupportedError)
     if kept:
         from transformers.utils import logging
 
@@ -150,16 +140,12 @@ def restore(model: _Model) -> _Model:
 
     ours = set(DROP_INS.values())
     for module in model.modules():
-        check(
-            type(module) not in ours or "forward" not in vars(module),
-            "restore",
-            "model",
-            f"a {type(module).__name__} whose forward was replaced on the instance",
-            "a module that uses the forward of its class",
-            "Undo that first, with accelerate.utils.extract_model_from_parallel("
-            "model, keep_fp32_wrapper=False) if Accelerate did it.",
-            UnsupportedError,
-        )
+        if type(module) in ours and "forward" in vars(module):
+            got = f"a {type(module).__name__} whose forward was replaced on the instance"
+            fix = "Undo that first, with accelerate.utils.extract_model_from_parallel(model, "
+            fix += "keep_fp32_wrapper=False) if Accelerate did it."
+            expected = "a module that uses the forward of its class"
+            fail("restore", "model", got, expected, fix, UnsupportedError)
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     own = [module for module in models if type(module) in ours]
     restore_modules(model)

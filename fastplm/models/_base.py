@@ -6,6 +6,8 @@ import contextlib
 import copy
 import functools
 import inspect
+import sys
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -46,11 +48,7 @@ def drop_in(ours: _Class) -> _Class:
     arguments in the order of the parent's, whichever its own are; those that it adds come after.
     (ONNX's exporter of ``dynamo=False`` passes the defaults of all of them in this order.)
     """
-    parent: Any = next(
-        base
-        for base in ours.__mro__[1:]
-        if base.__name__ == ours.__name__ and base.__module__.startswith("transformers.")
-    )
+    parent: Any = _parent_of(ours)
     DROP_INS[parent] = ours
     forward: Any = ours.forward  # type: ignore[attr-defined]
     own = inspect.signature(forward).parameters.values()
@@ -68,6 +66,34 @@ def drop_in(ours: _Class) -> _Class:
         # when it constructs a model. Assigning ``__class__`` constructs none, so register both.
         for either in (ours, parent):
             dict.__setitem__(_CAN_RECORD_REGISTRY, str(either), recorded)
+    return ours
+
+
+def _parent_of(ours: type) -> type | None:
+    """The class of Transformers with the same name."""
+    for base in ours.__mro__[1:]:
+        if base.__name__ == ours.__name__ and base.__module__.startswith("transformers."):
+            return base
+    return None
+
+
+def joined(*bases: Any, **attributes: Any) -> Any:
+    """The class of mixins and their parent, the last of ``bases``, with the name of the parent.
+
+    It stands for the class statement of a module inside of a model, if that has no methods.
+    """
+    attributes["__module__"] = sys._getframe(1).f_globals["__name__"]
+    made = types.new_class(bases[-1].__name__, bases, exec_body=lambda own: own.update(attributes))
+    return made if issubclass(made, FastplmModel) else drop_in(documented(made))
+
+
+def documented(ours: _Class) -> _Class:
+    """Give a class without a docstring the one of its mixins: ``_summary`` says how such classes
+    differ from their parents."""
+    if "__doc__" not in vars(ours) or ours.__doc__ is None:
+        summary, name = getattr(ours, "_summary", ""), ours.__name__
+        own = f"``transformers.{name}``, " + summary
+        ours.__doc__ = own if summary else ours.__mro__[1].__doc__
     return ours
 
 
@@ -168,6 +194,15 @@ class FastplmModel:
 
     #: ``forward`` divides its loss by ``num_items_in_batch``. Trainer reads this attribute.
     accepts_loss_kwargs = True
+    config: Any
+    base_model: Any
+    training: bool
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """A class of this package whose parent has its name is that one's drop-in class."""
+        super().__init_subclass__(**kwargs)
+        if cls.__module__.startswith("fastplm.") and _parent_of(cls) is not None:
+            drop_in(documented(cls))
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         if not IS_CHOSEN.get():
@@ -201,7 +236,7 @@ class FastplmModel:
             return super()._from_config(copy.deepcopy(config), **kwargs)  # type: ignore[misc]
 
     def _has_our_attention(self) -> bool:
-        return self.config._attn_implementation == NAME  # type: ignore[attr-defined]
+        return self.config._attn_implementation == NAME
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         """Like the parent."""
@@ -237,31 +272,26 @@ def say_what_is_lost(name: Any, kind: type) -> None:
 
 
 class TiedLookup:
-    """The embedding lookup of a model whose vocabulary head may be tied to the embedding.
+    """Lookups in embeddings that may share their weight with a vocabulary head.
 
-    If they share their weight, both gradients are accumulated in one buffer. Only the loss may use
-    ``weight``; logits use the weight of the decoder itself.
+    If they do, all gradients are accumulated in one buffer. Only the loss may use ``weight``;
+    logits use the weight of the decoder itself.
 
     Args:
-        model: the model with the embedding.
         decoder: the head's projection to the vocabulary.
-        labels: None if no loss is computed.
+        kind: the class of the embeddings; an embedding of another class is called normally.
     """
 
-    def __init__(self, model: PreTrainedModel, decoder: nn.Module, labels: Tensor | None) -> None:
-        self.embedding: Any = model.get_input_embeddings()
-        self.shared = (
-            labels is not None
-            and isinstance(self.embedding, nn.Embedding)
-            and shares_table(self.embedding, decoder)
-        )
+    def __init__(self, decoder: nn.Module, kind: type[nn.Embedding] = nn.Embedding) -> None:
+        self.decoder, self.kind = decoder, kind
         self.weight: Any = getattr(decoder, "weight", None)  # an adapter may have none
 
-    def __call__(self, input_ids: Tensor) -> Tensor:
+    def __call__(self, embedding: Any, input_ids: Tensor) -> Tensor:
         """int64 [...] -> [..., E]."""
-        if not self.shared:
-            return self.embedding(input_ids)
-        rows, self.weight = tied_lookup(self.embedding, input_ids)
+        if not shares_table(embedding, self.decoder, self.kind):
+            return embedding(input_ids)
+        # Each lookup gets the table that the previous one returned, so that gradients add up.
+        rows, self.weight = tied_lookup(embedding, input_ids, self.weight)
         return rows
 
 
@@ -298,11 +328,8 @@ def check_batch(
 ) -> None:
     """Check what a backbone is given, except sizes that differ between the families.
 
-    Args:
-        given: ``input_ids``, or embeddings [B, T, E] in their place.
-        masks: ``attention_mask`` and ``encoder_attention_mask``.
-        sample_index: int64, one of each sequence.
-        cu_seqlens: int32 [sequences + 1], where a batch is packed already; None = B sequences.
+    ``given`` are the ids, or embeddings [B, T, E] in their place; ``masks`` those of the batch and
+    of an encoder; ``cu_seqlens`` int32 [sequences + 1], where a batch is packed already.
     """
     where, table = type(model).__name__, model.get_input_embeddings()
     # The user may have replaced the embeddings by larger ones; T5's parts do not learn of it.
@@ -368,10 +395,7 @@ def check_input_ids(where: str, input_ids: Tensor | None, vocab_size: int) -> No
         return
     low, high = (int(bound) for bound in input_ids.aminmax())
     if low < 0 or high >= vocab_size:
-        fail(
-            where,
-            "input_ids",
-            f"ids from {low} to {high}",
-            f"0 to {vocab_size - 1}, the vocabulary of this model",
-            "Use the tokenizer of the checkpoint, or resize_token_embeddings.",
-        )
+        got = f"ids from {low} to {high}"
+        expected = f"0 to {vocab_size - 1}, the vocabulary of this model"
+        fix = "Use the tokenizer of the checkpoint, or resize_token_embeddings."
+        fail(where, "input_ids", got, expected, fix)

@@ -66,11 +66,10 @@ class EncoderModel(FastplmModel):
     the second run is used.
     """
 
-    config: Any
+    _summary = "with fused attention, computing only tokens."
     embeddings: Any
     encoder: Any
     pooler: Any
-    training: bool
 
     @can_return_tuple
     def forward(
@@ -123,8 +122,9 @@ class EncoderModel(FastplmModel):
         attention_mask, full = self._mask_of(given, attention_mask, past_key_values, unpad)
         if self._is_causal():
             use_cache = caches(use_cache, past_key_values)
-        cache = {"past_key_values": past_key_values, "use_cache": use_cache}
-        kwargs.update({name: value for name, value in cache.items() if value is not None})
+        for name, value in (("past_key_values", past_key_values), ("use_cache", use_cache)):
+            if value is not None:
+                kwargs[name] = value
         # A compiled program draws the dropout of hidden states by element.
         drops = self.training and (sample_index is not None or is_eager(given))
 
@@ -198,18 +198,13 @@ class EncoderModel(FastplmModel):
         )
 
     def _layers_are_on_rows(self) -> bool:
-        """Whether all layers tell their dropout which rows they compute."""
         return are_on_rows(self.encoder.layer)
 
     def _is_causal(self) -> bool:
-        """Whether attention is causal."""
         return bool(self.config.is_decoder)
 
     def _last_layer(self) -> int | None:
-        """The index of the last layer; None if that layer must compute all rows.
-
-        Only called if ``_layers_are_ours``.
-        """
+        """The index of the last layer; None if it must compute all rows. All layers are ours."""
         if self._is_causal():
             return None
         indices = [layer.attention.self.layer_idx for layer in self.encoder.layer]
@@ -255,14 +250,7 @@ class EncoderModel(FastplmModel):
         encoder_rows: RaggedBatch | None,
         kwargs: dict[str, Any],
     ) -> Rows:
-        """The rows of a batch that are computed, and those that the last layer computes.
-
-        Args:
-            given: [B, T, …].
-            mask: [B, T], 0 = padding.
-            first: int64 [B], the flat positions of the first tokens.
-            output_rows, extra_rows, unpad, encoder_rows, kwargs: as in ``forward``.
-        """
+        """The rows that are computed; ``first`` are the flat positions [B] of the first tokens."""
         batch, seqlen = given.shape[:2]
         one_each = isinstance(output_rows, str)
         rows: Any = first if one_each else output_rows
@@ -282,12 +270,9 @@ class EncoderModel(FastplmModel):
         rows: Tensor,
         ragged: RaggedBatch | None,
         mask: Tensor | None,
-        one_each: bool,
+        one_each: bool,  # one row of each sequence is needed, which a trace does not see
     ) -> LastRows | None:
-        """The rows of the last layer; None = all of them.
-
-        ``one_each``: one row of each sequence is needed, which a trace does not see.
-        """
+        """The rows of the last layer; None = all of them."""
         index = self._last_layer()
         if index is None or is_written_down():  # ONNX has no stable sort
             return None
@@ -338,26 +323,22 @@ def cross_inputs(
     """
     if states is None:
         return {}, None
+    key_mask = None
     if ragged is None:
         if encoder_rows is not None:
             states, mask = encoder_rows.pad(states), encoder_rows.token_mask()
-        given: dict[str, Any] = {"encoder_hidden_states": states}
-        if mask is not None:
-            given["encoder_attention_mask"] = mask
-        return given, None
-    key_mask = None
-    if encoder_rows is None:
+        key_mask, encoder_rows = mask, None
+    elif encoder_rows is not None:
+        key_mask = encoder_rows.key_mask_row()
+    else:
         if mask is not None and values_can_be_read(mask):
             encoder_rows = RaggedBatch.of(mask)
         elif mask is not None:
             key_mask = mask.bool().flatten()[None]
         if encoder_rows is None:
-            encoder_rows = RaggedBatch.whole(states)
-            states = states.flatten(0, 1)[None]
+            encoder_rows, states = RaggedBatch.whole(states), states.flatten(0, 1)[None]
         else:
             states = encoder_rows.pack_rows(states)
-    else:
-        key_mask = encoder_rows.key_mask_row()
     given = {"encoder_hidden_states": states}
     if key_mask is not None:
         given["encoder_attention_mask"] = key_mask
@@ -368,13 +349,8 @@ class EncoderLayer(OnRows):
     """Mixin of a layer, for small batches: Transformers' own inspects the signature of the
     feed-forward in every call, for the sake of chunks, which takes as long as a small product."""
 
-    is_decoder: bool
-    chunk_size_feed_forward: int
-    attention: Any
-    feed_forward_chunk: Callable[[Tensor], Tensor]
-
     def forward(
-        self,
+        self: Any,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         encoder_hidden_states: Tensor | None = None,
@@ -392,23 +368,14 @@ class EncoderLayer(OnRows):
                 **kwargs,
             )
         rows: Rows | None = kwargs.get("rows")
+        kwargs["past_key_values"] = past_key_values
         if rows is None or rows.numbers is None:
-            return self._on_rows(hidden_states, attention_mask, past_key_values, **kwargs)
+            return self._on_rows(hidden_states, attention_mask, **kwargs)
         numbers = rows.numbers_of(rows.in_layer(self.attention.self.layer_idx))
-        return on_rows(
-            numbers, self._on_rows, hidden_states, attention_mask, past_key_values, **kwargs
-        )
+        return on_rows(numbers, self._on_rows, hidden_states, attention_mask, **kwargs)
 
-    def _on_rows(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        past_key_values: Any,
-        **kwargs: Any,
-    ) -> Tensor:
-        hidden_states, _ = self.attention(
-            hidden_states, attention_mask, past_key_values=past_key_values, **kwargs
-        )
+    def _on_rows(self: Any, hidden_states: Tensor, mask: Tensor | None, **kwargs: Any) -> Tensor:
+        hidden_states, _ = self.attention(hidden_states, mask, **kwargs)
         return self.feed_forward_chunk(hidden_states)
 
 
@@ -437,10 +404,7 @@ def _is_held_here_alone(out: Tensor, projection: nn.Module, after: nn.Module) ->
 class EncoderIntermediate:
     """Mixin of the first half of a feed-forward, whose GELU overwrites what it is computed from."""
 
-    dense: Any
-    intermediate_act_fn: Any
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
         dense, activation = self.dense, self.intermediate_act_fn  # nn.Module searches for each
         out = dense(hidden_states)
         if (
@@ -455,11 +419,7 @@ class EncoderIntermediate:
 class EncoderOutput:
     """Mixin of the end of a block, where the residual is added in place."""
 
-    dense: Any
-    dropout: Any
-    LayerNorm: Any
-
-    def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+    def forward(self: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
         dense, dropout = self.dense, self.dropout
         out = dense(hidden_states)
         if dropout.training or not is_plain(dropout, Dropout, nn.Dropout):  # else it does nothing
@@ -477,9 +437,8 @@ class EncoderAttention:
     """Mixin of a layer's attention block. In the last layer it may compute only some rows."""
 
     self: Any
-    is_cross_attention: bool
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         rows: Rows | None = kwargs.get("rows")
         last = None if rows is None else rows.in_layer(self.self.layer_idx)
         if last is not None and not self.is_cross_attention:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -118,10 +119,11 @@ def _two_dimensional(tensor: Tensor | None, most: int | None = None) -> Tensor |
 class DoubleHeads(FastplmModel):
     """Mixin of ``…DoubleHeadsModel``: a language-model loss and a multiple-choice loss.
 
-    Both heads compute only the rows they need.
+    Both heads compute only the rows they need. Source: Radford et al. 2018, "Improving Language
+    Understanding by Generative Pre-Training", §3.
     """
 
-    base_model: Any
+    _summary = "whose heads compute only the rows they need."
     lm_head: nn.Linear
     multiple_choice_head: Any
     _output: Any
@@ -156,8 +158,7 @@ class DoubleHeads(FastplmModel):
             Like the parent; ``loss`` is the language-model loss only, fp32, 0 without labels.
 
         Raises:
-            ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) values that do not
-                fit.
+            ArgumentValueError, ArgumentTypeError: wrong shapes, dtypes or (on the CPU) values.
         """
         where, head = type(self).__name__, self.multiple_choice_head
         if inputs_embeds is not None:
@@ -175,7 +176,10 @@ class DoubleHeads(FastplmModel):
             inputs["unpad"] = False
 
         # --- the rows that the heads read ---
-        lookup = None if inputs_embeds is not None else TiedLookup(self, self.lm_head, labels)
+        lookup = None
+        if inputs_embeds is None and labels is not None:
+            lookup = TiedLookup(self.lm_head)
+            inputs["lookup"] = partial(lookup, self.base_model.get_input_embeddings())
         positions = torch.arange(0, device=self.lm_head.weight.device)
         targets = loss = logits = mc_loss = None
         if labels is not None:
@@ -190,7 +194,7 @@ class DoubleHeads(FastplmModel):
             inputs["extra_rows"] = mask_at(rows, prod(lead), seqlen)
         else:
             inputs["output_rows"] = rows
-        inputs.update(input_ids=input_ids, inputs_embeds=inputs_embeds, lookup=lookup)
+        inputs.update(input_ids=input_ids, inputs_embeds=inputs_embeds)
         outputs = self.base_model(return_dict=True, **inputs)
         hidden = outputs.last_hidden_state
         if all_rows:
@@ -237,24 +241,19 @@ def _choice_rows(
     check_dtype(where, "mc_token_ids", ids, INTEGER)
     check_shape(where, "mc_token_ids", ids, lead, "[batch, choices]")
     inside = ((ids >= 0) & (ids < seqlen)).all()
-    if values_are_known(ids):
-        if not inside:
-            fail(
-                where,
-                "mc_token_ids",
-                "a position outside the sequence",
-                f"0 to {seqlen - 1}",
-                "It is the position of a token in its choice, which has T of them.",
-            )
-    else:
+    if not values_are_known(ids):
         torch._assert_async(inside, "mc_token_ids: a position outside the sequence")
+    elif not inside:
+        got, expected = "a position outside the sequence", f"0 to {seqlen - 1}"
+        fix = "It is the position of a token in its choice, which has T of them."
+        fail(where, "mc_token_ids", got, expected, fix)
     return starts + ids.flatten()
 
 
 class LastTokenClassification(FastplmModel):
     """Mixin of ``…ForSequenceClassification``, which reads only the last token of a sequence."""
 
-    base_model: Any
+    _summary = "whose head reads only the last token."
     score: nn.Linear
     _output: Any
 
@@ -289,10 +288,11 @@ class LastTokenClassification(FastplmModel):
         logits = self.score(requested_rows(self, outputs.last_hidden_state, rows))
         loss = None
         if labels is not None:
-            config: Any = self.config  # type: ignore[attr-defined]
             items = as_normalizer(num_items_in_batch, logits.device)
-            loss = ForSequenceClassificationLoss(labels, logits, config, num_items_in_batch=items)
-            if config.problem_type != "single_label_classification":
+            loss = ForSequenceClassificationLoss(
+                labels, logits, self.config, num_items_in_batch=items
+            )
+            if self.config.problem_type != "single_label_classification":
                 # The other losses ignore num_items_in_batch and are means.
                 loss = loss * batch_share(labels, items)
         given = {name: outputs[name] for name in _BESIDE if name in outputs}
@@ -301,16 +301,12 @@ class LastTokenClassification(FastplmModel):
     def _last_tokens(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         """Flat positions int64 [B] of the last tokens, found by their ids, not by the mask."""
         given: Any = input_ids if inputs_embeds is None else inputs_embeds
-        pad = self.config.pad_token_id  # type: ignore[attr-defined]
+        pad = self.config.pad_token_id
         batch, seqlen = given.shape[:2]
         if pad is None and batch != 1:
-            fail(
-                type(self).__name__,
-                "input_ids",
-                f"a batch of {batch}",
-                "one sequence, as config.pad_token_id is None",
-                "Set model.config.pad_token_id: the last token before padding is classified.",
-            )
+            expected = "one sequence, as config.pad_token_id is None"
+            fix = "Set model.config.pad_token_id: the last token before padding is classified."
+            fail(type(self).__name__, "input_ids", f"a batch of {batch}", expected, fix)
         starts = torch.arange(batch, device=given.device) * seqlen
         if pad is None or input_ids is None:
             if pad is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -33,25 +34,18 @@ _GIVEN = ("inputs_embeds", "input_ids")
 REDUCTIONS = ("mean", "none")
 
 #: Arguments of a decoder's forward. All others are passed on to the user's loss function.
-_INPUTS = (
-    "input_ids",
-    "attention_mask",
-    "token_type_ids",
-    "position_ids",
-    "inputs_embeds",
-    "encoder_hidden_states",
-    "encoder_attention_mask",
-    "past_key_values",
-    "use_cache",
-    "extra_rows",
-)
+_INPUTS = """
+    input_ids attention_mask token_type_ids position_ids inputs_embeds encoder_hidden_states
+    encoder_attention_mask past_key_values use_cache extra_rows
+""".split()
 
 #: (the layers before the projection to the vocabulary or None, the projection). A head that the
 #: user changed is (None, the head): it is called as one module and returns logits.
 Head = tuple[Callable[[Tensor], Tensor] | None, Any]
 
 
-def _logits(transform: Callable[[Tensor], Tensor] | None, decoder: nn.Module, rows: Tensor) -> Any:
+def _logits(model: Any, rows: Tensor) -> Any:
+    transform, decoder = model._head()
     note(lambda: f"{type(decoder).__name__}: logits of {rows.shape[:-1].numel()} rows")
     return decoder(rows if transform is None else transform(rows))
 
@@ -63,16 +57,18 @@ def shape_of(inputs: dict[str, Any], prefix: str = "") -> torch.Size | None:
     return given.shape[:2] if isinstance(given, Tensor) else None
 
 
+def recorded(outputs: Any) -> dict[str, Any]:
+    """What a head returns of its backbone beside what it computes."""
+    return {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
+
+
 def requested_rows(model: Any, hidden: Tensor, positions: Tensor) -> Tensor:
     """The last hidden state of a backbone called with ``output_rows``: [P, 1, E] -> [P, E]."""
     if hidden.shape[:2] != (positions.shape[0], 1):
-        fail(
-            type(model).__name__,
-            "base_model",
-            f"hidden states of {tuple(hidden.shape)} from a {type(model.base_model).__name__}",
-            f"{positions.shape[0]} rows, those that the head reads",
-            "Use the class of fastplm.models: the backbone of transformers returns all rows.",
-        )
+        got = f"hidden states of {tuple(hidden.shape)} from a {type(model.base_model).__name__}"
+        expected = f"{positions.shape[0]} rows, those that the head reads"
+        fix = "Use the class of fastplm.models: the backbone of transformers returns all rows."
+        fail(type(model).__name__, "base_model", got, expected, fix)
     return hidden[:, 0]
 
 
@@ -81,54 +77,47 @@ class LabelledRows:
 
     Args:
         model: its ``base_model`` takes ``output_rows``, as ``EncoderModel`` does.
-        decoder: the projection to the vocabulary.
         labels: int64 [B, T], -100 = none.
-        inputs: the other arguments of the backbone.
+        inputs: the arguments of the backbone; those that ask for these rows are added.
         positions: int64 [P], flat positions of the labels, -1 in unused slots; None = find them.
         all_rows: whether the caller needs the whole last hidden state [B, T, E].
-
-    Attributes:
-        asked: the arguments of the backbone that ask for these rows.
     """
 
     def __init__(
         self,
         model: Any,
-        decoder: nn.Module,
         labels: Tensor,
         inputs: dict[str, Any],
         positions: Tensor | None = None,
         *,
         all_rows: bool,
     ) -> None:
-        self.model, self.decoder, self.all_rows = model, decoder, all_rows
+        self.model, self.all_rows = model, all_rows
+        self.transform, self.decoder = model._head()
         where = type(model).__name__
         labels = as_tokens(where, labels, shape_of(inputs) or labels.shape)
         self.positions, self.targets = labels_at(where, labels, labels.shape, positions)
-        self.asked: dict[str, Any] = {"output_rows": self.positions}
         if all_rows:
-            self.asked = {"extra_rows": labels != IGNORE_INDEX}
+            inputs["extra_rows"] = labels != IGNORE_INDEX
+        else:
+            inputs["output_rows"] = self.positions
         #: The embedding lookup, which may share its gradient with the decoder.
         self.lookup = None
         if inputs.get("inputs_embeds") is None:
-            self.lookup = self.asked["lookup"] = TiedLookup(model, decoder, labels)
+            self.lookup = TiedLookup(self.decoder)
+            inputs["lookup"] = partial(self.lookup, model.get_input_embeddings())
 
     def loss(
         self,
         hidden: Tensor,
-        transform: Callable[[Tensor], Tensor] | None,
         normalizer: int | Tensor | None,
         *,
         dense: bool,
         reduction: str = "mean",
     ) -> Tensor:
-        """The cross-entropy at the labelled tokens.
+        """The cross-entropy at the labelled tokens, of the last hidden state of the backbone.
 
-        Args:
-            hidden: the last hidden state of the backbone.
-            transform: the layers before the projection; None = there are none.
-            normalizer: the denominator; None = the number of labels.
-            dense, reduction: as in ``vocabulary_loss``.
+        The other arguments are those of ``vocabulary_loss``.
         """
         if self.all_rows:
             rows = ops.gather_rows(hidden.flatten(0, 1), self.positions)
@@ -137,7 +126,7 @@ class LabelledRows:
         name = type(self.model).__name__
         note(lambda: f"{name}: head and loss of {rows.shape[0]} labelled rows, without logits")
         return vocabulary_loss(
-            rows if transform is None else transform(rows),
+            rows if self.transform is None else self.transform(rows),
             self.decoder,
             self.targets,
             normalizer,
@@ -150,10 +139,8 @@ class LabelledRows:
 class MaskedLM(FastplmModel):
     """Mixin of ``…ForMaskedLM``: the last layer, head and loss compute only labelled tokens."""
 
-    base_model: Any
-
-    def _head(self) -> Head:
-        raise NotImplementedError
+    _summary = "whose head and loss compute only labelled tokens."
+    _head: Callable[[], Head]
 
     @can_return_tuple
     def forward(
@@ -183,31 +170,20 @@ class MaskedLM(FastplmModel):
             ``MaskedLMOutput``; the loss is fp32, and 0 without labels.
 
         Raises:
-            ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) ids that do not
-                fit.
+            ArgumentValueError, ArgumentTypeError: wrong shapes, dtypes or (on the CPU) ids.
         """
         check_choice(type(self).__name__, "reduction", reduction, REDUCTIONS)
-        transform, decoder = self._head()
         loss = logits = labelled = None
         if labels is not None:
-            labelled = LabelledRows(
-                self, decoder, labels, inputs, masked_positions, all_rows=output_logits
-            )
-            inputs |= labelled.asked
+            labelled = LabelledRows(self, labels, inputs, masked_positions, all_rows=output_logits)
         outputs = self.base_model(**inputs, return_dict=True)
+        hidden = outputs.last_hidden_state
         if labelled is not None:
-            hidden, dense = outputs.last_hidden_state, masked_positions is not None
-            loss = labelled.loss(
-                hidden, transform, num_items_in_batch, dense=dense, reduction=reduction
-            )
+            dense = masked_positions is not None
+            loss = labelled.loss(hidden, num_items_in_batch, dense=dense, reduction=reduction)
         if labels is None or output_logits:
-            logits = _logits(transform, decoder, outputs.last_hidden_state)
-        return MaskedLMOutput(
-            loss=loss,
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+            logits = _logits(self, hidden)
+        return MaskedLMOutput(loss=loss, logits=logits, **recorded(outputs))
 
 
 #: What may be learned of a pair: the label of BERT's data, and of ALBERT's.
@@ -220,18 +196,13 @@ class SequencePairPreTraining(FastplmModel):
     ``loss = MLM loss + pair loss``, or only the loss whose labels are given.
     """
 
-    base_model: Any
     _output: Any
     #: The parent's names of the labels and logits of the pairs.
     _pair_label: str
     _pair_logits: str
-
-    def _head(self) -> Head:
-        raise NotImplementedError
-
-    def _pair_head(self) -> nn.Module:
-        """The classifier of the pooled output: [B, E] -> [B, 2]."""
-        raise NotImplementedError
+    _head: Callable[[], Head]
+    #: The classifier of the pooled output: [B, E] -> [B, 2].
+    _pair_head: Callable[[], nn.Module]
 
     @can_return_tuple
     def forward(
@@ -262,56 +233,37 @@ class SequencePairPreTraining(FastplmModel):
             Like the parent; the loss is fp32.
 
         Raises:
-            ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) ids that do not
-                fit.
+            ArgumentValueError, ArgumentTypeError: wrong shapes, dtypes or (on the CPU) ids.
         """
-        transform, decoder = self._head()
         given = {name: inputs.pop(name, None) for name in PAIR_LABELS}
         given = {name: value for name, value in given.items() if value is not None}
         if len(given) == 2:
-            fail(
-                type(self).__name__,
-                "sentence_order_label",
-                "a label beside next_sentence_label",
-                "one of the two, as there is one head for pairs",
-                "Leave one of them out.",
-            )
+            got, fix = "a label beside next_sentence_label", "Leave one of them out."
+            expected = "one of the two, as there is one head for pairs"
+            fail(type(self).__name__, "sentence_order_label", got, expected, fix)
         name, pair_label = next(iter(given.items()), (self._pair_label, None))
         loss = logits = labelled = None
         all_rows = output_logits or (labels is None and pair_label is None)
         if labels is not None:
-            labelled = LabelledRows(
-                self, decoder, labels, inputs, masked_positions, all_rows=all_rows
-            )
-            inputs |= labelled.asked
+            labelled = LabelledRows(self, labels, inputs, masked_positions, all_rows=all_rows)
         elif not all_rows:
             inputs["output_rows"] = "first"
         outputs = self.base_model(**inputs, return_dict=True)
+        hidden = outputs.last_hidden_state
         if labelled is not None:
-            hidden, dense = outputs.last_hidden_state, masked_positions is not None
-            loss = labelled.loss(hidden, transform, num_items_in_batch, dense=dense)
+            loss = labelled.loss(hidden, num_items_in_batch, dense=masked_positions is not None)
         pair_head = self._pair_head()
         pair_logits = of_samples(self, inputs, lambda: pair_head(outputs.pooler_output))
         if pair_label is not None:
-            pair_loss = _pair_loss(
-                type(self).__name__,
-                pair_logits,
-                name,
-                pair_label,
-                num_sequences_in_batch,
-            )
+            where = type(self).__name__
+            pair_loss = _pair_loss(where, pair_logits, name, pair_label, num_sequences_in_batch)
             if labels is not None and num_sequences_in_batch is None:
                 pair_loss = pair_loss * batch_share(labels, num_items_in_batch)
             loss = pair_loss if loss is None else loss + pair_loss
         if all_rows:
-            logits = _logits(transform, decoder, outputs.last_hidden_state)
-        return self._output(
-            loss=loss,
-            prediction_logits=logits,
-            **{self._pair_logits: pair_logits},
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+            logits = _logits(self, hidden)
+        others = {self._pair_logits: pair_logits, **recorded(outputs)}
+        return self._output(loss=loss, prediction_logits=logits, **others)
 
 
 def _pair_loss(
@@ -335,10 +287,11 @@ def _pair_loss(
 class CausalLM(FastplmModel):
     """Mixin of a decoder with a language-model head. The loss computes no full logits."""
 
-    base_model: Any
+    _summary = "whose loss computes only labelled tokens, and no full logits."
+    lm_head: Any
 
     def _head(self) -> Head:
-        raise NotImplementedError
+        return None, self.lm_head
 
     @can_return_tuple
     def forward(
@@ -359,9 +312,7 @@ class CausalLM(FastplmModel):
             labels: int64 [B, T], -100 = none; the token at t is predicted from those before it.
                 With labels, ``logits`` are None, and the cache is None unless ``use_cache`` is
                 True. A ``loss_function`` set by the user gets logits, as in the parent.
-            output_logits: return the logits together with the loss.
-            num_items_in_batch: the denominator of the loss: the number of labels of all batches
-                over which gradients are accumulated. Default: of this batch.
+            output_logits, num_items_in_batch: as in ``…ForMaskedLM``.
             reduction: "none" = the loss of each label, in their order, and never that of a
                 ``loss_function``: fp32 [P], P as of ``labelled_positions``.
             shift_labels: int64 [B, T], labels that are shifted already: label t is predicted at t.
@@ -371,11 +322,9 @@ class CausalLM(FastplmModel):
             ``CausalLMOutputWithCrossAttentions``; the loss is fp32, and 0 without labels.
 
         Raises:
-            ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) ids that do not
-                fit.
+            ArgumentValueError, ArgumentTypeError: wrong shapes, dtypes or (on the CPU) ids.
         """
         check_choice(type(self).__name__, "reduction", reduction, REDUCTIONS)
-        transform, decoder = self._head()
         if labels is not None:
             check_tensor(type(self).__name__, "labels", labels)
         targets = shifted(labels) if shift_labels is None else shift_labels
@@ -389,16 +338,12 @@ class CausalLM(FastplmModel):
             targets = as_tokens(type(self).__name__, targets, shape_of(inputs) or targets.shape)
             inputs["extra_rows"] = targets != IGNORE_INDEX
         elif targets is not None:
-            labelled = LabelledRows(self, decoder, targets, inputs, all_rows=output_logits)
-            inputs |= labelled.asked
+            labelled = LabelledRows(self, targets, inputs, all_rows=output_logits)
         outputs = self.base_model(**inputs, return_dict=True)
+        hidden = outputs.last_hidden_state
         if labelled is not None:
-            hidden = outputs.last_hidden_state
-            loss = labelled.loss(
-                hidden, transform, num_items_in_batch, dense=True, reduction=reduction
-            )
+            loss = labelled.loss(hidden, num_items_in_batch, dense=True, reduction=reduction)
         if targets is None or output_logits or own_loss:
-            hidden = outputs.last_hidden_state
             if torch.jit.is_tracing() and getattr(logits_to_keep, "ndim", 1) == 0:
                 # A number, which ONNX's exporter of dynamo=False makes a tensor of.
                 logits_to_keep = int(logits_to_keep)
@@ -406,13 +351,13 @@ class CausalLM(FastplmModel):
                 hidden = hidden[:, -logits_to_keep:] if logits_to_keep else hidden
             else:
                 hidden = hidden[:, logits_to_keep]
-            logits = _logits(transform, decoder, hidden)
+            logits = _logits(self, hidden)
         if own_loss:
             options = {name: value for name, value in inputs.items() if name not in _INPUTS}
             loss = self.loss_function(  # type: ignore[attr-defined]
                 logits=logits,
                 labels=labels,
-                vocab_size=self.config.vocab_size,  # type: ignore[attr-defined]
+                vocab_size=self.config.vocab_size,
                 num_items_in_batch=num_items_in_batch,
                 shift_labels=shift_labels,
                 **options,
@@ -421,9 +366,8 @@ class CausalLM(FastplmModel):
             loss=loss,
             logits=logits,
             past_key_values=outputs.get("past_key_values"),
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
             cross_attentions=outputs.get("cross_attentions"),
+            **recorded(outputs),
         )
 
 
@@ -442,10 +386,8 @@ def of_samples(
 ) -> Any:
     """``function(**given)``, whose dropout is of a row a sequence: a head's.
 
-    Args:
-        model: the model with the head.
-        inputs: of the model, of which the first that is there says the batch.
-        positions: of the row of each position instead, [B, T, E].
+    The first of ``_GIVEN`` among the model's ``inputs`` says the batch. With ``positions``, dropout
+    is of the row of each position, [B, T, E].
     """
     ids = next((inputs[name] for name in _GIVEN if isinstance(inputs.get(name), Tensor)), None)
     if ids is None or not model.training or not model._has_our_attention():
@@ -462,6 +404,26 @@ class ScaledLoss(FastplmModel):
     accumulated, the loss is the sum over this batch divided by that number.
     """
 
+    #: Whether the head drops of each position's row, not of one row a sequence.
+    _reads_positions = False
+
+    def _ask(self, inputs: dict[str, Any], labels: Tensor | None) -> None:
+        """Add the arguments that say which rows the head reads."""
+
+    @can_return_tuple
+    def forward(
+        self,
+        *,
+        labels: Tensor | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        **inputs: Any,
+    ) -> Any:
+        self._ask(inputs, labels)
+        inputs.update(labels=labels, return_dict=True)
+        forward = super().forward  # type: ignore[misc]
+        outputs = of_samples(self, inputs, forward, positions=self._reads_positions, **inputs)
+        return self._scaled(outputs, labels, num_items_in_batch)
+
     def _scaled(self, outputs: Any, labels: Tensor | None, num_items: Any) -> Any:
         if labels is None or num_items is None:
             return outputs
@@ -474,50 +436,30 @@ class ScaledLoss(FastplmModel):
 class SequenceClassification(ScaledLoss):
     """Mixin of ``…ForSequenceClassification``: the last layer computes only the first tokens."""
 
-    @can_return_tuple
-    def forward(
-        self,
-        *,
-        labels: Tensor | None = None,
-        num_items_in_batch: int | Tensor | None = None,
-        **inputs: Any,
-    ) -> Any:
-        inputs = {"output_rows": "first", **inputs, "labels": labels, "return_dict": True}
-        outputs = of_samples(self, inputs, super().forward, **inputs)  # type: ignore[misc]
-        return self._scaled(outputs, labels, num_items_in_batch)
+    _summary = "whose last layer computes only the first token of a text, such as [CLS]."
+
+    def _ask(self, inputs: dict[str, Any], labels: Tensor | None) -> None:
+        inputs.setdefault("output_rows", "first")
 
 
 class MultipleChoice(SequenceClassification):
     """Mixin of ``…ForMultipleChoice``: [B, choices, T], otherwise as sequence classification."""
 
 
-def labelled_rows(where: str, labels: Tensor, shape: Sequence[int]) -> Tensor:
-    """bool [B, T]: which tokens have a label; ``labels`` has any shape with B * T elements."""
-    check_tensor(where, "labels", labels)
-    check_shape(where, "labels", labels.flatten(), (math.prod(shape),), "one label a token")
-    return (labels != IGNORE_INDEX).reshape(shape)
-
-
 class TokenClassification(ScaledLoss):
     """Mixin of ``…ForTokenClassification``. Labels of masked tokens count, as in the parent."""
 
-    @can_return_tuple
-    def forward(
-        self,
-        *,
-        labels: Tensor | None = None,
-        num_items_in_batch: int | Tensor | None = None,
-        **inputs: Any,
-    ) -> Any:
-        shape = shape_of(inputs)
-        if labels is not None and shape is not None:
-            labelled = labelled_rows(type(self).__name__, labels, shape)
-            if inputs.get("attention_mask") is not None:
-                inputs["extra_rows"] = labelled
-        inputs.update(labels=labels, return_dict=True)
-        forward = super().forward  # type: ignore[misc]
-        outputs = of_samples(self, inputs, forward, positions=True, **inputs)
-        return self._scaled(outputs, labels, num_items_in_batch)
+    _summary = "computing only tokens."
+    _reads_positions = True
+
+    def _ask(self, inputs: dict[str, Any], labels: Tensor | None) -> None:
+        where, shape = type(self).__name__, shape_of(inputs)
+        if labels is None or shape is None:
+            return
+        check_tensor(where, "labels", labels)  # of any shape with B * T elements
+        check_shape(where, "labels", labels.flatten(), (math.prod(shape),), "one label a token")
+        if inputs.get("attention_mask") is not None:
+            inputs["extra_rows"] = (labels != IGNORE_INDEX).reshape(shape)
 
 
 class QuestionAnswering(FastplmModel):
@@ -527,6 +469,8 @@ class QuestionAnswering(FastplmModel):
     ``exclude_padding``, padding is left out: its logits are the lowest finite number, so that no
     answer begins or ends there.
     """
+
+    _summary = "with fused attention, and ``exclude_padding``."
 
     @can_return_tuple
     def forward(
@@ -548,13 +492,10 @@ class QuestionAnswering(FastplmModel):
             inputs.update(start_positions=start_positions, end_positions=end_positions, unpad=False)
             return super().forward(**inputs)  # type: ignore[misc]
         if attention_mask.dim() != 2:
-            fail(
-                type(self).__name__,
-                "exclude_padding",
-                f"True with a mask of shape {tuple(attention_mask.shape)}",
-                "a mask [batch, tokens], which says what padding is",
-                "Leave it out: then the softmax includes every row.",
-            )
+            got = f"True with a mask of shape {tuple(attention_mask.shape)}"
+            expected = "a mask [batch, tokens], which says what padding is"
+            fix = "Leave it out: then the softmax includes every row."
+            fail(type(self).__name__, "exclude_padding", got, expected, fix)
         outputs = super().forward(**inputs)  # type: ignore[misc]
         padding = ~attention_mask.bool()
         changed: dict[str, Any] = {}

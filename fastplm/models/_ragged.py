@@ -20,9 +20,9 @@ from fastplm._backends import is_written_down
 from fastplm._checks import values_are_known, values_exist
 from fastplm._registry import is_eager
 from fastplm.errors import UnsupportedError, fail
+from fastplm.nn._rows import places_on_cpu
 from fastplm.nn.dropout import RowNumbers, on_rows
 
-_WHERE = "unpad"
 #: Why a backbone computes padding, too: what docs/faq.md lists.
 KEPT = {
     "attention": "attn_implementation is not 'fastplm'",
@@ -65,20 +65,12 @@ class _Movable:
 
 @dataclass
 class RaggedBatch(_Movable):
-    """The rows of a padded batch [B, T] that are computed.
+    """The rows of a padded batch [B, T] that are computed."""
 
-    Args:
-        positions: int64 [N], flat and ascending; -1 in unused slots, which come last.
-        cu_seqlens: int32 [B + 1], sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``.
-        max_seqlen: an upper bound of the lengths.
-        key_mask: bool [N], the rows that may be attended to; None = all.
-        batch, seqlen: B and T.
-    """
-
-    positions: Tensor
-    cu_seqlens: Tensor
-    max_seqlen: int
-    key_mask: Tensor | None
+    positions: Tensor  # int64 [N], flat and ascending; -1 in unused slots, which come last
+    cu_seqlens: Tensor  # int32 [B + 1]: sequence b is rows cu_seqlens[b] to cu_seqlens[b + 1]
+    max_seqlen: int  # an upper bound of the lengths
+    key_mask: Tensor | None  # bool [N], the rows that may be attended to; None = all
     batch: int
     seqlen: int
 
@@ -114,25 +106,21 @@ class RaggedBatch(_Movable):
                 return None
             hides = hidden > 0
         elif is_written_down():
-            raise UnsupportedError(
-                f"{_WHERE}: `unpad` got {capacity}; expected None or False in torch.jit.trace and "
-                "ONNX's exporters, which would drop the check that a batch fits. Leave it out."
+            expected = (
+                "None or False in torch.jit.trace and ONNX's exporters, which would drop the "
             )
+            expected += "check that a batch fits"
+            fail("unpad", "unpad", capacity, expected, "Leave it out.", UnsupportedError)
         elif statically_known_true(capacity >= total):  # not so while a graph for all sizes is made
             return None
         else:
             count, fits = torch.sym_min(capacity, total), lengths.sum() <= capacity
             if not values_are_known(keep):
                 torch._assert_async(fits, "unpad: a batch has more tokens than the capacity")
-            else:
-                if not fits:
-                    fail(
-                        _WHERE,
-                        "unpad",
-                        f"{capacity} for a batch of {int(lengths.sum())} tokens",
-                        "at least the number of tokens",
-                        "Raise it, or leave it out: then the tokens are counted.",
-                    )
+            elif not fits:
+                got = f"{capacity} for a batch of {int(lengths.sum())} tokens"
+                fix = "Raise it, or leave it out: then the tokens are counted."
+                fail("unpad", "unpad", got, "at least the number of tokens", fix)
         positions = _compact(keep, count)
         if values_are_known(keep):
             max_seqlen = int(lengths.max())
@@ -191,28 +179,18 @@ class Rows(_Movable):
     """The rows that the layers of a model compute.
 
     Transformers' layers pass it on to the attention as the keyword ``rows``.
-
-    Args:
-        own: the packed batch of the model; None = the batch is padded.
-        cross: the packed encoder batch, if a decoder attends to one.
-        last: the rows of the last layer; None = all.
-        sample_index: int64 [B], of which attention draws its dropout; None = 0 ... B - 1.
-        numbers: what the rows are, for the dropout of hidden states; None = it does not matter.
     """
 
-    own: RaggedBatch | None = None
-    cross: RaggedBatch | None = None
-    last: LastRows | None = None
-    sample_index: Tensor | None = None
-    numbers: RowNumbers | None = None
+    own: RaggedBatch | None = None  # the packed batch of the model; None = the batch is padded
+    cross: RaggedBatch | None = None  # the packed encoder batch, if a decoder attends to one
+    last: LastRows | None = None  # the rows of the last layer; None = all
+    sample_index: Tensor | None = None  # int64 [B], for attention's dropout; None = 0 ... B - 1
+    numbers: RowNumbers | None = None  # of the rows, for dropout of hidden states
 
     def number(
         self, given: Tensor, sample_index: Tensor | None, cu_seqlens: Tensor | None, hidden: bool
     ) -> None:
-        """Let dropout be drawn of the samples: that of attention and, with ``hidden``, of all rows.
-
-        The arguments are those of ``numbers_of_rows``.
-        """
+        """Let dropout of attention, and with ``hidden`` of all rows, be drawn of the samples."""
         self.sample_index = sample_index
         if self.last is not None:
             self.last.sample_index = sample_index
@@ -230,18 +208,17 @@ class Rows(_Movable):
 
         In a decoder with an encoder, the attention that is not causal is the cross-attention.
         """
-        if self.own is None:
+        own = self.own
+        if own is None:
             return None
-        queries = self.own
-        keys = queries if causal or self.cross is None else self.cross
-        return queries.cu_seqlens, keys.cu_seqlens, queries.max_seqlen, keys.max_seqlen
+        keys = own if causal or self.cross is None else self.cross
+        return own.cu_seqlens, keys.cu_seqlens, own.max_seqlen, keys.max_seqlen
 
     def in_layer(self, index: int) -> LastRows | None:
         """The rows of layer ``index`` if it is the last one and computes only some; else None."""
         return self.last if self.last is not None and self.last.layer == index else None
 
     def of_others(self) -> Rows:
-        """The rows of the layers before the last one."""
         return replace(self, last=None)
 
     def numbers_of(self, last: LastRows | None) -> RowNumbers | None:
@@ -257,28 +234,17 @@ class LastRows(_Movable):
     """The rows that the last layer computes. Its keys and values come from all rows.
 
     Replaces ``Rows`` in the attention of that layer.
-
-    Args:
-        layer: the ``layer_idx`` of that layer.
-        source: int64 [P], rows of the layer's input, flattened; -1 in unused slots.
-        cu_seqlens_q: int32 [B + 1], the rows of each sequence among ``source``.
-        max_seqlen_q: an upper bound of their number.
-        cu_seqlens_k: int32 [B + 1], the rows of each sequence in the input.
-        max_seqlen_k: an upper bound of their number.
-        key_mask: bool [N], None = all.
-        rank: int64 [B * T], the index of a flat position in ``source``, -1 if it is not there.
-        sample_index: as in ``Rows``.
     """
 
-    layer: int
-    source: Tensor
-    cu_seqlens_q: Tensor
-    max_seqlen_q: int
-    cu_seqlens_k: Tensor
-    max_seqlen_k: int
-    key_mask: Tensor | None
-    rank: Tensor
-    sample_index: Tensor | None = None
+    layer: int  # the ``layer_idx`` of that layer
+    source: Tensor  # int64 [P], rows of the layer's input, flattened; -1 in unused slots
+    cu_seqlens_q: Tensor  # int32 [B + 1], the rows of each sequence among ``source``
+    max_seqlen_q: int  # an upper bound of their number
+    cu_seqlens_k: Tensor  # int32 [B + 1], the rows of each sequence in the input
+    max_seqlen_k: int  # an upper bound of their number
+    key_mask: Tensor | None  # bool [N], None = all
+    rank: Tensor  # int64 [B * T], the index of a flat position in ``source``, -1 if not there
+    sample_index: Tensor | None = None  # as in ``Rows``
 
     @classmethod
     def of(
@@ -293,8 +259,6 @@ class LastRows(_Movable):
         """The rows at the positions where ``needed`` [B, T] is True.
 
         Args:
-            layer: the ``layer_idx`` of the layer.
-            needed: bool [B, T].
             capacity, longest: upper bounds of their number, and of that of one sequence, used if
                 counting them needs a sync.
             ragged: the packed batch, which contains every needed row; None = padded.
@@ -321,13 +285,9 @@ class LastRows(_Movable):
         return self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k
 
     def attention_inputs(self, hidden_states: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        """The arguments of the attention, which is called like cross-attention.
+        """(the query rows [1, P, E] of a layer's input [..., E], the attention's other arguments).
 
-        Args:
-            hidden_states: [..., E], the input of the layer.
-
-        Returns:
-            (the query rows [1, P, E], the other arguments).
+        Attention is called like cross-attention.
         """
         states = hidden_states.flatten(0, -2)
         mask = None if self.key_mask is None else self.key_mask[None]
@@ -341,10 +301,9 @@ def numbers_of_rows(
     ragged: RaggedBatch | None,
     cu_seqlens: Tensor | None = None,
 ) -> RowNumbers | None:
-    """What the rows are that a backbone computes; None where no dropout asks for it.
+    """What the rows are that a backbone computes of [B, T, …]; None where no dropout asks for it.
 
     Args:
-        given: the input [B, T, …].
         sample_index: int64 [B]; None = the places in the batch.
         ragged: the rows that are computed; None = all.
         cu_seqlens: int32 [B + 1], the sequences of a ``given`` [1, N, …] that is packed.
@@ -371,12 +330,8 @@ class OnRows:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         rows: Rows | None = kwargs.get("rows")
-        numbers = None if rows is None else rows.numbers_of(self._last(rows))
+        numbers = None if rows is None else rows.numbers_of(rows.last)
         return on_rows(numbers, super().forward, *args, **kwargs)  # type: ignore[misc]
-
-    def _last(self, rows: Rows) -> LastRows | None:
-        """The rows of this layer, if it is the last one and computes only some."""
-        return rows.last
 
 
 def are_on_rows(layers: Iterable[Any]) -> bool:
@@ -399,15 +354,11 @@ def _compact(mask: Tensor, size: int) -> Tensor:
     """int64 [size], ascending: the flat positions of the True elements, -1 in unused slots."""
     mask = mask.flatten()
     if values_are_known(mask):
-        positions = _places_on_cpu(mask)
+        positions = places_on_cpu(mask)
         spare = size - positions.shape[0]
         return torch.nn.functional.pad(positions, (0, spare), value=-1) if spare else positions
     order = (~mask).to(torch.uint8).argsort(stable=True)[:size]
     return order.masked_fill(~mask[order], -1)
-
-
-def _places_on_cpu(mask: Tensor) -> Tensor:
-    return mask.nonzero().squeeze(1)
 
 
 def values_at(values: Tensor, positions: Tensor) -> Tensor:
@@ -507,10 +458,7 @@ def for_caller(
     """The outputs that the caller gets, from those of the parent on the rows that it computed.
 
     Args:
-        outputs: the parent's.
-        rows: what the parent computed.
-        output_rows: int64 [P], flat positions of the rows to return; None = all; "first" = those.
-        unpad: the argument of the caller.
+        output_rows, unpad: the arguments of the caller; "first" = the rows ``first``.
         first: int64 [B], flat positions of the first tokens.
         pooled: the pooler of these, from [B, 1, E]; None = there is none.
     """

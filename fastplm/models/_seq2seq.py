@@ -23,6 +23,7 @@ from fastplm._registry import is_eager
 from fastplm.errors import check_choice
 from fastplm.models._base import (
     FastplmModel,
+    TiedLookup,
     caches,
     check_batch,
     check_mask,
@@ -31,7 +32,7 @@ from fastplm.models._base import (
     wants_output,
 )
 from fastplm.models._encoder import cross_inputs
-from fastplm.models._heads import REDUCTIONS, ScaledLoss, of_samples, shape_of
+from fastplm.models._heads import REDUCTIONS, ScaledLoss, shape_of
 from fastplm.models._ragged import (
     NUMBERED,
     RaggedBatch,
@@ -48,7 +49,6 @@ from fastplm.models._ragged import (
     values_can_be_read,
 )
 from fastplm.nn._rows import IGNORE_INDEX, as_tokens, labels_at, vocabulary_loss
-from fastplm.nn._tied_embedding import shares_table, tied_lookup
 from fastplm.nn.dropout import on_rows
 
 _CACHING = ("past_key_values", "use_cache")
@@ -63,10 +63,8 @@ def decoder_rows(
 ) -> RaggedBatch | None:
     """The packed rows of a causal decoder; None = all, padded.
 
-    Args:
-        mask, extra_rows, unpad, contiguous: as in ``unpadded``.
-        read_rows: bool [B, T], the rows whose last hidden state is read. Rows after the last of
-            them cannot influence it and are left out. None = all.
+    ``read_rows``, bool [B, T], are those whose last hidden state is read. Rows after the last of
+    them cannot influence it and are left out. None = all. For the others see ``unpadded``.
     """
     if read_rows is not None:
         reached = until_last(read_rows)
@@ -95,11 +93,8 @@ def encoded(
 ) -> tuple[Any, Tensor]:
     """(the encoder outputs for the caller, the encoder states for the decoder).
 
-    Args:
-        outputs: ``encoder_outputs`` of the caller; None = run the encoder.
-        rows: the packed rows; None = the batch is padded.
-        show: whether to return the last hidden state, padded again.
-        inputs: the other arguments of the encoder.
+    ``outputs`` are those that the caller gave; None = run the encoder on these ``inputs``.
+    ``show``: whether to return the last hidden state, padded again.
     """
     if outputs is None:
         outputs = encoder(**(inputs if rows is None else {**inputs, "unpad": rows}))
@@ -128,27 +123,19 @@ def both_sides(encoder_outputs: Any, outputs: Any) -> dict[str, Any]:
 class Stack(FastplmModel):
     """Mixin of an encoder or decoder: [B, T] in, [B, T, E] out; only tokens are computed.
 
-    The hidden states of padding are 0. Transformers returns other values there, which have no
-    meaning. The parent's padded computation is used with an attention implementation other than
-    "fastplm", 4-D masks, caches and ``output_attentions``.
+    What is computed of padding, and when, is as in ``EncoderDecoder``.
     """
 
-    config: Any
     embed_tokens: Any
+    dropout: Any
     gradient_checkpointing: bool
-    training: bool
     #: Whether the parent has an argument ``use_cache``.
     _takes_cache = True
     #: Whether attention depends on distances, so that rows between tokens must be computed.
     contiguous = False
 
-    def _layers(self) -> Any:
-        raise NotImplementedError
-
-    def _drops_by_function(self) -> bool:
-        """Whether the parent drops by PyTorch's function, so that only ``_on_rows`` can tell it
-        which rows it has. Then a batch without padding is packed, too."""
-        return False
+    #: The modules of the layers.
+    _layers: Callable[[], Any]
 
     def _keeps_padding(
         self,
@@ -166,13 +153,9 @@ class Stack(FastplmModel):
             return "cache"
         return keeps_padding(self, masks, kwargs)
 
-    def _on_rows(self, embeds: Tensor, rows: Rows, **kwargs: Any) -> Any:
+    def _on_rows(self, **inputs: Any) -> Any:
         """The parent's forward on packed rows [1, N, E]."""
-        assert rows.own is not None
-        mask = rows.own.key_mask_row()
-        return super().forward(  # type: ignore[misc]
-            inputs_embeds=embeds, attention_mask=mask, rows=rows, **kwargs
-        )
+        return super().forward(**inputs)  # type: ignore[misc]
 
     @can_return_tuple
     def forward(
@@ -195,15 +178,8 @@ class Stack(FastplmModel):
         """Like the parent, with these additional arguments.
 
         Args:
-            unpad: None = leave padding out where possible; False = keep it; an int = a capacity,
-                the number of packed rows, which fixes all shapes; a ``RaggedBatch`` = its rows,
-                and a last hidden state [1, N, E].
-            output_rows, read_rows, extra_rows: as in ``EncoderDecoder``; with ``output_rows`` the
-                last hidden state is [P, 1, E].
-            encoder_rows: how ``encoder_hidden_states`` [1, N, E] were packed.
-            lookup: replaces the word embeddings.
-            sample_index: int64 [B], the sample indices in the training, of which dropout is drawn;
-                of a batch that is packed already, one of each sequence. Default: 0 ... B - 1.
+            output_rows, read_rows, extra_rows: as in ``EncoderDecoder``.
+            unpad, encoder_rows, lookup, sample_index: as in ``EncoderModel``.
         """
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None or (input_ids is not None and inputs_embeds is not None):
@@ -234,7 +210,10 @@ class Stack(FastplmModel):
         note(lambda: rows_computed(self, (batch, seqlen), attention_mask, told, kept))
         if self.training and kept in NUMBERED:
             hidden = are_on_rows(self._layers())
-            packs = hidden and kept is None and self._drops_by_function() and is_eager(given)
+            # Where the parent drops by PyTorch's function, only ``_on_rows`` can tell it which rows
+            # it has, so a batch without padding is packed, too.
+            by_function = isinstance(self.dropout, float) and self.dropout > 0.0
+            packs = hidden and kept is None and by_function and is_eager(given)
             if told.own is None and packs:
                 told.own = RaggedBatch.whole(given, attention_mask)
             told.number(given, sample_index, offsets, hidden)
@@ -248,22 +227,21 @@ class Stack(FastplmModel):
         states, told.cross = cross_inputs(
             encoder_hidden_states, encoder_attention_mask, encoder_rows, told.own
         )
-        kwargs.update(states)
-        if told.own is None:
-            if told.matters:
-                kwargs["rows"] = told
-            outputs = on_rows(
-                told.numbers,
-                super().forward,  # type: ignore[misc]
-                inputs_embeds=inputs_embeds,
-                attention_mask=attention_mask,
-                **caching,
-                **kwargs,
-            )
-        else:
-            if self._takes_cache:
-                kwargs["use_cache"] = False
-            outputs = on_rows(told.numbers, self._on_rows, inputs_embeds, told, **kwargs)
+        forward = super().forward  # type: ignore[misc]
+        if told.own is not None:
+            forward, attention_mask = self._on_rows, told.own.key_mask_row()
+            caching = {"use_cache": False} if self._takes_cache else {}
+        if told.matters:
+            kwargs["rows"] = told
+        outputs = on_rows(
+            told.numbers,
+            forward,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            **caching,
+            **states,
+            **kwargs,
+        )
         return for_caller(outputs, told, output_rows, unpad)
 
 
@@ -276,6 +254,7 @@ class EncoderDecoder(FastplmModel):
     of ``use_cache``.
     """
 
+    _summary = "with fused attention; encoder and decoder compute only tokens."
     encoder: Any
     decoder: Any
 
@@ -300,7 +279,7 @@ class EncoderDecoder(FastplmModel):
         output_rows: Tensor | None = None,
         read_rows: Tensor | None = None,
         extra_rows: Tensor | None = None,
-        lookup: SharedLookup | None = None,
+        lookup: TiedLookup | None = None,
         **kwargs: Any,
     ) -> Seq2SeqModelOutput:
         """Like the parent, with these additional arguments.
@@ -373,8 +352,8 @@ class ConditionalGeneration(FastplmModel):
     #: Whether the parent can return a cache together with a loss.
     _caches_beside_loss = True
 
-    def _backbone(self, **inputs: Any) -> Seq2SeqModelOutput:
-        raise NotImplementedError
+    #: The model without the head.
+    _backbone: Callable[..., Seq2SeqModelOutput]
 
     def _scaled_rows(self, hidden: Tensor) -> Tensor:
         return hidden
@@ -398,9 +377,7 @@ class ConditionalGeneration(FastplmModel):
         Args:
             labels: int64 [B, T], -100 = none. With labels, ``logits`` are None, and the cache is
                 None unless ``use_cache`` is True and the parent returns one too.
-            output_logits: return the logits together with the loss.
-            num_items_in_batch: the denominator of the loss: the number of labels of all batches
-                over which gradients are accumulated. Default: that of this batch.
+            output_logits, num_items_in_batch: as in ``…ForMaskedLM``.
             reduction: "none" = the loss of each label, in their order: fp32 [P], P as of
                 ``labelled_positions``.
             inputs: arguments of the model without head, such as ``unpad`` and ``decoder_unpad``.
@@ -409,11 +386,10 @@ class ConditionalGeneration(FastplmModel):
             ``Seq2SeqLMOutput``; the loss is fp32, and 0 without labels.
 
         Raises:
-            ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) ids that do not
-                fit.
+            ArgumentValueError, ArgumentTypeError: wrong shapes, dtypes or (on the CPU) ids.
         """
         check_choice(type(self).__name__, "reduction", reduction, REDUCTIONS)
-        lookup = SharedLookup(self.lm_head, self._embedding_kind)
+        lookup = TiedLookup(self.lm_head, self._embedding_kind)
         positions = targets = None
         if labels is not None:
             check_tensor(type(self).__name__, "labels", labels)
@@ -455,50 +431,19 @@ class ConditionalGeneration(FastplmModel):
 class LastEosClassification(ScaledLoss):
     """Mixin of a classifier of the last end-of-sequence token, the decoder's last row computed."""
 
-    config: Any
+    _summary = "whose decoder ends at the last <eos>, the end-of-sequence token."
 
-    @can_return_tuple
-    def forward(
-        self,
-        *,
-        labels: Tensor | None = None,
-        num_items_in_batch: int | Tensor | None = None,
-        **inputs: Any,
-    ) -> Any:
+    def _ask(self, inputs: dict[str, Any], labels: Tensor | None) -> None:
         input_ids, shape = inputs.get("input_ids"), shape_of(inputs, "decoder_")
         if input_ids is not None and (shape is None or shape == input_ids.shape):
             inputs["read_rows"] = input_ids == self.config.eos_token_id
-        inputs.update(labels=labels, return_dict=True)
-        outputs = of_samples(self, inputs, super().forward, **inputs)  # type: ignore[misc]
-        return self._scaled(outputs, labels, num_items_in_batch)
 
 
 class DecoderQuestionAnswering(FastplmModel):
     """Mixin of ``…ForQuestionAnswering``. The softmax includes all rows of the decoder, so only the
     encoder's padding is left out."""
 
+    _summary = "whose encoder computes only tokens."
+
     def forward(self, **inputs: Any) -> Any:
         return super().forward(**{**inputs, "decoder_unpad": False})  # type: ignore[misc]
-
-
-class SharedLookup:
-    """Lookups in several embeddings that share their weight with a vocabulary head.
-
-    All gradients are accumulated in one buffer. Only the loss may use ``weight``.
-
-    Args:
-        decoder: the head's projection to the vocabulary.
-        kind: the class of the embeddings; an embedding of another class is called normally.
-    """
-
-    def __init__(self, decoder: nn.Linear, kind: type[nn.Embedding] = nn.Embedding) -> None:
-        self.decoder, self.kind = decoder, kind
-        self.weight: Any = getattr(decoder, "weight", None)  # an adapter may have none
-
-    def __call__(self, embedding: Any, input_ids: Tensor) -> Tensor:
-        """int64 [...] -> [..., E]."""
-        if not shares_table(embedding, self.decoder, self.kind):
-            return embedding(input_ids)
-        # Each lookup gets the table that the previous one returned, so that gradients add up.
-        rows, self.weight = tied_lookup(embedding, input_ids, self.weight)
-        return rows

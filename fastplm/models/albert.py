@@ -43,17 +43,9 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.albert import modeling_albert
 
 from fastplm.errors import check_choice, fail
-from fastplm.models._base import FastplmModel, drop_in
+from fastplm.models import _heads
+from fastplm.models._base import FastplmModel, drop_in, joined
 from fastplm.models._encoder import EncoderModel, EncoderSelfAttention
-from fastplm.models._heads import (
-    Head,
-    MaskedLM,
-    MultipleChoice,
-    QuestionAnswering,
-    SequenceClassification,
-    SequencePairPreTraining,
-    TokenClassification,
-)
 from fastplm.models._ragged import OnRows, Rows, are_on_rows
 from fastplm.nn._rows import is_plain
 
@@ -73,13 +65,9 @@ def _check_sharing(where: str, config: Any) -> None:
     check_choice(where, "config.parameter_sharing", mode, _SHARED)
     layers, groups = config.num_hidden_layers, config.num_hidden_groups
     if mode != "all" and groups != layers:
-        fail(
-            where,
-            "config.num_hidden_groups",
-            groups,
-            f"{layers}, the number of layers, with parameter_sharing={mode!r}",
-            f"Set num_hidden_groups={layers}: each group has parameters of its own.",
-        )
+        expected = f"{layers}, the number of layers, with parameter_sharing={mode!r}"
+        fix = f"Set num_hidden_groups={layers}: each group has parameters of its own."
+        fail(where, "config.num_hidden_groups", groups, expected, fix)
 
 
 def _ties_of_layers(model: Any) -> dict[str, str]:
@@ -106,7 +94,6 @@ class _Sharing(FastplmModel):
     # Transformers' ALBERT does not support it; the layers here do.
     supports_gradient_checkpointing = True
 
-    config: Any
     all_tied_weights_keys: dict[str, str]
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
@@ -131,13 +118,10 @@ class _Sharing(FastplmModel):
             get: Any = self.get_parameter  # type: ignore[attr-defined]
             parameter = get(name)
             if parameter is not get(source) and not parameter.is_meta:
-                fail(
-                    type(self).__name__,
-                    "config.parameter_sharing",
-                    f"{_sharing(self.config)!r}, but other values of {name} than of {source}",
-                    "a checkpoint whose layers are equal in what they share",
-                    "Load it with parameter_sharing='none'.",
-                )
+                got = f"{_sharing(self.config)!r}, but other values of {name} than of {source}"
+                expected = "a checkpoint whose layers are equal in what they share"
+                fix = "Load it with parameter_sharing='none'."
+                fail(type(self).__name__, "config.parameter_sharing", got, expected, fix)
 
     def _tied_layers(self) -> dict[str, str]:
         """{shared parameter of a layer: the first layer's parameter}, by full names."""
@@ -185,41 +169,36 @@ class AlbertAttention(EncoderSelfAttention, modeling_albert.AlbertAttention):
         return self.LayerNorm(chosen + self.output_dropout(self.dense(context))), None
 
 
-@drop_in
-class AlbertLayer(OnRows, GradientCheckpointingLayer, modeling_albert.AlbertLayer):
-    """The layer, with gradient checkpointing."""
+AlbertLayer = joined(OnRows, GradientCheckpointingLayer, modeling_albert.AlbertLayer)
 
 
 @drop_in
 class AlbertLayerGroup(modeling_albert.AlbertLayerGroup):
     """The layers of a group. The last one may compute only some rows."""
 
-    def forward(self, *, hidden_states: Tensor, rows: Rows | None = None, **kwargs: Any) -> Tensor:
+    def forward(self, *, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        rows: Rows | None = kwargs.get("rows")
         if rows is None or rows.last is None:
-            if rows is not None:
-                kwargs["rows"] = rows
             return super().forward(hidden_states, **kwargs)
         *others, last = self.albert_layers
         for layer in others:
-            hidden_states = layer(hidden_states, rows=rows.of_others(), **kwargs)
-        return last(hidden_states, rows=rows, **kwargs)
+            hidden_states = layer(hidden_states, **{**kwargs, "rows": rows.of_others()})
+        return last(hidden_states, **kwargs)
 
 
 @drop_in
 class AlbertTransformer(modeling_albert.AlbertTransformer):
     """The calls of the groups. The last one may compute only some rows."""
 
-    def forward(self, *, hidden_states: Tensor, rows: Rows | None = None, **kwargs: Any) -> Any:
+    def forward(self, *, hidden_states: Tensor, **kwargs: Any) -> Any:
+        rows: Rows | None = kwargs.get("rows")
         if rows is None or rows.last is None:
-            if rows is not None:
-                kwargs["rows"] = rows
             return super().forward(hidden_states, **kwargs)
         hidden_states = self.embedding_hidden_mapping_in(hidden_states)
         *others, last = self.calls()
         for group in others:
-            hidden_states = group(hidden_states, rows=rows.of_others(), **kwargs)
-        hidden_states = last(hidden_states, rows=rows, **kwargs)
-        return BaseModelOutput(last_hidden_state=hidden_states)
+            hidden_states = group(hidden_states, **{**kwargs, "rows": rows.of_others()})
+        return BaseModelOutput(last_hidden_state=last(hidden_states, **kwargs))
 
     def calls(self) -> list[Any]:
         """The group of each layer, in the order in which they run."""
@@ -232,7 +211,6 @@ class AlbertTransformer(modeling_albert.AlbertTransformer):
 # --- the models -----------------------------------------------------------------------------------
 
 
-@drop_in
 class AlbertModel(_Sharing, EncoderModel, transformers.AlbertModel):
     """``transformers.AlbertModel`` with fused attention, computing only tokens.
 
@@ -267,22 +245,22 @@ class AlbertModel(_Sharing, EncoderModel, transformers.AlbertModel):
         return self.pooler_activation(self.pooler(first[:, 0]))
 
 
-def _head(head: Any) -> Head:
+def _head(head: Any) -> _heads.Head:
     if not is_plain(head, modeling_albert.AlbertMLMHead):
         return None, head
     return lambda rows: head.LayerNorm(head.activation(head.dense(rows))), head.decoder
 
 
-@drop_in
-class AlbertForMaskedLM(_Sharing, MaskedLM, transformers.AlbertForMaskedLM):
+class AlbertForMaskedLM(_Sharing, _heads.MaskedLM, transformers.AlbertForMaskedLM):
     """``transformers.AlbertForMaskedLM`` whose head and loss compute only labelled tokens."""
 
-    def _head(self) -> Head:
+    def _head(self) -> _heads.Head:
         return _head(self.predictions)
 
 
-@drop_in
-class AlbertForPreTraining(_Sharing, SequencePairPreTraining, transformers.AlbertForPreTraining):
+class AlbertForPreTraining(
+    _Sharing, _heads.SequencePairPreTraining, transformers.AlbertForPreTraining
+):
     """``transformers.AlbertForPreTraining`` whose MLM head computes only labelled tokens.
 
     Source: Lan et al. 2019 (arXiv 1909.11942), §3.1.
@@ -291,34 +269,28 @@ class AlbertForPreTraining(_Sharing, SequencePairPreTraining, transformers.Alber
     _output = modeling_albert.AlbertForPreTrainingOutput
     _pair_label, _pair_logits = "sentence_order_label", "sop_logits"
 
-    def _head(self) -> Head:
+    def _head(self) -> _heads.Head:
         return _head(self.predictions)
 
     def _pair_head(self) -> nn.Module:
         return self.sop_classifier
 
 
-@drop_in
 class AlbertForSequenceClassification(
-    _Sharing, SequenceClassification, transformers.AlbertForSequenceClassification
-):
-    """``transformers.AlbertForSequenceClassification``, whose last layer computes only [CLS]."""
+    _Sharing, _heads.SequenceClassification, transformers.AlbertForSequenceClassification
+): ...
 
 
-@drop_in
-class AlbertForMultipleChoice(_Sharing, MultipleChoice, transformers.AlbertForMultipleChoice):
-    """``transformers.AlbertForMultipleChoice``, whose last layer computes only [CLS]."""
+class AlbertForMultipleChoice(
+    _Sharing, _heads.MultipleChoice, transformers.AlbertForMultipleChoice
+): ...
 
 
-@drop_in
 class AlbertForTokenClassification(
-    _Sharing, TokenClassification, transformers.AlbertForTokenClassification
-):
-    """``transformers.AlbertForTokenClassification``, computing only tokens."""
+    _Sharing, _heads.TokenClassification, transformers.AlbertForTokenClassification
+): ...
 
 
-@drop_in
 class AlbertForQuestionAnswering(
-    _Sharing, QuestionAnswering, transformers.AlbertForQuestionAnswering
-):
-    """``transformers.AlbertForQuestionAnswering`` with fused attention."""
+    _Sharing, _heads.QuestionAnswering, transformers.AlbertForQuestionAnswering
+): ...

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from fastplm.hf import NAME
 from fastplm.models._accelerate import drop_in_of, switch
-from fastplm.models._base import FastplmModel, choosing, say_what_is_lost
+from fastplm.models._base import FastplmModel, choosing, documented, say_what_is_lost
 
 
 class _DropInMapping:
@@ -49,10 +49,12 @@ class _Auto:
     model. The caller's configuration is not changed.
     """
 
+    _summary = "of drop-in models, where ``fastplm.models`` has the class that is chosen."
     _model_mapping: Any
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        documented(cls)
         cls._model_mapping = _DropInMapping(cls._model_mapping)
 
     @classmethod
@@ -92,45 +94,38 @@ def _ours(model: Any, chosen: str | None) -> Any:
     return model
 
 
-class AutoModel(_Auto, transformers.AutoModel):
-    """``transformers.AutoModel``: the model without a head."""
+class AutoModel(_Auto, transformers.AutoModel): ...
 
 
-class AutoModelForPreTraining(_Auto, transformers.AutoModelForPreTraining):
-    """``transformers.AutoModelForPreTraining``: the pre-training heads of the papers."""
+class AutoModelForPreTraining(_Auto, transformers.AutoModelForPreTraining): ...
 
 
-class AutoModelForMaskedLM(_Auto, transformers.AutoModelForMaskedLM):
-    """``transformers.AutoModelForMaskedLM``: masked language modelling."""
+class AutoModelForMaskedLM(_Auto, transformers.AutoModelForMaskedLM): ...
 
 
-class AutoModelForCausalLM(_Auto, transformers.AutoModelForCausalLM):
-    """``transformers.AutoModelForCausalLM``: causal language modelling."""
+class AutoModelForCausalLM(_Auto, transformers.AutoModelForCausalLM): ...
 
 
-class AutoModelForSeq2SeqLM(_Auto, transformers.AutoModelForSeq2SeqLM):
-    """``transformers.AutoModelForSeq2SeqLM``: encoder-decoders."""
+class AutoModelForSeq2SeqLM(_Auto, transformers.AutoModelForSeq2SeqLM): ...
 
 
-class AutoModelForSequenceClassification(_Auto, transformers.AutoModelForSequenceClassification):
-    """``transformers.AutoModelForSequenceClassification``: one label per text."""
+class AutoModelForSequenceClassification(
+    _Auto, transformers.AutoModelForSequenceClassification
+): ...
 
 
-class AutoModelForTokenClassification(_Auto, transformers.AutoModelForTokenClassification):
-    """``transformers.AutoModelForTokenClassification``: one label per token."""
+class AutoModelForTokenClassification(_Auto, transformers.AutoModelForTokenClassification): ...
 
 
-class AutoModelForQuestionAnswering(_Auto, transformers.AutoModelForQuestionAnswering):
-    """``transformers.AutoModelForQuestionAnswering``: extractive question answering."""
+class AutoModelForQuestionAnswering(_Auto, transformers.AutoModelForQuestionAnswering): ...
 
 
-class AutoModelForMultipleChoice(_Auto, transformers.AutoModelForMultipleChoice):
-    """``transformers.AutoModelForMultipleChoice``: multiple choice."""
+class AutoModelForMultipleChoice(_Auto, transformers.AutoModelForMultipleChoice): ...
 
 
-class AutoModelForNextSentencePrediction(_Auto, transformers.AutoModelForNextSentencePrediction):
-    """``transformers.AutoModelForNextSentencePrediction``: next-sentence prediction."""
+class AutoModelForNextSentencePrediction(
+    _Auto, transformers.AutoModelForNextSentencePrediction
+): ...
 
 
-class AutoModelForTextEncoding(_Auto, transformers.AutoModelForTextEncoding):
-    """``transformers.AutoModelForTextEncoding``: encoders of text."""
+class AutoModelForTextEncoding(_Auto, transformers.AutoModelForTextEncoding): ...

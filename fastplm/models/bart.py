@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_outputs import (
     BaseModelOutput,
     BaseModelOutputWithPastAndCrossAttentions,
@@ -19,7 +19,7 @@ from transformers.modeling_outputs import (
 from transformers.models.bart import modeling_bart
 from transformers.utils.output_capturing import capture_outputs
 
-from fastplm.models._base import drop_in
+from fastplm.models._base import joined
 from fastplm.models._heads import CausalLM
 from fastplm.models._ragged import OnRows, Rows
 from fastplm.models._seq2seq import (
@@ -35,30 +35,17 @@ from fastplm.nn.dropout import dropout
 class _Layer(OnRows):
     """Mixin of a layer: the parent's forward, with a dropout that knows the rows."""
 
-    training: bool
-    dropout: float
-    activation_dropout: float
-    activation_fn: Any
-    fc1: Any
-    fc2: Any
-    final_layer_norm: Any
-
-    def _dropped(self, hidden: Tensor) -> Tensor:
+    def _dropped(self: Any, hidden: Tensor) -> Tensor:
         return dropout(hidden, self.dropout, self.training)
 
-    def _feed_forward(self, hidden: Tensor) -> Tensor:
+    def _feed_forward(self: Any, hidden: Tensor) -> Tensor:
         inner = self.activation_fn(self.fc1(hidden))
         inner = dropout(inner, self.activation_dropout, self.training)
         return self.final_layer_norm(hidden + self._dropped(self.fc2(inner)))
 
 
 class _ComputesEncoderLayer:
-    self_attn: Any
-    self_attn_layer_norm: Any
-    _dropped: Any
-    _feed_forward: Any
-
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor, **kwargs: Any) -> Tensor:
+    def forward(self: Any, hidden_states: Tensor, attention_mask: Tensor, **kwargs: Any) -> Tensor:
         attended, _ = self.self_attn(hidden_states, attention_mask=attention_mask, **kwargs)
         hidden = self.self_attn_layer_norm(hidden_states + self._dropped(attended))
         hidden = self._feed_forward(hidden)
@@ -69,15 +56,8 @@ class _ComputesEncoderLayer:
 
 
 class _ComputesDecoderLayer:
-    self_attn: Any
-    self_attn_layer_norm: Any
-    encoder_attn: Any
-    encoder_attn_layer_norm: Any
-    _dropped: Any
-    _feed_forward: Any
-
     def forward(
-        self,
+        self: Any,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         encoder_hidden_states: Tensor | None = None,
@@ -90,66 +70,44 @@ class _ComputesDecoderLayer:
         attended, _ = self.self_attn(hidden_states, attention_mask=attention_mask, **kwargs)
         hidden = self.self_attn_layer_norm(hidden_states + self._dropped(attended))
         if encoder_hidden_states is not None:
-            attended, _ = self.encoder_attn(
-                hidden,
-                key_value_states=encoder_hidden_states,
-                attention_mask=encoder_attention_mask,
-                **kwargs,
-            )
+            others = {"key_value_states": encoder_hidden_states, **kwargs}
+            attended, _ = self.encoder_attn(hidden, attention_mask=encoder_attention_mask, **others)
             hidden = self.encoder_attn_layer_norm(hidden + self._dropped(attended))
         return self._feed_forward(hidden)
 
 
-@drop_in
-class BartEncoderLayer(_Layer, _ComputesEncoderLayer, modeling_bart.BartEncoderLayer):
-    """A layer of the encoder, whose dropout knows the rows."""
-
-
-@drop_in
-class BartDecoderLayer(_Layer, _ComputesDecoderLayer, modeling_bart.BartDecoderLayer):
-    """A layer of the decoder, whose dropout knows the rows."""
+BartEncoderLayer = joined(_Layer, _ComputesEncoderLayer, modeling_bart.BartEncoderLayer)
+BartDecoderLayer = joined(_Layer, _ComputesDecoderLayer, modeling_bart.BartDecoderLayer)
 
 
 class _AddsPositions(Stack):
     """Mixin of encoder and decoder: adds position embeddings to packed rows."""
 
-    embed_positions: Any
-    layernorm_embedding: nn.Module
-    layers: Any
-    dropout: float
-    layerdrop: float
     _output: type[ModelOutput] = BaseModelOutput
 
-    def _layers(self) -> Any:
+    def _layers(self: Any) -> Any:
         return self.layers
 
-    def _drops_by_function(self) -> bool:
-        return self.dropout > 0.0
-
     @capture_outputs
-    def _on_rows(self, embeds: Tensor, rows: Rows, **kwargs: Any) -> Any:
-        assert rows.own is not None
+    def _on_rows(
+        self: Any, inputs_embeds: Tensor, attention_mask: Tensor | None, rows: Rows, **kwargs: Any
+    ) -> Any:
         # Positional, because gradient checkpointing needs it.
         states = [kwargs.pop(name) for name in ("encoder_hidden_states",) if name in kwargs]
-        positions = self.embed_positions(embeds, position_ids=rows.own.positions % rows.own.seqlen)
-        hidden = self.layernorm_embedding(embeds + positions.to(embeds.device))
+        own: Any = rows.own
+        positions = self.embed_positions(inputs_embeds, position_ids=own.positions % own.seqlen)
+        hidden = self.layernorm_embedding(inputs_embeds + positions.to(inputs_embeds.device))
         hidden = dropout(hidden, self.dropout, self.training)
-        mask = rows.own.key_mask_row()
         for layer in self.layers:
             if self.training and self.layerdrop > 0.0 and torch.rand([]) < self.layerdrop:
                 continue
-            hidden = layer(hidden, mask, *states, rows=rows, **kwargs)
+            hidden = layer(hidden, attention_mask, *states, rows=rows, **kwargs)
         return self._output(last_hidden_state=hidden)
 
 
-@drop_in
-class BartEncoder(_AddsPositions, modeling_bart.BartEncoder):
-    """The encoder, computing only tokens."""
-
-    _takes_cache = False
+BartEncoder = joined(_AddsPositions, modeling_bart.BartEncoder, _takes_cache=False)
 
 
-@drop_in
 class BartDecoder(_AddsPositions, modeling_bart.BartDecoder):
     """The decoder, computing only the rows that are read and those before them."""
 
@@ -160,7 +118,6 @@ class BartDecoder(_AddsPositions, modeling_bart.BartDecoder):
         return super()._keeps_padding(*args, **kwargs) if ours else "layers"
 
 
-@drop_in
 class BartModel(EncoderDecoder, transformers.BartModel):
     """``transformers.BartModel`` with fused attention, each side unpadded once."""
 
@@ -172,7 +129,6 @@ class BartModel(EncoderDecoder, transformers.BartModel):
         )
 
 
-@drop_in
 class BartForConditionalGeneration(
     ConditionalGeneration, transformers.BartForConditionalGeneration
 ):
@@ -191,24 +147,16 @@ class BartForConditionalGeneration(
         return self.final_logits_bias[0]
 
 
-@drop_in
 class BartForSequenceClassification(
     LastEosClassification, transformers.BartForSequenceClassification
-):
-    """``transformers.BartForSequenceClassification``, whose decoder ends at the last <eos>."""
+): ...
 
 
-@drop_in
-class BartForQuestionAnswering(DecoderQuestionAnswering, transformers.BartForQuestionAnswering):
-    """``transformers.BartForQuestionAnswering``, whose encoder computes only tokens."""
+class BartForQuestionAnswering(DecoderQuestionAnswering, transformers.BartForQuestionAnswering): ...
 
 
-@drop_in
 class BartForCausalLM(CausalLM, transformers.BartForCausalLM):
     """``transformers.BartForCausalLM``, only the decoder. Its loss computes no full logits."""
-
-    def _head(self) -> tuple[None, nn.Linear]:
-        return None, self.lm_head
 
     def forward(
         self, *, labels: Tensor | None = None, shift_labels: Tensor | None = None, **inputs: Any

@@ -91,13 +91,8 @@ class BartForTranslation(BartForConditionalGeneration):
     def __init__(self, config: BartConfig) -> None:
         source = getattr(config, "source_encoder", None)
         if not isinstance(source, dict) or source.get("d_model") != config.d_model:
-            fail(
-                type(self).__name__,
-                "config",
-                f"source_encoder = {source}",
-                f"a dict with d_model = {config.d_model}",
-                "See BartForTranslation.from_bart.",
-            )
+            got, expected = f"source_encoder = {source}", f"a dict with d_model = {config.d_model}"
+            fail(type(self).__name__, "config", got, expected, "See BartForTranslation.from_bart.")
         super().__init__(config)
         self.model.encoder = BartTranslationEncoder(config)
         self.post_init()

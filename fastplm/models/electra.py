@@ -5,98 +5,49 @@ Joint pre-training of a generator and a discriminator is in ``electra_joint``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.electra import modeling_electra
 from transformers.models.electra.modeling_electra import ElectraForPreTrainingOutput
 from transformers.utils.generic import can_return_tuple
 
 from fastplm._checks import check_shape, check_tensor
-from fastplm.models._base import FastplmModel, drop_in
-from fastplm.models._encoder import (
-    EncoderAttention,
-    EncoderIntermediate,
-    EncoderLayer,
-    EncoderModel,
-    EncoderOutput,
-    EncoderSelfAttention,
-)
-from fastplm.models._heads import (
-    CausalLM,
-    MaskedLM,
-    MultipleChoice,
-    QuestionAnswering,
-    SequenceClassification,
-    TokenClassification,
-    shape_of,
-)
+from fastplm.models import _encoder, _heads
+from fastplm.models._base import FastplmModel, joined
 from fastplm.models._ragged import unpadded
 from fastplm.nn._rows import IGNORE_INDEX
 from fastplm.nn.rtd_head import rtd_loss
 
-
-@drop_in
-class ElectraSelfAttention(EncoderSelfAttention, modeling_electra.ElectraSelfAttention):
-    """Self-attention whose queries may be only some of the rows."""
-
-
-@drop_in
-class ElectraAttention(EncoderAttention, modeling_electra.ElectraAttention):
-    """The attention block, which in the last layer may compute only some rows."""
+ElectraSelfAttention = joined(_encoder.EncoderSelfAttention, modeling_electra.ElectraSelfAttention)
+ElectraAttention = joined(_encoder.EncoderAttention, modeling_electra.ElectraAttention)
+ElectraSelfOutput = joined(_encoder.EncoderOutput, modeling_electra.ElectraSelfOutput)
+ElectraIntermediate = joined(_encoder.EncoderIntermediate, modeling_electra.ElectraIntermediate)
+ElectraOutput = joined(_encoder.EncoderOutput, modeling_electra.ElectraOutput)
+ElectraLayer = joined(_encoder.EncoderLayer, modeling_electra.ElectraLayer)
 
 
-@drop_in
-class ElectraSelfOutput(EncoderOutput, modeling_electra.ElectraSelfOutput):
-    """The end of the attention block."""
-
-
-@drop_in
-class ElectraIntermediate(EncoderIntermediate, modeling_electra.ElectraIntermediate):
-    """The first half of the feed-forward."""
-
-
-@drop_in
-class ElectraOutput(EncoderOutput, modeling_electra.ElectraOutput):
-    """The second half of the feed-forward."""
-
-
-@drop_in
-class ElectraLayer(EncoderLayer, modeling_electra.ElectraLayer):
-    """The layer, which does not inspect its feed-forward in every call."""
-
-
-@drop_in
-class ElectraModel(EncoderModel, transformers.ElectraModel):
-    """``transformers.ElectraModel`` with fused attention, computing only tokens."""
+class ElectraModel(_encoder.EncoderModel, transformers.ElectraModel): ...
 
 
 class _LanguageModelHead:
     """Shared by the two heads that predict tokens."""
 
-    generator_predictions: Any
-    generator_lm_head: Any
-
-    def _head(self) -> tuple[Callable[[Tensor], Tensor], nn.Linear]:
+    def _head(self: Any) -> _heads.Head:
         return self.generator_predictions, self.generator_lm_head
 
 
-@drop_in
-class ElectraForMaskedLM(_LanguageModelHead, MaskedLM, transformers.ElectraForMaskedLM):
+class ElectraForCausalLM(_LanguageModelHead, _heads.CausalLM, transformers.ElectraForCausalLM): ...
+
+
+class ElectraForMaskedLM(_LanguageModelHead, _heads.MaskedLM, transformers.ElectraForMaskedLM):
     """``transformers.ElectraForMaskedLM`` whose head and loss compute only labelled tokens.
 
     Source: Clark et al. 2020 (arXiv 2003.10555), §2, the generator.
     """
 
 
-@drop_in
-class ElectraForCausalLM(_LanguageModelHead, CausalLM, transformers.ElectraForCausalLM):
-    """``transformers.ElectraForCausalLM``, a decoder. Its loss computes no full logits."""
-
-
-@drop_in
 class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
     """``transformers.ElectraForPreTraining`` with the fused replaced-token loss, computing only
     tokens from the embeddings to the loss.
@@ -132,8 +83,7 @@ class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
             logits of padding that was left out are 0.
 
         Raises:
-            ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) ids that do not
-                fit.
+            ArgumentValueError, ArgumentTypeError: wrong shapes, dtypes or (on the CPU) ids.
         """
         ragged = None
         if attention_mask is not None and attention_mask.dim() == 2:
@@ -149,7 +99,7 @@ class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
         if labels is not None:
             where = "ElectraForPreTraining"
             check_tensor(where, "labels", labels)
-            shape = shape_of(inputs)
+            shape = _heads.shape_of(inputs)
             assert shape is not None, "the backbone requires it"
             check_shape(where, "labels", labels, shape, "[B, T]")
             in_loss = labels != IGNORE_INDEX
@@ -171,12 +121,7 @@ class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
             logits = self.logits(features)
             if ragged is not None:
                 logits = ragged.pad(logits[..., None]).squeeze(-1)
-        return ElectraForPreTrainingOutput(
-            loss=loss,
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+        return ElectraForPreTrainingOutput(loss=loss, logits=logits, **_heads.recorded(outputs))
 
     def features(self, hidden: Tensor) -> Tensor:
         """The input of the head's last linear layer: [..., E] -> [..., E]."""
@@ -188,15 +133,22 @@ class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
         return self.discriminator_predictions.dense_prediction(features).squeeze(-1)
 
 
-@drop_in
 class ElectraForSequenceClassification(
-    SequenceClassification, transformers.ElectraForSequenceClassification
-):
-    """``transformers.ElectraForSequenceClassification``, whose last layer computes only [CLS]."""
+    _heads.SequenceClassification, transformers.ElectraForSequenceClassification
+): ...
 
 
-@drop_in
-class ElectraForMultipleChoice(MultipleChoice, transformers.ElectraForMultipleChoice):
+class ElectraForTokenClassification(
+    _heads.TokenClassification, transformers.ElectraForTokenClassification
+): ...
+
+
+class ElectraForQuestionAnswering(
+    _heads.QuestionAnswering, transformers.ElectraForQuestionAnswering
+): ...
+
+
+class ElectraForMultipleChoice(_heads.MultipleChoice, transformers.ElectraForMultipleChoice):
     """``transformers.ElectraForMultipleChoice``, whose last layer computes only [CLS].
 
     With a ``config.summary_type`` other than "first", the parent also reads other rows, including
@@ -207,15 +159,3 @@ class ElectraForMultipleChoice(MultipleChoice, transformers.ElectraForMultipleCh
         if self.sequence_summary.summary_type != "first":
             inputs.update(output_rows=None, unpad=False)
         return super().forward(**inputs)
-
-
-@drop_in
-class ElectraForTokenClassification(
-    TokenClassification, transformers.ElectraForTokenClassification
-):
-    """``transformers.ElectraForTokenClassification``, computing only tokens."""
-
-
-@drop_in
-class ElectraForQuestionAnswering(QuestionAnswering, transformers.ElectraForQuestionAnswering):
-    """``transformers.ElectraForQuestionAnswering`` with fused attention."""

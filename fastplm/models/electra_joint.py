@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,13 +21,7 @@ from fastplm.models._base import FastplmModel, TiedLookup, check_input_ids
 from fastplm.models._electra_options import GENERATORS, OBJECTIVES, SECOND_STAGES, SHARINGS
 from fastplm.models._ragged import rows_at, unpadded
 from fastplm.models.electra import ElectraForMaskedLM, ElectraForPreTraining
-from fastplm.nn._rows import (
-    IGNORE_INDEX,
-    as_normalizer,
-    batch_share,
-    is_plain,
-    labelled_positions,
-)
+from fastplm.nn._rows import IGNORE_INDEX, as_normalizer, batch_share, is_plain, labelled_positions
 from fastplm.nn.linear import Linear
 from fastplm.nn.rtd_head import rtd_loss
 from fastplm.reference._reduce import reduce_loss
@@ -40,10 +35,7 @@ _REWARDING = ("objective", ("rtd", "rtd_masked"))
 # Sizes that must be equal to share embeddings, and additionally to share all weights.
 _EMBEDDING_SIZES = ("vocab_size", "embedding_size", "max_position_embeddings", "type_vocab_size")
 _ENCODER_SIZES = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
     "hidden_act",
 )
 
@@ -137,35 +129,25 @@ class ElectraJointConfig(PreTrainedConfig):
             for name, wanted in (("generator_type", ("model",)), ("stage", (None,)), _REWARDING):
                 value = getattr(self, name)
                 if value not in wanted:
-                    fail(
-                        where,
-                        name,
-                        f"{value!r} with adversarial=True",
-                        " or ".join(map(repr, wanted)),
-                        "Leave one of the two out.",
-                    )
+                    got = f"{value!r} with adversarial=True"
+                    fix = "Leave one of the two out."
+                    fail(where, name, got, " or ".join(map(repr, wanted)), fix)
         if self.stage not in (None, 1, 2):
             fail(where, "stage", self.stage, "None, 1 or 2", "Choose one.")
         if not self.temperature > 0:
             fail(where, "temperature", self.temperature, "over 0", "Raise it.")
         if self.generator_type == "unigram":
             if self.stage is not None:
-                fail(
-                    where,
-                    "stage",
-                    f"{self.stage} with a unigram generator",
-                    "None, as there is no generator to train first",
-                    "Leave it out, or use generator_type='model'.",
-                )
+                got = f"{self.stage} with a unigram generator"
+                expected = "None, as there is no generator to train first"
+                fix = "Leave it out, or use generator_type='model'."
+                fail(where, "stage", got, expected, fix)
             return
         if self.stage is not None and self.embedding_sharing != "none":
-            fail(
-                where,
-                "embedding_sharing",
-                f"{self.embedding_sharing!r} with stage={self.stage}",
-                "'none', as the second stage trains one model and leaves the other as it is",
-                "Set embedding_sharing='none' for two-stage training.",
-            )
+            got = f"{self.embedding_sharing!r} with stage={self.stage}"
+            expected = "'none', as the second stage trains one model and leaves the other as it is"
+            fix = "Set embedding_sharing='none' for two-stage training."
+            fail(where, "embedding_sharing", got, expected, fix)
         equal: tuple[str, ...] = ("vocab_size",)
         if self.embedding_sharing != "none":
             equal = _EMBEDDING_SIZES
@@ -173,16 +155,12 @@ class ElectraJointConfig(PreTrainedConfig):
         if self.embedding_sharing == "all" or handed_over:
             equal = _EMBEDDING_SIZES + _ENCODER_SIZES
         for name in equal:
-            wanted = getattr(self.discriminator, name)
-            if getattr(self.generator, name) != wanted:
-                fail(
-                    where,
-                    f"generator.{name}",
-                    getattr(self.generator, name),
-                    f"{wanted}, that of the discriminator",
-                    "Derive the generator with ElectraJointConfig.from_discriminator (with "
-                    "generator_size=1 to share all weights, or to hand them over).",
-                )
+            got, wanted = getattr(self.generator, name), getattr(self.discriminator, name)
+            if got != wanted:
+                fix = "Derive the generator with ElectraJointConfig.from_discriminator (with "
+                fix += "generator_size=1 to share all weights, or to hand them over)."
+                expected = f"{wanted}, that of the discriminator"
+                fail(where, f"generator.{name}", got, expected, fix)
 
     @classmethod
     def from_discriminator(
@@ -201,13 +179,9 @@ class ElectraJointConfig(PreTrainedConfig):
             ArgumentValueError: ``generator_size`` outside (0, 1].
         """
         if not 0 < generator_size <= 1:
-            fail(
-                "ElectraJointConfig",
-                "generator_size",
-                generator_size,
-                "a fraction in (0, 1]",
-                "The paper uses 0.25 (small, large) and 0.333 (base).",
-            )
+            fix = "The paper uses 0.25 (small, large) and 0.333 (base)."
+            where, expected = "ElectraJointConfig", "a fraction in (0, 1]"
+            fail(where, "generator_size", generator_size, expected, fix)
         head_dim = discriminator.hidden_size // discriminator.num_attention_heads
         heads = max(1, round(discriminator.num_attention_heads * generator_size))
         ratio = discriminator.intermediate_size / discriminator.hidden_size
@@ -256,42 +230,25 @@ class ElectraJointOutput(ModelOutput):
 
 
 class _Filled(NamedTuple):
-    """What the generator made of a masked batch.
+    """What the generator made of a masked batch; a unigram generator only samples."""
 
-    Args:
-        sampled: int64 [P], the replacements; -1 in unused slots.
-        loss: 0-d; it and the following are None of a unigram generator.
-        hidden: [P, E], the last hidden states of the slots.
-        rows: [P, E], what the head projects to the vocabulary.
-        weight: [V, E], of that projection.
-    """
-
-    sampled: Tensor
-    loss: Tensor | None = None
-    hidden: Any = None
-    rows: Any = None
-    weight: Any = None
+    sampled: Tensor  # int64 [P], the replacements; -1 in unused slots
+    loss: Tensor | None = None  # 0-d
+    hidden: Any = None  # [P, E], the last hidden states of the slots
+    rows: Any = None  # [P, E], what the head projects to the vocabulary
+    weight: Any = None  # [V, E], of that projection
 
 
 class _Replaced(NamedTuple):
-    """The discriminator's batch, in the N rows that it computes.
+    """The discriminator's batch, in the N rows that it computes."""
 
-    Args:
-        ids: int64 [N], with replacements.
-        originals: int64 [N].
-        seen: bool [N], False = padding or an unused row.
-        targets: int64 [P], the labels; -100 in unused slots.
-        sampled: int64 [P], the replacements; -1 in unused slots.
-        per_label, per_token: 0-d, the denominators of means; None = those of this batch.
-    """
-
-    ids: Tensor
-    originals: Tensor
-    seen: Tensor
-    targets: Tensor
-    sampled: Tensor
-    per_label: Tensor | None
-    per_token: Tensor | None
+    ids: Tensor  # int64 [N], with replacements
+    originals: Tensor  # int64 [N]
+    seen: Tensor  # bool [N], False = padding or an unused row
+    targets: Tensor  # int64 [P], the labels; -100 in unused slots
+    sampled: Tensor  # int64 [P], the replacements; -1 in unused slots
+    per_label: Tensor | None  # 0-d, the denominator of means; None = that of this batch
+    per_token: Tensor | None  # the same over tokens
 
 
 class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
@@ -390,13 +347,8 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             ArgumentValueError: the generator is a unigram generator.
         """
         if self.generator is None:
-            fail(
-                _WHERE,
-                "save_generator",
-                "a unigram generator",
-                "generator_type='model'",
-                "Save only the discriminator.",
-            )
+            fix = "Save only the discriminator."
+            fail(_WHERE, "save_generator", "a unigram generator", "generator_type='model'", fix)
         self.generator.save_pretrained(save_directory, **kwargs)
 
     def set_token_counts(self, counts: Tensor) -> None:
@@ -413,24 +365,15 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         """
         where = "set_token_counts"
         if self.generator is not None:
-            fail(
-                where,
-                "generator_type",
-                "'model'",
-                "'unigram'",
-                "Only a unigram generator uses token counts.",
-            )
+            fix = "Only a unigram generator uses token counts."
+            fail(where, "generator_type", "'model'", "'unigram'", fix)
         check_tensor(where, "counts", counts)
         check_dtype(where, "counts", counts, (torch.int64,))
         check_shape(where, "counts", counts, self.token_counts.shape, "[V]")
         if (counts < 0).any() or not counts.any():
-            fail(
-                where,
-                "counts",
-                "a negative count, or only zeros",
-                "counts of 0 or more, not all 0",
-                "Count the tokens of the corpus with torch.bincount.",
-            )
+            got, expected = "a negative count, or only zeros", "counts of 0 or more, not all 0"
+            fix = "Count the tokens of the corpus with torch.bincount."
+            fail(where, "counts", got, expected, fix)
         self.token_counts.copy_(counts)
 
     @torch.no_grad()
@@ -445,13 +388,8 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             ArgumentValueError: the model is not in the first stage.
         """
         if self.config.stage != 1:
-            fail(
-                "start_second_stage",
-                "config.stage",
-                self.config.stage,
-                "1",
-                "Build the model with ElectraJointConfig(stage=1, embedding_sharing='none').",
-            )
+            fix = "Build the model with ElectraJointConfig(stage=1, embedding_sharing='none')."
+            fail("start_second_stage", "config.stage", self.config.stage, "1", fix)
         assert self.generator is not None
         if self.config.second_stage_from == "generator":
             self.discriminator.electra.load_state_dict(self.generator.electra.state_dict())
@@ -485,8 +423,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             labels: int64 [B, T], the original token at chosen positions, else -100; or, with
                 ``masked_positions``, int64 [P], the labels of its slots (as ``ops.mask_tokens``
                 returns them).
-            masked_positions: int64 [P], flat positions of the labels, -1 in unused slots; fixes the
-                shapes of the head, for compiled models and CUDA. Default: computed from ``labels``.
+            masked_positions: as in ``ElectraForMaskedLM``.
             sample_index: int64 [B], the sample indices in the training. The replacements depend
                 only on (``config.sampling_seed``, sample index, position) and the generator's
                 logits. Default: drawn from torch's generator. Dropout is drawn of these indices,
@@ -506,8 +443,8 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             ``ElectraJointOutput``. Unless ``unpad`` is True, computing it needs no sync.
 
         Raises:
-            ArgumentValueError, ArgumentTypeError: no labels, or shapes, dtypes or (on the CPU) ids
-                that do not fit.
+            ArgumentValueError, ArgumentTypeError: no labels, wrong shapes, dtypes or (on the CPU)
+                ids.
         """
         config = self.config
         check_input_ids(_WHERE, input_ids, config.discriminator.vocab_size)
@@ -544,18 +481,10 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         if ragged is not None:
             ids, originals = ragged.pack(ids), ragged.pack(originals)
             seen = ragged.positions >= 0
-        replaced = _Replaced(
-            ids=ids.flatten(),
-            originals=originals.flatten(),
-            seen=seen.flatten(),
-            targets=targets,
-            sampled=filled.sampled,
-            per_label=per_label,
-            per_token=per_token,
-        )
-        judge = getattr(self, f"_{config.objective}")
+        ids, originals, seen = (one.flatten() for one in (ids, originals, seen))
+        replaced = _Replaced(ids, originals, seen, targets, filled.sampled, per_label, per_token)
         judged = hidden.flatten(0, 1)
-        loss, parts = judge(judged, replaced)
+        loss, parts = getattr(self, f"_{config.objective}")(judged, replaced)
         if config.adversarial:
             rewards = self._rewards(judged, positions, replaced, ragged)
             trained, baseline = self._reinforce(filled, rewards, replaced)
@@ -574,14 +503,10 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         """The projection to the vocabulary. Only its weight and bias are used."""
         decoder = part.generator_lm_head
         if not is_plain(decoder, nn.Linear, Linear):
-            fail(
-                _WHERE,
-                "generator_lm_head",
-                f"a {type(decoder).__name__} with a forward, a hook or an adapter of its own",
-                "a linear layer: the loss reads its weight and its bias, and never calls it",
-                "Remove the hook, or merge the adapter into the weight.",
-                UnsupportedError,
-            )
+            got = f"a {type(decoder).__name__} with a forward, a hook or an adapter of its own"
+            expected = "a linear layer: the loss reads its weight and its bias, and never calls it"
+            fix = "Remove the hook, or merge the adapter into the weight."
+            fail(_WHERE, "generator_lm_head", got, expected, fix, UnsupportedError)
         return decoder
 
     def _fill(
@@ -600,9 +525,10 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         sample_index, position = counters
         with torch.set_grad_enabled(torch.is_grad_enabled() and config.stage != 2):
             decoder = self._vocabulary(generator)
-            lookup = TiedLookup(generator, decoder, targets)
+            lookup = TiedLookup(decoder)
+            looked_up = partial(lookup, generator.get_input_embeddings())
             hidden = generator.electra(
-                input_ids, output_rows=positions, lookup=lookup, **arguments
+                input_ids, output_rows=positions, lookup=looked_up, **arguments
             ).last_hidden_state[:, 0]
             rows = generator.generator_predictions(hidden)
             with torch.set_grad_enabled(torch.is_grad_enabled() and not config.adversarial):
@@ -668,20 +594,13 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         word, *_ = draw(
             self.config.sampling_seed, Stream.SAMPLE, sample_index=sample_index, position=position
         )
-        if values_are_known(self.token_counts):
-            if not self.token_counts.any():
-                fail(
-                    _WHERE,
-                    "token_counts",
-                    "no counts",
-                    "the frequencies of the tokens in the corpus",
-                    "Call set_token_counts first.",
-                )
+        if values_are_known(self.token_counts) and not self.token_counts.any():
+            expected = "the frequencies of the tokens in the corpus"
+            fail(_WHERE, "token_counts", "no counts", expected, "Call set_token_counts first.")
         reached = self.token_counts.cumsum(0)
         level = (uniform(word) * reached[-1]).long()
-        return torch.searchsorted(reached, level, right=True).masked_fill(
-            targets == IGNORE_INDEX, -1
-        )
+        drawn = torch.searchsorted(reached, level, right=True)
+        return drawn.masked_fill(targets == IGNORE_INDEX, -1)
 
     # --- the discriminator's loss of each objective: (loss, fields of the output) ---
     # Input: the last hidden states of all rows [N, E], or of the slots [P, E].
@@ -696,11 +615,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         return self._detect(rows, (batch.sampled, batch.targets), chosen, batch.per_label)
 
     def _detect(
-        self,
-        rows: Tensor,
-        ids: tuple[Tensor, Tensor],
-        judged: Tensor,
-        normalizer: Tensor | None,
+        self, rows: Tensor, ids: tuple[Tensor, Tensor], judged: Tensor, normalizer: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of detecting where the two ids differ, and the counts, in one pass."""
         loss, counts = rtd_loss(
@@ -714,17 +629,21 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         )
         return loss, {"rtd_loss": loss.detach(), **counts._asdict()}
 
-    def _replace_mlm(self, rows: Tensor, batch: _Replaced) -> tuple[Tensor, dict[str, Tensor]]:
-        """The original tokens at the chosen positions: §3.4, Replace MLM."""
+    def _predict(self, rows: Tensor, targets: Tensor, **options: Any) -> Tensor:
+        """The cross-entropy of the discriminator's MLM head."""
         decoder = self._vocabulary(self.discriminator)
-        loss = ops.linear_cross_entropy(
+        return ops.linear_cross_entropy(
             self.discriminator.generator_predictions(rows),
             decoder.weight,
-            batch.targets,
+            targets,
             linear_bias=decoder.bias,
-            normalizer=batch.per_label,
             expected_targets=rows.shape[0],
+            **options,
         )
+
+    def _replace_mlm(self, rows: Tensor, batch: _Replaced) -> tuple[Tensor, dict[str, Tensor]]:
+        """The original tokens at the chosen positions: §3.4, Replace MLM."""
+        loss = self._predict(rows, batch.targets, normalizer=batch.per_label)
         return loss, {"discriminator_mlm_loss": loss.detach()}
 
     def _all_tokens_mlm(self, rows: Tensor, batch: _Replaced) -> tuple[Tensor, dict[str, Tensor]]:
@@ -733,15 +652,8 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         ``-log(D 1[x = x'] + (1 - D) softmax(x))``, computed with logarithms, so that no
         probability underflows.
         """
-        decoder = self._vocabulary(self.discriminator)
-        nll = ops.linear_cross_entropy(
-            self.discriminator.generator_predictions(rows),
-            decoder.weight,
-            batch.originals.masked_fill(~batch.seen, IGNORE_INDEX),
-            linear_bias=decoder.bias,
-            reduction="none",
-            expected_targets=rows.shape[0],
-        )
+        seen_originals = batch.originals.masked_fill(~batch.seen, IGNORE_INDEX)
+        nll = self._predict(rows, seen_originals, reduction="none")
         copy = self.copy_head(rows).squeeze(-1).to(nll.dtype)
         predicted = F.logsigmoid(-copy) - nll
         either = torch.logaddexp(F.logsigmoid(copy), predicted)
@@ -777,10 +689,7 @@ def _seen(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
 
 
 def _labels(
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    labels: Tensor,
-    masked_positions: Tensor | None,
+    input_ids: Tensor, mask: Tensor | None, labels: Tensor, masked_positions: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(labels int64 [B, T] with -100 in padding, their positions [P], their values [P])."""
     check_tensor(_WHERE, "labels", labels)
@@ -792,15 +701,9 @@ def _labels(
             check_shape(_WHERE, "labels", labels, masked_positions.shape, "[P] or [B, T]")
             nothing = torch.full_like(input_ids, IGNORE_INDEX)
             labels = _write(nothing, masked_positions, labels)
-    check_shape(
-        _WHERE,
-        "labels",
-        labels,
-        input_ids.shape,
-        "one label a token",
-        "Use -100 where there is none.",
-    )
-    labels = labels.long().masked_fill(~_seen(input_ids, attention_mask), IGNORE_INDEX)
+    fix = "Use -100 where there is none."
+    check_shape(_WHERE, "labels", labels, input_ids.shape, "one label a token", fix)
+    labels = labels.long().masked_fill(~_seen(input_ids, mask), IGNORE_INDEX)
     positions = labelled_positions(labels) if masked_positions is None else masked_positions
     # One additional element, so that position -1 reads "no label".
     targets = torch.cat((labels.flatten(), labels.new_full((1,), IGNORE_INDEX)))[positions]

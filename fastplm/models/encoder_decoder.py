@@ -21,7 +21,7 @@ from transformers.utils.generic import can_return_tuple
 
 from fastplm.errors import fail
 from fastplm.hf import IS_CHOSEN, NAME, attention_of
-from fastplm.models._base import FastplmModel, choosing, drop_in, share_config, wants_output
+from fastplm.models._base import FastplmModel, choosing, share_config, wants_output
 from fastplm.models._encoder import EncoderModel
 from fastplm.models._heads import shape_of
 from fastplm.models._ragged import until_last, values_can_be_read
@@ -33,7 +33,6 @@ _RECORDED = ("output_hidden_states", "output_attentions")
 _FAMILIES = ("albert", "bert", "electra", "gpt2", "roberta")
 
 
-@drop_in
 class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
     """``transformers.EncoderDecoderModel`` of drop-in parts, both without padding.
 
@@ -78,13 +77,9 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
                 encoder.config, decoder.config
             )
         if not isinstance(config, EncoderDecoderConfig):
-            fail(
-                type(self).__name__,
-                "config",
-                f"a {type(config).__name__}",
-                "an EncoderDecoderConfig, or both an encoder and a decoder",
-                "See EncoderDecoderConfig.from_encoder_decoder_configs.",
-            )
+            expected = "an EncoderDecoderConfig, or both an encoder and a decoder"
+            fix = "See EncoderDecoderConfig.from_encoder_decoder_configs."
+            fail(type(self).__name__, "config", f"a {type(config).__name__}", expected, fix)
         for name in _PARTS:
             if getattr(config, name).model_type in _FAMILIES:
                 importlib.import_module(f"fastplm.models.{getattr(config, name).model_type}")
@@ -131,23 +126,19 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
         """{decoder parameter: the encoder parameter it is tied to}."""
         encoder: Any = self.encoder
         decoder: Any = self.decoder
-        kinds = [part.config.model_type for part in (encoder, decoder)]
+        one, other = (part.config.model_type for part in (encoder, decoder))
         names = {}
         shapes = {name: tuple(weight.shape) for name, weight in encoder.named_parameters()}
         for name, weight in decoder.base_model.named_parameters():
             if ".crossattention." in name:
                 continue
-            full_name = f"decoder.{decoder.base_model_prefix}.{name}"
-            if kinds[0] != kinds[1] or shapes.get(name) != tuple(weight.shape):
-                fail(
-                    type(self).__name__,
-                    "tie_encoder_decoder",
-                    f"True for a {kinds[0]} encoder and a {kinds[1]} decoder whose {name!r} are "
-                    f"{shapes.get(name, 'missing')} and {tuple(weight.shape)}",
-                    "two parts of one family and of equal sizes",
-                    "Use the same checkpoint for both, or leave tie_encoder_decoder out.",
-                )
-            names[full_name] = f"encoder.{name}"
+            if one != other or shapes.get(name) != tuple(weight.shape):
+                got = f"True for a {one} encoder and a {other} decoder whose {name!r} are "
+                got += f"{shapes.get(name, 'missing')} and {tuple(weight.shape)}"
+                fix = "Use the same checkpoint for both, or leave tie_encoder_decoder out."
+                expected = "two parts of one family and of equal sizes"
+                fail(type(self).__name__, "tie_encoder_decoder", got, expected, fix)
+            names[f"decoder.{decoder.base_model_prefix}.{name}"] = f"encoder.{name}"
         return names
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict:
@@ -202,9 +193,7 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
                 Without a cache, logits, hidden states and attentions,
                 ``encoder_last_hidden_state`` is None too, and the decoder computes no rows after
                 the last label of a sequence.
-            output_logits: return the logits together with the loss.
-            num_items_in_batch: the denominator of the loss: the number of labels of all batches
-                over which gradients are accumulated. Default: that of this batch.
+            output_logits, num_items_in_batch: as in ``…ForMaskedLM``.
             reduction: "none" = the loss of each label, as of the decoder.
             unpad, decoder_unpad: what to do with the padding of encoder and decoder. None = leave
                 it out where possible; False = keep it; an int = a capacity, the number of packed
@@ -212,8 +201,7 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
             inputs: arguments of the encoder, or with the prefix ``decoder_`` those of the decoder.
 
         Raises:
-            ArgumentValueError, ArgumentTypeError: shapes, dtypes or (on the CPU) ids that do not
-                fit.
+            ArgumentValueError, ArgumentTypeError: wrong shapes, dtypes or (on the CPU) ids.
         """
         encoder: Any = self.encoder
         decoder: Any = self.decoder
@@ -285,13 +273,9 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
     def _by_parent(self, inputs: dict[str, Any], num_items: Any, reduction: str) -> Any:
         """The parent's outputs, where there are no labels or the decoder is not a drop-in model."""
         if reduction != "mean":
-            fail(
-                type(self).__name__,
-                "reduction",
-                f"{reduction!r} without labels or with a {type(self.decoder).__name__}",
-                "labels and a decoder of fastplm.models",
-                "Leave it out.",
-            )
+            got = f"{reduction!r} without labels or with a {type(self.decoder).__name__}"
+            expected = "labels and a decoder of fastplm.models"
+            fail(type(self).__name__, "reduction", got, expected, "Leave it out.")
         outputs = super().forward(return_dict=True, **inputs)
         if inputs["labels"] is not None:
             outputs.loss = outputs.loss * batch_share(inputs["labels"], num_items)

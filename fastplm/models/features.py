@@ -96,22 +96,17 @@ class _Features(ScaledLoss, PreTrainedModel):
             self.encoder.pooler = None
         layers = encoder.config.num_hidden_layers
         if config.features == "last-four" and layers < _LAST:
-            fail(
-                "FeaturesConfig",
-                "features",
-                f"last-four with an encoder of {layers} layers",
-                f"{_LAST} layers or more",
-                "Choose mix or last.",
-            )
+            got = f"last-four with an encoder of {layers} layers"
+            expected = f"{_LAST} layers or more"
+            fail("FeaturesConfig", "features", got, expected, "Choose mix or last.")
         width = config.hidden_size
         self.mix = ScalarMix(layers + 1) if config.features == "mix" else None
         self.dropout = nn.Dropout(config.dropout)
         self.lstm = None
         given = width * (_LAST if config.features == "last-four" else 1)
         if config.head == "bilstm":
-            self.lstm = nn.LSTM(
-                given, width // 2, _LSTM_LAYERS, batch_first=True, bidirectional=True
-            )
+            options: Any = {"batch_first": True, "bidirectional": True}
+            self.lstm = nn.LSTM(given, width // 2, _LSTM_LAYERS, **options)
             given = 2 * (width // 2)
         self.classifier = nn.Linear(given, config.num_labels)
         self.post_init()
@@ -119,12 +114,8 @@ class _Features(ScaledLoss, PreTrainedModel):
     def _states(self, attention_mask: Tensor, **inputs: Any) -> Tensor:
         """What the classifier reads of each token: [B, T, W]."""
         recorded = self.config.features != "last"
-        outputs = self.encoder(
-            attention_mask=attention_mask,
-            output_hidden_states=recorded,
-            return_dict=True,
-            **inputs,
-        )
+        inputs |= {"output_hidden_states": recorded, "return_dict": True}
+        outputs = self.encoder(attention_mask=attention_mask, **inputs)
         if self.mix is not None:
             states = self.mix(outputs.hidden_states)
         elif recorded:
@@ -171,9 +162,6 @@ class FeaturesForSequenceClassification(_Features):
             labels: int64 [B], or scores [B] for ``problem_type="regression"``.
             num_items_in_batch: the denominator of the loss; default the number of labels.
             inputs: of the encoder.
-
-        Returns:
-            ``SequenceClassifierOutput`` with ``loss`` and ``logits`` [B, labels].
         """
         mask = _mask(input_ids, attention_mask)
         config = self.config
@@ -202,9 +190,7 @@ class FeaturesForTokenClassification(_Features):
         """Classify tokens: labels int64 [B, T], -100 = none; logits [B, T, labels]."""
         mask = _mask(input_ids, attention_mask)
         logits = self.classifier(self._states(mask, input_ids=input_ids, **inputs))
-        loss = None
-        if labels is not None:
-            loss = ForTokenClassification(logits, labels, self.config)
+        loss = None if labels is None else ForTokenClassification(logits, labels, self.config)
         outputs = TokenClassifierOutput(loss=loss, logits=logits)
         return self._scaled(outputs, labels, num_items_in_batch)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from transformers.models.gpt2 import modeling_gpt2
 
@@ -49,7 +48,6 @@ class GPT2Block(OnRows, modeling_gpt2.GPT2Block):
         return super().forward(encoder_hidden_states=encoder_hidden_states, **kwargs)
 
 
-@drop_in
 class GPT2Model(CausalModel, transformers.GPT2Model):
     """``transformers.GPT2Model`` with fused attention; without a cache, it computes only tokens.
 
@@ -67,33 +65,16 @@ class GPT2Model(CausalModel, transformers.GPT2Model):
         return super().forward(**inputs)
 
 
-@drop_in
-class GPT2LMHeadModel(CausalLM, transformers.GPT2LMHeadModel):
-    """``transformers.GPT2LMHeadModel``, whose loss computes only labelled tokens.
-
-    Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
-    """
-
-    def _head(self) -> tuple[Callable[[Tensor], Tensor] | None, nn.Linear]:
-        return None, self.lm_head
+class GPT2LMHeadModel(CausalLM, transformers.GPT2LMHeadModel): ...
 
 
-@drop_in
 class GPT2DoubleHeadsModel(DoubleHeads, transformers.GPT2DoubleHeadsModel):
-    """``transformers.GPT2DoubleHeadsModel``, whose heads compute only the rows they need.
-
-    Source: Radford et al. 2018, "Improving Language Understanding by Generative Pre-Training", §3.
-    """
-
     _output = modeling_gpt2.GPT2DoubleHeadsModelOutput
 
 
-@drop_in
 class GPT2ForSequenceClassification(
     LastTokenClassification, transformers.GPT2ForSequenceClassification
 ):
-    """``transformers.GPT2ForSequenceClassification``, whose head reads only the last token."""
-
     _output = SequenceClassifierOutputWithPast
 
 
@@ -104,15 +85,11 @@ class _WithoutCache:
         return super().forward(use_cache=bool(use_cache), **inputs)  # type: ignore[misc]
 
 
-@drop_in
 class GPT2ForTokenClassification(
     TokenClassification, _WithoutCache, transformers.GPT2ForTokenClassification
-):
-    """``transformers.GPT2ForTokenClassification``, computing only tokens."""
+): ...
 
 
-@drop_in
 class GPT2ForQuestionAnswering(
     QuestionAnswering, _WithoutCache, transformers.GPT2ForQuestionAnswering
-):
-    """``transformers.GPT2ForQuestionAnswering`` with fused attention."""
+): ...

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.linalg import vector_norm
 
 from fastplm._checks import check_shape
 from fastplm.errors import fail
@@ -53,37 +54,27 @@ def layer_similarity(model: nn.Module, **batch: Any) -> LayerSimilarity:
     if states is None:
         states = outputs.get("encoder_hidden_states")
     if states is None:
-        fail(
-            "layer_similarity",
-            "model",
-            f"a {type(model).__name__} without hidden states",
-            "a model of Transformers that returns `hidden_states`",
-            "Pass the encoder itself.",
-        )
+        got = f"a {type(model).__name__} without hidden states"
+        expected = "a model of Transformers that returns `hidden_states`"
+        fail("layer_similarity", "model", got, expected, "Pass the encoder itself.")
     real = torch.ones(states[0].shape[:-1], dtype=torch.bool, device=states[0].device)
     mask = batch.get("attention_mask")
     if mask is not None:
         # Multiple-choice models flatten the choices into the batch.
         mask = mask.flatten(0, -2).bool()
-        check_shape(
-            "layer_similarity", "attention_mask", mask, real.shape, "[the rows of the batch, T]"
-        )
+        expected = "[the rows of the batch, T]"
+        check_shape("layer_similarity", "attention_mask", mask, real.shape, expected)
         real = mask.to(real.device)
 
     means = []
     for before, after in zip(states[:-1], states[1:], strict=True):
         before, after = before.float(), after.float()
-        distance = torch.linalg.vector_norm(after - before, dim=-1)
-        before, after = (
-            nn.functional.normalize(before, dim=-1),
-            nn.functional.normalize(after, dim=-1),
-        )
+        distance = vector_norm(after - before, dim=-1)
+        before, after = (nn.functional.normalize(one, dim=-1) for one in (before, after))
         cosine = (before * after).sum(-1)
         # From half the angle: accurate for small angles, unlike the arc cosine.
-        sides = [
-            torch.linalg.vector_norm(side, dim=-1) for side in (after - before, after + before)
-        ]
-        degrees = 2 * torch.atan2(*sides).rad2deg()
+        apart, along = (vector_norm(side, dim=-1) for side in (after - before, after + before))
+        degrees = 2 * torch.atan2(apart, along).rad2deg()
         values = torch.stack((distance, cosine, degrees))  # [3, B, T]
         means.append(values.where(real, 0).sum((1, 2)) / real.sum())
     return LayerSimilarity(*torch.stack(means, 1))

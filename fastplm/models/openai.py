@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import transformers
@@ -86,15 +85,8 @@ class Block(OnRows, modeling_openai.Block):
 class _FusedLayers:
     """Mixin in front of the parent's forward: no [T, T] mask, and rows may be packed."""
 
-    tokens_embed: nn.Embedding
-    positions_embed: nn.Embedding
-    position_ids: Tensor
-    drop: nn.Dropout
-    h: nn.ModuleList
-    _layers_are_ours: Callable[[], bool]
-
     def forward(
-        self,
+        self: Any,
         *,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
@@ -133,7 +125,6 @@ class _FusedLayers:
         )
 
 
-@drop_in
 class OpenAIGPTModel(CausalModel, _FusedLayers, transformers.OpenAIGPTModel):
     """``transformers.OpenAIGPTModel`` with fused attention, computing only tokens.
 
@@ -164,31 +155,14 @@ class OpenAIGPTModel(CausalModel, _FusedLayers, transformers.OpenAIGPTModel):
         return True
 
 
-@drop_in
-class OpenAIGPTLMHeadModel(CausalLM, transformers.OpenAIGPTLMHeadModel):
-    """``transformers.OpenAIGPTLMHeadModel``, whose loss computes only labelled tokens.
-
-    Source: Radford et al. 2018, "Improving Language Understanding by Generative Pre-Training".
-    """
-
-    def _head(self) -> tuple[Callable[[Tensor], Tensor] | None, nn.Linear]:
-        return None, self.lm_head
+class OpenAIGPTLMHeadModel(CausalLM, transformers.OpenAIGPTLMHeadModel): ...
 
 
-@drop_in
 class OpenAIGPTDoubleHeadsModel(DoubleHeads, transformers.OpenAIGPTDoubleHeadsModel):
-    """``transformers.OpenAIGPTDoubleHeadsModel``, whose heads compute only the rows they need.
-
-    Source: Radford et al. 2018, "Improving Language Understanding by Generative Pre-Training", §3.
-    """
-
     _output = modeling_openai.OpenAIGPTDoubleHeadsModelOutput
 
 
-@drop_in
 class OpenAIGPTForSequenceClassification(
     LastTokenClassification, transformers.OpenAIGPTForSequenceClassification
 ):
-    """``transformers.OpenAIGPTForSequenceClassification``, whose head reads only the last token."""
-
     _output = SequenceClassifierOutput

@@ -9,63 +9,25 @@ from torch import Tensor, nn
 from transformers.models.roberta import modeling_roberta
 
 from fastplm._checks import values_are_known
-from fastplm.models._base import drop_in
-from fastplm.models._encoder import (
-    EncoderAttention,
-    EncoderIntermediate,
-    EncoderLayer,
-    EncoderModel,
-    EncoderOutput,
-    EncoderSelfAttention,
-)
-from fastplm.models._heads import (
-    CausalLM,
-    Head,
-    MaskedLM,
-    MultipleChoice,
-    QuestionAnswering,
-    SequenceClassification,
-    TokenClassification,
-)
+from fastplm.models import _encoder, _heads
+from fastplm.models._base import joined
 from fastplm.nn._rows import is_plain
 
-
-@drop_in
-class RobertaSelfAttention(EncoderSelfAttention, modeling_roberta.RobertaSelfAttention):
-    """Self-attention whose queries may be only some of the rows."""
-
-
-@drop_in
-class RobertaAttention(EncoderAttention, modeling_roberta.RobertaAttention):
-    """The attention block, which in the last layer may compute only some rows."""
+RobertaSelfAttention = joined(_encoder.EncoderSelfAttention, modeling_roberta.RobertaSelfAttention)
+RobertaAttention = joined(_encoder.EncoderAttention, modeling_roberta.RobertaAttention)
+RobertaSelfOutput = joined(_encoder.EncoderOutput, modeling_roberta.RobertaSelfOutput)
+RobertaIntermediate = joined(_encoder.EncoderIntermediate, modeling_roberta.RobertaIntermediate)
+RobertaOutput = joined(_encoder.EncoderOutput, modeling_roberta.RobertaOutput)
+RobertaLayer = joined(_encoder.EncoderLayer, modeling_roberta.RobertaLayer)
 
 
-@drop_in
-class RobertaSelfOutput(EncoderOutput, modeling_roberta.RobertaSelfOutput):
-    """The end of the attention block."""
-
-
-@drop_in
-class RobertaIntermediate(EncoderIntermediate, modeling_roberta.RobertaIntermediate):
-    """The first half of the feed-forward."""
-
-
-@drop_in
-class RobertaOutput(EncoderOutput, modeling_roberta.RobertaOutput):
-    """The second half of the feed-forward."""
-
-
-@drop_in
-class RobertaLayer(EncoderLayer, modeling_roberta.RobertaLayer):
-    """The layer, which does not inspect its feed-forward in every call."""
-
-
-@drop_in
-class RobertaModel(EncoderModel, transformers.RobertaModel):
+class RobertaModel(_encoder.EncoderModel, transformers.RobertaModel):
     """``transformers.RobertaModel`` with fused attention, computing only tokens.
 
     Position ids are those of the parent's padded batch: they start at ``pad_token_id + 1`` and
     count the ids that are not ``pad_token_id``, whatever the mask is.
+
+    Source: Liu et al. 2019 (arXiv 1907.11692).
     """
 
     def _positions_taken(self, input_ids: Tensor | None, given: Tensor) -> int:
@@ -88,49 +50,34 @@ class RobertaModel(EncoderModel, transformers.RobertaModel):
 class _LanguageModelHead:
     """Shared by the two heads that predict tokens."""
 
-    lm_head: Any
-
-    def _head(self) -> Head:
+    def _head(self: Any) -> _heads.Head:
         if not is_plain(self.lm_head, modeling_roberta.RobertaLMHead):
             return None, self.lm_head
         return self._transform, self.lm_head.decoder
 
-    def _transform(self, rows: Tensor) -> Tensor:
+    def _transform(self: Any, rows: Tensor) -> Tensor:
         return self.lm_head.layer_norm(nn.functional.gelu(self.lm_head.dense(rows)))
 
 
-@drop_in
-class RobertaForMaskedLM(_LanguageModelHead, MaskedLM, transformers.RobertaForMaskedLM):
-    """``transformers.RobertaForMaskedLM`` whose head and loss compute only labelled tokens.
-
-    Source: Liu et al. 2019 (arXiv 1907.11692).
-    """
+class RobertaForMaskedLM(_LanguageModelHead, _heads.MaskedLM, transformers.RobertaForMaskedLM): ...
 
 
-@drop_in
-class RobertaForCausalLM(_LanguageModelHead, CausalLM, transformers.RobertaForCausalLM):
-    """``transformers.RobertaForCausalLM``, a decoder. Its loss computes no full logits."""
+class RobertaForCausalLM(_LanguageModelHead, _heads.CausalLM, transformers.RobertaForCausalLM): ...
 
 
-@drop_in
 class RobertaForSequenceClassification(
-    SequenceClassification, transformers.RobertaForSequenceClassification
-):
-    """``transformers.RobertaForSequenceClassification``, whose last layer computes only <s>."""
+    _heads.SequenceClassification, transformers.RobertaForSequenceClassification
+): ...
 
 
-@drop_in
-class RobertaForMultipleChoice(MultipleChoice, transformers.RobertaForMultipleChoice):
-    """``transformers.RobertaForMultipleChoice``, whose last layer computes only <s>."""
+class RobertaForMultipleChoice(_heads.MultipleChoice, transformers.RobertaForMultipleChoice): ...
 
 
-@drop_in
 class RobertaForTokenClassification(
-    TokenClassification, transformers.RobertaForTokenClassification
-):
-    """``transformers.RobertaForTokenClassification``, computing only tokens."""
+    _heads.TokenClassification, transformers.RobertaForTokenClassification
+): ...
 
 
-@drop_in
-class RobertaForQuestionAnswering(QuestionAnswering, transformers.RobertaForQuestionAnswering):
-    """``transformers.RobertaForQuestionAnswering`` with fused attention."""
+class RobertaForQuestionAnswering(
+    _heads.QuestionAnswering, transformers.RobertaForQuestionAnswering
+): ...

@@ -22,7 +22,7 @@ from transformers.models.t5 import modeling_t5
 
 from fastplm import ops
 from fastplm.hf import NAME, NO_BIAS, says_only_keys
-from fastplm.models._base import FastplmModel, drop_in, wants_output
+from fastplm.models._base import FastplmModel, drop_in, joined, wants_output
 from fastplm.models._heads import TokenClassification
 from fastplm.models._ragged import OnRows, Unpad
 from fastplm.models._seq2seq import (
@@ -91,12 +91,9 @@ class T5Attention(modeling_t5.T5Attention):
         return output, table if fused else dense_bias, weights
 
 
-@drop_in
-class T5Block(OnRows, modeling_t5.T5Block):
-    """A layer whose dropout knows the rows."""
+T5Block = joined(OnRows, modeling_t5.T5Block)
 
 
-@drop_in
 class T5Stack(Stack, modeling_t5.T5Stack):
     """An encoder or decoder: [B, T] in, [B, T, E] out; only tokens are computed."""
 
@@ -116,15 +113,9 @@ class T5Stack(Stack, modeling_t5.T5Stack):
         return super().forward(**inputs)
 
 
-@drop_in
-class T5Model(EncoderDecoder, transformers.T5Model):
-    """``transformers.T5Model`` with fused attention, computing only tokens.
-
-    Source: Raffel et al. 2020 (arXiv 1910.10683).
-    """
+class T5Model(EncoderDecoder, transformers.T5Model): ...
 
 
-@drop_in
 class T5EncoderModel(FastplmModel, transformers.T5EncoderModel):
     """``transformers.T5EncoderModel`` with fused attention, computing only tokens.
 
@@ -132,7 +123,6 @@ class T5EncoderModel(FastplmModel, transformers.T5EncoderModel):
     """
 
 
-@drop_in
 class T5ForConditionalGeneration(
     ConditionalGeneration, EncoderDecoder, transformers.T5ForConditionalGeneration
 ):
@@ -148,16 +138,12 @@ class T5ForConditionalGeneration(
         return hidden * self.model_dim**-0.5 if self.config.scale_decoder_outputs else hidden
 
 
-@drop_in
-class T5ForSequenceClassification(LastEosClassification, transformers.T5ForSequenceClassification):
-    """``transformers.T5ForSequenceClassification``, whose decoder ends at the last </s>."""
+class T5ForSequenceClassification(
+    LastEosClassification, transformers.T5ForSequenceClassification
+): ...
 
 
-@drop_in
-class T5ForTokenClassification(TokenClassification, transformers.T5ForTokenClassification):
-    """``transformers.T5ForTokenClassification``, computing only tokens."""
+class T5ForTokenClassification(TokenClassification, transformers.T5ForTokenClassification): ...
 
 
-@drop_in
-class T5ForQuestionAnswering(DecoderQuestionAnswering, transformers.T5ForQuestionAnswering):
-    """``transformers.T5ForQuestionAnswering``, whose encoder computes only tokens."""
+class T5ForQuestionAnswering(DecoderQuestionAnswering, transformers.T5ForQuestionAnswering): ...

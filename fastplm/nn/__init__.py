@@ -7,13 +7,7 @@ from fastplm.nn.contrastive import ContrastiveLoss, GradCache
 from fastplm.nn.dropout import Dropout
 from fastplm.nn.gelu import GELU
 from fastplm.nn.linear import Linear
-from fastplm.nn.mlm_head import (
-    AlbertMLMHead,
-    BertMLMHead,
-    ElectraMLMHead,
-    MLMHead,
-    RobertaMLMHead,
-)
+from fastplm.nn.mlm_head import AlbertMLMHead, BertMLMHead, ElectraMLMHead, MLMHead, RobertaMLMHead
 from fastplm.nn.rms_norm import RMSNorm
 from fastplm.nn.rtd_head import ElectraRTDHead, RTDHead
 from fastplm.nn.token_masker import TokenMasker

@@ -19,41 +19,27 @@ IGNORE_INDEX = -100
 
 
 def labelled_positions(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
-    """Flat positions of all labels that are not ``ignore_index``, in ascending order.
+    """Flat positions, int64 [P], of all labels that are not ``ignore_index``, in ascending order.
 
-    Args:
-        labels: int64, any shape with N elements.
-        ignore_index: marks an element without label.
-
-    Returns:
-        int64 [P]. For an eager CPU tensor, P is their number. Otherwise counting them would be a
-        sync, so P = N, and unused slots at the end are -1.
+    For an eager CPU tensor, P is their number. Otherwise counting them would be a sync, so P is
+    that of all labels, and unused slots at the end are -1.
     """
     ignored = labels.flatten() == ignore_index
     if values_are_known(ignored):
-        return _cpu_positions(~ignored)
+        return places_on_cpu(~ignored)
     order = ignored.to(torch.uint8).argsort(stable=True)
     return order.masked_fill(ignored[order], -1)
 
 
-def _cpu_positions(mask: Tensor) -> Tensor:
-    return mask.nonzero().flatten()
+def places_on_cpu(mask: Tensor) -> Tensor:
+    """int64, ascending: where a mask [N] is True."""
+    return mask.nonzero().squeeze(1)
 
 
 def gather_labelled(
     where: str, hidden: Tensor, labels: Tensor, positions: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The labelled rows, their labels and their positions.
-
-    Args:
-        where: the caller's name in error messages.
-        hidden: [..., E].
-        labels: int64 [...], -100 = none.
-        positions: int64 [P] flat positions, -1 in unused slots; None = computed from ``labels``.
-
-    Returns:
-        (rows [P, E], targets int64 [P] with -100 in unused slots, positions int64 [P]).
-    """
+    """(rows [P, E] of ``hidden`` [..., E], targets, positions): see ``labels_at``."""
     positions, targets = labels_at(where, labels, hidden.shape[:-1], positions)
     return ops.gather_rows(hidden.flatten(0, -2), positions), targets, positions
 
@@ -61,16 +47,13 @@ def gather_labelled(
 def labels_at(
     where: str, labels: Tensor, shape: Sequence[int], positions: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The labelled positions and their labels.
+    """The labelled positions, and their labels with -100 in unused slots: int64 [P] both.
 
     Args:
         where: the caller's name in error messages.
         labels: int64 [...] or flat, -100 = none.
         shape: of the tokens.
         positions: int64 [P] flat positions, -1 in unused slots; None = computed from ``labels``.
-
-    Returns:
-        (positions int64 [P], targets int64 [P] with -100 in unused slots).
     """
     labels = as_tokens(where, labels, shape).flatten().long()
     if positions is None:
@@ -102,13 +85,10 @@ def _check_positions(where: str, positions: Tensor, total: int) -> None:
         return
     low, high = (int(bound) for bound in positions.aminmax())
     if low < -1 or high >= total:
-        fail(
-            where,
-            "masked_positions",
-            f"positions from {low} to {high}",
-            f"-1 to {total - 1}, flat positions in the batch",
-            "Position (b, t) is b * T + t; -1 marks an unused slot.",
-        )
+        got = f"positions from {low} to {high}"
+        expected = f"-1 to {total - 1}, flat positions in the batch"
+        fix = "Position (b, t) is b * T + t; -1 marks an unused slot."
+        fail(where, "masked_positions", got, expected, fix)
 
 
 def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
@@ -157,9 +137,9 @@ def vocabulary_loss(
         normalizer = None
     if is_plain(decoder, nn.Linear, Linear):
         own: Any = decoder
-        if bias is None or own.bias is None:
-            bias = own.bias if bias is None else bias
-        else:
+        if bias is None:
+            bias = own.bias
+        elif own.bias is not None:
             bias = own.bias + bias
         return ops.linear_cross_entropy(
             rows,

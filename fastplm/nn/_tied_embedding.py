@@ -24,20 +24,16 @@ _COLUMN_BLOCKS = 4
 def tied_embedding(
     input_ids: Tensor, weight: Tensor, padding_idx: int | None = None, *, sole_use: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Look up rows of a table, and return the table itself for a head that is tied to it.
+    """(``weight[input_ids]`` [..., E], an alias of ``weight`` [V, E] for a head tied to it).
 
-    ``rows[i] = weight[input_ids[i]]``; the gradient of ``weight`` is the sum of both uses.
+    The gradient of ``weight`` is the sum of both uses.
 
     Args:
         input_ids: int64 or int32, any shape.
-        weight: [V, E], floating.
         padding_idx: in [0, V), a token that gets no gradient from the rows.
         sole_use: the returned table is used only by ``ops.linear_cross_entropy``. Its gradient is
             then a new tensor that nothing else uses, so the gradient of the rows is added in
             place. Otherwise it is added to a copy, because other operators may share a gradient.
-
-    Returns:
-        (rows [..., E], an alias of ``weight`` for the head).
 
     Numerics:
         The gradient has the dtype of ``weight``. The rows of a token are summed in fp32, and the

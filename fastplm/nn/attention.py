@@ -57,37 +57,18 @@ class FusedAttention(nn.Module):
     ) -> None:
         super().__init__()
         if num_heads <= 0 or (head_dim is None and embed_dim % num_heads != 0):
-            fail(
-                _WHERE,
-                "embed_dim",
-                f"{embed_dim} with {num_heads} heads",
-                "a multiple of `num_heads`",
-                "Change one of the two, or give `head_dim`.",
-            )
-        if head_dim is not None and head_dim <= 0:
-            fail(
-                _WHERE,
-                "head_dim",
-                head_dim,
-                "at least 1",
-                "Leave it out for embed_dim / num_heads.",
-            )
-        if context_dim is not None and context_dim <= 0:
-            fail(
-                _WHERE,
-                "context_dim",
-                context_dim,
-                "at least 1",
-                "Leave it out if the context is as wide as the input.",
-            )
+            got = f"{embed_dim} with {num_heads} heads"
+            fix = "Change one of the two, or give `head_dim`."
+            fail(_WHERE, "embed_dim", got, "a multiple of `num_heads`", fix)
+        for name, size, fix in (
+            ("head_dim", head_dim, "Leave it out for embed_dim / num_heads."),
+            ("context_dim", context_dim, "Leave it out if the context is as wide as the input."),
+        ):
+            if size is not None and size <= 0:
+                fail(_WHERE, name, size, "at least 1", fix)
         if not 0.0 <= dropout <= 1.0:
-            fail(
-                _WHERE,
-                "dropout",
-                dropout,
-                "a probability in [0, 1]",
-                "Pass the share of attention probabilities to drop.",
-            )
+            fix = "Pass the share of attention probabilities to drop."
+            fail(_WHERE, "dropout", dropout, "a probability in [0, 1]", fix)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.context_dim = context_dim
@@ -152,11 +133,9 @@ class FusedAttention(nn.Module):
         """
         ragged = cu_seqlens is not None
         _check_given("max_seqlen", max_seqlen, ragged, ragged, context)
-        for name, given in (
-            ("cu_seqlens_context", cu_seqlens_context),
-            ("max_seqlen_context", max_seqlen_context),
-        ):
-            _check_given(name, given, ragged and context is not None, ragged, context)
+        both = ragged and context is not None
+        _check_given("cu_seqlens_context", cu_seqlens_context, both, ragged, context)
+        _check_given("max_seqlen_context", max_seqlen_context, both, ragged, context)
         if ragged:
             _check_given("past", past, False, ragged, context)
             _check_given("use_cache", use_cache or None, False, ragged, context)
@@ -198,13 +177,9 @@ class FusedAttention(nn.Module):
         """The query of the input, then key and value of the context or the input, as ``_heads``."""
         if self.context_dim is not None:
             if context is None:
-                fail(
-                    _WHERE,
-                    "context",
-                    "None",
-                    f"a tensor of width {self.context_dim}, as `context_dim` was given",
-                    "Build the module without context_dim for self-attention.",
-                )
+                expected = f"a tensor of width {self.context_dim}, as `context_dim` was given"
+                fix = "Build the module without context_dim for self-attention."
+                fail(_WHERE, "context", "None", expected, fix)
             return *self._heads(self.q_proj(input)), *self._heads(self.kv_proj(context))
         if context is None:
             return self._heads(self.qkv_proj(input))
@@ -247,15 +222,11 @@ class FusedAttention(nn.Module):
         name = "embed_dim"
         if argument == "context" and self.context_dim is not None:
             name = "context_dim"
-        names = f"[N, {name}]" if ragged else f"[B, T, {name}]"
         if value.dim() != (2 if ragged else 3) or value.shape[-1] != width:
-            fail(
-                _WHERE,
-                argument,
-                f"shape {tuple(value.shape)} with{'' if ragged else 'out'} `cu_seqlens`",
-                f"{names} with {name} = {width}",
-                "A ragged batch needs `cu_seqlens`, a dense batch must not have it.",
-            )
+            got = f"shape {tuple(value.shape)} with{'' if ragged else 'out'} `cu_seqlens`"
+            expected = f"[{'N' if ragged else 'B, T'}, {name}] with {name} = {width}"
+            fix = "A ragged batch needs `cu_seqlens`, a dense batch must not have it."
+            fail(_WHERE, argument, got, expected, fix)
 
     def extra_repr(self) -> str:
         text = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, head_dim={self.head_dim}"
@@ -268,12 +239,8 @@ def _check_given(
     argument: str, value: object, wanted: bool, ragged: bool, context: Tensor | None
 ) -> None:
     if (value is not None) is not wanted:
-        fail(
-            _WHERE,
-            argument,
-            f"{'None' if value is None else 'a value'} with{'' if ragged else 'out'} `cu_seqlens`, "
-            f"with{'out' if context is None else ''} `context`",
-            "a value" if wanted else "None",
-            "A ragged batch needs the bounds of input and context, and supports no cache and no "
-            "attn_mask.",
-        )
+        got = "None" if value is None else "a value"
+        got += f" with{'' if ragged else 'out'} `cu_seqlens`, "
+        got += f"with{'out' if context is None else ''} `context`"
+        fix = "A ragged batch needs the bounds of input and context, and supports no cache and no "
+        fail(_WHERE, argument, got, "a value" if wanted else "None", fix + "attn_mask.")

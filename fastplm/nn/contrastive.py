@@ -21,7 +21,7 @@ from fastplm._checks import (
     check_same_device,
     check_tensor,
 )
-from fastplm.errors import ArgumentValueError, fail, message
+from fastplm.errors import fail
 from fastplm.nn._rows import IGNORE_INDEX
 
 #: The logit of a document that is a copy of another: its exponential is 0 beside any other one.
@@ -267,11 +267,9 @@ class GradCache(nn.Module):
         cut = [at for at, one in enumerate(leaves) if isinstance(one, Tensor) and one.dim() > 0]
         sizes = {leaves[at].shape[0] for at in cut}
         if len(sizes) != 1:
-            found = f"tensors of {sorted(sizes)} rows" if sizes else "no tensor"
+            got = f"tensors of {sorted(sizes)} rows" if sizes else "no tensor"
             fix = "Pass tensors whose first dimension is the batch."
-            raise ArgumentValueError(
-                message("GradCache", "args, kwargs", found, "tensors of one number of rows", fix)
-            )
+            fail("GradCache", "args, kwargs", got, "tensors of one number of rows", fix)
 
         def run(*tensors: Tensor) -> Tensor:
             filled = list(leaves)

@@ -66,6 +66,14 @@ class MLMHead(nn.Module):
         self.transform = transform
         self.decoder = decoder
 
+    def transform_rows(self, hidden: Tensor) -> Tensor:
+        return self.transform(hidden)
+
+    @property
+    def output_projection(self) -> nn.Linear:
+        """The decoder; tie its ``weight`` to the embedding."""
+        return self.decoder
+
     def forward(
         self,
         hidden: Tensor,
@@ -97,8 +105,8 @@ class MLMHead(nn.Module):
         return mlm_loss(
             hidden,
             labels,
-            self.transform,
-            self.decoder,
+            self.transform_rows,
+            self.output_projection,
             masked_positions,
             normalizer=normalizer,
             label_smoothing=label_smoothing,
@@ -114,43 +122,20 @@ class MLMHead(nn.Module):
 class _ModelHead(nn.Module):
     """``forward`` is that of Transformers' head, ``loss`` the fused loss of the labelled rows."""
 
-    def transform_rows(self, hidden: Tensor) -> Tensor:
-        """The input of the decoder: [..., E] -> [..., E']."""
-        raise NotImplementedError
+    decoder: nn.Linear
+    #: The input of the decoder: [..., E] -> [..., E'].
+    transform_rows: Callable[[Tensor], Tensor]
 
     @property
     def output_projection(self) -> nn.Linear:
         """The decoder; tie its ``weight`` to the embedding."""
-        raise NotImplementedError
+        return self.decoder
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits: [..., E] -> [..., V]."""
         return self.output_projection(self.transform_rows(hidden))
 
-    def loss(
-        self,
-        hidden: Tensor,
-        labels: Tensor,
-        masked_positions: Tensor | None = None,
-        *,
-        normalizer: float | Tensor | None = None,
-        label_smoothing: float = 0.0,
-        return_statistics: bool = False,
-        logits_budget: int | None = None,
-    ) -> Any:
-        """The loss of the labelled rows, as ``MLMHead.forward``."""
-        return mlm_loss(
-            hidden,
-            labels,
-            self.transform_rows,
-            self.output_projection,
-            masked_positions,
-            normalizer=normalizer,
-            label_smoothing=label_smoothing,
-            return_statistics=return_statistics,
-            logits_budget=logits_budget,
-            where=type(self).__name__,
-        )
+    loss = MLMHead.forward
 
 
 class BertMLMHead(_ModelHead):
@@ -207,10 +192,6 @@ class AlbertMLMHead(_ModelHead):
     def transform_rows(self, hidden: Tensor) -> Tensor:
         return self.LayerNorm(self.activation(self.dense(hidden)))
 
-    @property
-    def output_projection(self) -> nn.Linear:
-        return self.decoder
-
 
 class ElectraMLMHead(_ModelHead):
     """``ElectraForMaskedLM``'s ``generator_predictions.{LayerNorm, dense}`` and
@@ -257,10 +238,6 @@ class RobertaMLMHead(_ModelHead):
 
     def transform_rows(self, hidden: Tensor) -> Tensor:
         return self.layer_norm(nn.functional.gelu(self.dense(hidden)))
-
-    @property
-    def output_projection(self) -> nn.Linear:
-        return self.decoder
 
 
 def _bias(config: BertConfig | AlbertConfig | RobertaConfig) -> nn.Parameter:

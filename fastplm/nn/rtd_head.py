@@ -27,15 +27,8 @@ def rtd_loss(
 ) -> Any:
     """``RTDHead`` without its dense layer and activation, as a function.
 
-    Args:
-        features: [..., E], the input of ``prediction``.
-        replaced: [...] of any dtype, 0 = not replaced; or (ids, original ids), two int64 or two
-            int32 [...], replaced where they differ.
-        prediction: ``nn.Linear(E, 1)``.
-        mask: [...] of any dtype; tokens with 0 are left out.
-        normalizer: the denominator of the loss; default the number of tokens.
-        return_counts: return (loss, ``ops.DetectionCounts``).
-        where: the caller's name in error messages.
+    ``features`` [..., E] are the input of ``prediction``, ``nn.Linear(E, 1)``; the other arguments
+    are those of ``RTDHead.forward``.
     """
     pair = isinstance(replaced, (tuple, list))
     labels: tuple[Any, ...] = tuple(replaced) if pair else (replaced,)
@@ -112,7 +105,7 @@ class RTDHead(nn.Module):
             mask,
             normalizer=normalizer,
             return_counts=return_counts,
-            where="RTDHead",
+            where=type(self).__name__,
         )
 
 
@@ -141,22 +134,8 @@ class ElectraRTDHead(nn.Module):
         """The logits of "replaced": [..., E] -> [...]."""
         return self.dense_prediction(self.activation(self.dense(hidden))).squeeze(-1)
 
-    def loss(
-        self,
-        hidden: Tensor,
-        replaced: Tensor | tuple[Tensor, Tensor],
-        mask: Tensor | None = None,
-        *,
-        normalizer: float | Tensor | None = None,
-        return_counts: bool = False,
-    ) -> Any:
-        """The loss, as ``RTDHead.forward``."""
-        return rtd_loss(
-            self.activation(self.dense(hidden)),
-            replaced,
-            self.dense_prediction,
-            mask,
-            normalizer=normalizer,
-            return_counts=return_counts,
-            where="ElectraRTDHead",
-        )
+    @property
+    def prediction(self) -> nn.Linear:
+        return self.dense_prediction
+
+    loss = RTDHead.forward

@@ -1,15 +1,18 @@
-"""The arguments of ``fastplm::linear_cross_entropy_fwd``, and what its backends share."""
+"""The arguments of ``fastplm::linear_cross_entropy_fwd``, and what its backends share, also with
+those of ``linear_distillation``."""
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastplm._checks import check_dtype
+from fastplm._checks import check_dtype, check_number
 from fastplm._declare import Arg, Size
-from fastplm.errors import ArgumentValueError, message
+from fastplm._registry import autocast
+from fastplm.errors import fail
 
 # Rows of kept logits begin at whole cache lines of 16 bits: 30,528 columns for 30,522.
 _LOGITS_ALIGNMENT = 64
@@ -75,27 +78,49 @@ def check_parameters(where: str, call: Any, rows: str, *parameters: str) -> None
             check_dtype(where, name, value, dtypes, f"Convert it with {name}.to({rows}.dtype).")
 
 
-def check_targets(
-    target: Tensor,
-    linear_weight: Tensor,
-    ignore_index: int,
-    where: str = "linear_cross_entropy",
-) -> None:
+def check_budget(where: str, logits_budget: int | None, expected_targets: int | None) -> None:
+    """What says how many logits are kept is a number of bytes, or of rows, if it is given."""
+    for name, value, unit, hint in (
+        ("logits_budget", logits_budget, "bytes", "0 never keeps logits; None goes by the width."),
+        ("expected_targets", expected_targets, "rows", "Leave it out if it is unknown."),
+    ):
+        if value is not None:
+            check_number(where, name, value, 0, math.inf, f"{unit}, 0 or more, or None", hint)
+
+
+def check_targets(call: Any, where: str = "linear_cross_entropy") -> None:
     """Every target of a CPU tensor is ``ignore_index`` or lies in [0, V)."""
-    vocab = linear_weight.shape[0]
+    target, ignored, vocab = call.target, call.ignore_index, call.linear_weight.shape[0]
     if target.device.type != "cpu" or target.numel() == 0:
         return
-    low, high = (int(end) for end in target.masked_fill(target == ignore_index, 0).aminmax())
+    low, high = (int(end) for end in target.masked_fill(target == ignored, 0).aminmax())
     if low < 0 or high >= vocab:
-        raise ArgumentValueError(
-            message(
-                where,
-                "target",
-                f"target {low if low < 0 else high}",
-                f"{ignore_index} (ignore_index) or 0 … {vocab - 1}, as V = {vocab}",
-                "Check that tokenizer and vocabulary fit; rows without target take ignore_index.",
-            )
+        fail(
+            where,
+            "target",
+            f"target {low if low < 0 else high}",
+            f"{ignored} (ignore_index) or 0 … {vocab - 1}, as V = {vocab}",
+            "Check that tokenizer and vocabulary fit; rows without target take ignore_index.",
         )
+
+
+def autocast_layer(
+    input: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As ``nn.Linear`` would see them, but for fp32 parameters, which the op rounds itself: so
+    their gradients stay fp32."""
+    (input,) = autocast(input)  # type: ignore[assignment]
+    if weight.dtype is not torch.float32:
+        weight, bias = autocast(weight, bias)  # type: ignore[assignment]
+    return input, weight, bias
+
+
+def learns(call: Any) -> bool:
+    """Whether there will be a backward, which may read kept logits."""
+    return torch.is_grad_enabled() and any(
+        one is not None and one.requires_grad
+        for one in (call.input, call.linear_weight, call.linear_bias)
+    )
 
 
 def logit_columns(vocab: int) -> int:
@@ -139,13 +164,20 @@ def empty_for_backward(call: Any, backend: str) -> tuple[Tensor, Tensor, Tensor]
     )
 
 
-def empty_gradients(saved: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of input, weight and bias to be written; without elements where not needed."""
-    bias = saved.linear_weight if saved.linear_bias is None else saved.linear_bias
-    return (
-        saved.input.new_empty(saved.input.shape if saved.need_input else (0,)),
-        saved.linear_weight.new_empty(
-            saved.linear_weight.shape if saved.need_linear_weight else (0,)
-        ),
-        bias.new_empty(saved.linear_weight.shape[:1] if saved.need_linear_bias else (0,)),
+class Gradients(NamedTuple):
+    """The gradients of input, weight and bias; without elements where not needed."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor
+
+
+def empty_gradients(saved: Any) -> Gradients:
+    """Gradients to be written."""
+    input, weight = saved.input, saved.linear_weight
+    bias = weight if saved.linear_bias is None else saved.linear_bias
+    return Gradients(
+        input.new_empty(input.shape if saved.need_input else (0,)),
+        weight.new_empty(weight.shape if saved.need_linear_weight else (0,)),
+        bias.new_empty(weight.shape[:1] if saved.need_linear_bias else (0,)),
     )

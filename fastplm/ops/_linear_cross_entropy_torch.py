@@ -13,16 +13,16 @@ The backward computes the logits of each chunk again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastplm._extension import lacks
 from fastplm._machine import computes_in
-from fastplm.ops._linear_cross_entropy_call import Call, Saved
-from fastplm.ops.linear import dense, is_ours, multiply_into
+from fastplm.ops._linear_cross_entropy_call import Call, Gradients, Saved
+from fastplm.ops.linear import product as multiply
 from fastplm.reference.linear_cross_entropy import uniform_level
 
 _CHUNK_ELEMENTS = 1 << 20  # logits worked on at once: fp32, they stay in the cache
@@ -32,17 +32,9 @@ _HUGE_PAGES = lacks("ask_for_huge_pages", "CPU") is None
 _ROWS_IN_CPP = lacks("softmax_statistics", "CPU") is None
 
 
-def torch_forward(
-    call: Call,
-    loss: Tensor,
-    log_probability: Tensor,
-    row_max: Tensor,
-    row_sum: Tensor,
-    argmax: Tensor,
-    sample: Tensor,
-    grad_logits: Tensor,
-) -> None:
-    """Write the outputs of ``fastplm::linear_cross_entropy_fwd``."""
+def torch_forward(call: Call, outputs: tuple[Tensor, ...]) -> None:
+    """Write the outputs of ``fastplm::linear_cross_entropy_fwd`` that this backend knows."""
+    loss, log_probability, row_max, row_sum, argmax, sample, grad_logits, *_ = outputs
     for output in (loss, log_probability, row_max, row_sum):
         output.zero_()
     argmax.fill_(-1)
@@ -66,33 +58,27 @@ def torch_forward(
 
 
 def torch_backward(
-    grad_loss: Tensor,
-    saved: Any,
-    grad_input: Tensor,
-    grad_weight: Tensor,
-    grad_bias: Tensor,
-    recomputed: Callable[..., None] | None = None,
+    grad_loss: Tensor, saved: Any, grads: Gradients, recomputed: Callable[..., None] | None = None
 ) -> None:
     """Write the outputs of ``fastplm::linear_cross_entropy_bwd``, or of an op that keeps the same:
     ``recomputed`` is then its backward of rows without logits."""
     recomputed = recomputed or _backward_of_recomputed
-    grad_input.zero_()
-    if _HUGE_PAGES and grad_weight.nbytes >= _LARGE:
-        torch.ops.fastplm_C.ask_for_huge_pages(grad_weight)
+    grads.input.zero_()
+    if _HUGE_PAGES and grads.weight.nbytes >= _LARGE:
+        torch.ops.fastplm_C.ask_for_huge_pages(grads.weight)
     rows = cpu_positions(saved.target != saved.ignore_index)
     parts = parts_of_rows(rows, saved.grad_logits.shape[0])
     if not parts:
-        grad_weight.zero_()
-        grad_bias.zero_()
+        grads.weight.zero_()
+        grads.bias.zero_()
     for number, (counted, kept) in enumerate(parts):
-        weight, bias = grad_weight, grad_bias
+        backward, own = _backward_of_kept if kept else recomputed, grads
         if number:
-            weight, bias = torch.empty_like(weight), torch.empty_like(bias)
-        backward = _backward_of_kept if kept else recomputed
-        backward(grad_loss, saved, counted, grad_input, weight, bias)
+            own = Gradients(grads.input, *map(torch.empty_like, grads[1:]))
+        backward(grad_loss, saved, counted, own)
         if number:
-            grad_weight += weight
-            grad_bias += bias
+            grads.weight.add_(own.weight)
+            grads.bias.add_(own.bias)
 
 
 def parts_of_rows(rows: Tensor, kept_rows: int) -> list[tuple[Tensor, bool]]:
@@ -111,13 +97,8 @@ class _Statistics:
         self.argmax, self.sample = rows.new_zeros(2, count)
         self.level = rows.new_empty(0)
         if call.seed is not None:
-            level = uniform_level(
-                call.seed,
-                call.input.shape[0],
-                call.sample_index,
-                call.position,
-                call.input.device,
-            )
+            count, device = call.input.shape[0], call.input.device
+            level = uniform_level(call.seed, count, call.sample_index, call.position, device)
             self.level = level[rows]
 
     def log_probability(self) -> Tensor:
@@ -169,55 +150,45 @@ def _row_block(
         statistics.picked[here] = picked.sub_(m_i)
         if call.label_smoothing:
             statistics.mean[here] = below / z.shape[1]
-        if call.seed is not None:
-            weights = z if weights is None else weights
-            statistics.sample[here] = _inverse_cdf(weights, statistics.level[here])
-        return z
-    if call.need_argmax:
-        m_i, statistics.argmax[here] = z.max(1)
+        scale = None
     else:
-        m_i = z.amax(1)
-    z.sub_(m_i[:, None])
-    statistics.m_i[here] = m_i
-    statistics.picked[here] = z.gather(1, target).squeeze(1)
-    if call.label_smoothing:
-        statistics.mean[here] = z.mean(1)
-    if cooled:
-        weights = (z / call.temperature).exp_()
-    z.exp_()
-    statistics.l_i[here] = z.sum(1)
+        if call.need_argmax:
+            m_i, statistics.argmax[here] = z.max(1)
+        else:
+            m_i = z.amax(1)
+        z.sub_(m_i[:, None])
+        statistics.m_i[here] = m_i
+        statistics.picked[here] = z.gather(1, target).squeeze(1)
+        if call.label_smoothing:
+            statistics.mean[here] = z.mean(1)
+        if cooled:
+            weights = (z / call.temperature).exp_()
+        statistics.l_i[here] = z.exp_().sum(1)
+        scale = statistics.l_i[here, None].reciprocal()
     if call.seed is not None:
         weights = z if weights is None else weights
         statistics.sample[here] = _inverse_cdf(weights, statistics.level[here])
-    return z.mul_(statistics.l_i[here, None].reciprocal())
+    return z if scale is None else z.mul_(scale)
 
 
-def _backward_of_kept(
-    grad_loss: Tensor,
-    saved: Saved,
-    rows: Tensor,
-    grad_input: Tensor,
-    grad_weight: Tensor,
-    grad_bias: Tensor,
-) -> None:
-    vocab = saved.linear_weight.shape[0]
+def _backward_of_kept(grad_loss: Tensor, saved: Any, rows: Tensor, grads: Gradients) -> None:
     grad_logits = saved.grad_logits[: rows.shape[0]]
     grad_loss = grad_loss[rows]
     if saved.need_input:
         grad_rows = grad_logits @ saved.linear_weight.to(grad_logits.dtype)
-        grad_input[rows] = (grad_rows * grad_loss[:, None]).to(grad_input.dtype)
+        grads.input[rows] = (grad_rows * grad_loss[:, None]).to(grads.input.dtype)
     # The gradient of a mean is one number: off the rows it comes, which then take no rounding.
     scale = grad_loss.abs().amax()
     share = grad_loss / scale.masked_fill(scale == 0, 1.0)
     if saved.need_linear_weight:
         compact = (saved.input[rows] * share[:, None]).to(grad_logits.dtype)
-        mm_into(grad_weight, grad_logits.t(), compact)
-        grad_weight.mul_(scale)
+        mm_into(grads.weight, grad_logits.t(), compact)
+        grads.weight.mul_(scale)
     if saved.need_linear_bias:
-        total = grad_loss.new_zeros(vocab)
+        total = grad_loss.new_zeros(saved.linear_weight.shape[0])
         for here in row_blocks(*grad_logits.shape):
             total += grad_loss[here] @ grad_logits[here].to(total.dtype)
-        grad_bias.copy_(total)
+        grads.bias.copy_(total)
 
 
 def row_blocks(count: int, vocab: int) -> Iterator[slice]:
@@ -305,50 +276,63 @@ def _sample_in_chunks(
 
 
 def _backward_of_recomputed(
-    grad_loss: Tensor,
-    saved: Saved,
-    rows: Tensor,
-    grad_input: Tensor,
-    grad_weight: Tensor,
-    grad_bias: Tensor,
+    grad_loss: Tensor, saved: Saved, rows: Tensor, grads: Gradients
 ) -> None:
     compact, target = saved.input[rows].to(multiplies_in(saved.input)), saved.target[rows]
     grad_loss, row_max = grad_loss[rows, None], saved.row_max[rows, None]
     vocab = saved.linear_weight.shape[0]
     scale = grad_loss / saved.row_sum[rows, None]
     grad_picked = grad_loss * _grad_target(saved.log_probability[rows, None], saved, vocab)
-    grad_rows = compact.new_zeros(compact.shape, dtype=row_max.dtype)
-    parameters = saved.linear_weight, saved.linear_bias
-    chunks = logit_chunks(compact, *parameters, saved.input.dtype)
-    for start, weight, logits, scratch in chunks:
-        column, inside = locate(target, start, logits)
-        grad_logits = logits.sub_(row_max).exp_().mul_(scale)
-        if saved.label_smoothing:
-            grad_logits.sub_(grad_loss, alpha=saved.label_smoothing / vocab)
-        grad_target = torch.where(inside[:, None], grad_picked, grad_logits.gather(1, column))
-        grad_logits.scatter_(1, column, grad_target)
+
+    def chunks() -> Iterator[Chunk]:
+        parameters = saved.linear_weight, saved.linear_bias
+        for chunk in logit_chunks(compact, *parameters, saved.input.dtype):
+            column, inside = locate(target, chunk.start, chunk.logits)
+            grad_logits = chunk.logits.sub_(row_max).exp_().mul_(scale)
+            if saved.label_smoothing:
+                grad_logits.sub_(grad_loss, alpha=saved.label_smoothing / vocab)
+            grad_target = torch.where(inside[:, None], grad_picked, grad_logits.gather(1, column))
+            grad_logits.scatter_(1, column, grad_target)
+            yield chunk
+
+    backward_of_chunks(chunks(), saved, rows, compact, grads)
+
+
+def backward_of_chunks(
+    chunks: Iterable[Chunk], saved: Any, rows: Tensor, compact: Tensor, grads: Gradients
+) -> None:
+    """Write the gradients of rows from chunks whose logits became their gradients."""
+    grad_rows = compact.new_zeros(compact.shape, dtype=wide_dtype(compact))
+    for start, weight, grad_logits, scratch in chunks:
         here = slice(start, start + weight.shape[0])
         if saved.need_linear_bias:
-            grad_bias[here] = grad_logits.sum(0)
+            grads.bias[here] = grad_logits.sum(0)
         grad_logits = scratch.copy_(grad_logits)
         if saved.need_linear_weight:
-            mm_into(grad_weight[here], grad_logits.t(), compact)
+            mm_into(grads.weight[here], grad_logits.t(), compact)
         if saved.need_input:
             grad_rows += grad_logits @ weight
     if saved.need_input:
-        grad_input[rows] = grad_rows.to(grad_input.dtype)
+        grads.input[rows] = grad_rows.to(grads.input.dtype)
 
 
-def logit_chunks(
-    rows: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, dtype: torch.dtype
-) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """(first column, its rows of the weight, fp32 logits, scratch in the dtype of the products).
-
-    The rows are in the dtype of the products, weight and bias are rounded to ``dtype``.
+class Chunk(NamedTuple):
+    """Columns of the logits of some rows, from ``start`` on.
 
     Logits and scratch are [rows, columns] and the caller's to overwrite: one piece of memory serves
     all chunks, as touching a fresh one costs more than the arithmetic on it.
     """
+
+    start: int
+    weight: Tensor  # its rows of these columns, in the dtype of the products
+    logits: Tensor  # fp32, or fp64 of fp64
+    scratch: Tensor  # in the dtype of the products
+
+
+def logit_chunks(
+    rows: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, dtype: torch.dtype
+) -> Iterator[Chunk]:
+    """The rows are in the dtype of the products, weight and bias are rounded to ``dtype``."""
     count, vocab = rows.shape[0], linear_weight.shape[0]
     sizes = _chunk_sizes(count, vocab)
     products = rows.new_empty(count * sizes[0])
@@ -365,7 +349,7 @@ def logit_chunks(
         chunk = scratch
         if logits is not products:
             chunk = logits[: scratch.numel()].view(count, columns).copy_(scratch)
-        yield start, weight, chunk, scratch
+        yield Chunk(start, weight, chunk, scratch)
         start += columns
 
 
@@ -426,21 +410,14 @@ def product(
     """``out = rows weight^T + bias``, of numbers rounded to ``dtype``, in the dtype of ``rows``."""
     weight = weight.to(dtype).to(rows.dtype)
     bias = None if bias is None else bias.to(dtype).to(rows.dtype)
-    if is_ours(rows, weight.t()):
-        multiply_into(out, dense(rows), weight.t(), bias)
-    elif bias is None:
-        torch.mm(rows, weight.t(), out=out)
-    else:
-        torch.addmm(bias, rows, weight.t(), out=out)
+    multiply(rows, weight.t(), bias, out=out)
 
 
 def mm_into(out: Tensor, a: Tensor, b: Tensor) -> None:
     if out.dtype is not a.dtype:
         out.copy_(a @ b)
-    elif is_ours(a, b) and out.is_contiguous():
-        multiply_into(out, a, b)
     else:
-        torch.mm(a, b, out=out)
+        multiply(a, b, out=out)
 
 
 def multiplies_in(tensor: Tensor) -> torch.dtype:

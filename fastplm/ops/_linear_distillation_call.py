@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastplm._checks import values_are_known
 from fastplm._declare import Arg, Size
-from fastplm.errors import ArgumentValueError, message
+from fastplm.errors import fail
 from fastplm.ops._linear_cross_entropy_call import check_parameters, empty_for_backward
 
 #: What the forward finds out about each row, in this order: of the student the maximum logit, the
@@ -100,14 +100,12 @@ def check_indices(call: Call) -> None:
         return
     low, high = (int(end) for end in indices.aminmax())
     if low < 0 or high >= vocab:
-        raise ArgumentValueError(
-            message(
-                call.where,
-                "teacher_indices",
-                f"index {low if low < 0 else high}",
-                f"0 … {vocab - 1}, as V = {vocab}",
-                "Check that both models have one vocabulary; unused places take probability 0.",
-            )
+        fail(
+            call.where,
+            "teacher_indices",
+            f"index {low if low < 0 else high}",
+            f"0 … {vocab - 1}, as V = {vocab}",
+            "Check that both models have one vocabulary; unused places take probability 0.",
         )
 
 

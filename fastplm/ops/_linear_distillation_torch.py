@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from fastplm.ops import _linear_cross_entropy_torch as cross_entropy
+from fastplm.ops._linear_cross_entropy_call import Gradients
 from fastplm.ops._linear_cross_entropy_torch import (
+    Chunk,
+    backward_of_chunks,
     cpu_positions,
     locate,
     logit_chunks,
-    mm_into,
     multiplies_in,
     parts_of_rows,
     pivot,
@@ -60,15 +62,9 @@ class _Rows(NamedTuple):
         return _Rows(*(one[here] for one in self))
 
 
-def torch_forward(
-    call: Call,
-    loss: Tensor,
-    distillation: Tensor,
-    cross_entropy_of: Tensor,
-    statistics: Tensor,
-    grad_logits: Tensor,
-) -> None:
-    """Write the outputs of ``fastplm::linear_distillation_fwd``."""
+def torch_forward(call: Call, outputs: tuple[Tensor, ...]) -> None:
+    """Write the outputs of ``fastplm::linear_distillation_fwd`` that this backend knows."""
+    loss, distillation, cross_entropy_of, statistics, grad_logits, *_ = outputs
     for output in (loss, distillation, cross_entropy_of, statistics):
         output.zero_()
     rows = cpu_positions(call.target != call.ignore_index)
@@ -91,12 +87,9 @@ def torch_forward(
             loss.add_(part, alpha=weight)
 
 
-def torch_backward(
-    grad_loss: Tensor, saved: Saved, grad_input: Tensor, grad_weight: Tensor, grad_bias: Tensor
-) -> None:
+def torch_backward(grad_loss: Tensor, saved: Saved, grads: Gradients) -> None:
     """Write the outputs of ``fastplm::linear_distillation_bwd``."""
-    grads = grad_input, grad_weight, grad_bias
-    cross_entropy.torch_backward(grad_loss, saved, *grads, recomputed=_backward_of_recomputed)
+    cross_entropy.torch_backward(grad_loss, saved, grads, recomputed=_backward_of_recomputed)
 
 
 # --- the two data flows ---------------------------------------------------------------------------
@@ -125,39 +118,34 @@ def _keep_logits(call: Call, rows: Tensor, grad_logits: Tensor) -> tuple[_Rows, 
 
 def _stream_logits(call: Call, rows: Tensor) -> tuple[_Rows, Tensor]:
     """The same without keeping anything."""
-    parts = [_fold(call, tile, rows) for tile, *_ in _tiles_of_columns(call, rows)]
+    compact = _student_rows(call, rows)
+    parts = [_fold(call, tile, rows) for tile, _ in _tiles_of_columns(call, rows, compact)]
     known, divergence = _combine(call, parts, rows)
     if call.divergence == "js":
-        sums = [_fold_mixture(call, tile, known) for tile, *_ in _tiles_of_columns(call, rows)]
+        tiles = _tiles_of_columns(call, rows, compact)
+        sums = [_fold_mixture(call, tile, known) for tile, _ in tiles]
         known, divergence = _combine_mixture(call, sums, known)
     return known, divergence
 
 
 def _backward_of_recomputed(
-    grad_loss: Tensor,
-    saved: Saved,
-    rows: Tensor,
-    grad_input: Tensor,
-    grad_weight: Tensor,
-    grad_bias: Tensor,
+    grad_loss: Tensor, saved: Saved, rows: Tensor, grads: Gradients
 ) -> None:
     known, target = _Rows(*saved.statistics[:, rows]), saved.target[rows]
     g, sparse = grad_loss[rows, None], _sparse_of(saved, rows)
-    grad_rows = saved.input.new_zeros(
-        rows.shape[0], saved.input.shape[1], dtype=wide_dtype(saved.input)
-    )
-    for tile, compact, weight, scratch in _tiles_of_columns(saved, rows):
-        grad_logits = _grad_logits(saved, tile, known, target, sparse).mul_(g)
-        here = slice(tile.start, tile.start + weight.shape[0])
-        if saved.need_linear_bias:
-            grad_bias[here] = grad_logits.sum(0)
-        grad_logits = scratch.copy_(grad_logits)
-        if saved.need_linear_weight:
-            mm_into(grad_weight[here], grad_logits.t(), compact)
-        if saved.need_input:
-            grad_rows += grad_logits @ weight
-    if saved.need_input:
-        grad_input[rows] = grad_rows.to(grad_input.dtype)
+    compact = _student_rows(saved, rows)
+
+    def chunks() -> Iterator[Chunk]:
+        for tile, chunk in _tiles_of_columns(saved, rows, compact):
+            _grad_logits(saved, tile, known, target, sparse).mul_(g)
+            yield chunk
+
+    backward_of_chunks(chunks(), saved, rows, compact, grads)
+
+
+def _student_rows(call: Any, rows: Tensor) -> Tensor:
+    """In the dtype of their products."""
+    return call.input[rows].to(multiplies_in(call.input))
 
 
 def _tiles_of_rows(call: Call, rows: Tensor, logits: Tensor) -> Iterator[tuple[slice, _Tile]]:
@@ -193,25 +181,25 @@ def _tiles_of_rows(call: Call, rows: Tensor, logits: Tensor) -> Iterator[tuple[s
         yield here, _Tile(0, z, t, tuple(buffers[:3]))
 
 
-def _tiles_of_columns(call: Any, rows: Tensor) -> Iterator[tuple[_Tile, Tensor, Tensor, Tensor]]:
-    """Chunks of the vocabulary of these rows; with the student's rows and the chunk of its weight,
-    and memory, all in the dtype of its products."""
-    compact = call.input[rows].to(multiplies_in(call.input))
+def _tiles_of_columns(call: Any, rows: Tensor, compact: Tensor) -> Iterator[tuple[_Tile, Chunk]]:
+    """Chunks of the vocabulary of these rows, whose student's are ``compact``; with the chunk that
+    the student's logits are of."""
     chunks = logit_chunks(compact, call.linear_weight, call.linear_bias, call.input.dtype)
-    teachers: Iterator[Any] | None = None
+    teachers: Iterator[Chunk] | None = None
     if call.teacher_input is not None:
         taught = call.teacher_input[rows].to(multiplies_in(call.teacher_input))
         parameters = call.teacher_weight, call.teacher_bias
         teachers = logit_chunks(taught, *parameters, call.teacher_input.dtype)
     memory = compact.new_empty(0)
-    for start, weight, z, scratch in chunks:
+    for chunk in chunks:
+        z = chunk.logits
         if memory.numel() == 0:  # the first chunk is the largest
             memory = z.new_empty(3, z.numel())
         t = None
         if teachers is not None:
-            t = next(teachers)[2].to(z.dtype)
+            t = next(teachers).logits.to(z.dtype)
         buffers = tuple(piece[: z.numel()].view(z.shape) for piece in memory)
-        yield _Tile(start, z, t, buffers), compact, weight, scratch
+        yield _Tile(chunk.start, z, t, buffers), chunk
 
 
 # --- on a tile ------------------------------------------------------------------------------------

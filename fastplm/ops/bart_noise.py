@@ -1,86 +1,30 @@
-"""``ops.bart_noise``: its arguments, and its backends."""
+"""``ops.bart_noise``: the public function, and its backends.
+
+``reference/bart_noise.py`` declares the arguments, as the reference takes them, too.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastplm._checks import check_int, check_number, check_probability, check_tensor
-from fastplm._declare import Arg, Size
+from fastplm._checks import check_int, check_number, check_probability
 from fastplm._registry import Op
 from fastplm.errors import fail
 from fastplm.ops._common import csrc_rejects, seed_tensor
-from fastplm.ops._token_rows import (
-    ENDS,
-    IDS,
-    PER_ROW,
-    SEED,
-    TOKENS,
-    check_row_length,
-    check_row_values,
-    check_rows,
-    check_step,
-    check_token_ids,
-)
+from fastplm.reference._token_rows import check_input_ids, check_rows, check_step, rows_of
 from fastplm.reference.bart_noise import (
+    SHARES,
+    Call,
     NoisedText,
     bart_noise_by_plan,
     bart_noise_ref,
-    noise_plan,
 )
 
 _WHERE = "bart_noise"
-
-
-class Call(NamedTuple):
-    input_ids: Annotated[Tensor, TOKENS]
-    sentence_end_ids: Annotated[Tensor | None, Arg("[K]", (torch.int64,))]
-    special_ids: Annotated[Tensor | None, IDS]
-    lengths: Annotated[Tensor | None, PER_ROW]
-    cu_seqlens: Annotated[Tensor | None, ENDS]
-    sample_index: Annotated[Tensor | None, PER_ROW]
-    seed: Annotated[Tensor, SEED]
-    step: Size
-    longest: Size
-    capacity: Size
-    vocab_size: int
-    mask_token_id: int
-    pad_token_id: int
-    bos_token_id: int  # -1 for none
-    eos_token_id: int
-    mask_probability: float
-    delete_probability: float
-    infill_probability: float
-    poisson_lambda: float
-    permute_sentences: float
-    rotate_probability: float
-    random_replace_prob: float
-
-    @property
-    def packed(self) -> bool:
-        return self.cu_seqlens is not None
-
-    @property
-    def with_plan(self) -> tuple[tuple[Any, ...], Any]:
-        """The arguments before the probabilities, and the plan that these make."""
-        return self[:-7], noise_plan(*self[-7:])
-
-    def check(self, where: str) -> None:
-        check_row_values(where, self, self.longest)
-        ids, vocab_size = self.special_ids, self.vocab_size
-        check_token_ids(where, "special_ids", ids, vocab_size)
-        if ids is not None and ids.shape[0] >= vocab_size:
-            fail(
-                where,
-                "special_ids",
-                f"all {vocab_size} ids",
-                "fewer than the vocabulary has, or there is no random id to draw",
-                "Pass only the ids of the special tokens.",
-            )
-        check_token_ids(where, "sentence_end_ids", self.sentence_end_ids)
 
 
 def bart_noise(
@@ -185,12 +129,11 @@ def bart_noise(
         bits.
     Reference: ``fastplm.reference.bart_noise.bart_noise_ref``.
     """
-    check_tensor(_WHERE, "input_ids", input_ids, ndim=2 if cu_seqlens is None else 1)
-    check_row_length(_WHERE, input_ids)
+    check_input_ids(_WHERE, input_ids, cu_seqlens)
     check_rows(_WHERE, lengths, cu_seqlens, max_seqlen)
     fix = "Pass the length of the tokenizer."
     check_int(_WHERE, "vocab_size", vocab_size, 1, 2**31, fix)
-    tokens = {"mask_token_id": mask_token_id, "pad_token_id": pad_token_id}
+    tokens: dict[str, int] = {"mask_token_id": mask_token_id, "pad_token_id": pad_token_id}
     if bos_token_id is not None:
         tokens["bos_token_id"] = bos_token_id
     if eos_token_id is not None:
@@ -202,46 +145,31 @@ def bart_noise(
     if capacity is None:
         capacity = longest + edges
     check_int(_WHERE, "capacity", capacity, edges, 2**31, "BOS and EOS are part of the row.")
-    probabilities = dict(
-        mask_probability=mask_probability,
-        delete_probability=delete_probability,
-        infill_probability=infill_probability,
-        poisson_lambda=poisson_lambda,
-        permute_sentences=permute_sentences,
-        rotate_probability=rotate_probability,
-        random_replace_prob=random_replace_prob,
+    shares = (
+        *(mask_probability, delete_probability, infill_probability, poisson_lambda),
+        *(permute_sentences, rotate_probability, random_replace_prob),
     )
-    _check_probabilities(**probabilities)
+    _check_shares(shares)
     check_step(_WHERE, step)
     call = Call(
-        input_ids,
-        sentence_end_ids,
-        special_ids,
-        lengths,
-        cu_seqlens,
-        sample_index,
-        seed_tensor(_WHERE, seed, input_ids),
-        step,
-        longest,
-        capacity,
-        vocab_size,
-        mask_token_id,
-        pad_token_id,
+        *(input_ids, sentence_end_ids, special_ids, lengths, cu_seqlens, sample_index),
+        *(seed_tensor(_WHERE, seed, input_ids), step, longest, capacity),
+        *(vocab_size, mask_token_id, pad_token_id),
         -1 if bos_token_id is None else bos_token_id,
         -1 if eos_token_id is None else eos_token_id,
-        *map(float, probabilities.values()),
+        *map(float, shares),
     )
     return NoisedText(*OP(call))
 
 
-def _check_probabilities(poisson_lambda: float, **probabilities: float) -> None:
-    for argument, value in probabilities.items():
-        check_probability(_WHERE, argument, value, "It is a share.")
-    fix = "BART uses 3."
-    expected = "a number above 0 and at most 20"
-    least = math.ulp(0.0)
-    check_number(_WHERE, "poisson_lambda", poisson_lambda, least, 20.0, expected, fix)
-    mask, delete = probabilities["mask_probability"], probabilities["delete_probability"]
+def _check_shares(shares: tuple[float, ...]) -> None:
+    given: dict[str, Any] = dict(zip(Call._fields[-SHARES:], shares, strict=True))
+    for argument, value in given.items():
+        if argument != "poisson_lambda":
+            check_probability(_WHERE, argument, value, "It is a share.")
+    mean, expected, fix = given["poisson_lambda"], "a number above 0 and at most 20", "BART uses 3."
+    check_number(_WHERE, "poisson_lambda", mean, math.ulp(0.0), 20.0, expected, fix)
+    mask, delete = given["mask_probability"], given["delete_probability"]
     # The slack is what fixed-point probabilities cannot tell apart.
     if mask + delete > 1 + 2**-32:
         fail(
@@ -256,20 +184,13 @@ def _check_probabilities(poisson_lambda: float, **probabilities: float) -> None:
 # --- registration ---------------------------------------------------------------------------------
 
 
-def _reference(call: Call) -> NoisedText:
-    arguments, plan = call.with_plan
-    return bart_noise_by_plan(*(*arguments, plan))
-
-
 def _compiled(call: Call) -> tuple[Tensor, ...]:
     """One operator of csrc/, which PyTorch dispatches by device."""
-    arguments, plan = call.with_plan
-    return torch.ops.fastplm_C.bart_noise(*arguments, *plan)
+    return torch.ops.fastplm_C.bart_noise(*call.with_plan)
 
 
 def _fake(call: Call, backend: str) -> tuple[Tensor, ...]:
-    ids, cu_seqlens = call.input_ids, call.cu_seqlens
-    rows = ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    ids, rows = call.input_ids, rows_of(call)
     return (
         ids.new_empty(rows, call.capacity),
         ids.new_empty(rows, dtype=torch.int64),
@@ -290,7 +211,7 @@ OP = Op(
     reference=bart_noise_ref,
     # Behind the operator, too: with no gradient nothing is lost, and Inductor takes minutes over
     # the integer arithmetic of Philox.
-    eager=_reference,
+    eager=lambda call: bart_noise_by_plan(*call),
     smoke=_smoke,
 )
 OP.backend("cpp", forward=_compiled, rejects=csrc_rejects("bart_noise"))

@@ -1,29 +1,21 @@
-"""``ops.corrupt_spans``: its arguments, and its backends."""
+"""``ops.corrupt_spans``: the public function, and its backends.
+
+``reference/corrupt_spans.py`` declares the arguments, as the reference takes them, too.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastplm._checks import check_int, check_number, check_tensor, values_are_known
-from fastplm._declare import Arg, Size
+from fastplm._checks import check_int, check_number
 from fastplm._registry import Op
-from fastplm.errors import fail
 from fastplm.ops._common import cached_by_settings, csrc_rejects, seed_tensor
-from fastplm.ops._token_rows import (
-    ENDS,
-    PER_ROW,
-    SEED,
-    TOKENS,
-    check_row_length,
-    check_row_values,
-    check_rows,
-    check_step,
-)
+from fastplm.reference._token_rows import check_input_ids, check_rows, check_step, rows_of
 from fastplm.reference.corrupt_spans import (
+    Call,
     CorruptedSpans,
     corrupt_spans_by_plan,
     corrupt_spans_ref,
@@ -33,33 +25,6 @@ from fastplm.reference.corrupt_spans import (
 
 _WHERE = "corrupt_spans"
 _LONGEST = 2**31
-_SENTINELS = Arg("[K > 0]", (torch.int64,), "Add <extra_id_0>, <extra_id_1>, … to the tokenizer.")
-
-
-class Call(NamedTuple):
-    input_ids: Annotated[Tensor, TOKENS]
-    lengths: Annotated[Tensor | None, PER_ROW]
-    cu_seqlens: Annotated[Tensor | None, ENDS]
-    sentinel_ids: Annotated[Tensor, _SENTINELS]
-    sample_index: Annotated[Tensor | None, PER_ROW]
-    seed: Annotated[Tensor, SEED]
-    step: Size
-    max_length: Size
-    noise_scale: int
-    span_scale: int
-    eos_token_id: int  # -1 for none
-    pad_token_id: int
-
-    @property
-    def packed(self) -> bool:
-        return self.cu_seqlens is not None
-
-    def check(self, where: str) -> None:
-        check_row_values(where, self, self.max_length)
-        if values_are_known(self.sentinel_ids):
-            low, fix = int(self.sentinel_ids.min()), "Pass their ids."
-            if low < 0:
-                fail(where, "sentinel_ids", f"id {low}", "ids from 0 on", fix)
 
 
 def corrupt_spans(
@@ -142,18 +107,12 @@ def corrupt_spans(
         authors, which rounds halves to even; Salmon et al. 2011 for the random bits.
     Reference: ``fastplm.reference.corrupt_spans.corrupt_spans_ref``.
     """
-    check_tensor(_WHERE, "input_ids", input_ids, ndim=2 if cu_seqlens is None else 1)
-    check_row_length(_WHERE, input_ids)
+    check_input_ids(_WHERE, input_ids, cu_seqlens)
     check_rows(_WHERE, lengths, cu_seqlens, max_seqlen)
     check_step(_WHERE, step)
     call = Call(
-        input_ids,
-        lengths,
-        cu_seqlens,
-        sentinel_ids,
-        sample_index,
-        seed_tensor(_WHERE, seed, input_ids),
-        step,
+        *(input_ids, lengths, cu_seqlens, sentinel_ids, sample_index),
+        *(seed_tensor(_WHERE, seed, input_ids), step),
         input_ids.shape[-1] if max_seqlen is None else max_seqlen,
         *_settings(noise_density, mean_span_length, eos_token_id, pad_token_id),
     )
@@ -258,12 +217,8 @@ def _compiled(call: Call) -> tuple[Tensor, ...]:
 
 
 def _fake(call: Call, backend: str) -> tuple[Tensor, ...]:
-    ids, cu_seqlens = call.input_ids, call.cu_seqlens
-    rows = ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    sentinels, has_eos = call.sentinel_ids.shape[0], call.eos_token_id >= 0
-    input_width, label_width = output_lengths(
-        call.max_length, call.noise_scale, call.span_scale, sentinels, has_eos
-    )
+    ids, rows = call.input_ids, rows_of(call)
+    input_width, label_width = call.widths
     return (
         ids.new_empty(rows, input_width),
         ids.new_empty(rows, label_width, dtype=torch.int64),

@@ -10,7 +10,7 @@ from torch import Tensor
 from fastplm._checks import values_are_known
 from fastplm._declare import Arg, Size
 from fastplm._registry import Op, needs_dispatch
-from fastplm.errors import ArgumentValueError, message
+from fastplm.errors import fail
 from fastplm.ops._common import (
     csrc_rejects,
     kernels,
@@ -80,7 +80,7 @@ def gather_rows(input: Tensor, positions: Tensor) -> Tensor:
     call = Call(input, positions)
     OP.check(call)
     if input.stride(1) != 1 or positions.stride(0) != 1:
-        call = Call(last_dim_contiguous(input), positions.contiguous())
+        call = OP.arguments.laid_out(call)
     dispatches = needs_dispatch(call)
     return OP(call, OP.resolve(call, dispatches), dispatches)
 
@@ -92,14 +92,12 @@ def _check_range(call: Call) -> None:
         return
     low, high = (int(bound) for bound in positions.aminmax())
     if low < -1 or high >= rows:
-        raise ArgumentValueError(
-            message(
-                "gather_rows",
-                "positions",
-                f"position {low if low < -1 else high}",
-                f"-1 or 0 … {rows - 1}, a row of `input`" if rows else "-1, as `input` has no rows",
-                "Check that the positions were made for this batch; mark unused slots with -1.",
-            )
+        fail(
+            "gather_rows",
+            "positions",
+            f"position {low if low < -1 else high}",
+            f"-1 or 0 … {rows - 1}, a row of `input`" if rows else "-1, as `input` has no rows",
+            "Check that the positions were made for this batch; mark unused slots with -1.",
         )
 
 
@@ -180,11 +178,6 @@ OP = Op(
     gradients=("input",),
     fake_backward=lambda grad, saved: grad.new_empty(saved.rows, grad.shape[1]),
 )
-OP.backend(
-    "cpp",
-    forward=_cpp_forward,
-    backward=_cpp_backward,
-    rejects=csrc_rejects("gather_rows"),
-)
+OP.backend("cpp", forward=_cpp_forward, backward=_cpp_backward, rejects=csrc_rejects("gather_rows"))
 OP.backend("torch", forward=_torch_forward, backward=_torch_backward, rejects=torch_rejects)
 OP.backend("triton", forward=_triton_forward, backward=_triton_backward, rejects=triton_rejects)

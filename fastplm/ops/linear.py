@@ -140,24 +140,35 @@ def _check_tensors(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         check_tensor("linear", "bias", bias)
 
 
-def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``a b + bias`` on the CPU, by csrc/: [M, K], [K, N], [N] -> [M, N]."""
-    out = a.new_empty(a.shape[0], b.shape[1])
+def product(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    forced: bool = False,
+) -> Tensor:
+    """``a b + bias`` on the CPU, by csrc/ or PyTorch: [M, K], [K, N], [N] -> [M, N].
+
+    Args:
+        out: [M, N], where it is written; None = a new tensor.
+        forced: by csrc/, whether that is faster or not.
+    """
+    if (out is not None and not out.is_contiguous()) or not (forced or _is_faster(a, b)):
+        return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
+    if out is None:
+        out = a.new_empty(a.shape[0], b.shape[1])
     if a.numel() == 0 or b.numel() == 0:
         return out.zero_() if bias is None else out.copy_(bias)
-    multiply_into(out, dense(a), dense(b), bias)
+    operators = torch.ops.fastplm_C
+    split = _is_split(a.shape[0], a.dtype)
+    by_csrc = operators.product_bf16x3 if split else operators.product
+    by_csrc.default(dense(a), dense(b), bias, out)
     return out
 
 
-def multiply_into(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None) -> None:
-    """``multiply`` of matrices of which rows or columns lie together, none of them empty."""
-    split = _is_split(a.shape[0], a.dtype)
-    operators = torch.ops.fastplm_C
-    (operators.product_bf16x3 if split else operators.product).default(a, b, bias, out)
-
-
-def is_ours(a: Tensor, b: Tensor) -> bool:
-    """Whether ``multiply`` of a [M, K] and b [K, N], as they lie, is faster than PyTorch's."""
+def _is_faster(a: Tensor, b: Tensor) -> bool:
+    """Whether csrc/ multiplies a [M, K] and b [K, N], as they lie, faster than PyTorch."""
     return (
         _BUILT
         and requested("linear") in ("auto", "cpp")
@@ -267,21 +278,17 @@ _SHORT = Short(
 def _cpp_forward(call: Call) -> Tensor:
     input, b, bias = call.input, call.weight.t(), call.bias
     # A compiled program did not ask, as it takes any number of rows.
-    if call.forced or is_ours(input, b):
-        return multiply(input, b, bias)
+    if call.forced or _is_faster(input, b):
+        return product(input, b, bias, forced=True)
     return torch.nn.functional.linear(input, call.weight, bias)
 
 
 def _cpp_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-    grad, nothing = dense(grad), grad.new_empty(0)
-
-    def product(a: Tensor, b: Tensor) -> Tensor:
-        # What were few rows in the forward are many, or of another layout, in these products.
-        return multiply(a, b) if saved.forced or is_ours(a, b) else a @ b
-
+    grad, nothing, forced = dense(grad), grad.new_empty(0), saved.forced
+    # What were few rows in the forward are many, or of another layout, in these products.
     return (
-        product(grad, saved.weight) if saved.need_input else nothing,
-        product(grad.t(), saved.input) if saved.need_weight else nothing,
+        product(grad, saved.weight, forced=forced) if saved.need_input else nothing,
+        product(grad.t(), saved.input, forced=forced) if saved.need_weight else nothing,
         grad.sum(0) if saved.need_bias else nothing,
     )
 

@@ -1,40 +1,42 @@
 """``ops.linear_cross_entropy``: the public functions, and its backends.
 
-The operator takes the reduction with it, so that autograd has one node to walk, not one more for
-each step of the reduction. ``_linear_cross_entropy_call.py`` declares its arguments,
-``_linear_cross_entropy_torch.py`` is the backend "torch".
+``_linear_cross_entropy_call.py`` declares the arguments, ``_linear_cross_entropy_torch.py`` is the
+backend "torch".
 """
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fastplm._checks import check_bool, check_number, check_tensor, values_are_known
-from fastplm._registry import Op, autocast, needs_dispatch
+from fastplm._declare import from_fields
+from fastplm._registry import Op, needs_dispatch
 from fastplm.errors import fail
 from fastplm.ops._common import (
     check_reduction,
     kernels,
-    last_dim_contiguous,
     seed_tensor,
     torch_rejects,
     triton_rejects,
 )
 from fastplm.ops._linear_cross_entropy_call import (
     Call,
+    Gradients,
     Saved,
+    autocast_layer,
+    check_budget,
     check_targets,
     empty_gradients,
     empty_outputs,
+    learns,
     logit_columns,
 )
 from fastplm.ops._linear_cross_entropy_torch import multiplies_in, torch_backward, torch_forward
-from fastplm.reference._reduce import denominator_of, reduce_loss
+from fastplm.ops._reduction import grad_of_rows, reduced, reduced_on_triton, run_loss
 from fastplm.reference.linear_cross_entropy import (
     RowStatistics,
     linear_cross_entropy_ref,
@@ -139,19 +141,13 @@ def linear_cross_entropy(
         al. 2015 (arXiv 1512.00567), section 7, for label smoothing.
     Reference: ``fastplm.reference.linear_cross_entropy.linear_cross_entropy_ref``.
     """
-    loss, _, statistics = _vocabulary_pass(
-        _NAME,
-        (input, linear_weight, linear_bias),
-        target,
-        _NOT_SAMPLED,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        normalizer=normalizer,
-        reduction=reduction,
-        return_statistics=return_statistics,
-        logits_budget=logits_budget,
-        expected_targets=expected_targets,
+    call = Call._make(
+        (
+            *(input, linear_weight, linear_bias, target, None, None, None, ignore_index),
+            *(label_smoothing, 1.0, return_statistics, 0, False, normalizer, reduction),
+        )
     )
+    loss, _, statistics = _vocabulary_pass(_NAME, call, logits_budget, expected_targets)
     return (loss, statistics) if return_statistics else loss
 
 
@@ -226,161 +222,68 @@ def linear_cross_entropy_with_sample(
     for name, index in (("sample_index", sample_index), ("position", position)):
         if index is not None:
             check_tensor(where, name, index, ndim=1)
-    loss, sample, statistics = _vocabulary_pass(
-        where,
-        (input, linear_weight, linear_bias),
-        target,
-        _Sampling(seed_tensor(where, seed, input), sample_index, position, float(temperature)),
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        normalizer=normalizer,
-        reduction=reduction,
-        return_statistics=return_statistics,
-        logits_budget=logits_budget,
-        expected_targets=expected_targets,
+    seed = seed_tensor(where, seed, input)
+    call = Call._make(
+        (
+            *(input, linear_weight, linear_bias, target, seed, sample_index, position),
+            *(ignore_index, label_smoothing, float(temperature), return_statistics),
+            *(0, False, normalizer, reduction),
+        )
     )
+    loss, sample, statistics = _vocabulary_pass(where, call, logits_budget, expected_targets)
     return (loss, sample, statistics) if return_statistics else (loss, sample)
 
 
-class _Sampling(NamedTuple):
-    """How a token is drawn; the first three are None where none is."""
-
-    seed: Tensor | None
-    sample_index: Tensor | None
-    position: Tensor | None
-    temperature: float
-
-
-_NOT_SAMPLED = _Sampling(None, None, None, 1.0)
-
-
 def _vocabulary_pass(
-    where: str,
-    operands: tuple[Tensor, Tensor, Tensor | None],
-    target: Tensor,
-    sampling: _Sampling,
-    *,
-    ignore_index: int,
-    label_smoothing: float,
-    normalizer: Tensor | None,
-    reduction: str,
-    return_statistics: bool,
-    logits_budget: int | None,
-    expected_targets: int | None,
+    where: str, call: Call, logits_budget: int | None, expected_targets: int | None
 ) -> tuple[Tensor, Tensor | None, RowStatistics | None]:
     """The loss, and the samples and the statistics if requested."""
-    check_tensor(where, "input", operands[0], ndim=2)
-    check_tensor(where, "linear_weight", operands[1], ndim=2)
-    if operands[2] is not None:
-        check_tensor(where, "linear_bias", operands[2], ndim=1)
-    check_reduction(where, operands[0], reduction, normalizer)
-    check_bool(where, "return_statistics", return_statistics)
-    hint = "Usual values are 0.0 and 0.1."
-    check_number(where, "label_smoothing", label_smoothing, 0.0, 1.0, "a share in [0, 1]", hint)
-    for name, value, unit, hint in (
-        ("logits_budget", logits_budget, "bytes", "0 never keeps logits; None goes by the width."),
-        ("expected_targets", expected_targets, "rows", "Leave it out if it is unknown."),
-    ):
-        if value is not None:
-            check_number(where, name, value, 0, math.inf, f"{unit}, 0 or more, or None", hint)
-    operands = autocast_operands(*operands)
-    call = Call(
-        *operands,
-        target,
-        *sampling[:3],
-        ignore_index,
-        label_smoothing,
-        sampling.temperature,
-        return_statistics,
-        0,
-        False,
-        normalizer,
-        reduction,
-    )
+    OP.arguments.check_dimensions(where, call, "input", "linear_weight", "linear_bias")
+    check_reduction(where, call.input, call.reduction, call.normalizer)
+    check_bool(where, "return_statistics", call.need_argmax)
+    expected, hint = "a share in [0, 1]", "Usual values are 0.0 and 0.1."
+    check_number(where, "label_smoothing", call.label_smoothing, 0.0, 1.0, expected, hint)
+    check_budget(where, logits_budget, expected_targets)
+    call = Call._make((*autocast_layer(*call[:3]), *call[3:]))
     OP.check(call, where)
     dispatches = needs_dispatch(call)
     backend = OP.resolve(call, dispatches)
     if backend == "eager":
         return _eager(call)
-    kept_rows, spare = _kept_rows(operands, logits_budget, expected_targets, backend)
-    if backend == "torch" and multiplies_in(operands[0]) is not operands[0].dtype:
-        kept_rows = 0  # a CPU without 16-bit products makes them in fp32
-    # The operator passes no gradient to the normalizer: if it needs one, the division is here.
-    divides = normalizer is not None and normalizer.requires_grad
-    input, weight, bias = operands
-    call = call._replace(
-        input=last_dim_contiguous(input),
-        linear_weight=last_dim_contiguous(weight),
-        linear_bias=None if bias is None else last_dim_contiguous(bias),
-        target=target.contiguous(),
-        sample_index=None if call.sample_index is None else call.sample_index.contiguous(),
-        position=None if call.position is None else call.position.contiguous(),
-        kept_rows=kept_rows,
-        spare=spare,
-        normalizer=None if divides else normalizer,
-        reduction="sum" if divides else reduction,
-    )
-    loss, _, log_probability, row_max, row_sum, argmax, drawn, *_ = OP(call, backend, dispatches)
-    if divides:
-        loss = reduce_loss(loss, None, reduction, normalizer)
+    kept_rows, spare = _kept_rows(call, logits_budget, expected_targets, backend)
+    call = OP.arguments.laid_out(call)._replace(kept_rows=kept_rows, spare=spare)
+    outputs = run_loss(OP, call, backend, dispatches)
+    loss, _, log_probability, row_max, row_sum, argmax, drawn, *_ = outputs
     statistics = None
-    if return_statistics:
+    if call.need_argmax:
         # An ignored row holds the sum 0.
-        logsumexp = (row_max + row_sum.log()).masked_fill(target == ignore_index, 0.0)
+        ignored = call.target == call.ignore_index
+        logsumexp = (row_max + row_sum.log()).masked_fill(ignored, 0.0)
         statistics = RowStatistics(argmax, logsumexp, log_probability)
     return loss, None if call.seed is None else drawn, statistics
 
 
+_loss = from_fields(linear_cross_entropy_ref)
+_sample = from_fields(sample_ref)
+_statistics = from_fields(row_statistics_ref)
+
+
 def _eager(call: Call) -> tuple[Tensor, Tensor | None, RowStatistics | None]:
     if values_are_known(call.target):
-        check_targets(call.target, call.linear_weight, call.ignore_index)
-    tensors = call.input, call.linear_weight, call.target
-    rows: dict[str, Any] = {"linear_bias": call.linear_bias, "ignore_index": call.ignore_index}
-    loss = linear_cross_entropy_ref(
-        *tensors,
-        reduction=call.reduction,
-        label_smoothing=call.label_smoothing,
-        normalizer=call.normalizer,
-        **rows,
-    )
-    sample = statistics = None
-    if call.seed is not None:
-        sample = sample_ref(
-            *tensors,
-            seed=call.seed,
-            sample_index=call.sample_index,
-            position=call.position,
-            temperature=call.temperature,
-            **rows,
-        )
-    if call.need_argmax:
-        statistics = row_statistics_ref(*tensors, **rows)
-    return loss, sample, statistics
-
-
-def autocast_operands(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As ``nn.Linear`` would see them, but for fp32 parameters, which the op rounds itself: so
-    their gradients stay fp32."""
-    (input,) = autocast(input)  # type: ignore[assignment]
-    if linear_weight.dtype is not torch.float32:
-        linear_weight, linear_bias = autocast(linear_weight, linear_bias)  # type: ignore[assignment]
-    return input, linear_weight, linear_bias
+        check_targets(call)
+    loss = _loss(call)
+    sample = None if call.seed is None else _sample(call)
+    return loss, sample, _statistics(call) if call.need_argmax else None
 
 
 def _kept_rows(
-    operands: tuple[Tensor, Tensor, Tensor | None],
-    budget: int | None,
-    expected: int | None,
-    backend: str,
+    call: Call, budget: int | None, expected: int | None, backend: str
 ) -> tuple[int, bool]:
     """How many rows keep their logits for a backward: where it pays, those that fit; and whether
     these are all that are expected to count."""
-    learns = (tensor is not None and tensor.requires_grad for tensor in operands)
-    if not (torch.is_grad_enabled() and any(learns)):
+    if not learns(call):
         return 0, False
-    input, linear_weight, _ = operands
+    input, linear_weight = call.input, call.linear_weight
     rows = input.shape[0]
     if backend == "triton":  # which multiplies kept rows whether they count or not
         most = rows if budget is not None else 0
@@ -390,6 +293,8 @@ def _kept_rows(
     spare = expected is not None and (
         rows_that_fit(expected, input, linear_weight, budget) == expected
     )
+    if backend == "torch" and multiplies_in(input) is not input.dtype:
+        return 0, spare  # a CPU without 16-bit products makes them in fp32
     return rows_that_fit(rows, input, linear_weight, budget), spare
 
 
@@ -417,50 +322,29 @@ def rows_that_fit(rows: int, input: Tensor, linear_weight: Tensor, budget: int) 
 # --- backends -------------------------------------------------------------------------------------
 
 
-def _reduced(call: Call, loss: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    """The outputs of a forward of rows, with the reduction of the loss and its denominator: [] for
-    "mean", else without elements."""
-    if call.reduction != "mean":
-        loss = loss if call.reduction == "none" else loss.sum()
-        return loss, loss.new_empty(0), *others
-    denominator = denominator_of(loss, call.target != call.ignore_index, call.normalizer)
-    return loss.sum() / denominator, denominator, *others
-
-
-def grad_of_rows(grad: Tensor, saved: Any) -> Tensor:
-    """[N], from the gradient of the reduced loss."""
-    if saved.denominator is not None:
-        grad = grad / saved.denominator
-    return grad.expand(saved.input.shape[0])
-
-
 def _torch_forward(call: Call) -> tuple[Tensor, ...]:
     outputs = empty_outputs(call, "torch")
-    check_targets(call.target, call.linear_weight, call.ignore_index)
-    torch_forward(call, *outputs[:-2])
-    return _reduced(call, *outputs)
+    check_targets(call)
+    torch_forward(call, outputs)
+    return reduced(call, outputs)
 
 
-def _torch_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+def _torch_backward(grad: Tensor, saved: Saved) -> Gradients:
     grads = empty_gradients(saved)
-    torch_backward(grad_of_rows(grad, saved), saved, *grads)
+    torch_backward(grad_of_rows(grad, saved), saved, grads)
     return grads
 
 
 def _triton_forward(call: Call) -> tuple[Tensor, ...]:
-    outputs = empty_outputs(call, "triton")
-    check_targets(call.target, call.linear_weight, call.ignore_index)
-    arguments = call._asdict()
-    normalizer, reduction = arguments.pop("normalizer"), arguments.pop("reduction")
-    del arguments["spare"]
+    outputs, arguments = empty_outputs(call, "triton"), call._asdict()
+    check_targets(call)
+    for name in ("normalizer", "reduction", "spare"):
+        del arguments[name]
     kernels(_NAME).linear_cross_entropy_fwd(*outputs, **arguments)
-    if reduction != "mean":
-        return _reduced(call, *outputs)
-    loss, *others = outputs
-    return *kernels(_NAME).mean(loss, outputs[-1], normalizer), *others
+    return reduced_on_triton(call, outputs)
 
 
-def _triton_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+def _triton_backward(grad: Tensor, saved: Saved) -> Gradients:
     grads, arguments = empty_gradients(saved), saved._asdict()
     for name in ("weight", "bias"):
         arguments[f"need_{name}"] = arguments.pop(f"need_linear_{name}")
@@ -489,18 +373,10 @@ OP = Op(
     _NAME,
     Call,
     results=(
-        "loss",
-        "denominator",
-        "log_probability",
-        "row_max",
-        "row_sum",
-        "argmax",
-        "sample",
-        "grad_logits",
-        "slots",
-        "order",
+        *("loss", "denominator", "log_probability", "row_max", "row_sum", "argmax", "sample"),
+        *("grad_logits", "slots", "order"),
     ),
-    fake=lambda call, backend: _reduced(call, *empty_outputs(call, backend)),
+    fake=lambda call, backend: reduced(call, empty_outputs(call, backend)),
     reference=linear_cross_entropy_ref,
     eager=_eager,
     smoke=_smoke,

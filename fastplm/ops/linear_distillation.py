@@ -6,9 +6,6 @@ backend "torch". What keeps logits and multiplies is shared with ``linear_cross_
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -22,26 +19,23 @@ from fastplm._checks import (
     check_tensor,
     values_are_known,
 )
+from fastplm._declare import from_fields
 from fastplm._registry import Op, needs_dispatch
-from fastplm.errors import ArgumentTypeError, check_choice, fail, message, shown
-from fastplm.ops._common import (
-    check_reduction,
-    kernels,
-    last_dim_contiguous,
-    torch_rejects,
-    triton_rejects,
+from fastplm.errors import ArgumentTypeError, check_choice, fail, shown
+from fastplm.ops._common import check_reduction, kernels, torch_rejects, triton_rejects
+from fastplm.ops._linear_cross_entropy_call import (
+    Gradients,
+    autocast_layer,
+    check_budget,
+    check_targets,
+    empty_gradients,
+    learns,
 )
-from fastplm.ops._linear_cross_entropy_call import check_targets, empty_gradients
 from fastplm.ops._linear_cross_entropy_torch import multiplies_in
 from fastplm.ops._linear_distillation_call import Call, Saved, check_indices, empty_outputs
 from fastplm.ops._linear_distillation_torch import torch_backward, torch_forward
-from fastplm.ops.linear_cross_entropy import (
-    autocast_operands,
-    grad_of_rows,
-    rows_that_fit,
-    usual_budget,
-)
-from fastplm.reference._reduce import denominator_of, reduce_loss
+from fastplm.ops._reduction import grad_of_rows, reduced, reduced_on_triton, run_loss
+from fastplm.ops.linear_cross_entropy import rows_that_fit, usual_budget
 from fastplm.reference.linear_distillation import (
     LinearDistillation,
     kl_of_limit,
@@ -239,8 +233,8 @@ def linear_distillation_topk(
     check_dtype(where, "teacher_probabilities", teacher_probabilities, FLOATING)
     if not isinstance(renormalize, bool):
         fix = "True divides the probabilities of a row by their sum."
-        expected = "True or False"
-        raise ArgumentTypeError(message(where, "renormalize", shown(renormalize), expected, fix))
+        got, expected = shown(renormalize), "True or False"
+        fail(where, "renormalize", got, expected, fix, ArgumentTypeError)
     return _distilled(call, mask, logits_budget, expected_targets, renormalize=renormalize)
 
 
@@ -253,19 +247,12 @@ def _distilled(
     renormalize: bool = False,
 ) -> LinearDistillation:
     """The losses of a call as the user gave it: nothing in it is checked yet, but the teacher."""
-    where, given, reduction, normalizer = call.where, call.target, call.reduction, call.normalizer
+    where, all_count = call.where, call.target is None and mask is None
     _check_arguments(call, mask)
-    for name, value, unit, hint in (
-        ("logits_budget", logits_budget, "bytes", "0 never keeps logits; None goes by the width."),
-        ("expected_targets", expected_targets, "rows", "Leave it out if it is unknown."),
-    ):
-        if value is not None:
-            check_number(where, name, value, 0, math.inf, f"{unit}, 0 or more, or None", hint)
-    all_count = given is None and mask is None
-    student = autocast_operands(call.input, call.linear_weight, call.linear_bias)
-    teacher = _constants(call.teacher_input, call.teacher_weight, call.teacher_bias)
+    check_budget(where, logits_budget, expected_targets)
+    student, teacher = autocast_layer(*call[:3]), _constants(*call[3:6])
     call = Call._make((*student, *teacher, *call[6:]))._replace(
-        target=rows_chosen(call.input, None, None, call.ignore_index) if given is None else given,
+        target=rows_chosen(call.input, call.target, None, call.ignore_index),
         divergence=kl_of_limit(call.divergence, call.beta),
         beta=float(call.beta),
         temperature=float(call.temperature),
@@ -279,39 +266,20 @@ def _distilled(
     if call.teacher_probabilities is not None:
         dtype = torch.promote_types(call.input.dtype, torch.float32)
         counts = call.target != call.ignore_index
-        probabilities = probabilities_of_rows(
-            call.teacher_probabilities, counts, renormalize, dtype
-        )
-        call = call._replace(teacher_probabilities=probabilities)
+        given = probabilities_of_rows(call.teacher_probabilities, counts, renormalize, dtype)
+        call = call._replace(teacher_probabilities=given)
     if backend == "eager":
         return _eager(call)
-    # The operator passes no gradient to the normalizer: if it needs one, the division is here.
-    divides = normalizer is not None and normalizer.requires_grad
-    laid_out: dict[str, Any] = {
-        name: last_dim_contiguous(value)
-        for name, value in call._asdict().items()
-        if isinstance(value, Tensor) and value.dim() > 0
-    }
-    call = call._replace(
-        **laid_out,
-        kept_rows=_kept_rows(call, logits_budget, expected_targets, backend, all_count),
-        normalizer=None if divides else normalizer,
-        reduction="sum" if divides else reduction,
-    )
-    parts = OP(call, backend, dispatches)[:3]
-    if divides:
-        parts = (reduce_loss(part, None, reduction, normalizer) for part in parts)
-    return LinearDistillation(*parts)
+    kept_rows = _kept_rows(call, logits_budget, expected_targets, backend, all_count)
+    call = OP.arguments.laid_out(call)._replace(kept_rows=kept_rows)
+    return LinearDistillation(*run_loss(OP, call, backend, dispatches, losses=3)[:3])
 
 
 def _check_arguments(call: Call, mask: Tensor | None) -> None:
     """Check what the declaration of ``Call`` does not say."""
     where = call.where
-    check_tensor(where, "input", call.input, ndim=2)
-    check_tensor(where, "linear_weight", call.linear_weight, ndim=2)
-    for name in ("linear_bias", "teacher_bias"):
-        if getattr(call, name) is not None:
-            check_tensor(where, name, getattr(call, name), ndim=1)
+    parameters = "linear_weight", "linear_bias", "teacher_bias"
+    OP.arguments.check_dimensions(where, call, "input", *parameters)
     check_reduction(where, call.input, call.reduction, call.normalizer)
     check_scalar(where, "ignore_index", call.ignore_index, int)
     check_choice(where, "divergence", call.divergence, DIVERGENCES)
@@ -333,9 +301,8 @@ def _check_arguments(call: Call, mask: Tensor | None) -> None:
         )
     if mask is not None:
         check_tensor(where, "mask", mask, ndim=1)
-        check_dtype(
-            where, "mask", mask, (torch.bool,), "Pass a bool tensor, True = the row counts."
-        )
+        fix = "Pass a bool tensor, True = the row counts."
+        check_dtype(where, "mask", mask, (torch.bool,), fix)
         check_shape(where, "mask", mask, call.input.shape[:1], "[N]")
         check_same_device(where, input=call.input, mask=mask)
 
@@ -345,56 +312,30 @@ def _constants(*teacher: Tensor | None) -> tuple[Tensor | None, Tensor | None, T
     input, weight, bias = (None if one is None else one.detach() for one in teacher)
     if input is None or weight is None:
         return None, None, None
-    return autocast_operands(input, weight, bias)
+    return autocast_layer(input, weight, bias)
+
+
+_distillation = from_fields(linear_distillation_ref)
+_topk = from_fields(linear_distillation_topk_ref)
 
 
 def _eager(call: Call) -> LinearDistillation:
     _check_values(call)
-    options: dict[str, Any] = dict(
-        # Targets that are none still say which rows count.
-        target=call.target if call.has_target else None,
-        mask=call.target != call.ignore_index,
-        linear_bias=call.linear_bias,
-        temperature=call.temperature,
-        distillation_weight=call.distillation_weight,
-        cross_entropy_weight=call.cross_entropy_weight,
-        ignore_index=call.ignore_index,
-        reduction=call.reduction,
-        normalizer=call.normalizer,
-    )
-    if call.teacher_input is None or call.teacher_weight is None:
-        assert call.teacher_indices is not None and call.teacher_probabilities is not None
-        return linear_distillation_topk_ref(
-            call.input,
-            call.linear_weight,
-            call.teacher_indices,
-            call.teacher_probabilities,
-            renormalize=False,  # which _distilled has done
-            **options,
-        )
-    return linear_distillation_ref(
-        call.input,
-        call.linear_weight,
-        call.teacher_input,
-        call.teacher_weight,
-        teacher_bias=call.teacher_bias,
-        divergence=call.divergence,
-        beta=call.beta,
-        **options,
-    )
+    # Targets that are none still say which rows count.
+    target, mask = call.target if call.has_target else None, call.target != call.ignore_index
+    rows = {"target": target, "mask": mask}
+    if call.teacher_input is None:  # _distilled has renormalized the probabilities
+        return _topk(call, **rows, renormalize=False)
+    return _distillation(call, **rows)
 
 
 def _kept_rows(
     call: Call, budget: int | None, expected: int | None, backend: str, all_count: bool
 ) -> int:
     """How many rows keep D for a backward: if there is one and it pays, those that fit."""
-    learns = (call.input, call.linear_weight, call.linear_bias)
-    if not (
-        torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in learns)
-    ):
+    if not learns(call):
         return 0
-    rows = call.input.shape[0]
-    on_cpu = backend == "torch"
+    rows, on_cpu = call.input.shape[0], backend == "torch"
     if on_cpu and multiplies_in(call.input) is not call.input.dtype:
         return 0  # a CPU without 16-bit products makes them in fp32
     if on_cpu and values_are_known(call.target):
@@ -429,54 +370,35 @@ def _usual_budget(call: Call, *, on_cpu: bool) -> int:
 # --- backends -------------------------------------------------------------------------------------
 
 
-def _reduced(
-    call: Call, loss: Tensor, distillation: Tensor, cross_entropy: Tensor, *others: Tensor
-) -> tuple[Tensor, ...]:
-    """The outputs of a forward of rows, with the reduction of the first three and its denominator:
-    [] for "mean", else without elements."""
-    parts = loss, distillation, cross_entropy
-    if call.reduction != "mean":
-        if call.reduction == "sum":
-            loss, distillation, cross_entropy = (part.sum() for part in parts)
-        return loss, distillation, cross_entropy, loss.new_empty(0), *others
-    denominator = denominator_of(loss, call.target != call.ignore_index, call.normalizer)
-    return *(part.sum() / denominator for part in parts), denominator, *others
-
-
 def _torch_forward(call: Call) -> tuple[Tensor, ...]:
     outputs = empty_outputs(call, "torch")
     _check_values(call)
-    torch_forward(call, *outputs[:-2])
-    return _reduced(call, *outputs)
+    torch_forward(call, outputs)
+    return reduced(call, outputs, losses=3)
 
 
 def _check_values(call: Call) -> None:
     if call.has_target and values_are_known(call.target):
-        check_targets(call.target, call.linear_weight, call.ignore_index, call.where)
+        check_targets(call, call.where)
     check_indices(call)
 
 
-def _torch_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+def _torch_backward(grad: Tensor, saved: Saved) -> Gradients:
     grads = empty_gradients(saved)
-    torch_backward(grad_of_rows(grad, saved), saved, *grads)
+    torch_backward(grad_of_rows(grad, saved), saved, grads)
     return grads
 
 
 def _triton_forward(call: Call) -> tuple[Tensor, ...]:
-    outputs = empty_outputs(call, "triton")
+    outputs, arguments = empty_outputs(call, "triton"), call._asdict()
     _check_values(call)
-    arguments = call._asdict()
     for name in ("normalizer", "reduction"):
         del arguments[name]
     kernels(_NAME).linear_distillation_fwd(*outputs, **arguments)
-    if call.reduction != "mean":
-        return _reduced(call, *outputs)
-    parts, others = outputs[:3], outputs[3:]
-    means = [kernels(_NAME).mean(part, outputs[-1], call.normalizer) for part in parts]
-    return *(mean for mean, _ in means), means[0][1], *others
+    return reduced_on_triton(call, outputs, losses=3)
 
 
-def _triton_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+def _triton_backward(grad: Tensor, saved: Saved) -> Gradients:
     grads, arguments = empty_gradients(saved), saved._asdict()
     for name in ("weight", "bias"):
         arguments[f"need_{name}"] = arguments.pop(f"need_linear_{name}")
@@ -519,16 +441,10 @@ OP = Op(
     _NAME,
     Call,
     results=(
-        "loss",
-        "distillation",
-        "cross_entropy",
-        "denominator",
-        "statistics",
-        "grad_logits",
-        "slots",
-        "order",
+        *("loss", "distillation", "cross_entropy", "denominator", "statistics"),
+        *("grad_logits", "slots", "order"),
     ),
-    fake=lambda call, backend: _reduced(call, *empty_outputs(call, backend)),
+    fake=lambda call, backend: reduced(call, empty_outputs(call, backend), losses=3),
     reference=linear_distillation_ref,
     eager=_eager,
     smoke=_smoke,

@@ -1,71 +1,34 @@
-"""``ops.mask_tokens``: its arguments, and its backends."""
+"""``ops.mask_tokens``: the public function, and its backends.
+
+``reference/mask_tokens.py`` declares the arguments, as the reference takes them, too.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastplm._checks import check_int, check_number, check_probability, check_tensor
-from fastplm._declare import Arg, Size
 from fastplm._registry import Op
 from fastplm.errors import check_choice, fail
 from fastplm.ops._common import cached_by_settings, csrc_rejects, seed_tensor
-from fastplm.ops._token_rows import (
-    ENDS,
-    IDS,
-    PER_ROW,
-    SEED,
-    TOKENS,
-    check_boundary_values,
-    check_row_length,
-    check_step,
-    check_token_ids,
-)
+from fastplm.reference._token_rows import check_boundary_values, check_input_ids, check_step
 from fastplm.reference.mask_tokens import (
     MAX_NGRAM,
     UNITS,
+    Call,
     MaskedTokens,
     mask_plan,
     mask_tokens_by_plan,
     mask_tokens_ref,
+    shape_of_rows,
 )
 
 _UNITS = (*UNITS, "ngram")
 _SAMPLINGS = ("exact", "bernoulli")
 _WHERE = "mask_tokens"
-
-_MASKABLE = Arg("[B, T]", (torch.bool,), "Pass one bool for each token, True = may.", packed="[N]")
-_WORDS = Arg("[B, T]", (torch.int64,), "Pass one id for each token, with .long().", packed="[N]")
-
-
-class Call(NamedTuple):
-    input_ids: Annotated[Tensor, TOKENS]
-    maskable: Annotated[Tensor | None, _MASKABLE]
-    special_ids: Annotated[Tensor | None, IDS]
-    word_ids: Annotated[Tensor | None, _WORDS]
-    cu_seqlens: Annotated[Tensor | None, ENDS]
-    sample_index: Annotated[Tensor | None, PER_ROW]
-    seed: Annotated[Tensor, SEED]
-    step: Size
-    capacity: Size
-    slots: Size
-    quota_scale: int
-    chosen_below: int
-    mask_below: int
-    random_below: int
-    mask_token_id: int
-    vocab_size: int
-    max_ngram: int
-
-    @property
-    def packed(self) -> bool:
-        return self.cu_seqlens is not None
-
-    def check(self, where: str) -> None:
-        check_token_ids(where, "special_ids", self.special_ids, self.vocab_size)
 
 
 def mask_tokens(
@@ -168,37 +131,20 @@ def mask_tokens(
         1909.11942), §4.2, for runs of words; Salmon et al. 2011 for the random bits.
     Reference: ``fastplm.reference.mask_tokens.mask_tokens_ref``.
     """
-    check_tensor(_WHERE, "input_ids", input_ids, ndim=2 if cu_seqlens is None else 1)
+    check_input_ids(_WHERE, input_ids, cu_seqlens)
     if cu_seqlens is not None:
         check_tensor(_WHERE, "cu_seqlens", cu_seqlens, ndim=1)
     check_step(_WHERE, step)
-    check_row_length(_WHERE, input_ids)
+    shares = mlm_probability, mask_replace_prob, random_replace_prob
+    special_count, has_words = _count(special_ids), word_ids is not None
     settings = mask_settings(
-        input_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        input_ids.shape[1] if cu_seqlens is None else None,
-        input_ids.numel(),
-        _count(special_ids),
-        word_ids is not None,
-        vocab_size,
-        mask_token_id,
-        mlm_probability,
-        mask_replace_prob,
-        random_replace_prob,
-        max_predictions,
-        sampling,
-        unit,
-        max_ngram,
+        *shape_of_rows(input_ids, cu_seqlens),
+        *(special_count, has_words, vocab_size, mask_token_id, *shares),
+        *(max_predictions, sampling, unit, max_ngram),
     )
+    seed = seed_tensor(_WHERE, seed, input_ids)
     call = Call(
-        input_ids,
-        maskable,
-        special_ids,
-        word_ids,
-        cu_seqlens,
-        sample_index,
-        seed_tensor(_WHERE, seed, input_ids),
-        step,
-        *settings,
+        input_ids, maskable, special_ids, word_ids, cu_seqlens, sample_index, seed, step, *settings
     )
     return MaskedTokens(*OP(call))
 
@@ -228,24 +174,34 @@ def mask_settings(
     max_ngram: int,
 ) -> tuple[int, ...]:
     """Checks what is no tensor; the operator's arguments that follow from it, in their order."""
-    _check_numbers(vocab_size, mask_token_id, max_predictions, special_count)
-    _check_probabilities(mlm_probability, mask_replace_prob, random_replace_prob)
-    _check_unit(unit, has_words, max_ngram)
-    check_choice(_WHERE, "sampling", sampling, _SAMPLINGS)
-    plan = mask_plan(
-        rows,
-        length,
-        tokens,
-        mlm_probability=mlm_probability,
-        mask_replace_prob=mask_replace_prob,
-        random_replace_prob=random_replace_prob,
-        max_predictions=max_predictions,
-        sampling=sampling,
-    )
-    return (*plan, mask_token_id, vocab_size, UNITS.get(unit, max_ngram))
-
-
-def _check_unit(unit: str, has_words: bool, max_ngram: int) -> None:
+    check_int(_WHERE, "vocab_size", vocab_size, 1, 2**31, "Pass the length of the tokenizer.")
+    fix = "Pass tokenizer.mask_token_id and its length."
+    check_int(_WHERE, "mask_token_id", mask_token_id, 0, vocab_size, fix)
+    if special_count >= vocab_size:
+        fail(
+            _WHERE,
+            "special_ids",
+            f"{special_count} of {vocab_size} ids",
+            "fewer than the vocabulary has, or there is no random id to draw",
+            "Pass only the ids of the special tokens.",
+        )
+    if max_predictions is not None:
+        fix = "Leave it out for the default."
+        check_int(_WHERE, "max_predictions", max_predictions, 1, 2**31, fix)
+    expected, least, fix = "a number above 0 and at most 1", math.ulp(0.0), "BERT uses 0.15."
+    check_number(_WHERE, "mlm_probability", mlm_probability, least, 1.0, expected, fix)
+    fix = "BERT uses 0.8 and 0.1."
+    check_probability(_WHERE, "mask_replace_prob", mask_replace_prob, fix)
+    check_probability(_WHERE, "random_replace_prob", random_replace_prob, fix)
+    # The slack is what fixed-point probabilities cannot tell apart.
+    if mask_replace_prob + random_replace_prob > 1 + 2**-32:
+        fail(
+            _WHERE,
+            "random_replace_prob",
+            random_replace_prob,
+            f"at most 1 - mask_replace_prob = {1 - mask_replace_prob}",
+            "The two are shares of the chosen tokens; the rest stays as it is.",
+        )
     check_choice(_WHERE, "unit", unit, _UNITS)
     if has_words != (unit != "token"):
         fail(
@@ -256,78 +212,24 @@ def _check_unit(unit: str, has_words: bool, max_ngram: int) -> None:
             "fastplm.data.word_ids makes them for a tokenizer; tokens one by one need none.",
         )
     check_int(_WHERE, "max_ngram", max_ngram, 2, MAX_NGRAM + 1, "ALBERT uses 3.")
-
-
-def _check_numbers(
-    vocab_size: int,
-    mask_token_id: int,
-    max_predictions: int | None,
-    special_count: int,
-) -> None:
-    check_int(_WHERE, "vocab_size", vocab_size, 1, 2**31, "Pass the length of the tokenizer.")
-    check_int(
-        _WHERE,
-        "mask_token_id",
-        mask_token_id,
-        0,
-        vocab_size,
-        "Pass tokenizer.mask_token_id and its length.",
-    )
-    if special_count >= vocab_size:
-        fail(
-            _WHERE,
-            "special_ids",
-            f"{special_count} of {vocab_size} ids",
-            "fewer than the vocabulary has, or there is no random id to draw",
-            "Pass only the ids of the special tokens.",
-        )
-    if max_predictions is not None:
-        check_int(
-            _WHERE, "max_predictions", max_predictions, 1, 2**31, "Leave it out for the default."
-        )
-
-
-def _check_probabilities(
-    mlm_probability: float, mask_replace_prob: float, random_replace_prob: float
-) -> None:
-    expected = "a number above 0 and at most 1"
-    least = math.ulp(0.0)
-    check_number(
-        _WHERE, "mlm_probability", mlm_probability, least, 1.0, expected, "BERT uses 0.15."
-    )
-    for argument, value in (
-        ("mask_replace_prob", mask_replace_prob),
-        ("random_replace_prob", random_replace_prob),
-    ):
-        check_probability(_WHERE, argument, value, "BERT uses 0.8 and 0.1.")
-    # The slack is what fixed-point probabilities cannot tell apart.
-    if mask_replace_prob + random_replace_prob > 1 + 2**-32:
-        fail(
-            _WHERE,
-            "random_replace_prob",
-            random_replace_prob,
-            f"at most 1 - mask_replace_prob = {1 - mask_replace_prob}",
-            "The two are shares of the chosen tokens; the rest stays as it is.",
-        )
+    check_choice(_WHERE, "sampling", sampling, _SAMPLINGS)
+    shares = mlm_probability, mask_replace_prob, random_replace_prob
+    plan = mask_plan(rows, length, tokens, *shares, max_predictions, sampling)
+    return (*plan, mask_token_id, vocab_size, UNITS.get(unit, max_ngram))
 
 
 # --- backends: the reference, and one operator of csrc/, dispatched by device ---------------------
 
 
 def _reference(call: Call) -> MaskedTokens:
-    _check_values(call)
+    # Here and not where the op is called: a compiled caller could not look at the values.
+    check_boundary_values(_WHERE, call)
     return mask_tokens_by_plan(*call)
 
 
 def _compiled(call: Call) -> tuple[Tensor, ...]:
-    _check_values(call)
+    check_boundary_values(_WHERE, call)
     return torch.ops.fastplm_C.mask_tokens(*call)
-
-
-def _check_values(call: Call) -> None:
-    """Here and not where the op is called: a compiled caller could not look at them."""
-    if call.cu_seqlens is not None:
-        check_boundary_values(_WHERE, call.cu_seqlens, call.input_ids)
 
 
 # --- registration ---------------------------------------------------------------------------------
@@ -335,13 +237,8 @@ def _check_values(call: Call) -> None:
 
 def _fake(call: Call, backend: str) -> tuple[Tensor, ...]:
     ids = call.input_ids
-    return (
-        ids.new_empty(ids.shape),
-        ids.new_empty(call.slots, dtype=torch.int64),
-        ids.new_empty(call.slots, dtype=torch.int64),
-        ids.new_empty((), dtype=torch.int64),
-        ids.new_empty((), dtype=torch.int64),
-    )
+    sizes = (call.slots,), (call.slots,), (), ()
+    return ids.new_empty(ids.shape), *(ids.new_empty(size, dtype=torch.int64) for size in sizes)
 
 
 def _smoke(device: torch.device) -> None:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from fastplm._checks import check_number, values_are_known
-from fastplm._declare import Arg, Size
+from fastplm._declare import Arg, Size, from_fields
 from fastplm._registry import Op, needs_dispatch
 from fastplm.ops._attention_call import check_lengths_on_cpu
-from fastplm.ops._common import kernels, last_dim_contiguous, torch_rejects, triton_rejects
+from fastplm.ops._common import kernels, torch_rejects, triton_rejects
 from fastplm.ops.gather_rows import OP as GATHER_ROWS
 from fastplm.reference.maxsim import NORM_EPS, MaxSim, maxsim_ref
 
@@ -129,16 +129,14 @@ def maxsim(
     backend = OP.resolve(call, dispatches)
     call.check_lengths()
     if backend == "eager":
-        return maxsim_ref(*call[:6], normalize=normalize)
-    call = call._replace(
-        query=last_dim_contiguous(query),
-        key=last_dim_contiguous(key),
-        cu_seqlens_q=cu_seqlens_q.contiguous(),
-        cu_seqlens_k=cu_seqlens_k.contiguous(),
-    )
+        return _reference(call)
+    call = OP.arguments.laid_out(call)
     score, index = OP(call, backend, dispatches)
     queries = query.shape[0]
     return MaxSim(score[:queries], index[:queries], score[queries:], index[queries:])
+
+
+_reference = from_fields(maxsim_ref)
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -321,7 +319,7 @@ OP = Op(
     results=("score", "match"),
     fake=lambda call, backend: _results(call),
     reference=maxsim_ref,
-    eager=lambda call: maxsim_ref(*call[:6], normalize=call.normalize),
+    eager=_reference,
     smoke=_smoke,
     saved=Saved,
     gradients=("query", "key"),

@@ -1,8 +1,8 @@
 """``ops.replaced_token_loss``: its arguments, and its backends.
 
-The operator takes the reduction with it, because with "mean" and "sum" its one output has one
-upstream gradient, whatever follows: that of the weight is then this number times a sum over rows
-which the forward can take, and the backward need not read the rows again.
+With "mean" and "sum" its one output has one upstream gradient, whatever follows: that of the weight
+is then this number times a sum over rows which the forward can take, and the backward need not read
+the rows again.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastplm._checks import INTEGER, check_bool, check_dtype, check_shape, check_tensor
-from fastplm._declare import Arg
+from fastplm._declare import Arg, from_fields
 from fastplm._registry import Op, autocast, needs_dispatch
 from fastplm.errors import ArgumentTypeError, fail
 from fastplm.ops._common import (
     check_reduction,
     csrc_rejects,
     kernels,
-    last_dim_contiguous,
     torch_rejects,
     triton_rejects,
 )
-from fastplm.reference._reduce import reduce_loss
+from fastplm.ops._reduction import run_loss
 from fastplm.reference.replaced_token_loss import DetectionCounts, replaced_token_loss_ref
 
 Replaced = Tensor | tuple[Tensor, Tensor]
@@ -141,35 +140,22 @@ def replaced_token_loss(
     dispatches = needs_dispatch(call)
     backend = OP.resolve(call, dispatches)
     if backend == "eager":
-        return replaced_token_loss_ref(
-            input,
-            weight,
-            replaced,
-            bias=bias,
-            mask=mask,
-            reduction=reduction,
-            normalizer=normalizer,
-            return_counts=return_counts,
-        )
-    # The operator passes no gradient to the normalizer: if it needs one, the division is here.
-    divides = normalizer is not None and normalizer.requires_grad
+        return _eager(call)
     needs_sum = reduction != "none" and torch.is_grad_enabled() and weight.requires_grad
-    call = Call(
-        last_dim_contiguous(input),
-        weight.contiguous(),
-        bias,
-        flags.contiguous(),
-        None if original is None else original.contiguous(),
-        None if mask is None else mask.contiguous(),
-        None if divides else normalizer,
-        "sum" if divides else reduction,
-        return_counts,
-        needs_sum and _sums_weight(input, backend),
-    )
-    loss, _, _, _, _, counts = OP(call, backend, dispatches)
-    if divides:
-        loss = reduce_loss(loss, None, reduction, normalizer)
+    call = OP.arguments.laid_out(call)
+    if needs_sum and _sums_weight(call.input, backend):
+        call = call._replace(sum_weight=True)
+    loss, *_, counts = run_loss(OP, call, backend, dispatches)
     return (loss, DetectionCounts(*counts.unbind())) if return_counts else loss
+
+
+_reference = from_fields(replaced_token_loss_ref)
+
+
+def _eager(call: Call) -> Any:
+    original = call.original
+    labels = call.replaced if original is None else (call.replaced, original)
+    return _reference(call, replaced=labels, return_counts=call.need_counts)
 
 
 def _labels(replaced: Replaced) -> tuple[Tensor, Tensor | None]:
@@ -367,6 +353,7 @@ OP = Op(
     results=("loss", "slope", "denominator", "weight_sum", "bias_sum", "counts"),
     fake=_fake,
     reference=replaced_token_loss_ref,
+    eager=_eager,
     smoke=_smoke,
     saved=Saved,
     gradients=("input", "weight", "bias"),

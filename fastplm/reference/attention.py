@@ -115,45 +115,16 @@ def attention_ref(
 ) -> Tensor:
     """``dropout(softmax(scale * Q K^T + bias + mask)) V`` as ``ops.attention`` defines it.
 
-    Args:
-        query: [B, H, Tq, D].
-        key, value: [B, H, Tk, D].
-        key_mask: bool [B, Tk], True = attend.
-        attn_mask: bool, broadcastable to [B, H, Tq, Tk], True = attend.
-        is_causal: query i sees keys j <= i + (Tk - Tq).
-        dropout_p: see ``dropout_threshold``; > 0 needs ``seed``.
-        scale: default ``D ** -0.5``.
-        relative_bias: None or T5's.
-        seed: int or 0-d int64 tensor.
-        sample_index: int64 [B], default ``arange(B)``.
+    Args: those of ``ops.attention``; ``dropout_p`` over 0 needs ``seed``.
 
     Returns:
         [B, H, Tq, D]; a row that may attend to nothing is 0 and passes no gradient.
     """
-    batch, heads, seqlen_q, head_dim = query.shape
-    seqlen_k = key.shape[2]
-    device = query.device
-    scale = head_dim**-0.5 if scale is None else scale
-
-    # [1, 1, Tq, Tk]: the position of the key minus that of the query
-    distance = (
-        torch.arange(seqlen_k, device=device) - torch.arange(seqlen_q, device=device)[:, None]
-    )
-    distance = distance[None, None] - (seqlen_k - seqlen_q if is_causal else 0)
-    return _attend(
-        query,
-        key,
-        value,
-        key_mask,
-        attn_mask,
-        distance,
-        is_causal,
-        dropout_p,
-        scale,
-        relative_bias,
-        seed,
-        sample_index,
-    )
+    seqlen_q, seqlen_k = query.shape[2], key.shape[2]
+    distance = _distances(seqlen_q, seqlen_k, query.device)
+    distance = distance - (seqlen_k - seqlen_q if is_causal else 0)
+    options = is_causal, dropout_p, scale, relative_bias, seed, sample_index
+    return _attend(query, key, value, distance, key_mask, attn_mask, *options)
 
 
 def attention_varlen_ref(
@@ -175,13 +146,7 @@ def attention_varlen_ref(
 ) -> Tensor:
     """``attention_ref`` of every sequence of a ragged batch, as ``ops.attention_varlen`` does.
 
-    Args:
-        query: [Nq, H, D]; sequence b owns the rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``.
-        key, value: [Nk, H, D], cut by ``cu_seqlens_k``.
-        cu_seqlens_q, cu_seqlens_k: int32 [B + 1].
-        max_seqlen_q, max_seqlen_k: at least the longest lengths.
-        key_mask: bool [Nk], True = attend.
-        The others as in ``attention_ref``.
+    Args: those of ``ops.attention_varlen``.
 
     Returns:
         [Nq, H, D]; rows past ``cu_seqlens_q[-1]`` are 0 and pass no gradient.
@@ -189,8 +154,7 @@ def attention_varlen_ref(
     if cu_seqlens_q.numel() == 1:  # the result is that of one sequence of length 0
         cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.expand(2), cu_seqlens_k.expand(2)
     max_seqlen_q, max_seqlen_k = max(max_seqlen_q, 1), max(max_seqlen_k, 1)
-    batch = cu_seqlens_q.numel() - 1
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    batch, tokens, device = cu_seqlens_q.numel() - 1, query.shape[0], query.device
     rows_q, exists_q = _padded_rows(cu_seqlens_q, max_seqlen_q)  # [B, Tq]
     rows_k, exists_k = _padded_rows(cu_seqlens_k, max_seqlen_k)  # [B, Tk]
 
@@ -199,30 +163,19 @@ def attention_varlen_ref(
             packed = nn.functional.pad(packed, (0, 0, 0, 0, 0, 1))
         return packed[rows].masked_fill(~exists[:, :, None, None], 0.0).transpose(1, 2)
 
-    # [B | 1, 1, Tq, Tk]
-    distance = (
-        torch.arange(max_seqlen_k, device=query.device)
-        - torch.arange(max_seqlen_q, device=query.device)[:, None]
-    )[None, None]
+    distance = _distances(max_seqlen_q, max_seqlen_k, device)
     if is_causal:
         cached = cu_seqlens_k.diff() - cu_seqlens_q.diff()
-        distance = distance - cached[:, None, None, None]
-    out = _attend(
-        pad(query, rows_q, exists_q),
-        pad(key, rows_k, exists_k),
-        pad(value, rows_k, exists_k),
-        exists_k if key_mask is None else exists_k & nn.functional.pad(key_mask, (0, 1))[rows_k],
-        None,
-        distance,
-        is_causal,
-        dropout_p,
-        scale,
-        relative_bias,
-        seed,
-        sample_index,
-    ).transpose(1, 2)  # [B, Tq, H, D]
+        distance = distance - cached[:, None, None, None]  # [B, 1, Tq, Tk]
+    query = pad(query, rows_q, exists_q)
+    key, value = pad(key, rows_k, exists_k), pad(value, rows_k, exists_k)
+    if key_mask is not None:
+        exists_k = exists_k & nn.functional.pad(key_mask, (0, 1))[rows_k]
+    options = is_causal, dropout_p, scale, relative_bias, seed, sample_index
+    out = _attend(query, key, value, distance, exists_k, None, *options)
+    out = out.transpose(1, 2)  # [B, Tq, H, D]
 
-    row = torch.arange(query.shape[0], device=query.device)
+    row = torch.arange(tokens, device=device)
     sequence = torch.bucketize(row, cu_seqlens_q[1:], right=True).clamp(max=batch - 1)
     position = (row - cu_seqlens_q[sequence]).clamp(max=max_seqlen_q - 1)
     spare = row >= cu_seqlens_q[-1]
@@ -236,23 +189,30 @@ def _padded_rows(cu_seqlens: Tensor, max_seqlen: int) -> tuple[Tensor, Tensor]:
     return torch.where(exists, cu_seqlens[:-1, None] + position, 0), exists
 
 
+def _distances(seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
+    """[1, 1, Tq, Tk]: the position of the key minus that of the query, both counted from 0."""
+    key, query = (torch.arange(size, device=device) for size in (seqlen_k, seqlen_q))
+    return (key - query[:, None])[None, None]
+
+
 def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    distance: Tensor,
     key_mask: Tensor | None,
     attn_mask: Tensor | None,
-    distance: Tensor,
     is_causal: bool,
     dropout_p: float,
-    scale: float,
+    scale: float | None,
     relative_bias: T5RelativeBias | None,
     seed: int | Tensor | None,
     sample_index: Tensor | None,
 ) -> Tensor:
     """Attention of a padded batch; ``distance`` [B | 1, 1, Tq, Tk] is 0 or less for past keys."""
-    batch, heads, seqlen_q, _ = query.shape
+    batch, heads, seqlen_q, head_dim = query.shape
     seqlen_k = key.shape[2]
+    scale = head_dim**-0.5 if scale is None else scale
     allowed = distance <= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)
     if key_mask is not None:
         allowed = allowed & key_mask[:, None, None, :]

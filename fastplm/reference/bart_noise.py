@@ -5,12 +5,27 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastplm.reference._ids import is_one_of, ordinary_id
+from fastplm._declare import Arg, Size
+from fastplm.errors import fail
+from fastplm.reference._token_rows import (
+    ENDS,
+    IDS,
+    PER_ROW,
+    SEED,
+    TOKENS,
+    check_row_values,
+    check_token_ids,
+    is_one_of,
+    ordinary_id,
+    padded_rows,
+    samples_of,
+    share,
+)
 from fastplm.reference.philox import Stream, choice, draw, draw_words, fixed_point
 
 #: Where the counters of a stream begin, after those from 0. Stream INFILL draws the lengths of
@@ -19,8 +34,8 @@ from fastplm.reference.philox import Stream, choice, draw, draw_words, fixed_poi
 SECOND_DRAW, THIRD_DRAW = 1 << 30, 1 << 31
 #: A row with m tokens to cover has at most 2 m + 16 spans.
 SPARE_SPANS = 16
-
-_Count = TypeVar("_Count", int, Tensor)
+#: So many fields at the end of ``Call`` are shares, and the mean length of a span.
+SHARES = 7
 
 
 class NoisedText(NamedTuple):
@@ -82,6 +97,61 @@ def poisson_thresholds(poisson_lambda: float) -> tuple[int, ...]:
     return tuple(thresholds)
 
 
+class Call(NamedTuple):
+    """The arguments of the operator, which are those of ``ops.bart_noise`` with all defaults filled
+    in; -1 is no BOS or EOS."""
+
+    input_ids: Annotated[Tensor, TOKENS]
+    sentence_end_ids: Annotated[Tensor | None, Arg("[K]", (torch.int64,))]
+    special_ids: Annotated[Tensor | None, IDS]
+    lengths: Annotated[Tensor | None, PER_ROW]
+    cu_seqlens: Annotated[Tensor | None, ENDS]
+    sample_index: Annotated[Tensor | None, PER_ROW]
+    seed: Annotated[Tensor, SEED]
+    step: Size
+    longest: Size
+    capacity: Size
+    vocab_size: int
+    mask_token_id: int
+    pad_token_id: int
+    bos_token_id: int
+    eos_token_id: int
+    mask_probability: float
+    delete_probability: float
+    infill_probability: float
+    poisson_lambda: float
+    permute_sentences: float
+    rotate_probability: float
+    random_replace_prob: float
+
+    @property
+    def packed(self) -> bool:
+        return self.cu_seqlens is not None
+
+    @property
+    def plan(self) -> NoisePlan:
+        return noise_plan(*self[-SHARES:])
+
+    @property
+    def with_plan(self) -> tuple[Any, ...]:
+        """What csrc/ takes: the plan in the place of the shares."""
+        return *self[:-SHARES], *self.plan
+
+    def check(self, where: str) -> None:
+        check_row_values(where, self, self.longest)
+        ids, vocab_size = self.special_ids, self.vocab_size
+        check_token_ids(where, "special_ids", ids, vocab_size)
+        if ids is not None and ids.shape[0] >= vocab_size:
+            fail(
+                where,
+                "special_ids",
+                f"all {vocab_size} ids",
+                "fewer than the vocabulary has, or there is no random id to draw",
+                "Pass only the ids of the special tokens.",
+            )
+        check_token_ids(where, "sentence_end_ids", self.sentence_end_ids)
+
+
 def bart_noise_ref(
     input_ids: Tensor,
     *,
@@ -109,78 +179,39 @@ def bart_noise_ref(
 ) -> NoisedText:
     """Permute, rotate, infill, mask and delete the tokens of each row.
 
-    Args:
-        As in ``ops.bart_noise``; its docstring describes what is done.
-
-    Returns:
-        NoisedText of input_ids [B, C], lengths [B] and dropped [].
+    Args: those of ``ops.bart_noise``; its docstring describes what is done.
     """
-    plan = noise_plan(
-        mask_probability,
-        delete_probability,
-        infill_probability,
-        poisson_lambda,
-        permute_sentences,
-        rotate_probability,
-        random_replace_prob,
-    )
     longest = input_ids.shape[1] if max_seqlen is None else max_seqlen
     edges = (bos_token_id is not None) + (eos_token_id is not None)
     return bart_noise_by_plan(
-        input_ids,
-        sentence_end_ids,
-        special_ids,
-        lengths,
-        cu_seqlens,
-        sample_index,
-        seed,
-        step,
-        longest,
-        longest + edges if capacity is None else capacity,
-        vocab_size,
-        mask_token_id,
-        pad_token_id,
-        -1 if bos_token_id is None else bos_token_id,
-        -1 if eos_token_id is None else eos_token_id,
-        plan,
+        *(input_ids, sentence_end_ids, special_ids, lengths, cu_seqlens, sample_index, seed, step),
+        *(longest, longest + edges if capacity is None else capacity),
+        *(vocab_size, mask_token_id, pad_token_id),
+        *(-1 if token_id is None else token_id for token_id in (bos_token_id, eos_token_id)),
+        *(mask_probability, delete_probability, infill_probability, poisson_lambda),
+        *(permute_sentences, rotate_probability, random_replace_prob),
     )
 
 
-def bart_noise_by_plan(
-    input_ids: Tensor,
-    sentence_end_ids: Tensor | None,
-    special_ids: Tensor | None,
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    sample_index: Tensor | None,
-    seed: int | Tensor,
-    step: int,
-    longest: int,
-    capacity: int,
-    vocab_size: int,
-    mask_token_id: int,
-    pad_token_id: int,
-    bos_token_id: int,
-    eos_token_id: int,
-    plan: NoisePlan,
-) -> NoisedText:
-    """``bart_noise_ref`` with all defaults filled in, -1 for no BOS or EOS: as backends get it."""
-    tokens, n = _rows(input_ids, lengths, cu_seqlens, longest)
-    batch, length = tokens.shape
-    device = tokens.device
-    if sample_index is None:
-        sample_index = torch.arange(batch, device=device)
-    words = functools.partial(draw, seed, sample_index=sample_index[:, None], step=step)
-    keys = functools.partial(draw_words, seed, sample_index=sample_index[:, None], step=step)
+def bart_noise_by_plan(*arguments: Any) -> NoisedText:
+    """``bart_noise_ref`` of the fields of ``Call``: what every backend is given."""
+    call = Call(*arguments)
+    plan = call.plan
+    tokens, n = padded_rows(call, call.longest)
+    length, device = tokens.shape[1], tokens.device
+    sample = samples_of(call)
+    words = functools.partial(draw, call.seed, sample_index=sample, step=call.step)
+    keys = functools.partial(draw_words, call.seed, sample_index=sample, step=call.step)
 
     def replacement(kind: Tensor, word: Tensor) -> Tensor:
         """The mask, or a random id that is not special."""
-        special = special_ids if special_ids is not None else n.new_empty(0)
-        random_id = ordinary_id(choice(word, vocab_size - special.shape[0]), special)
-        return torch.where(kind < plan.random_below, random_id, mask_token_id).to(tokens.dtype)
+        special = call.special_ids if call.special_ids is not None else n.new_empty(0)
+        random_id = ordinary_id(choice(word, call.vocab_size - special.shape[0]), special)
+        token = torch.where(kind < plan.random_below, random_id, call.mask_token_id)
+        return token.to(tokens.dtype)
 
     # Noise of single tokens, then each to its place of the new order.
-    place = _places(tokens, n, sentence_end_ids, plan, words, keys)
+    place = _places(call, tokens, n, words, keys)
     fate, word, kind, _ = words(Stream.NOISE, position=torch.arange(length, device=device))
     deleted = fate < plan.delete_below
     masked = ~deleted & (fate < plan.noise_below)
@@ -217,24 +248,23 @@ def bart_noise_by_plan(
     deleted = torch.nn.functional.pad(deleted, (0, 1)).gather(1, source)
     content = torch.where(is_span, fill.gather(1, index), kept)
     written = (item < items) & (is_span | ~deleted)
-    return _in_rows(content, written, capacity, pad_token_id, bos_token_id, eos_token_id)
+    return _in_rows(call, content, written)
 
 
 def _places(
+    call: Call,
     tokens: Tensor,
     n: Tensor,
-    sentence_end_ids: Tensor | None,
-    plan: NoisePlan,
     words: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]],
     keys: Callable[..., Tensor],
 ) -> Tensor:
     """Where each token of a row goes when sentences are permuted and the row is rotated."""
-    batch, length = tokens.shape
+    plan, (batch, length) = call.plan, tokens.shape
     position = torch.arange(length, device=tokens.device).expand(batch, -1)
     real = position < n
     ends = position == n - 1
-    if sentence_end_ids is not None:
-        ends = ends | (real & is_one_of(tokens, sentence_end_ids))
+    if call.sentence_end_ids is not None:
+        ends = ends | (real & is_one_of(tokens, call.sentence_end_ids))
     sentence = exclusive_cumsum(ends.long()).clamp(max=length - 1)
     sentences = ends.sum(1, keepdim=True)
     size = torch.zeros_like(sentence).scatter_add(1, sentence, real.long())
@@ -255,52 +285,24 @@ def _places(
     return torch.where(real, place, position)
 
 
-def _in_rows(
-    content: Tensor,
-    written: Tensor,
-    capacity: int,
-    pad_token_id: int,
-    bos_token_id: int,
-    eos_token_id: int,
-) -> NoisedText:
+def _in_rows(call: Call, content: Tensor, written: Tensor) -> NoisedText:
     """The tokens of ``content`` that are ``written``, both [B, ·], between BOS and EOS: [B, C]."""
-    has_bos, has_eos = bos_token_id >= 0, eos_token_id >= 0
+    capacity, has_bos, has_eos = call.capacity, call.bos_token_id >= 0, call.eos_token_id >= 0
     room = capacity - has_bos - has_eos
     total = written.sum(1, keepdim=True)
     fitting = total.clamp(max=room)
     slot = exclusive_cumsum(written.long())
     # What does not fit is written to an additional last column.
     slot = torch.where(written & (slot < room), slot + has_bos, capacity)
-    out = content.new_full((content.shape[0], capacity + 1), pad_token_id).scatter(1, slot, content)
+    out = content.new_full((content.shape[0], capacity + 1), call.pad_token_id)
+    out = out.scatter(1, slot, content)
     if has_bos:
-        out[:, 0] = bos_token_id
+        out[:, 0] = call.bos_token_id
     if has_eos:
-        out.scatter_(1, fitting + has_bos, eos_token_id)
+        out.scatter_(1, fitting + has_bos, call.eos_token_id)
     return NoisedText(
         out[:, :capacity].contiguous(), fitting[:, 0] + has_bos + has_eos, (total - fitting).sum()
     )
-
-
-def _rows(
-    input_ids: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, longest: int
-) -> tuple[Tensor, Tensor]:
-    """Padded rows [B, T] and their lengths [B, 1]."""
-    if cu_seqlens is None:
-        batch, length = input_ids.shape
-        if lengths is None:
-            return input_ids, torch.full((batch, 1), length, device=input_ids.device)
-        return input_ids, lengths.clamp(0, length)[:, None]
-    boundary = cu_seqlens.long().clamp(0, input_ids.shape[0])
-    begin, end = boundary[:-1, None], boundary[1:, None]
-    place = begin + torch.arange(longest, device=input_ids.device)
-    # One more token, so that an empty tensor can be indexed.
-    padded = torch.nn.functional.pad(input_ids, (0, 1))
-    return padded[place.clamp(max=input_ids.shape[0])], (end - begin).clamp(0, longest)
-
-
-def share(n: _Count, scale: int) -> _Count:
-    """``n * scale / 2^32``, halves rounded up."""
-    return (n * scale + 2**31) >> 32
 
 
 def smallest(key: Tensor, candidate: Tensor, count: Tensor) -> Tensor:

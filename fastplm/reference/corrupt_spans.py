@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastplm.reference.philox import Stream, draw
+from fastplm._checks import values_are_known
+from fastplm._declare import Arg, Size
+from fastplm.errors import fail
+from fastplm.reference._token_rows import (
+    ENDS,
+    PER_ROW,
+    SEED,
+    TOKENS,
+    check_row_values,
+    padded_rows,
+    samples_of,
+    share,
+)
+from fastplm.reference.philox import Stream, draw_words
 
+_SENTINELS = Arg("[K > 0]", (torch.int64,), "Add <extra_id_0>, <extra_id_1>, … to the tokenizer.")
 #: The kept tokens draw their keys from here on, the noise tokens from 0: no row has 2^31 tokens.
 KEPT_POSITION = 2**31
 
@@ -22,6 +36,47 @@ class CorruptedSpans(NamedTuple):
     input_lengths: Tensor
     label_lengths: Tensor
     dropped: Tensor
+
+
+class Call(NamedTuple):
+    """The arguments of the operator, which are those of ``ops.corrupt_spans`` in integers.
+
+    No EOS is -1, and the scales are those of ``fixed_point_scales``.
+    """
+
+    input_ids: Annotated[Tensor, TOKENS]
+    lengths: Annotated[Tensor | None, PER_ROW]
+    cu_seqlens: Annotated[Tensor | None, ENDS]
+    sentinel_ids: Annotated[Tensor, _SENTINELS]
+    sample_index: Annotated[Tensor | None, PER_ROW]
+    seed: Annotated[Tensor, SEED]
+    step: Size
+    max_length: Size
+    noise_scale: int
+    span_scale: int
+    eos_token_id: int
+    pad_token_id: int
+
+    @property
+    def packed(self) -> bool:
+        return self.cu_seqlens is not None
+
+    @property
+    def scales(self) -> tuple[int, int, int]:
+        """What ``span_counts`` takes beside a length."""
+        return self.noise_scale, self.span_scale, self.sentinel_ids.shape[0]
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """The lengths of the rows of inputs and labels."""
+        return output_lengths(self.max_length, *self.scales, self.eos_token_id >= 0)
+
+    def check(self, where: str) -> None:
+        check_row_values(where, self, self.max_length)
+        if values_are_known(self.sentinel_ids):
+            low, fix = int(self.sentinel_ids.min()), "Pass their ids."
+            if low < 0:
+                fail(where, "sentinel_ids", f"id {low}", "ids from 0 on", fix)
 
 
 def fixed_point_scales(noise_density: float, mean_span_length: float) -> tuple[int, int]:
@@ -42,8 +97,8 @@ def span_counts(
     """
     if length < 2:
         return 0, 0, 0
-    noise = min(max(_share(length, noise_scale), 1), length - 1)
-    asked = min(max(_share(noise, span_scale), 1), noise, length - noise)
+    noise = min(max(share(length, noise_scale), 1), length - 1)
+    asked = min(max(share(noise, span_scale), 1), noise, length - noise)
     return noise, min(asked, sentinels), asked
 
 
@@ -73,66 +128,39 @@ def corrupt_spans_ref(
 ) -> CorruptedSpans:
     """Replace spans of tokens by sentinels, as ``ops.corrupt_spans`` describes it.
 
-    Args:
-        input_ids: int64 or int32, [B, T] or, with ``cu_seqlens`` and ``max_seqlen``, [N].
-        The others as in ``ops.corrupt_spans``.
-
-    Returns:
-        CorruptedSpans of input_ids [B, Ti], labels [B, To], input_lengths [B], label_lengths [B]
-        and dropped [].
+    Args: those of ``ops.corrupt_spans``.
     """
     return corrupt_spans_by_plan(
-        input_ids,
-        lengths,
-        cu_seqlens,
-        sentinel_ids,
-        sample_index,
-        seed,
-        step,
+        *(input_ids, lengths, cu_seqlens, sentinel_ids, sample_index, seed, step),
         input_ids.shape[-1] if max_seqlen is None else max_seqlen,
         *fixed_point_scales(noise_density, mean_span_length),
-        -1 if eos_token_id is None else eos_token_id,
-        pad_token_id,
+        *(-1 if eos_token_id is None else eos_token_id, pad_token_id),
     )
 
 
-def corrupt_spans_by_plan(
-    input_ids: Tensor,
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    sentinel_ids: Tensor,
-    sample_index: Tensor | None,
-    seed: int | Tensor,
-    step: int,
-    max_length: int,
-    noise_scale: int,
-    span_scale: int,
-    eos_token_id: int,
-    pad_token_id: int,
-) -> CorruptedSpans:
-    """``corrupt_spans_ref`` in the integers that every backend is given; no EOS is -1."""
-    tokens, n = _padded(input_ids, lengths, cu_seqlens, max_length)
+def corrupt_spans_by_plan(*arguments: Any) -> CorruptedSpans:
+    """``corrupt_spans_ref`` of the fields of ``Call``: what every backend is given."""
+    call = Call(*arguments)
+    tokens, n = padded_rows(call, call.max_length)
+    tokens = tokens.long()
     batch, device = tokens.shape[0], tokens.device
-    if sample_index is None:
-        sample_index = torch.arange(batch, device=device)
-    sentinels, has_eos = sentinel_ids.shape[0], eos_token_id >= 0
+    sentinels, has_eos = call.sentinel_ids.shape[0], call.eos_token_id >= 0
 
-    noise = _share(n, noise_scale).clamp(min=1).minimum(n - 1).clamp(min=0)
+    noise = share(n, call.noise_scale).clamp(min=1).minimum(n - 1).clamp(min=0)
     kept = n - noise
-    asked = _share(noise, span_scale).clamp(min=1).minimum(noise).minimum(kept)
+    asked = share(noise, call.span_scale).clamp(min=1).minimum(noise).minimum(kept)
     spans = asked.clamp(max=sentinels)
 
     # The part that each token is in, and how many tokens lie before a part or up to its end.
-    random = (seed, sample_index, step)
-    noise_part = _random_parts(noise, spans, max_length, 0, *random)
-    kept_part = _random_parts(kept, spans, max_length, KEPT_POSITION, *random)
-    most_spans = span_counts(max_length, noise_scale, span_scale, sentinels)[1]
+    noise_part = _random_parts(call, noise, spans, 0)
+    kept_part = _random_parts(call, kept, spans, KEPT_POSITION)
+    most_spans = span_counts(call.max_length, *call.scales)[1]
     part = torch.arange(max(most_spans, 1), device=device).repeat(batch, 1)
     noise_before = torch.searchsorted(noise_part, part)
     kept_until = torch.searchsorted(kept_part, part, right=True)
 
     # Row: kept 0, noise 0, kept 1, …; input: kept 0, sentinel 0, kept 1, …; labels: sentinel 0, …
-    place = torch.arange(max_length, device=device)
+    place = torch.arange(call.max_length, device=device)
     part_of = kept_part.clamp(max=part.shape[1] - 1)
     kept_tokens = _take(tokens, place + noise_before.gather(-1, part_of))
     kept_column = _or_outside(place + part_of, place < kept)
@@ -140,15 +168,13 @@ def corrupt_spans_by_plan(
     noise_tokens = _take(tokens, place + kept_until.gather(-1, part_of))
     noise_column = _or_outside(place + part_of + 1, place < noise)
 
-    sentinel = sentinel_ids[: part.shape[1]].expand(batch, -1)
+    sentinel = call.sentinel_ids[: part.shape[1]].expand(batch, -1)
     is_span = part < spans
     ends = torch.full_like(n, has_eos, dtype=torch.bool)
-    eos = torch.full_like(n, eos_token_id)
-    input_width, label_width = output_lengths(
-        max_length, noise_scale, span_scale, sentinels, has_eos
-    )
+    eos = torch.full_like(n, call.eos_token_id)
+    input_width, label_width = call.widths
     input_row = _scatter(
-        torch.full((batch, input_width), pad_token_id, device=device),
+        torch.full((batch, input_width), call.pad_token_id, device=device),
         (kept_column, kept_tokens),
         (_or_outside(kept_until + part, is_span), sentinel),
         (_or_outside(kept + spans, ends), eos),
@@ -160,7 +186,7 @@ def corrupt_spans_by_plan(
         (_or_outside(noise + spans, ends), eos),
     )
     return CorruptedSpans(
-        input_row.to(input_ids.dtype),
+        input_row.to(call.input_ids.dtype),
         label_row,
         (kept + spans + has_eos).squeeze(-1),
         (noise + spans + has_eos).squeeze(-1),
@@ -168,45 +194,13 @@ def corrupt_spans_by_plan(
     )
 
 
-def _share(n, scale):
-    """``n * scale / 2^32``, halves rounded up; of ints or of tensors."""
-    return (n * scale + 2**31) >> 32
-
-
-def _padded(
-    input_ids: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, max_length: int
-) -> tuple[Tensor, Tensor]:
-    """The rows as int64 [B, T] and their lengths [B, 1]; boundaries are held to what is there."""
-    if cu_seqlens is None:
-        if lengths is None:
-            lengths = torch.full((input_ids.shape[0],), max_length, device=input_ids.device)
-        return input_ids.long(), lengths.clamp(0, max_length)[:, None]
-    size = input_ids.shape[0]
-    bounds = cu_seqlens.long().clamp(0, size)
-    begin = bounds[:-1, None]
-    n = (bounds[1:, None] - begin).clamp(0, max_length)
-    column = begin + torch.arange(max_length, device=input_ids.device)
-    return torch.nn.functional.pad(input_ids.long(), (0, 1))[column.clamp(max=size)], n
-
-
-def _random_parts(
-    size: Tensor,
-    parts: Tensor,
-    width: int,
-    position: int,
-    seed: int | Tensor,
-    sample_index: Tensor,
-    step: int,
-) -> Tensor:
-    """Cut ``size`` [B, 1] items in ``parts`` [B, 1] parts, every composition equally likely.
-
-    Returns:
-        int64 [B, width], the part that each item is in, ascending; ``width`` from ``size`` on.
-    """
+def _random_parts(call: Call, size: Tensor, parts: Tensor, position: int) -> Tensor:
+    """Cut ``size`` [B, 1] items in ``parts`` [B, 1] parts, every composition equally likely: int64
+    [B, T], the part that each item is in, ascending; T from ``size`` on."""
+    width, sample = call.max_length, samples_of(call)
     item = torch.arange(width, device=size.device)
-    quads = torch.arange(position, position + (width + 3) // 4, device=size.device)
-    words = draw(seed, Stream.SPAN, sample_index=sample_index[:, None], position=quads, step=step)
-    key = torch.stack(words, -1).flatten(1)[:, :width]
+    numbers: dict[str, Any] = {"sample_index": sample, "first_quad": position, "step": call.step}
+    key = draw_words(call.seed, Stream.SPAN, width, **numbers)
     # Boundary i lies between the items i and i + 1; those with the smallest keys are cut.
     by_key = key.masked_fill(item >= size - 1, 2**32).argsort(dim=-1, stable=True)
     cut = torch.zeros_like(key).scatter(-1, by_key, (item < parts - 1).long())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,14 +32,9 @@ def dropout_scale(threshold: int) -> float:
 def keep_mask(seed: int | Tensor, size: int, p: float, device: torch.device) -> Tensor:
     """The elements that survive: bool [size].
 
-    One Philox draw decides for 8 elements. In each block of 128 of them, choice j of draw i (half
-    ``j mod 2``, the low one first, of word ``j div 2``) is that of element ``16 j + i``.
-
-    Args:
-        seed: int or 0-d int64 tensor.
-        size: the number of elements, which are counted in row-major order.
-        p: see ``dropout_threshold``.
-        device: of the mask.
+    One Philox draw decides for 8 elements, which are counted in row-major order. In each block of
+    128 of them, choice j of draw i (half ``j mod 2``, the low one first, of word ``j div 2``) is
+    that of element ``16 j + i``.
     """
     number = _draws(size, device)
     return _keep(seed, number >> 32, number, 0, size, p)
@@ -50,12 +47,7 @@ def keep_mask_of_rows(
 
     The elements of a row are counted from 0, and its draws are those of its sample and position
     with these numbers as the step. So neither the batch nor the layout of the rows matters.
-
-    Args:
-        seed: int or 0-d int64 tensor.
-        sample_index, position: int64 [N].
-        width: the elements of a row.
-        p: see ``dropout_threshold``.
+    ``sample_index`` and ``position`` are int64 [N].
     """
     number = _draws(width, sample_index.device)
     return _keep(seed, sample_index[:, None], position[:, None], number, width, p)
@@ -69,14 +61,8 @@ def _draws(size: int, device: torch.device) -> Tensor:
 def _keep(
     seed: int | Tensor, sample: Tensor, position: Tensor, step: int | Tensor, size: int, p: float
 ) -> Tensor:
-    words = draw(
-        seed,
-        Stream.HIDDEN,
-        sample_index=sample,
-        position=position,
-        step=step,
-        rounds=DROPOUT_ROUNDS,
-    )
+    counter: dict[str, Any] = {"sample_index": sample, "position": position, "step": step}
+    words = draw(seed, Stream.HIDDEN, **counter, rounds=DROPOUT_ROUNDS)
     halves = torch.stack([word >> shift & 0xFFFF for word in words for shift in (0, 16)], -2)
     blocks = halves.unflatten(-1, (-1, _LANES)).transpose(-3, -2)  # [..., blocks, choices, lanes]
     return blocks.flatten(-3)[..., :size] >= dropout_threshold(p)
@@ -92,12 +78,8 @@ def dropout_ref(
 ) -> Tensor:
     """``out = input / (1 - p)`` where an element survives, else 0.
 
-    Args:
-        input: of any shape, floating; [..., E] with ``sample_index``.
-        p: see ``dropout_threshold``.
-        seed: int or 0-d int64 tensor.
-        sample_index, position: int64 [N], see ``keep_mask_of_rows``, of the N rows of ``input``;
-            None = the elements are counted through all of it. The default of ``position`` is 0.
+    Args: those of ``ops.dropout``; ``p`` as ``dropout_threshold`` takes it. With ``sample_index``
+        the draws are those of ``keep_mask_of_rows``, else of ``keep_mask``.
 
     Returns:
         The shape and dtype of ``input``. What is dropped is 0 even if it was not finite, and passes

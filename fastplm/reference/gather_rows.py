@@ -8,12 +8,7 @@ import torch
 def gather_rows_ref(input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """``out[p] = input[positions[p]]``, or a zero row where the position is not in [0, N).
 
-    Args:
-        input: [N, E].
-        positions: int64 [P]; duplicates allowed.
-
-    Returns:
-        [P, E]; a zero row passes no gradient.
+    Args: those of ``ops.gather_rows``. A zero row passes no gradient.
     """
     rows = input.shape[0]
     if rows == 0:

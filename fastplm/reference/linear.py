@@ -10,13 +10,7 @@ def linear_ref(
 ) -> torch.Tensor:
     """``out = input weight^T + bias``, which is PyTorch's own.
 
-    Args:
-        input: [..., K].
-        weight: [M, K].
-        bias: [M].
-
-    Returns:
-        [..., M].
+    Args: those of ``ops.linear``.
     """
     return torch.nn.functional.linear(input, weight, bias)
 
@@ -29,13 +23,7 @@ def linear_bf16x3_ref(
     ``x ~ hi + lo``, ``hi = bf16(x)``, ``lo = bf16(x - hi)``;
     ``out = lo(input) hi(weight)^T + hi(input) lo(weight)^T + hi(input) hi(weight)^T + bias``
 
-    Args:
-        input: fp32 [..., K].
-        weight: fp32 [M, K].
-        bias: [M].
-
-    Returns:
-        [..., M]. The products of bf16 are exact in fp32.
+    The products of bf16 are exact in fp32.
     """
 
     def halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

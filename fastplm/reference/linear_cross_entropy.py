@@ -38,14 +38,8 @@ def linear_cross_entropy_ref(
 ) -> torch.Tensor:
     """Cross-entropy of the logits ``input W^T + b``, as ``ops.linear_cross_entropy`` defines it.
 
-    Args:
-        input: [N, E].
-        linear_weight: [V, E], rounded to the dtype of ``input``.
-        target: int64 [N]; ``ignore_index`` takes the row out of the loss and of every gradient.
-        linear_bias: [V], rounded in the same way.
-        reduction: "mean" | "sum" | "none".
-        label_smoothing: this share of the target is spread evenly over the vocabulary.
-        normalizer: 0-d; replaces the mean's denominator, the number of rows that count.
+    Args: those of ``ops.linear_cross_entropy``; weight and bias are rounded to the dtype of
+        ``input``.
 
     Returns:
         0-d, or [N] for "none"; fp32 (fp64 for fp64 inputs). A row whose target is neither
@@ -66,21 +60,13 @@ def row_statistics_ref(
     linear_bias: torch.Tensor | None = None,
     ignore_index: int = -100,
 ) -> RowStatistics:
-    """``RowStatistics`` of the same logits; arguments as in ``linear_cross_entropy_ref``."""
+    """``RowStatistics`` of the same logits."""
     counts = target != ignore_index
     logits = logits_of_rows(input, linear_weight, linear_bias, counts)
-    nll = linear_cross_entropy_ref(
-        input,
-        linear_weight,
-        target,
-        linear_bias=linear_bias,
-        reduction="none",
-        ignore_index=ignore_index,
-    )
     return RowStatistics(
         argmax=logits.argmax(1).masked_fill(~counts, -1),
         logsumexp=logits.logsumexp(1).masked_fill(~counts, 0.0),
-        log_probability=0.0 - nll,
+        log_probability=0.0 - cross_entropy_of_rows(logits, target, counts),
     )
 
 
@@ -101,11 +87,7 @@ def sample_ref(
     distribution function at one uniform number: the first token at which the running sum of
     probabilities exceeds it.
 
-    Args:
-        temperature: over 0.
-        seed: int or 0-d int64 tensor.
-        sample_index: int64 [N], the row's sample in the training stream; default the row's number.
-        position: int64 [N], the row's place in that sample; default 0.
+    Args: those of ``ops.linear_cross_entropy_with_sample``.
 
     Returns:
         int64 [N]; -1 in ignored rows, 0 in a row with a NaN or an infinite largest logit.

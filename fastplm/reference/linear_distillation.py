@@ -49,29 +49,17 @@ def linear_distillation_ref(
 ) -> LinearDistillation:
     """A divergence of two softmaxes over the vocabulary, as ``ops.linear_distillation`` defines it.
 
-    Args:
-        input, linear_weight, linear_bias: the student's: [N, E], [V, E] and [V].
-        teacher_input, teacher_weight, teacher_bias: the teacher's: [N, Et], [V, Et] and [V];
-            constants.
-        the others: as in ``ops.linear_distillation``.
+    Args: those of ``ops.linear_distillation``; the teacher's are constants.
     """
-    chosen = rows_chosen(input, target, mask, ignore_index)
-    counts = chosen != ignore_index
+    counts = rows_chosen(input, target, mask, ignore_index) != ignore_index
     logits = logits_of_rows(input, linear_weight, linear_bias, counts)
     with torch.no_grad():
         teacher = logits_of_rows(teacher_input, teacher_weight, teacher_bias, counts)
         log_p = (teacher.to(logits.dtype) / temperature).log_softmax(1)
     log_q = (logits / temperature).log_softmax(1)
-    return _combined(
-        logits,
-        divergence_of_rows(log_p, log_q, divergence, beta),
-        chosen,
-        target is not None,
-        ignore_index=ignore_index,
-        weights=(distillation_weight * temperature**2, cross_entropy_weight),
-        reduction=reduction,
-        normalizer=normalizer,
-    )
+    distilled = divergence_of_rows(log_p, log_q, divergence, beta)
+    weights = distillation_weight * temperature**2, cross_entropy_weight
+    return _combined(logits, distilled, target, counts, weights, reduction, normalizer)
 
 
 def linear_distillation_topk_ref(
@@ -93,36 +81,23 @@ def linear_distillation_topk_ref(
 ) -> LinearDistillation:
     """The forward KL to given probabilities, as ``ops.linear_distillation_topk`` defines it.
 
-    Args:
-        teacher_indices: int64 [N, K]; a row that counts and has one outside [0, V) is NaN.
-        teacher_probabilities: [N, K].
-        the others: as in ``ops.linear_distillation_topk``.
+    Args: those of ``ops.linear_distillation_topk``. A row that counts and has an index outside
+        [0, V) is NaN.
     """
-    chosen = rows_chosen(input, target, mask, ignore_index)
-    counts = chosen != ignore_index
+    counts = rows_chosen(input, target, mask, ignore_index) != ignore_index
     logits = logits_of_rows(input, linear_weight, linear_bias, counts)
     p = probabilities_of_rows(teacher_probabilities, counts, renormalize, logits.dtype)
     known = (teacher_indices >= 0) & (teacher_indices < logits.shape[1])
     indices = teacher_indices.masked_fill(~known, 0)
     log_q = (logits / temperature).log_softmax(1).gather(1, indices)
     log_q = log_q * torch.ones_like(p).masked_fill(~known & (p != 0), float("nan"))
-    return _combined(
-        logits,
-        _expected(p, p.log() - log_q),
-        chosen,
-        target is not None,
-        ignore_index=ignore_index,
-        weights=(distillation_weight * temperature**2, cross_entropy_weight),
-        reduction=reduction,
-        normalizer=normalizer,
-    )
+    distilled = _expected(p, p.log() - log_q)
+    weights = distillation_weight * temperature**2, cross_entropy_weight
+    return _combined(logits, distilled, target, counts, weights, reduction, normalizer)
 
 
 def rows_chosen(
-    input: torch.Tensor,
-    target: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    ignore_index: int,
+    input: torch.Tensor, target: torch.Tensor | None, mask: torch.Tensor | None, ignore_index: int
 ) -> torch.Tensor:
     """int64 [N]: ``ignore_index`` in rows that do not count, else the target, or some number."""
     if target is None:
@@ -175,29 +150,21 @@ def _expected(weight: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def _combined(
     logits: torch.Tensor,
     distillation: torch.Tensor,
-    chosen: torch.Tensor,
-    has_target: bool,
-    *,
-    ignore_index: int,
+    target: torch.Tensor | None,
+    counts: torch.Tensor,
     weights: tuple[float, float],
     reduction: str,
     normalizer: torch.Tensor | None,
 ) -> LinearDistillation:
     """The weighted sum and its parts, from the divergence of all rows [N]."""
-    counts = chosen != ignore_index
     distillation = distillation.masked_fill(~counts, 0.0)
     cross_entropy = torch.zeros_like(distillation)
-    if has_target:
-        cross_entropy = cross_entropy_of_rows(logits, chosen, counts)
+    if target is not None:
+        cross_entropy = cross_entropy_of_rows(logits, target, counts)
     loss = torch.zeros_like(distillation)
     # A weight of 0 takes out even what is infinite.
     for weight, part in zip(weights, (distillation, cross_entropy), strict=True):
         if weight != 0:
             loss = loss + weight * part
-    return LinearDistillation(
-        reduce_loss(loss, counts, reduction, normalizer),
-        *(
-            reduce_loss(part.detach(), counts, reduction, normalizer)
-            for part in (distillation, cross_entropy)
-        ),
-    )
+    parts = loss, distillation.detach(), cross_entropy.detach()
+    return LinearDistillation(*(reduce_loss(part, counts, reduction, normalizer) for part in parts))

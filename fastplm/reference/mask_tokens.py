@@ -6,12 +6,24 @@ Padded rows cause no host sync; packed ones do, for the length of the longest.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastplm.reference._ids import is_one_of, ordinary_id
+from fastplm._declare import Arg, Size
+from fastplm.reference._token_rows import (
+    ENDS,
+    IDS,
+    PER_ROW,
+    SEED,
+    TOKENS,
+    check_token_ids,
+    is_one_of,
+    ordinary_id,
+    samples_of,
+    share,
+)
 from fastplm.reference.philox import Stream, choice, draw, draw_words, fixed_point
 
 #: ``max_ngram`` of the units that are not n-grams.
@@ -19,6 +31,9 @@ UNITS = {"token": 0, "word": 1}
 #: The longest run of words: 840 is divisible by all numbers up to it.
 MAX_NGRAM = 8
 _NGRAM_TOTAL = 840
+
+_MASKABLE = Arg("[B, T]", (torch.bool,), "Pass one bool for each token, True = may.", packed="[N]")
+_WORDS = Arg("[B, T]", (torch.int64,), "Pass one id for each token, with .long().", packed="[N]")
 
 
 class MaskedTokens(NamedTuple):
@@ -31,8 +46,8 @@ class MaskedTokens(NamedTuple):
     dropped: Tensor
 
 
-class MaskPlan(NamedTuple):
-    """The numbers of a call as integers, so that no choice depends on how a device rounds.
+class Call(NamedTuple):
+    """The arguments of the operator: integers, so that no choice depends on how a device rounds.
 
     Attributes:
         capacity: the most tokens that can be chosen in a row.
@@ -41,35 +56,55 @@ class MaskPlan(NamedTuple):
         chosen_below: a unit is chosen if its key is below; -1 where the share is exact.
         mask_below, random_below: a word below the first makes [MASK], else one below the second a
             random id.
+        max_ngram: 0 for units of one token, 1 for words, n for runs of 1 to n words.
+
+    The others are those of ``ops.mask_tokens``.
     """
 
-    capacity: int
-    slots: int
+    input_ids: Annotated[Tensor, TOKENS]
+    maskable: Annotated[Tensor | None, _MASKABLE]
+    special_ids: Annotated[Tensor | None, IDS]
+    word_ids: Annotated[Tensor | None, _WORDS]
+    cu_seqlens: Annotated[Tensor | None, ENDS]
+    sample_index: Annotated[Tensor | None, PER_ROW]
+    seed: Annotated[Tensor, SEED]
+    step: Size
+    capacity: Size
+    slots: Size
     quota_scale: int
     chosen_below: int
     mask_below: int
     random_below: int
+    mask_token_id: int
+    vocab_size: int
+    max_ngram: int
+
+    @property
+    def packed(self) -> bool:
+        return self.cu_seqlens is not None
+
+    def check(self, where: str) -> None:
+        check_token_ids(where, "special_ids", self.special_ids, self.vocab_size)
+
+
+def shape_of_rows(input_ids: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int | None, int]:
+    """(B, T of padded rows and None of packed ones, tokens)."""
+    if cu_seqlens is None:
+        return input_ids.shape[0], input_ids.shape[1], input_ids.numel()
+    return cu_seqlens.shape[0] - 1, None, input_ids.numel()
 
 
 def mask_plan(
     rows: int,
     length: int | None,
     tokens: int,
-    *,
     mlm_probability: float,
     mask_replace_prob: float,
     random_replace_prob: float,
     max_predictions: int | None,
     sampling: str,
-) -> MaskPlan:
-    """The plan of a call.
-
-    Args:
-        rows: B.
-        length: T of padded rows; None for packed ones.
-        tokens: B * T, or N.
-        The others as in ``ops.mask_tokens``.
-    """
+) -> tuple[int, int, int, int, int, int]:
+    """Six fields of ``Call``, from capacity to random_below, of rows as ``shape_of_rows`` says."""
     # Rounded up: the float 0.15 is below the decimal 0.15, so halves would be rounded down.
     quota_scale = math.ceil(mlm_probability * 2**32)
     if length is None and rows == 0:
@@ -85,18 +120,13 @@ def mask_plan(
         if bernoulli:
             slots = _bernoulli_capacity(tokens, quota_scale)
     else:
-        capacity = max(1, (length * quota_scale + 2**31) >> 32)
+        capacity = max(1, share(length, quota_scale))
         if bernoulli:
             capacity = _bernoulli_capacity(length, quota_scale)
         slots = rows * capacity
-    return MaskPlan(
-        capacity,
-        slots,
-        quota_scale,
-        fixed_point(mlm_probability) if bernoulli else -1,
-        mask_below,
-        mask_below + fixed_point(random_replace_prob),
-    )
+    chosen_below = fixed_point(mlm_probability) if bernoulli else -1
+    random_below = mask_below + fixed_point(random_replace_prob)
+    return capacity, slots, quota_scale, chosen_below, mask_below, random_below
 
 
 def mask_tokens_ref(
@@ -121,61 +151,22 @@ def mask_tokens_ref(
 ) -> MaskedTokens:
     """Choose, corrupt and compact the tokens to predict, as ``ops.mask_tokens`` describes it.
 
-    Args:
-        As in ``ops.mask_tokens``.
-
-    Returns:
-        MaskedTokens of input_ids (the shape of ``input_ids``), positions [P], labels [P], count []
-        and dropped [].
+    Args: those of ``ops.mask_tokens``.
     """
-    plan = mask_plan(
-        input_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        input_ids.shape[1] if cu_seqlens is None else None,
-        input_ids.numel(),
-        mlm_probability=mlm_probability,
-        mask_replace_prob=mask_replace_prob,
-        random_replace_prob=random_replace_prob,
-        max_predictions=max_predictions,
-        sampling=sampling,
-    )
+    shape = shape_of_rows(input_ids, cu_seqlens)
+    shares = mlm_probability, mask_replace_prob, random_replace_prob
+    plan = mask_plan(*shape, *shares, max_predictions, sampling)
     return mask_tokens_by_plan(
-        input_ids,
-        maskable,
-        special_ids,
-        word_ids,
-        cu_seqlens,
-        sample_index,
-        seed,
-        step,
-        *plan,
-        mask_token_id,
-        vocab_size,
-        UNITS.get(unit, max_ngram),
+        *(input_ids, maskable, special_ids, word_ids, cu_seqlens, sample_index, seed, step),
+        *(*plan, mask_token_id, vocab_size, UNITS.get(unit, max_ngram)),
     )
 
 
-def mask_tokens_by_plan(
-    input_ids: Tensor,
-    maskable: Tensor | None,
-    special_ids: Tensor | None,
-    word_ids: Tensor | None,
-    cu_seqlens: Tensor | None,
-    sample_index: Tensor | None,
-    seed: int | Tensor,
-    step: int,
-    capacity: int,
-    slots: int,
-    quota_scale: int,
-    chosen_below: int,
-    mask_below: int,
-    random_below: int,
-    mask_token_id: int,
-    vocab_size: int,
-    max_ngram: int,
-) -> MaskedTokens:
-    """``mask_tokens_ref`` with the numbers of ``mask_plan``: what every backend is given."""
-    device = input_ids.device
-    plan = MaskPlan(capacity, slots, quota_scale, chosen_below, mask_below, random_below)
+def mask_tokens_by_plan(*arguments: Any) -> MaskedTokens:
+    """``mask_tokens_ref`` of the fields of ``Call``: what every backend is given."""
+    call = Call(*arguments)
+    input_ids, maskable, special_ids, word_ids, cu_seqlens, _, seed, step, *_ = call
+    device, slots = input_ids.device, call.slots
     if maskable is None:
         maskable = torch.ones_like(input_ids, dtype=torch.bool)
     if special_ids is None:
@@ -184,16 +175,13 @@ def mask_tokens_by_plan(
     if word_ids is None:
         word_ids = torch.zeros_like(input_ids)
     place, inside = _places(input_ids, cu_seqlens)
-    batch, length = place.shape
-    if sample_index is None:
-        sample_index = torch.arange(batch, device=device)
-    sample = sample_index[:, None]
+    length, sample = place.shape[1], samples_of(call)
     candidate = maskable.flatten()[place] & inside
     token = input_ids.flatten()[place].long()
 
-    starts = unit_starts(candidate, word_ids.flatten()[place], max_ngram, seed, sample, step)
+    starts = unit_starts(candidate, word_ids.flatten()[place], call.max_ngram, seed, sample, step)
     keys = draw_words(seed, Stream.MASK_SELECT, length, sample_index=sample, step=step)
-    chosen, dropped = _chosen(candidate, starts, keys, plan, one_by_one=max_ngram == 0)
+    chosen, dropped = _chosen(call, candidate, starts, keys)
     # If all rows together have more tokens than slots, the last tokens are dropped.
     slot = chosen.flatten().cumsum(0) - 1
     dropped = dropped + (chosen.flatten() & (slot >= slots)).sum()
@@ -203,9 +191,9 @@ def mask_tokens_by_plan(
     decision, word, _, _ = draw(
         seed, Stream.MASK_REPLACE, sample_index=sample, position=position, step=step
     )
-    random_ids = ordinary_id(choice(word, vocab_size - len(special_ids)), special_ids)
-    corrupted = torch.where(decision < random_below, random_ids, token)
-    corrupted = corrupted.masked_fill(decision < mask_below, mask_token_id)
+    random_ids = ordinary_id(choice(word, call.vocab_size - len(special_ids)), special_ids)
+    corrupted = torch.where(decision < call.random_below, random_ids, token)
+    corrupted = corrupted.masked_fill(decision < call.mask_below, call.mask_token_id)
 
     # Tokens that are not chosen are written to an additional last element.
     flat = place.where(chosen, input_ids.numel()).flatten()
@@ -214,13 +202,8 @@ def mask_tokens_by_plan(
     slot = slot.where(chosen.flatten(), slots)
     positions = torch.full((slots + 1,), -1, device=device).scatter(0, slot, place.flatten())
     labels = torch.full((slots + 1,), -100, device=device).scatter(0, slot, token.flatten())
-    return MaskedTokens(
-        output_ids.view(input_ids.shape),
-        positions[:slots],
-        labels[:slots],
-        chosen.sum(),
-        dropped,
-    )
+    output_ids = output_ids.view(input_ids.shape)
+    return MaskedTokens(output_ids, positions[:slots], labels[:slots], chosen.sum(), dropped)
 
 
 def _places(input_ids: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -240,37 +223,29 @@ def _places(input_ids: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tenso
     return place.where(inside, 0), inside
 
 
-def _chosen(
-    candidate: Tensor, starts: Tensor, keys: Tensor, plan: MaskPlan, *, one_by_one: bool
-) -> tuple[Tensor, Tensor]:
-    """(the tokens chosen, how many tokens the plan wants beside them).
+def _chosen(call: Call, candidate: Tensor, starts: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """(the tokens chosen, bool [B, T]; how many more the call wants, int64 []).
 
     Args:
         candidate, starts: bool [B, T], the tokens that may be chosen, and the first of each unit.
         keys: int64 [B, T]; the key of a unit is that of its first token, and low keys are chosen.
-        plan: the numbers of the call.
-        one_by_one: every unit is one token.
-
-    Returns:
-        bool [B, T] and int64 [].
     """
     unit = (starts.cumsum(-1) - 1).clamp(min=0)  # of each candidate, counted from 0 in its row
     sizes = torch.zeros_like(unit).scatter_add(-1, unit, candidate.long())
     key_of_unit = torch.full_like(unit, 2**32).scatter_reduce(
         -1, unit, torch.where(starts, keys, 2**32), "amin"
     )
-    exact = plan.chosen_below < 0
+    exact = call.chosen_below < 0
     if exact:
         n = candidate.sum(-1, keepdim=True)
-        wanted = ((n * plan.quota_scale + 2**31) >> 32).clamp(min=1).minimum(n)
+        wanted = share(n, call.quota_scale).clamp(min=1).minimum(n)
     else:
-        sizes = sizes.where(key_of_unit < plan.chosen_below, 0)
+        sizes = sizes.where(key_of_unit < call.chosen_below, 0)
         wanted = sizes.sum(-1, keepdim=True)
-    quota = wanted.clamp(max=plan.capacity)
+    quota = wanted.clamp(max=call.capacity)
     by_key = key_of_unit.argsort(dim=-1, stable=True)
-    taken = torch.zeros_like(candidate).scatter(
-        -1, by_key, _take(sizes.gather(-1, by_key), quota, one_by_one=one_by_one)
-    )
+    in_order = _take(sizes.gather(-1, by_key), quota, one_by_one=call.max_ngram == 0)
+    taken = torch.zeros_like(candidate).scatter(-1, by_key, in_order)
     chosen = candidate & taken.gather(-1, unit)
     # With exact sampling, a rest in which no whole unit fits does not count as dropped.
     return chosen, (wanted - (quota if exact else chosen.sum(-1, keepdim=True))).sum()
@@ -284,18 +259,8 @@ def unit_starts(
     sample: Tensor,
     step: int,
 ) -> Tensor:
-    """The first token of each unit. A unit is chosen as a whole.
-
-    Args:
-        candidate: bool [B, T], True = may be chosen.
-        word_ids: int64 [B, T]; neighbours of one word have the same.
-        max_ngram: 0 for units of one token, 1 for words, n for runs of 1 to n words.
-        seed, step: as in ``ops.mask_tokens``.
-        sample: int64 [B, 1].
-
-    Returns:
-        bool [B, T].
-    """
+    """The first token of each unit, which is chosen as a whole: bool [B, T], of the tokens that may
+    be chosen, their words (both [B, T]) and the samples of the rows [B, 1]."""
     if max_ngram == 0:
         return candidate
     follows = torch.zeros_like(candidate)  # a candidate after a candidate
@@ -320,11 +285,7 @@ def unit_starts(
 
 
 def ngram_length(word: Tensor, max_ngram: int) -> Tensor:
-    """Draw n from 1 … max_ngram with ``p(n) = (1/n) / (1/1 + … + 1/max_ngram)``.
-
-    Args:
-        word: int64 that holds uint32 random words.
-        max_ngram: at most 8.
+    """Draw n from 1 … max_ngram with ``p(n) = (1/n) / (1/1 + … + 1/max_ngram)``, by uint32 words.
 
     Source: Lan et al. 2020 (arXiv 1909.11942), §4.2.
     """

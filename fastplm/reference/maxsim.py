@@ -42,12 +42,7 @@ def maxsim_ref(
 ) -> MaxSim:
     """Rows and columns of the similarities ``[B, Tq, Tk]``, each by its largest entry.
 
-    Args:
-        query: [Nq, E]; set b owns the rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``.
-        key: [Nk, E], cut by ``cu_seqlens_k``.
-        cu_seqlens_q, cu_seqlens_k: int32 [B + 1].
-        max_seqlen_q, max_seqlen_k: at least the largest sizes of a set.
-        normalize: cosine similarity instead of the dot product.
+    Args: those of ``ops.maxsim``.
 
     Returns:
         ``MaxSim``; score 0 and index -1 where there is no row to match, and of spare rows.

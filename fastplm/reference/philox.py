@@ -87,15 +87,11 @@ def draw(
     """Four random words for one position of one sample: the counter layout of all of fastplm.
 
     Args:
-        seed: int or 0-d int64 tensor.
+        seed, rounds: as in ``philox4x32``, and so is what is returned.
         stream: what the words are for.
         sample_index: the number of the sample in the training, int or int64 tensor.
         position: the position in the sequence, int or int64 tensor.
         step: the number of an independent draw for the same sample, below 2^28.
-        rounds: the rounds of the cipher.
-
-    Returns:
-        Four int64 tensors of the broadcast shape that hold uint32 values.
     """
     low, high = sample_index, sample_index >> 32
     return philox4x32(seed, position, low, high, step << 4 | int(stream), rounds)
@@ -112,16 +108,8 @@ def draw_words(
 ) -> Tensor:
     """One random word for each of ``size`` neighbours: one draw serves four of them.
 
-    Item i takes word ``i mod 4`` of the draw at position ``first_quad + i div 4``.
-
-    Args:
-        size: the number of items.
-        sample_index: int64 [..., 1].
-        first_quad: the position of the first draw.
-        The others as in ``draw``.
-
-    Returns:
-        int64 [..., size] that holds uint32 values.
+    Item i takes word ``i mod 4`` of the draw at position ``first_quad + i div 4``. ``sample_index``
+    is [..., 1], what is returned [..., size].
     """
     quads = first_quad + torch.arange((size + 3) // 4, device=sample_index.device)
     words = draw(seed, stream, sample_index=sample_index, position=quads, step=step)

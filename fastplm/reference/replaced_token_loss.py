@@ -61,15 +61,7 @@ def replaced_token_loss_ref(
 ) -> Any:
     """``softplus(z) - y z`` of ``z = input @ weight + bias`` and ``y = replaced``, reduced.
 
-    Args:
-        input: [N, E].
-        weight: [E].
-        replaced: bool [N], or two integer tensors [N]: replaced where they differ.
-        bias: [] or [1].
-        mask: bool [N], True = counts.
-        reduction: "mean" | "sum" | "none".
-        normalizer: [], in place of the mean's denominator.
-        return_counts: return (loss, ``DetectionCounts``).
+    Args: those of ``ops.replaced_token_loss``.
 
     Returns:
         [] or, with "none", [N]; fp32, or fp64 for fp64 inputs. A row that does not count is 0 and

@@ -8,13 +8,7 @@ import torch
 def rms_norm_ref(input: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6) -> torch.Tensor:
     """``out = weight x / sqrt(mean(x^2) + eps)``, the mean over the last dimension (equation 4).
 
-    Args:
-        input: [..., E], floating.
-        weight: [E], floating.
-        eps: what is added to the mean.
-
-    Returns:
-        [..., E] in the dtype of ``weight``.
+    Args: those of ``ops.rms_norm``. The dtype is that of ``weight``.
     """
     wide = torch.promote_types(torch.promote_types(input.dtype, weight.dtype), torch.float32)
     x = input.to(wide)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from safetensors import safe_open
 
 from fastplm._checks import is_number
-from fastplm.errors import DataError, message, shown
+from fastplm.errors import DataError, fail, shown
 from fastplm.run.folder import loaded
 
 #: What others put before the names of weights, and who.
@@ -28,19 +28,9 @@ _LAYER = re.compile(r"\.\d+\.")
 #: The commands that need a model of a language; ELECTRA's discriminator is none.
 _LANGUAGE_MODELS = ("score", "prompt")
 _DROPOUTS = (
-    "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-    "classifier_dropout_prob",
-    "classifier_dropout",
-    "dropout",
-    "dropout_rate",
-    "attention_dropout",
-    "activation_dropout",
-    "summary_last_dropout",
-    "summary_first_dropout",
-    "resid_pdrop",
-    "embd_pdrop",
-    "attn_pdrop",
+    *("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob"),
+    *("classifier_dropout", "dropout", "dropout_rate", "attention_dropout", "activation_dropout"),
+    *("summary_last_dropout", "summary_first_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"),
 )
 
 
@@ -71,36 +61,34 @@ def _refuse_joint(where: str, argument: str, path: str | Path, expected: str) ->
         model = Path(path).resolve().parent / name
         got = f"{path}, a state of ELECTRA's pre-training, which is two models in one"
         there = "" if model.is_dir() else ", which the run writes when it ends"
-        raise DataError(
-            message(where, argument, got, expected, f"Give its {name}: {model}{there}.")
-        )
+        fail(where, argument, got, expected, f"Give its {name}: {model}{there}.", DataError)
 
 
 def _check_config(where: str, argument: str, path: str | Path, config: Any) -> None:
     """What Transformers reads from config.json without a look, and fails on later."""
-    names = config.architectures
-    if names is not None and not (isinstance(names, list) and all(map(_is_str, names))):
-        got = f"{path}, whose config.json has architectures: {shown(names)}"
-        fix = 'Correct it: ["BertForMaskedLM"], say.'
-        raise DataError(message(where, argument, got, "a list of names of classes", fix))
-    for each in (config, getattr(config, "encoder", None), getattr(config, "decoder", None)):
-        _check_sizes(where, argument, path, each)
-        for name in _DROPOUTS:
-            rate = getattr(each, name, None)
-            if rate is not None and not (is_number(rate) and 0.0 <= rate <= 1.0):
-                got = f"{path}, whose config.json has {name}: {shown(rate)}"
-                expected = "a probability from 0 to 1"
-                raise DataError(message(where, argument, got, expected, "Correct it."))
 
-
-def _check_sizes(where: str, argument: str, path: str | Path, config: Any) -> None:
-    """Values that lead to hours of building, to layers that are left out, or to NaN."""
-
-    def check(name: str, able: Callable[[Any], bool], expected: str) -> None:
-        value = getattr(config, name, None)
+    def check(part: Any, name: str, able: Callable[[Any], bool], expected: str, fix: str) -> None:
+        value = getattr(part, name, None)
         if value is not None and not able(value):
             got = f"{path}, whose config.json has {name}: {shown(value)}"
-            raise DataError(message(where, argument, got, expected, "Correct it, or convert it."))
+            fail(where, argument, got, expected, fix, DataError)
+
+    def are_names(value: Any) -> bool:
+        return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+    def is_rate(value: Any) -> bool:
+        return is_number(value) and 0.0 <= value <= 1.0
+
+    fix = 'Correct it: ["BertForMaskedLM"], say.'
+    check(config, "architectures", are_names, "a list of names of classes", fix)
+    for each in (config, getattr(config, "encoder", None), getattr(config, "decoder", None)):
+        _check_sizes(functools.partial(check, each, fix="Correct it, or convert it."), each)
+        for name in _DROPOUTS:
+            check(each, name, is_rate, "a probability from 0 to 1", "Correct it.")
+
+
+def _check_sizes(check: Callable[[str, Callable[[Any], bool], str], None], config: Any) -> None:
+    """Values that lead to hours of building, to layers that are left out, or to NaN."""
 
     def is_small(value: Any) -> bool:
         return is_number(value) and 0.0 <= value < math.inf
@@ -118,10 +106,6 @@ def _check_sizes(where: str, argument: str, path: str | Path, config: Any) -> No
     expected = "0: the parts save memory alone, and would have to divide the tokens of each batch"
     check("chunk_size_feed_forward", lambda value: value == 0, expected)
     check("return_dict", lambda value: value is True, "true, as a command reads outputs by name")
-
-
-def _is_str(value: object) -> bool:
-    return isinstance(value, str)
 
 
 def weights_at(
@@ -168,7 +152,7 @@ def weights_at(
     missing = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
 
     def refuse(what: str, fix: str) -> NoReturn:
-        raise DataError(message(where, argument, f"{path}, {what}", expected, fix))
+        fail(where, argument, f"{path}, {what}", expected, fix, DataError)
 
     lost = [name for name in missing if not may_lack(model, name)]
     if lost:
@@ -249,6 +233,17 @@ def _beyond(model: Any) -> Callable[[str], bool]:
 def _is_finite(value: Any) -> bool:
     # A sum of finite numbers may overflow, so only where it has is each looked at.
     return bool(value.sum().isfinite()) or bool(value.isfinite().all())
+
+
+def check_vocabulary_fits(args: Any, argument: str, tokenizer: int, embedding: int) -> None:
+    """Check that a tokenizer has no more tokens than the embedding of its model.
+
+    Raises:
+        DataError: the two do not belong together.
+    """
+    expected = "a tokenizer and a model that belong together"
+    got = f"a tokenizer of {tokenizer} tokens and an embedding of {embedding}"
+    args.check(argument, tokenizer <= embedding, expected, "Check the path.", got, DataError)
 
 
 def set_dropout(config: Any, rate: float | None) -> None:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from fastplm.data._folder import MANIFEST, damage, first_process, say, seal, write_json
 from fastplm.data._output import alone_in, check_apart, hold, release
-from fastplm.errors import ArgumentValueError, DataError, FastplmError, check, first_line, message
+from fastplm.errors import DataError, FastplmError, check, fail, first_line, message
 
 #: The file that locks a run's folder, and the one that describes the run.
 LOCK = "run.lock"
@@ -59,15 +59,8 @@ def claimed(
             or is around what is read.
         ArgumentValueError: both ``resume`` and ``overwrite``.
     """
-    check(
-        not (resume and overwrite),
-        where,
-        "overwrite",
-        "True together with resume",
-        "one of the two",
-        "Leave one of the two options out.",
-        ArgumentValueError,
-    )
+    got, fix = "True together with resume", "Leave one of the two options out."
+    check(not (resume and overwrite), where, "overwrite", got, "one of the two", fix)
     if not first_process():
         yield lambda: None
         return
@@ -112,11 +105,10 @@ def claimed(
             if held:
                 here = Path.cwd()
                 if here == real or real in here.parents:
+                    expected = "with --overwrite a folder that can be moved"
+                    fix = "Choose another --out, or call the command in another folder."
                     _refuse_output(
-                        where,
-                        f"{out}, the current folder or one around it",
-                        "with --overwrite a folder that can be moved",
-                        "Choose another --out, or call the command in another folder.",
+                        where, f"{out}, the current folder or one around it", expected, fix
                     )
             there = held
         yield make_room
@@ -155,37 +147,35 @@ def move_aside(out: Path) -> Path:
 
 def _lock(where: str, out: Path) -> int:
     def refuse(holder: str) -> NoReturn:
-        _refuse_output(
-            where,
-            f"{out}, where process {holder} writes",
-            "a folder that no other process uses",
-            "Choose another --out, or wait for it to end.",
-        )
+        fix = "Choose another --out, or wait for it to end."
+        got = f"{out}, where process {holder} writes"
+        _refuse_output(where, got, "a folder that no other process uses", fix)
 
     return hold(out / LOCK, refuse)
 
 
 def _refuse_output(where: str, got: str, expected: str, fix: str) -> NoReturn:
-    raise DataError(message(where, "out", got, expected, fix))
+    fail(where, "out", got, expected, fix, DataError)
 
 
 def _refuse_to_resume(where: str, got: str, fix: str = "") -> NoReturn:
     fix = fix or "Check --out, or start afresh without --resume."
-    expected = "the output folder of an interrupted run"
-    raise DataError(message(where, "resume", got, expected, fix))
+    fail(where, "resume", got, "the output folder of an interrupted run", fix, DataError)
 
 
 # --- what is complete -----------------------------------------------------------------------------
 
 
+def step_of(checkpoint: Path) -> int:
+    """The steps that were done at a checkpoint, by its name; -1 for the name of another folder."""
+    step = checkpoint.name.removeprefix("checkpoint-")
+    return int(step) if step.isdecimal() else -1
+
+
 def checkpoints(out: Path) -> list[tuple[int, Path]]:
     """(step, folder) of all checkpoints of a run, complete or not, in order."""
-    found = []
-    for path in out.glob("checkpoint-*"):
-        step = path.name.removeprefix("checkpoint-")
-        if step.isdecimal() and path.is_dir():
-            found.append((int(step), path))
-    return sorted(found)
+    found = ((step_of(path), path) for path in out.glob("checkpoint-*") if path.is_dir())
+    return sorted(each for each in found if each[0] >= 0)
 
 
 def can_resume(out: Path) -> bool:
@@ -319,16 +309,9 @@ def check_same(where: str, run: dict[str, Any], before: dict[str, Any]) -> None:
     """
     # The kind of the run is compared first: other settings follow from it.
     for name, value in sorted(run.items(), key=lambda item: item[0] not in _KIND):
-        if before.get(name) != value:
-            raise ArgumentValueError(
-                message(
-                    where,
-                    name,
-                    value,
-                    f"{before.get(name)}, as in the run that is resumed",
-                    "Give the same arguments, or another --out.",
-                )
-            )
+        expected = f"{before.get(name)}, as in the run that is resumed"
+        fix = "Give the same arguments, or another --out."
+        check(before.get(name) == value, where, name, value, expected, fix)
 
 
 # --- errors of libraries --------------------------------------------------------------------------
@@ -364,15 +347,8 @@ def writing(
         if isinstance(error, OSError) and error.errno in _IN_THE_WAY:
             expected = f"nothing in the way, which {error.filename or 'something'} is"
             fix = "Move it away, then go on from the last checkpoint with --resume."
-        raise DataError(
-            message(
-                where,
-                "out",
-                f"{path}, which cannot be written ({_first_line(error)})",
-                expected,
-                fix,
-            )
-        ) from error
+        got = f"{path}, which cannot be written ({_first_line(error)})"
+        raise DataError(message(where, "out", got, expected, fix)) from error
 
 
 def loaded(

@@ -15,8 +15,6 @@ from typing import Any
 from fastplm.data._folder import first_process, say
 from fastplm.run.folder import RECORD, checkpoints
 
-#: The exit code of a process that SIGINT ended.
-INTERRUPTED = 128 + signal.SIGINT
 #: What ends a command: of Ctrl-C, and of ``kill``, a batch system or a container that stops.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Seconds in which Python ends by itself, unless a library is busy and ignores signals.
@@ -55,11 +53,8 @@ def _interrupt(number: int, frame: Any) -> None:
     if _Stop.heard and not _Stop.asked:
         _Stop.asked = number
         if first_process():  # not by print, which may be what was interrupted
-            os.write(
-                2,
-                b"\nfastplm: interrupted; a checkpoint is written after this step. "
-                b"Another signal (Ctrl-C) ends it at once.\n",
-            )
+            line = b"\nfastplm: interrupted; a checkpoint is written after this step. "
+            os.write(2, line + b"Another signal (Ctrl-C) ends it at once.\n")
         return
     raise KeyboardInterrupt(number)
 

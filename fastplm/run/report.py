@@ -10,13 +10,10 @@ from typing import Any
 import torch
 
 
-def curve(log_history: list[dict[str, float]]) -> list[dict[str, float]]:
-    """The logged steps of a Trainer's history: step, losses, learning rate, tokens/s."""
-    return [
-        {name: value for name, value in entry.items() if name != "epoch"}
-        for entry in log_history
-        if "loss" in entry
-    ]
+def curve(log_history: list[dict[str, float]], name: str = "loss") -> list[dict[str, float]]:
+    """The entries of a Trainer's history with a figure: step, losses, learning rate, tokens/s."""
+    kept = (entry for entry in log_history if name in entry)
+    return [{name: value for name, value in entry.items() if name != "epoch"} for entry in kept]
 
 
 def settings_of(arguments: Any) -> dict[str, Any]:

@@ -184,6 +184,31 @@ class Rule:
     fix: str = "Leave one of the two options out."
 
 
+def apart(name: str, other: str, expected: str, fix: str = Rule.fix) -> Rule:
+    """The rule that at most one of two settings is given."""
+
+    def keeps(args: Any) -> bool:
+        return args.usual(name) or args.usual(other)
+
+    return Rule(name, keeps, expected, other, fix)
+
+
+def needs(
+    name: str, other: str, values: Sequence[Any], expected: str, *, names_other: bool = False
+) -> Rule:
+    """The rule that where a setting is given, another one has one of some values.
+
+    Its error names the first one, or with ``names_other`` the other one, beside its partner.
+    """
+
+    def keeps(args: Any) -> bool:
+        return args.usual(name) or getattr(args, other) in values
+
+    return Rule(
+        *((other, keeps, expected, name) if names_other else (name, keeps, expected, other))
+    )
+
+
 class Settings:
     """Base of the arguments of a command, which checks each value against its declaration."""
 

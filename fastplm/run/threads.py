@@ -42,11 +42,8 @@ def busy_cores() -> str:
     if threads == 1:
         return ""
     many = _milliseconds()
-    torch.set_num_threads(1)
-    try:
+    with using_threads(1):
         one = _milliseconds()
-    finally:
-        torch.set_num_threads(threads)
     if many < _BUSY * one:
         return ""
     return (

@@ -24,7 +24,8 @@ from fastplm.data._folder import say
 from fastplm.errors import DataError, DivergenceError, fail
 from fastplm.models._base import FastplmModel
 from fastplm.ops.dropout import draws_by_row
-from fastplm.run.folder import last_checkpoint, place_checkpoint, writing
+from fastplm.run.folder import last_checkpoint, place_checkpoint, step_of, writing
+from fastplm.run.interrupt import saved_when_stopped
 
 # When a run without a terminal says how long it will take.
 _ESTIMATE_STEPS, _ESTIMATE_SECONDS = 3, 5.0
@@ -51,25 +52,40 @@ def training_arguments(args: Any, out: Path, *, bf16: bool, **settings: Any) -> 
         save_steps=args.save_every,
         disable_tqdm=True,
         report_to="none",
+        per_device_train_batch_size=args.batch_size,
         # If the newest is damaged, a run goes on from the one before.
-        **{"lr_scheduler_type": "linear", "save_total_limit": 2} | settings,
+        **{"lr_scheduler_type": "linear", "save_total_limit": 2, "seed": args.seed} | settings,
     )
 
 
 @contextlib.contextmanager
-def reporting(trainer: Trainer, name: str, out: Path, done: int = 0) -> Iterator[None]:
-    """In this block what a trainer logs goes where ``--report-to`` says, too.
+def trained(
+    trainer: RunTrainer, checkpoint: Path | None, report_to: str = "none"
+) -> Iterator[None]:
+    """Train from a checkpoint on, if there is one; in this block scores may still be logged.
+
+    What a killed run had logged beyond the checkpoint is logged again.
 
     Args:
-        trainer: its scores may be logged in this block after its training.
-        name: of ``REPORTS``.
-        out: the folder of the run.
-        done: the steps that it continues from; what a killed run had logged beyond them is logged
-            again.
+        trainer: of a run.
+        checkpoint: one of its checkpoints.
+        report_to: of ``REPORTS``: where it logs, too.
+
+    Raises:
+        KeyboardInterrupt: a signal has ended the training, see ``saved_when_stopped``.
     """
+    with _reporting(trainer, report_to, 0 if checkpoint is None else step_of(checkpoint)):
+        with saved_when_stopped(trainer):
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        yield
+
+
+@contextlib.contextmanager
+def _reporting(trainer: RunTrainer, name: str, done: int) -> Iterator[None]:
+    """In this block what a trainer logs goes where ``--report-to`` says, too."""
     from transformers.integrations import TensorBoardCallback, WandbCallback
 
-    first = trainer.is_world_process_zero()
+    first, out = trainer.is_world_process_zero(), Path(trainer.args.output_dir)
     if first and name == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
@@ -89,8 +105,8 @@ def reporting(trainer: Trainer, name: str, out: Path, done: int = 0) -> Iterator
     except Exception as error:  # of its own kinds, such as that there is no key
         fix = "Call wandb login, set WANDB_MODE=offline, or choose another --report-to."
         reason = " ".join(str(error).split())
-        where = getattr(trainer, "where", "train")
-        fail(where, "report_to", f"wandb ({reason:.200})", "a way to log there", fix, DataError)
+        got = f"wandb ({reason:.200})"
+        fail(trainer.where, "report_to", got, "a way to log there", fix, DataError)
     trainer.add_callback(callback)
     try:
         yield
@@ -130,6 +146,8 @@ class RunTrainer(Trainer):
 
     #: The command that trains, for messages.
     where = "pretrain"
+    #: What the loss of a step is divided by if its batches have no labels.
+    items: Tensor | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -142,6 +160,7 @@ class RunTrainer(Trainer):
         self._finite = FiniteCheck(self.args.device)
         self._window_began = 0.0
         self._window_step = 0
+        self._window_tokens: Tensor | int = 0
         self._scratch: str | None = None
 
     @property
@@ -168,24 +187,23 @@ class RunTrainer(Trainer):
                 self._window_began, self._window_step = time.perf_counter(), self.state.global_step
             read = self.as_read(epoch_iterator)
             batches, num_items = super().get_batch_samples(read, num_batches, device)
-        self.count(batches)
-        return batches, num_items
+        self._window_tokens = self._window_tokens + self.count(batches)
+        return batches, self.items if num_items is None and batches else num_items
 
     def as_read(self, batches: Iterator) -> Iterator:
         """The batches of a loader, before any of a step is counted."""
         return batches
 
-    def count(self, batches: list[dict[str, Any]]) -> None:
-        """Called with all batches of a step, before the first forward."""
+    def count(self, batches: list[dict[str, Any]]) -> Tensor | int:
+        """The tokens in all batches of a step, before the first forward."""
+        raise NotImplementedError
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Tensor:
-        numbered: contextlib.AbstractContextManager = contextlib.nullcontext()
-        if self.draws_by_sample(inputs):
-            # One seed for all micro-batches and processes of a step.
-            numbered = _drawing(self.args.seed, self.state.global_step)
-        with numbered:
+        # One seed for all micro-batches and processes of a step.
+        numbered = _drawing(self.args.seed, self.state.global_step)
+        with numbered if self.draws_by_sample(inputs) else contextlib.nullcontext():
             loss = super().training_step(model, inputs, *args, **kwargs)
         self._check_finite("the loss", loss)
         return loss
@@ -217,10 +235,6 @@ class RunTrainer(Trainer):
         if self.args.world_size == 1:
             self._stop_at(self._finite.known())
 
-    def window_tokens(self) -> float:
-        """The tokens of all processes since the last log; they are then forgotten."""
-        raise NotImplementedError
-
     def window_parts(self) -> dict[str, float]:
         """What else is logged of the steps since the last log."""
         return {}
@@ -232,7 +246,7 @@ class RunTrainer(Trainer):
             if not math.isfinite(logs.get("grad_norm", 0.0)):
                 self._diverged(self.state.global_step, f"{FiniteCheck.NAMES[1]} is not finite")
             logs.update(self.window_parts())
-            tokens = self.window_tokens()
+            tokens, self._window_tokens = float(self._window_tokens), 0
             now = time.perf_counter()
             seconds = max(now - self._window_began, 1e-9)
             logs.update(tokens_per_second=tokens / seconds, seconds=seconds)

@@ -14,8 +14,11 @@ from fastplm.run.report import block, counted
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
 
+    from fastplm.train.distill import Distilling
+    from fastplm.train.pretrain import Pretraining
     from fastplm.train.pretrain_data import RunData
     from fastplm.train.pretrain_settings import PretrainArguments
+    from fastplm.train.stream import StreamRun
 
 _NAMED_FILES = 3
 # The most that is advised: the peak rate of fastplm's own small sizes.
@@ -24,14 +27,32 @@ _LARGEST_RATE = 1e-3
 _MANY = 0.5
 
 
-def pretraining(
-    args: PretrainArguments,
-    data: RunData,
-    model: PreTrainedModel,
-    training_arguments: TrainingArguments,
-    done: int,
+def _rows(
+    run: StreamRun, before: dict[str, str], after: dict[str, str], samples: str = "samples of"
 ) -> str:
+    """The lines of a run: those of any, and its own before and after that of its training."""
+    args, data, processes = run.args, run.data, run.settings.world_size
+    in_a_step = args.batch_size * args.gradient_accumulation * processes
+    rows = {
+        "corpus": f"{_files(args, data)}: {len(data.all.documents) - 1:,} documents, "
+        f"{len(data.all):,} tokens{_from_cache('tokens', args, data)}",
+        **before,
+        "training": f"steps {run.done + 1:,} to {args.steps:,}, {in_a_step:,} {samples} "
+        f"{args.block_size} tokens each"
+        if run.done < args.steps
+        else f"all {run.done:,} steps are done",
+        **after,
+        "precision": _precision(args, run.settings),
+        "device": f"{_device(run.settings)}, {processes} process{'es' if processes > 1 else ''}",
+        "backends": _backends_here(run.settings.device),
+        "results": f"{args.out} (a checkpoint each {args.save_every:,} steps)",
+    }
+    return block(rows)
+
+
+def pretraining(run: Pretraining) -> str:
     """The lines that a pre-training prints first."""
+    args, data = run.args, run.data
     held_out = len(data.all) - len(data.store)
     if data.held_out is None:
         tail = nothing_held_out(args, data)
@@ -39,26 +60,9 @@ def pretraining(
         samples = len(data.held_out)  # type: ignore[arg-type]
         share = held_out / len(data.all)
         tail = f"the last {held_out:,} tokens ({share:.1%}), judged by {samples:,} samples of them"
-    processes = training_arguments.world_size
-    rows = {
-        "corpus": f"{_files(args, data)}: {len(data.all.documents) - 1:,} documents, "
-        f"{len(data.all):,} tokens{_from_cache('tokens', args, data)}",
-        "held out": tail,
-        "vocabulary": vocabulary(args, data),
-        "model": model_line(args, data, model),
-        "training": f"steps {done + 1:,} to {args.steps:,}, {args.samples_a_step:,} samples of "
-        f"{args.block_size} tokens each"
-        if done < args.steps
-        else f"all {done:,} steps are done",
-        "learning rate": learning_rate(args),
-        **_pairs(data),
-        "precision": _precision(args, training_arguments),
-        "device": f"{_device(training_arguments)}, {processes} process"
-        f"{'es' if processes > 1 else ''}",
-        "backends": _backends_here(training_arguments.device),
-        "results": f"{args.out} (a checkpoint each {args.save_every:,} steps)",
-    }
-    return block(rows)
+    model = model_line(args, data, run.trainer.model)
+    before = {"held out": tail, "vocabulary": vocabulary(args, data), "model": model}
+    return _rows(run, before, {"learning rate": learning_rate(args), **_pairs(data)})
 
 
 def nothing_held_out(args: PretrainArguments, data: RunData) -> str:
@@ -138,32 +142,18 @@ def _from_cache(what: str, args: PretrainArguments, data: RunData) -> str:
     return f" (found in {args.cache})" if what in data.cached else ""
 
 
-def distilling(
-    args: Any, data: RunData, model: Any, training_arguments: TrainingArguments, done: int
-) -> str:
-    """The lines that a distillation prints first; ``model`` is a ``Distillation``."""
+def distilling(run: Distilling) -> str:
+    """The lines that a distillation prints first."""
+    data, model = run.data, run.trainer.model
     held_out = 0 if data.held_out is None else len(data.held_out)  # type: ignore[arg-type]
-    processes = training_arguments.world_size
-    samples = args.batch_size * args.gradient_accumulation * processes
-    rows = {
-        "corpus": f"{_files(args, data)}: {len(data.all.documents) - 1:,} documents, "
-        f"{len(data.all):,} tokens{_from_cache('tokens', args, data)}",
+    before = {
         "held out": f"{held_out:,} samples of the last {len(data.all) - len(data.store):,} tokens",
         "vocabulary": f"{len(data.tokenizer):,} tokens",
-        "teacher": f"{args.teacher}: {_size(model.teacher)}",
+        "teacher": f"{run.args.teacher}: {_size(model.teacher)}",
         "student": _size(model.student),
-        "recipe": args.recipe,
-        "training": f"steps {done + 1:,} to {args.steps:,}, {samples:,} samples of at most "
-        f"{args.block_size} tokens each"
-        if done < args.steps
-        else f"all {done:,} steps are done",
-        "precision": _precision(args, training_arguments),
-        "device": f"{_device(training_arguments)}, {processes} process"
-        f"{'es' if processes > 1 else ''}",
-        "backends": _backends_here(training_arguments.device),
-        "results": f"{args.out} (a checkpoint each {args.save_every:,} steps)",
+        "recipe": run.args.recipe,
     }
-    return block(rows)
+    return _rows(run, before, {}, "samples of at most")
 
 
 def _size(model: Any) -> str:

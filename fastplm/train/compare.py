@@ -92,16 +92,9 @@ def compare(
                     seconds[name].append(time.perf_counter() - began)
     rows = []
     for name, (module, step) in paths.items():
-        mean = statistics.fmean(losses[name])
-        rows.append(
-            Row(
-                name=name,
-                loss=mean,
-                difference=mean - statistics.fmean(losses["fastplm"]),
-                milliseconds=1000 * statistics.median(seconds[name]),
-                peak_bytes=_peak_bytes(module, step, inputs[name][0], bf16),
-            )
-        )
+        mean, first = (statistics.fmean(losses[each]) for each in (name, "fastplm"))
+        peak = _peak_bytes(module, step, inputs[name][0], bf16)
+        rows.append(Row(name, mean, mean - first, 1000 * statistics.median(seconds[name]), peak))
     return rows
 
 
@@ -121,14 +114,9 @@ def table(rows: Sequence[Row]) -> str:
         )
         for row in rows
     ]
-    widths = [max(len(line[column]) for line in (head, *lines)) for column in range(len(head))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in (head, *lines)
-    )
+    first, *others = (max(map(len, column)) for column in zip(head, *lines, strict=True))
+    form = "  ".join([f"{{:<{first}}}", *(f"{{:>{width}}}" for width in others)])
+    return "\n".join(form.format(*line) for line in (head, *lines))
 
 
 def hugging_face_twin(model: Any, attention: str) -> tuple[nn.Module, Step]:
@@ -145,11 +133,7 @@ def hugging_face_twin(model: Any, attention: str) -> tuple[nn.Module, Step]:
     generator: Any = _plain_copy(model.generator, attention)
     discriminator: Any = _plain_copy(model.discriminator, attention)
     for name in ("word_embeddings", "position_embeddings", "token_type_embeddings"):
-        setattr(
-            generator.electra.embeddings,
-            name,
-            getattr(discriminator.electra.embeddings, name),
-        )
+        setattr(generator.electra.embeddings, name, getattr(discriminator.electra.embeddings, name))
     generator.generator_lm_head.weight = discriminator.electra.embeddings.word_embeddings.weight
     weight = model.config.discriminator_weight
 

@@ -71,18 +71,9 @@ def _demo(out: Path, minutes: float, seed: int) -> bool:
     cache = out / "cache"
     if (cache / "demo.json").is_file():
         print(f"The demo that was there is now in {move_aside(out)}.")
-    args = PretrainArguments(
-        arch="electra-tiny",
-        corpus=["embedded"],
-        steps=MOST_STEPS,
-        out=out,
-        vocab_size=4096,
-        block_size=64,
-        batch_size=32,
-        seed=seed,
-        dropout=0.0,
-        cache=cache,
-    )
+    source: dict[str, Any] = {"corpus": ["embedded"], "vocab_size": 4096, "cache": cache}
+    sizes: dict[str, Any] = {"block_size": 64, "batch_size": 32, "steps": MOST_STEPS}
+    args = PretrainArguments("electra-tiny", **source, **sizes, out=out, seed=seed, dropout=0.0)
     print(f"Pre-training {args.arch} on the English documentation inside Python ...", flush=True)
     with claimed("demo", out, resume=False, overwrite=None):
         cache.mkdir()
@@ -99,10 +90,7 @@ def _demo(out: Path, minutes: float, seed: int) -> bool:
     comparison = _compare(args, metrics["precision"] == "bf16", end)
     print(f"{comparison}\n")
 
-    checks = {
-        **_learned(args, metrics),
-        **_loads_in_transformers(out),
-    }
+    checks = {**_learned(args, metrics), **_loads_in_transformers(out)}
     for text, seen in checks.items():
         print(f"{'ok  ' if seen else 'FAIL'}  {text}")
     return all(checks.values())
@@ -118,11 +106,8 @@ def _choose_steps(args: PretrainArguments, end: float) -> int:
     duration = f"{took:.0f} seconds" if took < 120 else f"{took / 60:.0f} minutes"
     instead = "" if steps == MOST_STEPS else f", instead of {MOST_STEPS:,}"
     too_few = "; fewer would show too little" if steps > fitting else ""
-    print(
-        f"This machine trains at {thousands:,.1f} k tokens/s: {steps:,} steps in about "
-        f"{duration}{instead}{too_few}.",
-        flush=True,
-    )
+    steps_in = f"{steps:,} steps in about {duration}{instead}{too_few}"
+    print(f"This machine trains at {thousands:,.1f} k tokens/s: {steps_in}.", flush=True)
     return steps
 
 
@@ -139,10 +124,8 @@ def _compare(args: PretrainArguments, bf16: bool, end: float) -> str:
     stream = make_dataset(args, store, tokenizer)
     collator = make_collator(args, tokenizer)
     size = args.batch_size
-    batches = [
-        collator([stream[i] for i in range(begin, begin + size)])
-        for begin in range(0, _COMPARED_BATCHES * size, size)
-    ]
+    begins = range(0, _COMPARED_BATCHES * size, size)
+    batches = [collator([stream[begin + i] for i in range(size)]) for begin in begins]
     return table(compare(model, batches, bf16=bf16, time_limit=end - time.perf_counter()))
 
 

@@ -19,7 +19,7 @@ from fastplm.data import PretrainingStream, TokenStore, load_tokenizer, train_to
 from fastplm.data._folder import file_hash
 from fastplm.errors import DataError
 from fastplm.models._base import most_positions
-from fastplm.run.checkpoint import config_at, set_dropout, weights_at
+from fastplm.run.checkpoint import check_vocabulary_fits, config_at, set_dropout, weights_at
 from fastplm.train.distill_data import (
     ParallelCollator,
     ParallelText,
@@ -39,11 +39,11 @@ from fastplm.train.pretrain_data import (
     prepare_data,
 )
 from fastplm.train.pretrain_settings import PretrainArguments
-from fastplm.train.runner import StreamRun, collation, train_on_stream
+from fastplm.train.stream import StreamRun
 from fastplm.train.trainer import DETECTION_COUNTS, PretrainingTrainer, detection
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
+    from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 _ENCODERS = ("bert", "roberta", "albert", "electra")
 _DECODERS = ("gpt2",)
@@ -62,7 +62,7 @@ def distill(args: DistillArguments) -> dict[str, Any]:
     Raises:
         FastplmError: a model, the corpus, the output folder or a setting is wrong.
     """
-    return train_on_stream(Distilling(args))
+    return Distilling(args).run()
 
 
 class DistillationTrainer(PretrainingTrainer):
@@ -75,37 +75,27 @@ class DistillationTrainer(PretrainingTrainer):
         for model in self.model.constants():
             model.to(self.args.device)
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        batches, num_items = super().get_batch_samples(*args, **kwargs)
-        if num_items is None and batches:
-            # With a number, the Trainer does not divide the loss by the accumulated batches again.
-            num_items = self._in_step["num_tokens_in_batch"]
-        return batches, num_items
+    @property
+    def items(self) -> torch.Tensor:  # type: ignore[override]
+        # With a number, the Trainer does not divide the loss by the accumulated batches again.
+        return self._in_step["num_tokens_in_batch"]
 
 
 class Distilling(StreamRun):
     """A run of ``fastplm distill``."""
 
-    compared_otherwise = frozenset({"teacher", "student", "generator", "translation"})
+    title = "{args.recipe}: distillation"
+    # The files of folders are compared, see ``facts``.
+    free = StreamRun.free | {"teacher", "student", "generator", "translation"}
     args: DistillArguments
+    teacher_tokenizer: Any = None
+    _model: Any = None
+    _translation: str | None = None
 
-    def __init__(self, args: DistillArguments) -> None:
-        super().__init__(args)
-        self.teacher_tokenizer: Any = None
-        self._teacher: Any = None
-        self._model: Any = None
-        self._translation: str | None = None
-
-    @property
-    def title(self) -> str:
-        return f"{self.args.recipe}: distillation"
-
-    @property
+    @functools.cached_property
     def teacher(self) -> Any:
         """The teacher, loaded once."""
-        if self._teacher is None:
-            self._teacher = load_model(self.args, "teacher")
-        return self._teacher
+        return load_model(self.args, "teacher")
 
     def facts(self) -> dict[str, Any]:
         args = self.args
@@ -114,9 +104,9 @@ class Distilling(StreamRun):
             name: None if path is None else f"files whose hash is {hash_of_model(path)}"
             for name, path in paths.items()
         }
-        return {**models, "translation": self._translation}
+        return {**super().facts(), **models, "translation": self._translation}
 
-    def flops_a_token(self, model: Any, tokenizer: Any) -> float | None:
+    def flops_a_token(self, model: Any) -> float | None:
         """The student's, and a forward of the teacher; None if lengths or heads are others."""
         if self.args.recipe in ("electra", "multilingual"):
             return None
@@ -129,27 +119,19 @@ class Distilling(StreamRun):
 
     # --- text ---
 
-    def prepare(self, training_arguments: TrainingArguments, checkpoint: Path | None) -> RunData:
+    def read(self) -> RunData:
         # Models that do not fit are found before the text is tokenized.
         causal = _is_causal(self.teacher.config)
         needs = ("eos",) if causal else ("pad", "cls", "sep")
         self.teacher_tokenizer = load_tokenizer(self.args.teacher, needs)
         known = self.teacher.get_input_embeddings().num_embeddings
-        self.args.check(
-            "teacher",
-            len(self.teacher_tokenizer) <= known,
-            "a tokenizer and a model that belong together",
-            "Check the path.",
-            f"a tokenizer of {len(self.teacher_tokenizer)} tokens and an embedding of {known}",
-            DataError,
-        )
+        check_vocabulary_fits(self.args, "teacher", len(self.teacher_tokenizer), known)
         if self.args.recipe == "multilingual":
-            data = self._prepare_pairs(training_arguments)
+            data = self._prepare_pairs()
             self._model = self.make_model(data.tokenizer)
-        else:
-            self._model = self.make_model(self.teacher_tokenizer)
-            data = prepare_data(self._of_pretraining(), training_arguments, None)
-        return data
+            return data
+        self._model = self.make_model(self.teacher_tokenizer)
+        return prepare_data(self._of_pretraining(), self.settings, None)
 
     def _of_pretraining(self) -> PretrainArguments:
         """The settings of a pre-training that reads the same text."""
@@ -166,10 +148,10 @@ class Distilling(StreamRun):
             arch=arch, objective=objective, tokenizer=args.teacher, warmup=0, **settings
         )
 
-    def _prepare_pairs(self, training_arguments: TrainingArguments) -> RunData:
+    def _prepare_pairs(self) -> RunData:
         args = self.args
         assert args.translation is not None
-        with training_arguments.main_process_first(desc="preparing the data"):
+        with self.settings.main_process_first(desc="preparing the data"):
             lines = parallel_lines(args.corpus, args.translation)
             given = args.student if args.tokenizer is None else args.tokenizer
             if args.vocab_size is not None:
@@ -186,7 +168,7 @@ class Distilling(StreamRun):
         )
         texts = functools.partial(ParallelText, stores, ends, args.block_size)  # type: ignore
         samples = args.steps * args.gradient_accumulation * args.batch_size
-        samples *= training_arguments.world_size
+        samples *= self.settings.world_size
         train = PretrainingStream(texts(0, count - held_out), seed=args.seed, length=samples)
         tail = None
         if held_out:
@@ -198,25 +180,12 @@ class Distilling(StreamRun):
 
     # --- models ---
 
-    def trainer(
-        self,
-        training_arguments: TrainingArguments,
-        data: RunData,
-        callbacks: list[TrainerCallback],
-    ) -> tuple[Any, Any]:
-        model = self._model
+    def make_trainer(self, *callbacks: TrainerCallback) -> tuple[Any, Any]:
         # MiniLM trains only what comes before the attention of the last layer.
-        training_arguments.ddp_find_unused_parameters = not model.trains_all
-        collator = self._collator(data.tokenizer)
-        trainer = DistillationTrainer(
-            model=model,
-            args=training_arguments,
-            train_dataset=data.samples,
-            processing_class=data.tokenizer,
-            callbacks=callbacks,
-            **collation(collator),
-        )
-        return trainer, collator
+        self.settings.ddp_find_unused_parameters = not self._model.trains_all
+        collator = self._collator(self.data.tokenizer)
+        settings = {"callbacks": list(callbacks)}
+        return self.trainer_of(DistillationTrainer, self._model, collator, **settings), collator
 
     def make_model(self, tokenizer: PreTrainedTokenizerBase) -> Distillation:
         """The student and its teacher before the first step."""
@@ -240,30 +209,29 @@ class Distilling(StreamRun):
             return make_collator(self._of_pretraining(), tokenizer)
         return PlainCollator(tokenizer, block_size=self.args.block_size)
 
-    def announcement(
-        self, data: RunData, model: Any, training_arguments: TrainingArguments, done: int
-    ) -> str:
+    def lines(self) -> str:
         from fastplm.train.announce import distilling
 
-        return distilling(self.args, data, model, training_arguments, done)
+        return distilling(self)
 
     def models(self, model: Any) -> dict[str, Any]:
         return {"model": model.student}
 
     @torch.no_grad()
-    def held_out(self, model: Any, samples: Any, collator: Any) -> dict[str, Any]:
+    def held_out(self, model: Any, samples: Any) -> dict[str, Any]:
         was_training, device = model.training, next(model.parameters()).device
         model.eval()
-        batches = list(DataLoader(samples, batch_size=self.args.batch_size, collate_fn=collator))
-        counts: dict[str, Any] = dict.fromkeys(("items", "tokens", "sequences"), 0)
-        for batch in batches:
-            tokens, sequences = tokens_and_sequences(batch)
-            counts["tokens"] += tokens
-            counts["sequences"] += sequences
-            if "labels" in batch:
-                labels = counted_labels(model, batch["labels"])
-                counts["items"] += labels.ne(-100).sum()
-        everything = {f"num_{name}_in_batch": count for name, count in counts.items()}
+        size = self.args.batch_size
+        batches = list(DataLoader(samples, batch_size=size, collate_fn=self.collator))
+        tokens, sequences = (
+            sum(each) for each in zip(*map(tokens_and_sequences, batches), strict=True)
+        )
+        labels = (counted_labels(model, batch["labels"]) for batch in batches if "labels" in batch)
+        everything = {
+            "num_items_in_batch": sum(each.ne(-100).sum() for each in labels),
+            "num_tokens_in_batch": tokens,
+            "num_sequences_in_batch": sequences,
+        }
         sums: dict[str, float] = {}
         for batch in batches:
             moved = {name: value.to(device) for name, value in batch.items()}
@@ -294,13 +262,8 @@ def make_student(
     config = copy.deepcopy(teacher.config)
     layers = config.num_hidden_layers
     count = args.student_layers or max(1, layers // 2)
-    args.check(
-        "student_layers",
-        count <= layers,
-        f"1 to {layers}, the layers of the teacher",
-        "Lower it.",
-        count,
-    )
+    expected = f"1 to {layers}, the layers of the teacher"
+    args.check("student_layers", count <= layers, expected, "Lower it.", count)
     config.num_hidden_layers = count
     groups = getattr(config, "num_hidden_groups", None)  # ALBERT's
     if groups is not None:
@@ -379,13 +342,8 @@ def change_vocabulary(
 def _change_width(args: DistillArguments, config: Any) -> None:
     width = args.student_hidden or config.hidden_size
     heads = args.student_heads or config.num_attention_heads
-    args.check(
-        "student_hidden",
-        width % heads == 0,
-        f"a multiple of the {heads} attention heads",
-        "Change it, or --student-heads.",
-        width,
-    )
+    fix, expected = "Change it, or --student-heads.", f"a multiple of the {heads} attention heads"
+    args.check("student_hidden", width % heads == 0, expected, fix, width)
     if getattr(config, "intermediate_size", None) is not None:
         config.intermediate_size = config.intermediate_size * width // config.hidden_size
     config.hidden_size, config.num_attention_heads = width, heads
@@ -426,15 +384,10 @@ def _class_for(args: DistillArguments, argument: str, config: Any) -> Any:
     family = config.model_type
     able = {"distilbert": (*_ENCODERS, *_DECODERS), "electra": ("electra",)}
     families = able.get(args.recipe, _ENCODERS)
-    args.check(
-        argument,
-        family in families,
-        f"a model of the family {' or '.join(families)} for the recipe {args.recipe}",
-        "Choose another checkpoint or recipe.",
-        f"{getattr(args, argument)}, of the family {family}",
-        DataError,
-    )
-    prefix = {"bert": "Bert", "roberta": "Roberta", "albert": "Albert", "electra": "Electra"}
+    expected = f"a model of the family {' or '.join(families)} for the recipe {args.recipe}"
+    got = f"{getattr(args, argument)}, of the family {family}"
+    fix = "Choose another checkpoint or recipe."
+    args.check(argument, family in families, expected, fix, got, DataError)
     if family in _DECODERS:
         return fastplm.models.GPT2LMHeadModel
     ending = "Model"
@@ -442,7 +395,7 @@ def _class_for(args: DistillArguments, argument: str, config: Any) -> Any:
         ending = "ForMaskedLM"
     elif args.recipe == "electra":
         ending = "ForPreTraining"
-    return getattr(fastplm.models, prefix[family] + ending)
+    return getattr(fastplm.models, family.capitalize() + ending)
 
 
 def _without_pooler(kind: Any) -> dict[str, bool]:
@@ -460,65 +413,49 @@ def _check_vocabulary(
     args: DistillArguments, argument: str, path: Any, teacher_tokenizer: Any
 ) -> None:
     theirs = load_tokenizer(path, ())
-    args.check(
-        argument,
-        theirs.get_vocab() == teacher_tokenizer.get_vocab(),
-        f"the vocabulary of the teacher, of {len(teacher_tokenizer):,} tokens",
-        "Choose a model with the same tokenizer; only multilingual distils into another one.",
-        f"{path}, with another one of {len(theirs):,} tokens",
-        DataError,
-    )
+    same = theirs.get_vocab() == teacher_tokenizer.get_vocab()
+    expected = f"the vocabulary of the teacher, of {len(teacher_tokenizer):,} tokens"
+    fix = "Choose a model with the same tokenizer; only multilingual distils into another one."
+    got = f"{path}, with another one of {len(theirs):,} tokens"
+    args.check(argument, same, expected, fix, got, DataError)
 
 
 def _check_pair(args: DistillArguments, student: Any, teacher: Any) -> None:
     """Check the positions of both, and the sizes that the recipe compares."""
     ours, theirs = student.config, teacher.config
+    (heads, layers, width), (their_heads, their_layers, their_width) = (
+        (each.num_attention_heads, each.num_hidden_layers, each.hidden_size)
+        for each in (ours, theirs)
+    )
+
+    def of_student(setting: str) -> str:
+        """The setting that the student's size comes from."""
+        return "student" if args.student is not None else setting
+
     for config in (ours, theirs):
         longest = most_positions(config)
-        args.check(
-            "block_size",
-            longest is None or args.block_size <= longest,
-            f"at most {longest}, the positions of student and teacher",
-            "Lower it.",
-        )
-    argument = "student" if args.student is not None else "student_heads"
+        expected = f"at most {longest}, the positions of student and teacher"
+        fits = longest is None or args.block_size <= longest
+        args.check("block_size", fits, expected, "Lower it.")
     if args.recipe in ("tinybert", "minilm"):
-        args.check(
-            argument,
-            ours.num_attention_heads == theirs.num_attention_heads,
-            f"{theirs.num_attention_heads}, as attention is compared head by head",
-            "Choose as many heads as the teacher has, or minilm-v2.",
-            f"{ours.num_attention_heads} attention heads",
-        )
+        expected = f"{their_heads}, as attention is compared head by head"
+        fix = "Choose as many heads as the teacher has, or minilm-v2."
+        got = f"{heads} attention heads"
+        args.check(of_student("student_heads"), heads == their_heads, expected, fix, got)
     if args.recipe == "tinybert":
-        args.check(
-            "student_layers" if args.student is None else "student",
-            ours.num_hidden_layers <= theirs.num_hidden_layers,
-            f"at most {theirs.num_hidden_layers}, the layers of the teacher",
-            "Choose a smaller student.",
-            f"{ours.num_hidden_layers} layers",
-        )
+        expected = f"at most {their_layers}, the layers of the teacher"
+        fix = "Choose a smaller student."
+        name, got = of_student("student_layers"), f"{layers} layers"
+        args.check(name, layers <= their_layers, expected, fix, got)
     if args.recipe == "multilingual":
-        args.check(
-            "student" if args.student is not None else "student_hidden",
-            ours.hidden_size == theirs.hidden_size,
-            f"{theirs.hidden_size}, the width of the teacher's vectors",
-            "Choose a student of the teacher's width.",
-            ours.hidden_size,
-        )
+        expected = f"{their_width}, the width of the teacher's vectors"
+        fix = "Choose a student of the teacher's width."
+        args.check(of_student("student_hidden"), width == their_width, expected, fix, width)
     if args.teacher_layer is not None:
-        args.check(
-            "teacher_layer",
-            args.teacher_layer <= theirs.num_hidden_layers,
-            f"1 to {theirs.num_hidden_layers}, the layers of the teacher",
-            "Lower it.",
-        )
+        expected, there = f"1 to {their_layers}, the layers of the teacher", args.teacher_layer
+        args.check("teacher_layer", there <= their_layers, expected, "Lower it.")
     if args.recipe == "minilm-v2":
-        heads = args.relation_heads or theirs.num_attention_heads
-        args.check(
-            "relation_heads",
-            ours.hidden_size % heads == 0 == theirs.hidden_size % heads,
-            f"a divisor of both widths, {ours.hidden_size} and {theirs.hidden_size}",
-            "Choose another number.",
-            heads,
-        )
+        parts = args.relation_heads or their_heads
+        expected = f"a divisor of both widths, {width} and {their_width}"
+        divides = width % parts == 0 == their_width % parts
+        args.check("relation_heads", divides, expected, "Choose another number.", parts)

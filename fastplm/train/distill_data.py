@@ -19,6 +19,8 @@ from fastplm.errors import DataError, check
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+#: The tokens of the sentences for the teacher and for the student, and of the translations.
+Stores = tuple[TokenStore, TokenStore, TokenStore]
 _WHERE = "distill"
 
 
@@ -54,10 +56,7 @@ class ParallelCollator(PlainCollator):
 
     def pad(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         def side(name: str) -> list[dict[str, Any]]:
-            return [
-                {"input_ids": sample[name], "sample_index": sample["sample_index"]}
-                for sample in samples
-            ]
+            return [{"input_ids": s[name], "sample_index": s["sample_index"]} for s in samples]
 
         teacher = self._teacher.pad(side("teacher"))
         return {
@@ -83,7 +82,7 @@ class ParallelText(Dataset):
 
     def __init__(
         self,
-        stores: tuple[TokenStore, TokenStore, TokenStore],
+        stores: Stores,
         ends: tuple[tuple[int, int], tuple[int, int]],
         block_size: int,
         first: int = 0,
@@ -122,27 +121,17 @@ def parallel_lines(
     Raises:
         DataError: the files do not belong together, or hold no pair.
     """
-    check(
-        len(corpus) == len(translation),
-        _WHERE,
-        "translation",
-        f"{len(translation)} files for {len(corpus)} of the corpus",
-        "as many files, in the same order",
-        "Name a translation for each file.",
-        DataError,
-    )
+    got = f"{len(translation)} files for {len(corpus)} of the corpus"
+    fix = "Name a translation for each file."
+    as_many, expected = len(corpus) == len(translation), "as many files, in the same order"
+    check(as_many, _WHERE, "translation", got, expected, fix, DataError)
     sides: tuple[list[str], list[str]] = ([], [])
     for pair in zip(corpus, translation, strict=True):
         lines = [[line.strip() for line in lines_of(Path(path))] for path in pair]
-        check(
-            len(lines[0]) == len(lines[1]),
-            _WHERE,
-            "translation",
-            f"{pair[1]}, a file of {len(lines[1]):,} lines",
-            f"{len(lines[0]):,}, one for each line of {pair[0]}",
-            "Give files that belong together.",
-            DataError,
-        )
+        got = f"{pair[1]}, a file of {len(lines[1]):,} lines"
+        expected = f"{len(lines[0]):,}, one for each line of {pair[0]}"
+        as_many, fix = len(lines[0]) == len(lines[1]), "Give files that belong together."
+        check(as_many, _WHERE, "translation", got, expected, fix, DataError)
         for all_of, own in zip(sides, lines, strict=True):
             all_of.extend(own)
     whole = [bool(source and target) for source, target in zip(*sides, strict=True)]
@@ -158,27 +147,18 @@ def parallel_stores(
     teacher_tokenizer: PreTrainedTokenizerBase,
     tokenizer: PreTrainedTokenizerBase,
     cache: str | Path,
-) -> tuple[TokenStore, TokenStore, TokenStore]:
+) -> Stores:
     """The tokens of the sentences for the teacher and for the student, and of the translations.
 
     Raises:
         DataError: a line has no token in one of the vocabularies.
     """
     source, translation = lines
-    stores = (
-        tokenize(source, teacher_tokenizer, cache),
-        tokenize(source, tokenizer, cache),
-        tokenize(translation, tokenizer, cache),
-    )
+    ours, translated = (tokenize(lines, tokenizer, cache) for lines in (source, translation))
+    stores = (tokenize(source, teacher_tokenizer, cache), ours, translated)
     for store in stores:
-        found = len(store.documents) - 1
-        check(
-            found == len(source),
-            _WHERE,
-            "corpus",
-            f"{len(source) - found:,} lines without any token in the vocabulary",
-            "words in each line of both sides",
-            "Remove these pairs of lines.",
-            DataError,
-        )
+        missing = len(source) - len(store.documents) + 1
+        got = f"{missing:,} lines without any token in the vocabulary"
+        expected, fix = "words in each line of both sides", "Remove these pairs of lines."
+        check(missing == 0, _WHERE, "corpus", got, expected, fix, DataError)
     return stores

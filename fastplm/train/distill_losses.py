@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+#: What a score is made of.
+Pair = tuple[Tensor, Tensor]
 #: The scores [sequences, H, T, T] that are held at once.
 _SCORES_AT_ONCE = 1 << 22
 
@@ -57,10 +59,7 @@ def detection_divergence(
 
 
 def relation_divergence(
-    student: tuple[Tensor, Tensor],
-    teacher: tuple[Tensor, Tensor],
-    heads: int,
-    mask: Tensor | None = None,
+    student: Pair, teacher: Pair, heads: int, mask: Tensor | None = None
 ) -> Tensor:
     """``sum over tokens, mean over heads of KL(relation of the teacher || of the student)``.
 
@@ -82,12 +81,7 @@ def relation_divergence(
     return _Scores.apply(*student, *teacher, mask, heads, _relation_rows)
 
 
-def score_distance(
-    student: tuple[Tensor, Tensor],
-    teacher: tuple[Tensor, Tensor],
-    heads: int,
-    mask: Tensor | None = None,
-) -> Tensor:
+def score_distance(student: Pair, teacher: Pair, heads: int, mask: Tensor | None = None) -> Tensor:
     """``sum over tokens, mean over heads and keys of (score of the student - of the teacher)^2``.
 
     A score is ``A B^T / sqrt(d)``, before the softmax; the rest is as in ``relation_divergence``.
@@ -149,10 +143,8 @@ class _Scores(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         saved = ctx.saved_tensors or (None, None)
-        return (
-            *(None if each is None else grad.to(each.dtype) * each for each in saved),
-            *[None] * 5,
-        )
+        grads = (None if each is None else grad.to(each.dtype) * each for each in saved)
+        return *grads, *[None] * 5
 
 
 def _heads(values: Tensor, heads: int) -> Tensor:

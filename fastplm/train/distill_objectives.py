@@ -35,6 +35,9 @@ from fastplm.train.trainer import DETECTION_COUNTS
 if TYPE_CHECKING:
     from fastplm.train.distill_settings import DistillArguments
 
+#: Losses by name, each with its weight.
+Parts = Mapping[str, tuple[float | None, Tensor]]
+
 
 class Distillation(PreTrainedModel):
     """Base of the recipes: a student, what is trained beside it, and the teacher.
@@ -110,18 +113,11 @@ class Distillation(PreTrainedModel):
         Returns:
             ``loss`` and parts that end with ``_loss``, fp32 [].
         """
+        inputs = (input_ids, attention_mask, labels, masked_positions, sample_index)
+        teachers = (teacher_input_ids, teacher_attention_mask)
         counts = (num_items_in_batch, num_tokens_in_batch, num_sequences_in_batch)
-        batch = Batch(
-            input_ids,
-            attention_mask,
-            labels,
-            masked_positions,
-            sample_index,
-            teacher_input_ids,
-            teacher_attention_mask,
-            *(as_normalizer(count, input_ids.device) for count in counts),
-        )
-        return self.losses(batch)
+        normalizers = (as_normalizer(count, input_ids.device) for count in counts)
+        return self.losses(Batch(*inputs, *teachers, *normalizers))
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         """What ``forward`` returns."""
@@ -157,7 +153,7 @@ def constant(owner: nn.Module, **models: nn.Module) -> None:
         owner.__dict__[name] = model.eval().requires_grad_(False)
 
 
-def weighted(parts: Mapping[str, tuple[float | None, Tensor]]) -> dict[str, Tensor]:
+def weighted(parts: Parts) -> dict[str, Tensor]:
     """The sum of losses by their weights, and the losses."""
     total = sum(weight * value for weight, value in parts.values() if weight)
     return {"loss": total, **{name: value for name, (_, value) in parts.items()}}  # type: ignore
@@ -185,10 +181,8 @@ class VocabularyDistillation(Distillation):
         causal = shifts_labels(self.student)
         labels: Any = shifted(batch.labels) if causal else batch.labels
         positions, targets = labels_at("distill", labels, labels.shape, batch.masked_positions)
-        inputs: dict[str, Any] = {
-            "attention_mask": batch.attention_mask,
-            "sample_index": batch.sample_index,
-        }
+        inputs: dict[str, Any] = {"attention_mask": batch.attention_mask}
+        inputs["sample_index"] = batch.sample_index
         if causal:
             inputs["use_cache"] = False
             inputs["extra_rows"] = labels != IGNORE_INDEX
@@ -234,11 +228,8 @@ class VocabularyDistillation(Distillation):
                 normalizer=batch.items,
                 expected_targets=chosen.shape[0],
             )
-            result = {
-                "loss": vocabulary.loss,
-                name: vocabulary.cross_entropy,
-                "soft_loss": vocabulary.distillation,
-            }
+            parts = {name: vocabulary.cross_entropy, "soft_loss": vocabulary.distillation}
+            result = {"loss": vocabulary.loss, **parts}
         else:
             hard = vocabulary_loss(chosen, decoder, targets, batch.items, dense=True)
             result = weighted({name: (args.hard_weight, hard)})
@@ -268,9 +259,7 @@ class LayerDistillation(Distillation):
         """The layers of student and teacher that are read, counted from 0."""
         raise NotImplementedError
 
-    def parts(
-        self, student: LayerOutputs, teacher: LayerOutputs, mask: Tensor | None
-    ) -> dict[str, tuple[float | None, Tensor]]:
+    def parts(self, student: LayerOutputs, teacher: LayerOutputs, mask: Tensor | None) -> Parts:
         """(weight, sum over tokens) of each loss."""
         raise NotImplementedError
 
@@ -302,11 +291,7 @@ class LayerOutputs:
 
 
 def layer_outputs(
-    model: Any,
-    chosen: Sequence[int],
-    batch: Batch,
-    ragged: RaggedBatch | None,
-    hidden_states: bool,
+    model: Any, chosen: Sequence[int], batch: Batch, ragged: RaggedBatch | None, hidden_states: bool
 ) -> LayerOutputs:
     """Run an encoder without its head, and keep what hooks see of some of its layers.
 
@@ -374,21 +359,16 @@ class TinyBert(LayerDistillation):
         ours, theirs = len(layers_of(self.student)), len(layers_of(self.teacher))
         return range(ours), uniform_layers(ours, theirs)
 
-    def parts(
-        self, student: LayerOutputs, teacher: LayerOutputs, mask: Tensor | None
-    ) -> dict[str, tuple[float | None, Tensor]]:
+    def parts(self, student: LayerOutputs, teacher: LayerOutputs, mask: Tensor | None) -> Parts:
         heads = self.student.config.num_attention_heads
         pairs = zip(student.projected, teacher.projected, strict=True)
         attention = [score_distance(ours[:2], theirs[:2], heads, mask) for ours, theirs in pairs]
         first, *states = student.hidden_states
         expected = [teacher.hidden_states[index + 1] for index in self.chosen()[1]]
-        hidden = [
-            squared_distance(self.projection(ours), theirs, mask)
-            for ours, theirs in zip(states, expected, strict=True)
-        ]
-        embedded = squared_distance(
-            self.embedding_projection(first), teacher.hidden_states[0], mask
-        )
+        pairs_of_states = zip(map(self.projection, states), expected, strict=True)
+        hidden = [squared_distance(ours, theirs, mask) for ours, theirs in pairs_of_states]
+        first = self.embedding_projection(first)
+        embedded = squared_distance(first, teacher.hidden_states[0], mask)
         args = self.settings
         return {
             "attention_loss": (args.attention_weight, torch.stack(attention).sum()),
@@ -413,20 +393,13 @@ class MiniLM(LayerDistillation):
         layer = self.settings.teacher_layer or len(layers_of(self.teacher))
         return [len(layers_of(self.student)) - 1], [layer - 1]
 
-    def parts(
-        self, student: LayerOutputs, teacher: LayerOutputs, mask: Tensor | None
-    ) -> dict[str, tuple[float | None, Tensor]]:
+    def parts(self, student: LayerOutputs, teacher: LayerOutputs, mask: Tensor | None) -> Parts:
         (query, key, value), (*theirs, their_value) = student.projected[0], teacher.projected[0]
         heads = self.student.config.num_attention_heads
         values = relation_divergence((value, value), (their_value, their_value), heads, mask)
         weight = self.settings.attention_weight
-        return {
-            "attention_loss": (
-                weight,
-                relation_divergence((query, key), (theirs[0], theirs[1]), heads, mask),
-            ),
-            "value_relation_loss": (weight, values),
-        }
+        attention = relation_divergence((query, key), (theirs[0], theirs[1]), heads, mask)
+        return {"attention_loss": (weight, attention), "value_relation_loss": (weight, values)}
 
 
 class MiniLMv2(MiniLM):
@@ -435,21 +408,17 @@ class MiniLMv2(MiniLM):
     Source: Wang et al. 2021 (arXiv 2012.15828), §3.
     """
 
-    def parts(
-        self, student: LayerOutputs, teacher: LayerOutputs, mask: Tensor | None
-    ) -> dict[str, tuple[float | None, Tensor]]:
+    def parts(self, student: LayerOutputs, teacher: LayerOutputs, mask: Tensor | None) -> Parts:
         heads = self.settings.relation_heads or self.teacher.config.num_attention_heads
         weight: Any = self.settings.attention_weight
         triples = zip(
-            ("query", "key", "value"), student.projected[0], teacher.projected[0], strict=True
+            "query key value".split(), student.projected[0], teacher.projected[0], strict=True
         )
-        return {
-            f"{name}_relation_loss": (
-                weight / 3,
-                relation_divergence((ours, ours), (theirs, theirs), heads, mask),
-            )
-            for name, ours, theirs in triples
+        losses = {
+            f"{name}_relation_loss": relation_divergence((a, a), (b, b), heads, mask)
+            for name, a, b in triples
         }
+        return {name: (weight / 3, loss) for name, loss in losses.items()}
 
 
 def uniform_layers(count: int, of: int) -> list[int]:
@@ -511,12 +480,8 @@ class DetectionDistillation(Distillation):
             hook.remove()
         hidden = seen[0].last_hidden_state
         with torch.no_grad():
-            expected = self.teacher.base_model(
-                found.replaced_ids,
-                attention_mask=batch.attention_mask,
-                unpad=False,
-                return_dict=True,
-            ).last_hidden_state
+            inputs = {"attention_mask": batch.attention_mask, "unpad": False, "return_dict": True}
+            expected = self.teacher.base_model(found.replaced_ids, **inputs).last_hidden_state
             teacher_logits = self.teacher.logits(self.teacher.features(expected))
         logits = self.student.logits(self.student.features(hidden))
         args = self.settings
@@ -560,12 +525,8 @@ class SentenceDistillation(Distillation):
             )
         source, translated = vectors.chunk(2)
         sides = {"source_loss": source, "translation_loss": translated}
-        return weighted(
-            {
-                name: (1.0, squared_distance(side, expected) / batch.sequences)
-                for name, side in sides.items()
-            }
-        )
+        apart = {name: squared_distance(side, expected) for name, side in sides.items()}
+        return weighted({name: (1.0, loss / batch.sequences) for name, loss in apart.items()})
 
 
 def sentence_vectors(

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastplm.run.settings import POSITIVE, WEIGHT, WIDTH, Rule, Settings, common, setting, whole
+from fastplm.run.settings import (
+    POSITIVE,
+    WEIGHT,
+    WIDTH,
+    Rule,
+    Settings,
+    apart,
+    common,
+    setting,
+    whole,
+)
 
 
 @dataclass(frozen=True)
@@ -51,10 +61,6 @@ def _weight(what: str) -> Any:
     }
     help = f"weight of {described[what]} (default: the published one: {usual})"
     return setting(help, None, number=WEIGHT)
-
-
-def _unless_student(name: str) -> Callable[[Any], bool]:
-    return lambda args: args.student is None or getattr(args, name) is None
 
 
 @dataclass
@@ -139,9 +145,7 @@ class DistillArguments(Settings):
         choices=POOLINGS,
     )
     generator: str | Path | None = setting(
-        "electra: folder of the generator that replaces tokens; it is not trained",
-        None,
-        path="DIR",
+        "electra: folder of the generator that replaces tokens; it is not trained", None, path="DIR"
     )
     temperature: float = setting(
         "distilbert, electra: divides the logits of both models before the divergence",
@@ -208,7 +212,7 @@ class DistillArguments(Settings):
             fix="Give --generator, such as OUT/generator of a pre-training.",
         ),
         *(
-            Rule(name, _unless_student(name), "no value beside --student", "student")
+            apart(name, "student", "no value beside --student")
             for name in ("student_hidden", "student_heads", "tokenizer", "vocab_size")
         ),
         Rule(
@@ -237,24 +241,17 @@ class DistillArguments(Settings):
         if self.translation is not None:
             self.translation = [str(path) for path in self.translation]
         for name, recipes in self.recipes_of.items():
-            self.check(
-                name,
-                self.recipe in recipes or self.usual(name),
-                f"the recipe {' or '.join(recipes)}",
-                "Leave the option out.",
-                f"{getattr(self, name)} with the recipe {self.recipe}",
-            )
+            able = self.recipe in recipes or self.usual(name)
+            expected = f"the recipe {' or '.join(recipes)}"
+            got = f"{getattr(self, name)} with the recipe {self.recipe}"
+            self.check(name, able, expected, "Leave the option out.", got)
         recipe = RECIPES[self.recipe]
         for name in WEIGHTS:
             if getattr(self, name) is None:
                 setattr(self, name, recipe.weights.get(name))
-        self.check(
-            next(iter(recipe.weights), "recipe"),
-            not recipe.weights or any(getattr(self, name) for name in recipe.weights),
-            "one weight above 0",
-            "Leave one of them out.",
-            "0, as all of them are",
-        )
+        able = not recipe.weights or any(getattr(self, name) for name in recipe.weights)
+        name, fix = next(iter(recipe.weights), "recipe"), "Leave one of them out."
+        self.check(name, able, "one weight above 0", fix, "0, as all of them are")
         self.lr = self.lr or recipe.learning_rate
         self.usual_warmup = self.warmup is None
         if self.warmup is None:

@@ -52,14 +52,9 @@ def _dry_run(args: PretrainArguments, folder: Path) -> dict[str, Any]:
     from fastplm.train.pretrain_data import objective_of, open_corpus
 
     text, letters = _beginning(open_corpus(args.corpus))
-    rehearsed = replace(
-        args,
-        dry_run=False,
-        out=folder / "out",
-        cache=folder / "cache",
-        steps=max(args.steps, _STEPS),
-        save_every=1 << 40,
-    )
+    changes: dict[str, Any] = {"steps": max(args.steps, _STEPS), "save_every": 1 << 40}
+    changes |= {"dry_run": False, "out": folder / "out", "cache": folder / "cache"}
+    rehearsed = replace(args, **changes)
     # The stages of a training have equal shares of its steps, and a time each.
     rehearsals = [
         pretrain.rehearse(rehearsed, text, patience=_PATIENCE, second_stage=second)
@@ -127,12 +122,9 @@ def _beginning(documents: Iterable[str]) -> tuple[list[str], int]:
 def _memory(trainer: Any) -> dict[str, int]:
     """The bytes of tensors: what stays, and the most that a micro-batch needs beyond it."""
     weights = sum(weight.numel() * weight.element_size() for weight in trainer.model.parameters())
-    state = sum(
-        value.numel() * value.element_size()
-        for of_weight in trainer.optimizer.state.values()
-        for value in of_weight.values()
-        if isinstance(value, torch.Tensor)
-    )
+    states = (value for each in trainer.optimizer.state.values() for value in each.values())
+    tensors = (value for value in states if isinstance(value, torch.Tensor))
+    state = sum(value.numel() * value.element_size() for value in tensors)
     trainer.optimizer.zero_grad(set_to_none=True)
     batches = iter(trainer.get_train_dataloader())
     (batch,), labels = trainer.get_batch_samples(batches, 1, trainer.args.device)

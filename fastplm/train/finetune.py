@@ -11,18 +11,17 @@ import shutil
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from fastplm.data._folder import MANIFEST, damage, say, seal, write_json
+from fastplm.data._folder import MANIFEST, damage, first_process, say, seal, write_json
 from fastplm.data.examples import read_examples, subset
 from fastplm.errors import DataError, DivergenceError
 from fastplm.models._base import FastplmModel
-from fastplm.run.begin import begin, check_ranks, describe, started
 from fastplm.run.folder import (
     check_same,
     checkpoints,
@@ -33,9 +32,9 @@ from fastplm.run.folder import (
     write_hashed,
     writing,
 )
-from fastplm.run.interrupt import saved_when_stopped
 from fastplm.run.report import block, counted, curve, settings_of, versions
-from fastplm.run.trainer import RunTrainer, reporting, training_arguments
+from fastplm.run.runner import Run
+from fastplm.run.trainer import RunTrainer, trained, training_arguments
 from fastplm.train.finetune_data import hold_out, shown_counts
 from fastplm.train.finetune_models import (
     build_model,
@@ -46,17 +45,13 @@ from fastplm.train.finetune_models import (
 )
 from fastplm.train.finetune_seq2seq import Seq2Seq, TwoSteps
 from fastplm.train.finetune_settings import FinetuneArguments
-from fastplm.train.finetune_tasks import TASKS, Feature, Task, feature_length, predict
+from fastplm.train.finetune_tasks import TASKS, Collator, Feature, Task, feature_length, predict
 from fastplm.train.frozen import Frozen, Kept
 from fastplm.train.optimizer import Adafactor
 
 _KINDS: dict[str, type[Task]] = {**TASKS, "seq2seq": Seq2Seq}
 _HELD_OUT = 0.1
 _CONFIDENCE = 0.95
-# Settings that may differ when a run is resumed; more seeds are further runs.
-_FREE_ON_RESUME = {
-    *("resume", "overwrite", "out", "save_every", "log_every", "seeds", "threads", "report_to"),
-}
 
 
 def finetune(
@@ -79,147 +74,157 @@ def finetune(
     Raises:
         FastplmError: a file, the model, the output folder or a setting is wrong.
     """
-    from accelerate import PartialState
-
-    processes = PartialState(cpu=not torch.cuda.is_available())
-    with started(args) as (before, make_room):
-        return _finetune(args, Path(args.out), before, make_room, processes, print_fn)
+    return Finetuning(args, print_fn).run()
 
 
-def _finetune(
-    args: FinetuneArguments,
-    out: Path,
-    before: dict[str, Any] | None,
-    make_room: Callable[[], None],
-    processes: Any,
-    print_fn: Callable[[str], object],
-) -> dict[str, Any]:
-    parts = [(out / name, each, prepare_task(each)) for name, each in args.curve()]
-    task = parts[-1][2]
-    run = _record(args, task)
-    if before is not None:
-        for name in ("steps", "epochs"):
-            args.check(
-                name,
-                run[name] == before[name],
-                f"{before[name]}, as in the run that is resumed: its learning rate falls to 0 over "
-                "these steps, and a mean is taken over seeds of one schedule",
-                "Train longer in another --out, or with --overwrite.",
-                run[name],
-            )
-        check_same("finetune", {name: run[name] for name in run if name != "examples"}, before)
-        args.check(
-            "data",
-            run["examples"] == before["examples"],
-            "the examples of the run that is resumed",
-            "Give the same file, or another --out.",
-            f"{' and '.join(map(str, filter(None, (args.data, args.eval_data))))}, whose examples "
-            f"have changed since ({len(task.train)} and {len(task.test)} now)",
-        )
-    trains = [FeatureDataset(task.features(task.train)[0]) for _, _, task in parts]
-    for (folder, each, _), train in zip(parts, trains, strict=True):
-        # Now, as its errors would otherwise come after the first model was built.
-        _training_arguments(each, len(train), args.seed, folder)
-    ready: dict[Path, PreTrainedModel] = {}
-    if before is None:  # so is the first model, before what the folder holds is moved
-        folder, each, first_task = parts[0]
-        model = build_model(each, first_task, args.seed, trains[0].kept)
-        ready[folder / f"seed-{args.seed}"] = model
-    check_ranks(args)
-    if processes.is_main_process:
-        text = _announcement(args, task, trains[-1], processes)
-        begin(args, run, text, processes.device, make_room)
-    processes.wait_for_everyone()  # till what the folder held is moved
-    trained: list[int] = []
-    points = [
-        _train_seeds(each, task, train, folder, processes, print_fn, trained, ready)
-        for (folder, each, task), train in zip(parts, trains, strict=True)
-    ]
-    metrics = {
-        "arguments": settings_of(args),
-        "versions": versions(),
-        "device": str(processes.device),
-        "eval_examples": len(task.test),
-        "chance": task.chance(),
-        "most_frequent_label": task.baseline(),
-        **points[-1],
-    }
-    if len(points) > 1:
-        metrics["curve"] = points
-    before_this = read_hashed(out / "metrics.json")
-    if not trained and before_this is not None and before_this["seeds"] == metrics["seeds"]:
-        say(f"The run in {out} is finished, all its seeds: nothing was changed.")
-        return before_this
-    processes.wait_for_everyone()
-    if processes.is_main_process:
-        with writing("finetune", out):
-            write_hashed(out / "metrics.json", metrics)
-    return metrics
+class Point(NamedTuple):
+    """A fine-tuning with one number of examples."""
+
+    folder: Path
+    args: FinetuneArguments
+    task: Task
 
 
-def _train_seeds(
-    args: FinetuneArguments,
-    task: Task,
-    train: FeatureDataset,
-    out: Path,
-    processes: Any,
-    print_fn: Callable[[str], object],
-    trained: list[int],
-    ready: dict[Path, PreTrainedModel],
-) -> dict[str, Any]:
-    """Train all seeds on one set of examples, or read their results; adds those to ``trained``.
+class Finetuning(Run):
+    """A run of ``fastplm finetune``: a training for each seed and number of examples.
 
-    ``ready`` has the models that were built already, by the folders of their seeds.
+    Attributes:
+        processes: those of torchrun.
+        points: the numbers of examples; the last one's is that of ``task``.
+        trains: the examples to train on of each.
+        ready: the models that were built already, by the folders of their seeds.
+        trained: the seeds that this call has trained.
     """
-    results = []
-    for seed in range(args.seed, args.seed + args.seeds):
-        result = _finished(out / f"seed-{seed}", processes)
-        if result is None:
-            trained.append(seed)
-            try:
-                folder = out / f"seed-{seed}"
-                model = ready.pop(folder, None)
-                result = _run(args, task, train, seed, folder, processes.is_main_process, model)
-            except DivergenceError as error:
-                raise DivergenceError(f"{error} This was seed {seed} in {out}.") from error
-            processes.wait_for_everyone()
-        results.append(result)
-        scores = "  ".join(f"{name} {result['scores'][name]:.4f}" for name in task.metrics)
-        scores += f"  loss {result['loss']:.4f}  {result['train_seconds']:.1f} s"
-        what = "" if out == Path(args.out) else f"{len(task.train)} examples, "
-        print_fn(f"{what}seed {seed}: {scores}")
-        say(task.warning(result.get("most_frequent_prediction")))
-    return {
-        "train_examples": len(task.train),
-        "train_features": len(train),
-        "seeds": results,
-        "scores": {
-            name: interval([result["scores"][name] for result in results]) for name in task.metrics
-        },
-    }
 
+    #: More seeds are further runs.
+    free = frozenset("resume overwrite out save_every log_every seeds threads report_to".split())
+    args: FinetuneArguments
 
-def _announcement(
-    args: FinetuneArguments, task: Task, train: FeatureDataset, processes: Any
-) -> str:
-    held_out = "" if args.eval_data is not None else ", held out of the same file"
-    threads = f", {torch.get_num_threads()} threads" if processes.device.type == "cpu" else ""
-    counts, to_judge = task.label_counts(task.train), task.label_counts(task.test)
-    labels = {}
-    if counts is not None and to_judge is not None:
-        labels["labels"] = f"{shown_counts(counts)}; to judge by: {shown_counts(to_judge)}"
-    shown = block(
-        {
-            "data": f"{args.data}: {len(task.train):,} examples ({len(train):,} features) to train "
-            f"on, {len(task.test):,} to judge by{held_out}",
-            **labels,
+    def __init__(self, args: FinetuneArguments, print_fn: Callable[[str], object]) -> None:
+        from accelerate import PartialState
+
+        super().__init__(args)
+        self.print_fn = print_fn
+        self.processes: Any = PartialState(cpu=not torch.cuda.is_available())
+        self.device = self.processes.device
+        self.ready: dict[Path, PreTrainedModel] = {}
+        self.trained: list[int] = []
+
+    def prepare(self) -> None:
+        curve = self.args.curve()
+        self.points = [Point(self.out / name, each, prepare_task(each)) for name, each in curve]
+        self.task = self.points[-1].task
+
+    def facts(self) -> dict[str, Any]:
+        args, task = self.args, self.task
+        found: dict[str, Any] = {"processes": int(os.environ.get("WORLD_SIZE", "1"))}
+        if args.learning_rate is None:
+            found["learning_rate"] = usual_learning_rate(args, read_config(args))
+        digest = hashlib.sha256()
+        for example in (*task.train, *task.test):
+            digest.update(repr((example.texts, example.target)).encode())
+        return {**found, "examples": digest.hexdigest()}
+
+    def compare(self, before: dict[str, Any]) -> None:
+        args, task, record = self.args, self.task, self.record
+        for name in ("steps", "epochs"):
+            expected = (
+                f"{before[name]}, as in the run that is resumed: its learning rate falls to 0 over "
+                "these steps, and a mean is taken over seeds of one schedule"
+            )
+            fix = "Train longer in another --out, or with --overwrite."
+            args.check(name, record[name] == before[name], expected, fix, record[name])
+        check_same("finetune", {n: record[n] for n in record if n != "examples"}, before)
+        files = " and ".join(map(str, filter(None, (args.data, args.eval_data))))
+        now = f"{len(task.train)} and {len(task.test)} now"
+        got = f"{files}, whose examples have changed since ({now})"
+        same = record["examples"] == before["examples"]
+        fix = "Give the same file, or another --out."
+        args.check("data", same, "the examples of the run that is resumed", fix, got)
+
+    def build(self) -> None:
+        self.trains = [FeatureDataset(task.features(task.train)[0]) for _, _, task in self.points]
+        for (folder, each, _), train in zip(self.points, self.trains, strict=True):
+            # Now, as its errors would otherwise come after the first model was built.
+            _training_arguments(each, len(train), self.args.seed, folder)
+        if self.before is None:  # so is the first model, before what the folder holds is moved
+            (folder, each, task), seed = self.points[0], self.args.seed
+            model = build_model(each, task, seed, self.trains[0].kept)
+            self.ready[folder / f"seed-{seed}"] = model
+
+    def train(self) -> dict[str, Any]:
+        self.processes.wait_for_everyone()  # till what the folder held is moved
+        points = [
+            self._train_seeds(point, train)
+            for point, train in zip(self.points, self.trains, strict=True)
+        ]
+        metrics = {
+            "arguments": settings_of(self.args),
+            "versions": versions(),
+            "device": str(self.device),
+            "eval_examples": len(self.task.test),
+            "chance": self.task.chance(),
+            "most_frequent_label": self.task.baseline(),
+            **points[-1],
+        }
+        if len(points) > 1:
+            metrics["curve"] = points
+        written = read_hashed(self.out / "metrics.json")
+        if not self.trained and written is not None and written["seeds"] == metrics["seeds"]:
+            say(f"The run in {self.out} is finished, all its seeds: nothing was changed.")
+            return written
+        self.processes.wait_for_everyone()
+        if self.processes.is_main_process:
+            with writing("finetune", self.out):
+                write_hashed(self.out / "metrics.json", metrics)
+        return metrics
+
+    def _train_seeds(self, point: Point, train: FeatureDataset) -> dict[str, Any]:
+        """Train all seeds on one set of examples, or read their results."""
+        out, args, task = point
+        results = []
+        for seed in range(args.seed, args.seed + args.seeds):
+            folder = out / f"seed-{seed}"
+            result = _finished(folder, self.processes)
+            if result is None:
+                self.trained.append(seed)
+                try:
+                    result = _run(args, task, train, seed, folder, self.ready.pop(folder, None))
+                except DivergenceError as error:
+                    raise DivergenceError(f"{error} This was seed {seed} in {out}.") from error
+                self.processes.wait_for_everyone()
+            results.append(result)
+            scores = "  ".join(f"{name} {result['scores'][name]:.4f}" for name in task.metrics)
+            scores += f"  loss {result['loss']:.4f}  {result['train_seconds']:.1f} s"
+            what = "" if out == self.out else f"{len(task.train)} examples, "
+            self.print_fn(f"{what}seed {seed}: {scores}")
+            say(task.warning(result.get("most_frequent_prediction")))
+        scores_of = {name: [result["scores"][name] for result in results] for name in task.metrics}
+        return {
+            "train_examples": len(task.train),
+            "train_features": len(train),
+            "seeds": results,
+            "scores": {name: interval(values) for name, values in scores_of.items()},
+        }
+
+    def announcement(self) -> str:
+        args, task, device = self.args, self.task, self.device
+        held_out = "" if args.eval_data is not None else ", held out of the same file"
+        threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+        counts, to_judge = task.label_counts(task.train), task.label_counts(task.test)
+        rows = {
+            "data": f"{args.data}: {len(task.train):,} examples ({len(self.trains[-1]):,} features)"
+            f" to train on, {len(task.test):,} to judge by{held_out}"
+        }
+        if counts is not None and to_judge is not None:
+            rows["labels"] = f"{shown_counts(counts)}; to judge by: {shown_counts(to_judge)}"
+        rows |= {
             "model": f"{_source(args)}, with the classes of {args.library}",
             "precision": "bf16, as --bf16 says" if args.bf16 else "fp32, as --bf16 was not given",
-            "device": f"{processes.device}{threads}",
+            "device": f"{device}{threads}",
             "results": f"{args.out}, {counted(args.seeds, 'seed')}",
         }
-    )
-    return "\n".join([shown, *task.doubts()])
+        return "\n".join([block(rows), *task.doubts()])
 
 
 def _source(args: FinetuneArguments) -> str:
@@ -330,14 +335,10 @@ def prepare_task(args: FinetuneArguments) -> Task:
         test = read_examples(args.task, args.eval_data, *columns, targets=args.eval_targets)
         known = train
     if args.task in ("choice", "regression"):
-        args.check(
-            "eval_data",
-            len(train[0].texts) == len(test[0].texts),
-            f"{len(train[0].texts)}, as in the training data",
-            "Give data of one kind.",
-            f"{len(test[0].texts)} texts an example, the choices among them",
-            DataError,
-        )
+        ours, theirs = len(train[0].texts), len(test[0].texts)
+        expected, fix = f"{ours}, as in the training data", "Give data of one kind."
+        got = f"{theirs} texts an example, the choices among them"
+        args.check("eval_data", ours == theirs, expected, fix, got, DataError)
     assert not isinstance(args.max_samples, list), "see FinetuneArguments.curve"
     train, test = subset(train, args.max_samples), subset(test, args.max_eval_samples)
     length = longest(args, kind.max_length, config, tokenizer)
@@ -352,13 +353,9 @@ def _check_other_files(args: FinetuneArguments) -> None:
             same = None not in paths and os.path.samefile(*paths)
         except (OSError, ValueError):
             continue  # what is wrong with the path is said when it is read
-        args.check(
-            name,
-            not same,
-            "a file of examples that the model is not trained on",
-            "Give another file, or leave it out: a tenth of --data is then held out.",
-            f"{paths[0]}, the file of --{other}",
-        )
+        expected = "a file of examples that the model is not trained on"
+        fix = "Give another file, or leave it out: a tenth of --data is then held out."
+        args.check(name, not same, expected, fix, f"{paths[0]}, the file of --{other}")
 
 
 class FeatureDataset(Dataset):
@@ -387,7 +384,6 @@ class FinetuningTrainer(RunTrainer):
     """
 
     where = "finetune"
-    _tokens = 0
     task: Task
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -398,14 +394,11 @@ class FinetuningTrainer(RunTrainer):
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Any:
         return _LengthSampler(self)
 
-    def get_batch_samples(
-        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
-    ) -> Any:
-        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._tokens += sum(int(batch["attention_mask"].sum()) for batch in batches)
+    def count(self, batches: list[dict[str, Any]]) -> int:
+        tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
         if self.task.args.task == "seq2seq":
-            self._tokens += sum(int((batch["labels"] != -100).sum()) for batch in batches)
-        return batches, num_items
+            tokens += sum(int((batch["labels"] != -100).sum()) for batch in batches)
+        return tokens
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Score the model as it is, log and print that; the training continues as if it had not."""
@@ -416,10 +409,6 @@ class FinetuningTrainer(RunTrainer):
         shown = "  ".join(f"{name} {value:.4f}" for name, value in scores.items())
         say(f"step {self.state.global_step}/{self.state.max_steps}  {shown}")
         return scores
-
-    def window_tokens(self) -> float:
-        tokens, self._tokens = self._tokens, 0
-        return tokens
 
 
 class _ScoreEvery(TrainerCallback):
@@ -462,17 +451,13 @@ def make_trainer(
     settings = _training_arguments(args, len(features), seed, out)
     if args.learning_rate is None:
         settings.learning_rate = usual_learning_rate(args, model.config)
-    collator = task.collator()
-    if args.task == "qa" and args.library == "fastplm":
-        collator = _ExcludingPadding(collator)
     ours = args.library == "fastplm" and isinstance(model, FastplmModel)
-    collator = _Numbered(collator, takes_index=ours)
     adafactor = (Adafactor, {"lr": settings.learning_rate})
     trainer = FinetuningTrainer(
         model=model,
         args=settings,
         train_dataset=features,
-        data_collator=collator,
+        data_collator=_numbered(task.collator(), takes_index=ours),
         processing_class=task.tokenizer,
         optimizer_cls_and_kwargs=adafactor if args.optimizer == "adafactor" else None,
     )
@@ -485,34 +470,22 @@ def make_trainer(
     return trainer
 
 
-class _Numbered:
+def _numbered(collator: Collator, *, takes_index: bool) -> Collator:
     """Batches of numbered features, of whose numbers a model of ours draws its dropout.
 
     ``sample_index`` is int64 [B], or [B, C] where an example is C sequences.
     """
 
-    def __init__(self, collator: Any, *, takes_index: bool) -> None:
-        self.collator = collator
-        self.takes_index = takes_index
-
-    def __call__(self, features: list[Feature]) -> Any:
+    def collate(features: list[Feature]) -> Any:
         index = [feature.pop("sample_index", None) for feature in features]
-        batch = self.collator(features)
-        if self.takes_index and None not in index:
+        batch = collator(features)
+        if takes_index and None not in index:
             of_each = batch["input_ids"].shape[1:-1].numel()
             numbers = torch.tensor(index)[:, None] * of_each + torch.arange(of_each)
             batch["sample_index"] = numbers.view(batch["input_ids"].shape[:-1])
         return batch
 
-
-class _ExcludingPadding:
-    """Batches of questions that tell our models to leave padding out of the softmax, too."""
-
-    def __init__(self, collator: Any) -> None:
-        self.collator = collator
-
-    def __call__(self, features: list[Feature]) -> Any:
-        return {**self.collator(features), "exclude_padding": True}
+    return collate
 
 
 def _run(
@@ -521,7 +494,6 @@ def _run(
     features: FeatureDataset,
     seed: int,
     out: Path,
-    first: bool,
     model: PreTrainedModel | None,
 ) -> dict[str, Any]:
     checkpoint = last_checkpoint(out, say)
@@ -532,10 +504,7 @@ def _run(
     trainer = make_trainer(args, task, model, features, seed, out)
     if args.freeze:
         _compute_once(trainer, model.frozen, features)
-    done = 0 if checkpoint is None else int(checkpoint.name.removeprefix("checkpoint-"))
-    with reporting(trainer, args.report_to, out, done):
-        with saved_when_stopped(trainer):
-            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    with trained(trainer, checkpoint, args.report_to):
         scores, predictions = task.evaluate(trainer)
         history = curve(trainer.state.log_history)
         by_step = scores_by_step(trainer, task.metrics[0])
@@ -554,7 +523,7 @@ def _run(
         "history": history,
         "scores_by_step": by_step,
     }
-    if first:
+    if first_process():
         with writing("finetune", out):
             save_models(out, {"model": model}, task.tokenizers)
             _write_predictions(out / "predictions.json", args, task.records(predictions))
@@ -567,11 +536,8 @@ def _run(
 
 def scores_by_step(trainer: Trainer, metric: str) -> list[dict[str, float]]:
     """The scores that a trainer has logged, each with its step."""
-    return [
-        {name.removeprefix("eval_"): value for name, value in entry.items() if name != "epoch"}
-        for entry in trainer.state.log_history
-        if f"eval_{metric}" in entry
-    ]
+    found = curve(trainer.state.log_history, f"eval_{metric}")
+    return [{name.removeprefix("eval_"): each[name] for name in each} for each in found]
 
 
 def _write_predictions(path: Path, args: FinetuneArguments, records: list[Any]) -> None:
@@ -602,7 +568,6 @@ def _training_arguments(
         args,
         out,
         bf16=args.bf16,
-        per_device_train_batch_size=args.batch_size,
         per_device_eval_batch_size=args.batch_size,
         learning_rate=5e-5 if args.learning_rate is None else args.learning_rate,
         weight_decay=args.weight_decay,
@@ -615,23 +580,7 @@ def _training_arguments(
         batch = settings.train_batch_size * settings.world_size
         steps = max(1, math.ceil(args.epochs * math.ceil(samples / batch)))
     warmup = steps // 10 if args.warmup is None else args.warmup
-    args.check(
-        "warmup", warmup <= steps, f"0 to {steps}, the steps of the run", "Lower it.", warmup
-    )
+    expected = f"0 to {steps}, the steps of the run"
+    args.check("warmup", warmup <= steps, expected, "Lower it.", warmup)
     settings.max_steps, settings.warmup_steps = steps, warmup
     return settings
-
-
-# --- what a run is --------------------------------------------------------------------------------
-
-
-def _record(args: FinetuneArguments, task: Task) -> dict[str, Any]:
-    """What the scores depend on."""
-    run = describe(args, _FREE_ON_RESUME, processes=int(os.environ.get("WORLD_SIZE", "1")))
-    if args.learning_rate is None:
-        run["learning_rate"] = usual_learning_rate(args, read_config(args))
-    digest = hashlib.sha256()
-    for example in (*task.train, *task.test):
-        digest.update(repr((example.texts, example.target)).encode())
-    run["examples"] = digest.hexdigest()
-    return run

@@ -54,16 +54,9 @@ def hold_out(
         if wanted and len(names) > 1 and all(left[label] > 1 for label in found):
             left.subtract(found)
             held.add(names[index])
-    check(
-        bool(held),
-        "read_examples",
-        "data",
-        f"{len(examples)} examples"
-        + (" of one kind of origin" if len(names) == 1 else ", each the only one with its label"),
-        "enough to hold some out",
-        "Give --eval-data.",
-        DataError,
-    )
+    why = " of one kind of origin" if len(names) == 1 else ", each the only one with its label"
+    got, expected = f"{len(examples)} examples{why}", "enough to hold some out"
+    check(bool(held), "read_examples", "data", got, expected, "Give --eval-data.", DataError)
     rest = [example for example in examples if example.group not in held]
     return rest, [example for example in examples if example.group in held]
 

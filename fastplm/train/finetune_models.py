@@ -15,7 +15,7 @@ import fastplm.models
 from fastplm.data import load_tokenizer
 from fastplm.errors import DataError
 from fastplm.models._base import most_positions
-from fastplm.run.checkpoint import config_at, set_dropout, weights_at
+from fastplm.run.checkpoint import check_vocabulary_fits, config_at, set_dropout, weights_at
 from fastplm.run.folder import loaded
 from fastplm.train.finetune_settings import ENCODERS, FinetuneArguments
 from fastplm.train.finetune_tasks import CAUSAL, Task
@@ -41,13 +41,10 @@ def read_config(args: FinetuneArguments, **settings: Any) -> Any:
         default = args.__dataclass_fields__[name].default
         got = f"{value} with --model {args.model}, a {config.model_type}"
         args.check(name, able or value == default, expected, "Leave the option out.", got)
-    args.check(
-        "model",
-        config.is_encoder_decoder or args.task != "seq2seq" or args.encoder is not None,
-        "a model that writes texts from texts, such as T5 or BART",
-        "Choose another, or start one from an encoder: --encoder in place of --model.",
-        f"{args.model}, a {config.model_type}",
-    )
+    able = config.is_encoder_decoder or args.task != "seq2seq" or args.encoder is not None
+    expected = "a model that writes texts from texts, such as T5 or BART"
+    fix = "Choose another, or start one from an encoder: --encoder in place of --model."
+    args.check("model", able, expected, fix, f"{args.model}, a {config.model_type}")
     return config
 
 
@@ -64,38 +61,24 @@ def read_tokenizer(args: FinetuneArguments) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             args.model, add_prefix_space=True, local_files_only=True
         )
-    kind = type(tokenizer).__name__
-    args.check(
-        "model",
-        tokenizer.is_fast,
-        "a fast tokenizer",
-        "Save it as one, with a tokenizer.json.",
-        f"{args.checkpoint}, whose tokenizer is {kind}",
-        DataError,
-    )
-    if (
-        args.task not in ("tagging", "seq2seq")
-        and tokenizer.num_special_tokens_to_add(pair=True) == 0
-    ):
+
+    def check(able: bool, expected: str, fix: str, got: str) -> None:
+        got = f"{args.checkpoint}, whose tokenizer {got}"
+        args.check("model", able, expected, fix, got, DataError)
+
+    kind, fix = type(tokenizer).__name__, "Save it as one, with a tokenizer.json."
+    check(tokenizer.is_fast, "a fast tokenizer", fix, f"is {kind}")
+    several = args.task not in ("tagging", "seq2seq")
+    if several and tokenizer.num_special_tokens_to_add(pair=True) == 0:
         add_task_tokens(tokenizer)
-    args.check(
-        "model",
-        args.task in ("classification", "tagging", "seq2seq")
-        or None in tokenizer("a", "b").sequence_ids()[1:-1],
-        "a tokenizer with a token between two texts",
-        "Give its tokenizer.json a post-processor that adds one.",
-        f"{args.model}, whose tokenizer puts nothing between them",
-        DataError,
-    )
+    if several and args.task != "classification":
+        apart = None in tokenizer("a", "b").sequence_ids()[1:-1]
+        expected = "a tokenizer with a token between two texts"
+        fix = "Give its tokenizer.json a post-processor that adds one."
+        check(apart, expected, fix, "puts nothing between them")
     if tokenizer.pad_token is None:
-        args.check(
-            "model",
-            tokenizer.eos_token is not None,
-            "a tokenizer that can pad",
-            "Add one with tokenizer.add_special_tokens.",
-            f"{args.checkpoint}, whose tokenizer has no pad_token",
-            DataError,
-        )
+        able, fix = tokenizer.eos_token is not None, "Add one with tokenizer.add_special_tokens."
+        check(able, "a tokenizer that can pad", fix, "has no pad_token")
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"
     return tokenizer
@@ -163,12 +146,9 @@ def build_model(
     else:
         model = task.adapted(plain if args.library == "transformers" else _ours(args, plain))
     if args.freeze:
-        layers = 4 if args.features == "last-four" else 0
-        frozen = Frozen(
-            model, {} if kept is None else kept, new_pooler="pooler" in new, layers=layers
-        )
+        layers, kept = 4 if args.features == "last-four" else 0, {} if kept is None else kept
         # Kept for ``FinetuningTrainer``.
-        model.frozen = frozen
+        model.frozen = Frozen(model, kept, new_pooler="pooler" in new, layers=layers)
     return model
 
 
@@ -237,14 +217,7 @@ def _make_room(args: FinetuneArguments, task: Task, model: Any) -> None:
     known = task.tokenizer.get_added_vocab()
     added = sum(name in known for name in (START, DELIMITER, EXTRACT, _PADDING))
     size = len(task.tokenizer)
-    args.check(
-        "model",
-        size - added <= vocabulary,
-        "a tokenizer and a model that belong together",
-        "Check the path.",
-        f"a tokenizer of {size - added} tokens and an embedding of {vocabulary}",
-        DataError,
-    )
+    check_vocabulary_fits(args, "model", size - added, vocabulary)
     if size > vocabulary:
         model.resize_token_embeddings(size, mean_resizing=False)
 
@@ -252,14 +225,9 @@ def _make_room(args: FinetuneArguments, task: Task, model: Any) -> None:
 def _ours(args: FinetuneArguments, plain: Any) -> Any:
     """The drop-in model of a model of Transformers, with its weights."""
     name = type(plain).__name__
-    args.check(
-        "model",
-        name in fastplm.models.__all__,
-        "a class of fastplm.models",
-        "Use --library transformers.",
-        f"{args.model}, a {name}",
-        DataError,
-    )
+    able, fix = name in fastplm.models.__all__, "Use --library transformers."
+    got = f"{args.model}, a {name}"
+    args.check("model", able, "a class of fastplm.models", fix, got, DataError)
     ours = getattr(fastplm.models, name)._from_config(
         copy.deepcopy(plain.config), attn_implementation="fastplm"
     )

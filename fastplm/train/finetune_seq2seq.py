@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from fastplm.models._base import most_positions
 from fastplm.nn._rows import IGNORE_INDEX
 from fastplm.run.checkpoint import config_at, set_dropout, weights_at
 from fastplm.train.finetune_settings import FinetuneArguments
-from fastplm.train.finetune_tasks import Feature, Featured, Scored, Task
+from fastplm.train.finetune_tasks import Collator, Feature, Featured, Scored, Task
 
 #: The folder of the tokenizer of the targets, inside that of a model with two tokenizers.
 TARGET_TOKENIZER = "target_tokenizer"
@@ -45,14 +46,11 @@ class Seq2Seq(Task):
         """Find the tokenizers, some of which are trained on the texts."""
         args = self.args
         for library in ("sacrebleu", "rouge_score"):  # now, and not after the training
-            args.check(
-                "task",
-                importlib.util.find_spec(library) is not None,
-                f"the library {library}, which scores the texts",
-                "pip install sacrebleu rouge-score",
-                f"seq2seq, without {library}",
-                DataError,
-            )
+            there = importlib.util.find_spec(library) is not None
+            got = f"seq2seq, without {library}"
+            expected = f"the library {library}, which scores the texts"
+            fix = "pip install sacrebleu rouge-score"
+            args.check("task", there, expected, fix, got, DataError)
         most = most_positions(self._decoder_config()) or args.max_target_length
         usual = "max_target_length" not in args.given
         fits = usual or args.max_target_length <= most
@@ -103,7 +101,6 @@ class Seq2Seq(Task):
 
     def features(self, examples: list[Example]) -> Featured:
         encoded = self.sources(examples)
-        features: list[Feature] = []
         labels, cut = [], 0
         for example in examples:
             ids = self.target_tokenizer(example.target)["input_ids"]
@@ -114,9 +111,8 @@ class Seq2Seq(Task):
             labels.append(ids)
         if cut:
             say(f"{cut:,} of {len(examples):,} targets were cut to --max-target-length.")
-        for index, target in enumerate(labels):
-            feature = {name: encoded[name][index] for name in encoded}
-            features.append({**feature, "labels": target})
+        rows = _rows(encoded, range(len(labels)))
+        features = [{**row, "labels": ids} for row, ids in zip(rows, labels, strict=True)]
         return features, [None] * len(features)
 
     @property
@@ -142,8 +138,23 @@ class Seq2Seq(Task):
             say(f"{cut:,} of {len(examples):,} sources were cut to --max-length {self.limit}.")
         return encoded
 
-    def collator(self) -> Any:
-        return _Collator(self.tokenizer, masks_decoder=self.starts)
+    def collator(self) -> Collator:
+        """Pads the sources with their tokenizer's padding and the labels with -100.
+
+        An encoder-decoder's class finds padding in the decoder's inputs by its id, which may be
+        that of the first token, as in GPT-2; so its batches have the decoder's mask.
+        """
+
+        def collate(features: list[Feature]) -> dict[str, Tensor]:
+            targets = [torch.tensor(feature.pop("labels")) for feature in features]
+            batch = dict(self.tokenizer.pad(features, return_tensors="pt"))
+            labels = torch.nn.utils.rnn.pad_sequence(targets, True, IGNORE_INDEX)
+            batch["labels"] = labels
+            if self.starts:
+                batch["decoder_attention_mask"] = (labels != IGNORE_INDEX).long()
+            return batch
+
+        return collate
 
     def generate(self, trainer: Trainer) -> list[str]:
         """What the model writes for the test sources."""
@@ -152,20 +163,16 @@ class Seq2Seq(Task):
         lengths = [len(ids) for ids in encoded["input_ids"]]
         order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
         written = [""] * len(order)
+        options: dict[str, Any] = {"do_sample": False, "num_beams": self.args.beams}
+        options |= {"length_penalty": self.args.length_penalty}
+        options |= {"max_new_tokens": self.target_length}
         model.eval()
         size = trainer.args.eval_batch_size
         for begin in range(0, len(order), size):
             chosen = order[begin : begin + size]
-            rows = [{name: encoded[name][index] for name in encoded} for index in chosen]
-            batch = self.tokenizer.pad(rows, return_tensors="pt").to(trainer.args.device)
+            batch = self.tokenizer.pad(_rows(encoded, chosen), return_tensors="pt")
             with torch.no_grad(), trainer.compute_loss_context_manager():
-                ids = model.generate(
-                    **batch,
-                    do_sample=False,
-                    num_beams=self.args.beams,
-                    length_penalty=self.args.length_penalty,
-                    max_new_tokens=self.target_length,
-                )
+                ids = model.generate(**batch.to(trainer.args.device), **options)
             texts = self.target_tokenizer.batch_decode(ids, skip_special_tokens=True)
             for index, text in zip(chosen, texts, strict=True):
                 written[index] = text.strip()
@@ -186,25 +193,9 @@ class Seq2Seq(Task):
         return fastplm.models.BartForTranslation.from_bart(model, size, layers, padding)
 
 
-class _Collator:
-    """Pads the sources with their tokenizer's padding and the labels with -100.
-
-    An encoder-decoder's class finds padding in the decoder's inputs by its id, which may be that of
-    the first token, as in GPT-2; so with ``masks_decoder`` the batch has the decoder's mask.
-    """
-
-    def __init__(self, tokenizer: Any, *, masks_decoder: bool) -> None:
-        self.tokenizer, self.masks_decoder = tokenizer, masks_decoder
-
-    def __call__(self, features: list[Feature]) -> dict[str, Tensor]:
-        labels = [torch.tensor(feature.pop("labels")) for feature in features]
-        batch = dict(self.tokenizer.pad(features, return_tensors="pt"))
-        batch["labels"] = torch.nn.utils.rnn.pad_sequence(
-            labels, batch_first=True, padding_value=IGNORE_INDEX
-        )
-        if self.masks_decoder:
-            batch["decoder_attention_mask"] = (batch["labels"] != IGNORE_INDEX).long()
-        return batch
+def _rows(encoded: Any, indices: Iterable[int]) -> list[Feature]:
+    """Some of the texts that a tokenizer has encoded."""
+    return [{name: encoded[name][index] for name in encoded} for index in indices]
 
 
 def text_scores(written: list[str], references: list[str]) -> dict[str, float]:
@@ -270,14 +261,11 @@ def warm_started(args: FinetuneArguments, task: Seq2Seq) -> PreTrainedModel:
     paths = {"encoder": args.encoder, "decoder": args.decoder or args.encoder}
     configs = {part: config_at("finetune", part, path) for part, path in paths.items()}
     target, config = task.target_tokenizer, configs["decoder"]
-    args.check(
-        "encoder" if args.decoder is None else "decoder",
-        type(config) in transformers.AutoModelForCausalLM._model_mapping,
-        "a checkpoint of a family with a decoder: BERT, RoBERTa, ELECTRA, GPT-2",
-        "Choose another --decoder.",
-        f"{paths['decoder']}, a {config.model_type}",
-        DataError,
-    )
+    name = "encoder" if args.decoder is None else "decoder"
+    able = type(config) in transformers.AutoModelForCausalLM._model_mapping
+    expected = "a checkpoint of a family with a decoder: BERT, RoBERTa, ELECTRA, GPT-2"
+    got = f"{paths['decoder']}, a {config.model_type}"
+    args.check(name, able, expected, "Choose another --decoder.", got, DataError)
     config.is_decoder = config.add_cross_attention = True
     if args.target_vocab_size is not None:
         config.vocab_size = len(target)
@@ -290,11 +278,8 @@ def warm_started(args: FinetuneArguments, task: Seq2Seq) -> PreTrainedModel:
     if args.target_vocab_size is not None:  # rows of other tokens may have been loaded
         std = getattr(config, "initializer_range", 0.02)
         torch.nn.init.normal_(decoder.get_input_embeddings().weight, std=std)
-    ids = {
-        "decoder_start_token_id": task.start,
-        "eos_token_id": task.end,
-        "pad_token_id": target.pad_token_id,
-    }
+    ids = {"decoder_start_token_id": task.start, "eos_token_id": task.end}
+    ids["pad_token_id"] = target.pad_token_id
     joint = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
         encoder.config, decoder.config, **ids
     )

@@ -18,21 +18,15 @@ from fastplm.run.settings import (
     Numbers,
     Rule,
     Settings,
+    apart,
     common,
     setting,
     whole,
 )
 
 #: The tasks of fine-tuning, with the usual size of their batches.
-BATCH_SIZES = {
-    "classification": 32,
-    "pair": 32,
-    "regression": 32,
-    "tagging": 32,
-    "qa": 16,
-    "choice": 16,
-    "seq2seq": 32,
-}
+BATCH_SIZES = dict.fromkeys("classification pair regression tagging".split(), 32)
+BATCH_SIZES |= {"qa": 16, "choice": 16, "seq2seq": 32}
 #: Settings of fine-tuning that only an encoder has.
 ENCODERS = ("freeze", "features", "head", "pooling")
 LIBRARIES = ("fastplm", "transformers")
@@ -40,15 +34,8 @@ _TABLES = ("classification", "pair", "regression")
 _WARM_START = ("decoder", "warm", "share", "target_vocab_size")
 _SOURCE_ENCODER = ("source_encoder_layers", "source_vocab_size", "source_encoder_steps")
 _SEQ2SEQ = (
-    "targets",
-    "eval_targets",
-    "prefix",
-    "max_target_length",
-    "beams",
-    "length_penalty",
-    "encoder",
-    *_WARM_START,
-    *_SOURCE_ENCODER,
+    *("targets", "eval_targets", "prefix", "max_target_length", "beams", "length_penalty"),
+    *("encoder", *_WARM_START, *_SOURCE_ENCODER),
 )
 
 
@@ -95,9 +82,7 @@ class FinetuneArguments(Settings):
         path="DIR",
     )
     eval_data: str | Path | None = setting(
-        "file of examples to score (default: a tenth of --data is held out)",
-        None,
-        path="FILE",
+        "file of examples to score (default: a tenth of --data is held out)", None, path="FILE"
     )
     text_columns: Sequence[str] | None = setting(
         "columns of the texts in a table; two for pair, one or two for regression, source and "
@@ -294,29 +279,17 @@ class FinetuneArguments(Settings):
         Rule(
             "source_encoder_layers",
             lambda args: (
-                args.source_encoder_layers is None
-                or (args.encoder is None and args.library == "fastplm")
+                not args.source_encoder_layers or (args.encoder, args.library) == (None, "fastplm")
             ),
             "a BART in --model, and --library fastplm",
             fix="Leave the option out, or --encoder and --library.",
         ),
-        Rule(
-            "model",
-            lambda args: args.model is None or args.encoder is None,
-            "either --model or --encoder",
-            "encoder",
-        ),
+        apart("model", "encoder", "either --model or --encoder"),
         Rule(
             "model",
             lambda args: bool(str(args.model or "").strip() or args.encoder),
             "the folder of a checkpoint",
             fix="Give --model DIR, or --encoder DIR for a new encoder-decoder.",
-        ),
-        Rule(
-            "targets",
-            lambda args: args.targets is None or args.data is not None,
-            "--data, too",
-            fix="Give both.",
         ),
         Rule(
             "eval_targets",
@@ -333,21 +306,12 @@ class FinetuneArguments(Settings):
             "a file of targets for both --data and --eval-data, or for none",
             fix="Give the evaluation's texts in the form of the training's.",
         ),
-        Rule(
-            "targets",
-            lambda args: args.targets is None or args.text_columns is None,
-            "a table with --text-columns, or a file of targets",
-            "text_columns",
-        ),
+        apart("targets", "text_columns", "a table with --text-columns, or a file of targets"),
         Rule(
             "share",
             lambda args: (
                 not args.share
-                or (
-                    args.library == "fastplm"
-                    and args.decoder is None
-                    and args.target_vocab_size is None
-                )
+                or (args.library, args.decoder, args.target_vocab_size) == ("fastplm", None, None)
             ),
             "one checkpoint for both parts, with its own vocabulary, and --library fastplm",
             fix="Leave --decoder, --target-vocab-size and --library out.",
@@ -359,11 +323,8 @@ class FinetuneArguments(Settings):
             "share",
             "Choose one of them.",
         ),
-        Rule(
-            "from_scratch",
-            lambda args: not (args.from_scratch and args.freeze),
-            "no --freeze, as a frozen encoder has to be trained already",
-            "freeze",
+        apart(
+            "from_scratch", "freeze", "no --freeze, as a frozen encoder has to be trained already"
         ),
         Rule(
             "weight_decay",
@@ -403,13 +364,9 @@ class FinetuneArguments(Settings):
     def __post_init__(self) -> None:
         self.check_values()
         for name, tasks in self.tasks_of.items():
-            self.check(
-                name,
-                self.task in tasks or self.usual(name),
-                f"--task {' or '.join(tasks)}",
-                "Leave one of the two options out.",
-                f"{getattr(self, name)} with --task {self.task}",
-            )
+            able, expected = self.task in tasks or self.usual(name), f"--task {' or '.join(tasks)}"
+            got = f"{getattr(self, name)} with --task {self.task}"
+            self.check(name, able, expected, "Leave one of the two options out.", got)
         for name, other in self.needs.items():
             option = f"--{other.replace('_', '-')}"
             given = getattr(self, other) is not None or self.usual(name)

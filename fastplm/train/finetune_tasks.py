@@ -25,10 +25,14 @@ from fastplm.train.finetune_data import doubtful_labels, essence, number
 from fastplm.train.finetune_settings import FinetuneArguments
 
 Feature = dict[str, Any]
+#: Makes a padded batch of features.
+Collator = Callable[[list[Feature]], Any]
 #: One feature's outputs of the model.
 Logits = tuple[Tensor, ...]
 #: Features, and for each of them a note that ``Task.score`` needs.
 Featured = tuple[list[Feature], list[Any]]
+#: The characters of each token of a text; None for all other tokens.
+Places = Sequence[tuple[int, int] | None]
 #: Scores by name, and the predictions to be written.
 Scored = tuple[dict[str, float], Any]
 #: A function from an example to its labels.
@@ -112,7 +116,7 @@ class Task:
         """The inputs of the model."""
         raise NotImplementedError
 
-    def collator(self) -> Any:
+    def collator(self) -> Collator:
         """Makes a padded batch of features."""
         return getattr(transformers, self.collator_class)(self.tokenizer)
 
@@ -282,9 +286,8 @@ class Labelled(Task):
             got = f"the {kind} {label!r}"
             alike = [name for name in self.names if essence(name) == essence(label)]
             if alike:  # they may look the same
-                got = (
-                    f"the {kind} {ascii(label)}, which is written otherwise than {ascii(alike[0])}"
-                )
+                other = f"which is written otherwise than {ascii(alike[0])}"
+                got = f"the {kind} {ascii(label)}, {other}"
             raise _data_error(example.where, got, expected, "eval_data")
 
     def label_counts(self, examples: list[Example]) -> dict[str, int] | None:
@@ -324,8 +327,17 @@ class SequenceTask(Task):
     def _encoded(self, columns: list[list[str]]) -> Any:
         return self.tokenizer(*columns, truncation=True, max_length=self.limit)
 
-    def collator(self) -> Any:
-        return _BothOrders(self.tokenizer) if self.args.both_orders else super().collator()
+    def collator(self) -> Collator:
+        """With both orders, batches are [B, 2, T]; scores stay what they are."""
+        if not self.args.both_orders:
+            return super().collator()
+        pairs = transformers.DataCollatorForMultipleChoice(self.tokenizer)
+
+        def collate(features: list[Feature]) -> Any:
+            labels = torch.tensor([feature["labels"] for feature in features])
+            return {**pairs(features), "labels": labels}
+
+        return collate
 
     def _outputs(self, model: Any, **batch: Any) -> Any:
         return in_both_orders(model, **batch) if self.args.both_orders else model(**batch)
@@ -383,11 +395,8 @@ class Classification(SequenceTask, Labelled):
     def score(self, examples: list[Example], notes: list[Any], logits: list[Logits]) -> Scored:
         chosen = [int(scores.argmax()) for (scores,) in logits]
         right = self.answers(examples)
-        scores = {
-            "accuracy": accuracy(chosen, right),
-            "f1": f1(chosen, right, len(self.names)),
-            "matthews": matthews(chosen, right),
-        }
+        scores = {"accuracy": accuracy(chosen, right), "matthews": matthews(chosen, right)}
+        scores["f1"] = f1(chosen, right, len(self.names))
         predictions = [self.names[index] for index in chosen]
         return {name: scores[name] for name in self.metrics}, predictions
 
@@ -413,13 +422,10 @@ class Regression(SequenceTask):
     def prepare(self) -> None:
         # What is no number is refused now, and not after the training.
         self.answers([*self.known, *self.test])
-        self.args.check(
-            "both_orders",
-            not self.args.both_orders or len(self.train[0].texts) == 2,
-            "two texts an example",
-            "Leave the option out, or name --text-columns.",
-            f"True with one text ({self.train[0].where})",
-        )
+        able = not self.args.both_orders or len(self.train[0].texts) == 2
+        fix = "Leave the option out, or name --text-columns."
+        got = f"True with one text ({self.train[0].where})"
+        self.args.check("both_orders", able, "two texts an example", fix, got)
         if len(set(self.answers(self.train))) == 1:
             raise _data_error(self.train[0].where, "one score alone", "two different ones at least")
 
@@ -437,12 +443,9 @@ class Regression(SequenceTask):
         found = [float(score) for (score,) in logits]
         right = self.answers(examples)
         errors = ((a - b) ** 2 for a, b in zip(found, right, strict=True))
-        scores = {
-            "pearson": pearson(found, right),
-            "spearman": pearson(ranks(found), ranks(right)),
-            "mse": statistics.fmean(errors),
-        }
-        return scores, found
+        correlations = {"pearson": pearson(found, right)}
+        correlations["spearman"] = pearson(ranks(found), ranks(right))
+        return {**correlations, "mse": statistics.fmean(errors)}, found
 
 
 class Tagging(Labelled):
@@ -523,26 +526,24 @@ class QuestionAnswering(Task):
 
     def prepare(self) -> None:
         self.may_be_null = any(not example.target for example in (*self.known, *self.test))
-        given = self.args.null_threshold
-        self.args.check(
-            "null_threshold",
-            self.may_be_null or given is None,
-            "questions without an answer, as in SQuAD 2.0",
-            "Leave the option out.",
-            f"{given}, and every question has an answer",
-        )
-        self.args.check(
-            "data",
-            not (self.may_be_null and self.family in CAUSAL),
-            "an encoder, as the state at the first token says that there is none",
-            "Choose another --model.",
-            f"{self.args.data}, with questions without an answer, and a {self.family}",
-            DataError,
-        )
+        args, fix = self.args, "Leave the option out."
+        able = self.may_be_null or args.null_threshold is None
+        expected = "questions without an answer, as in SQuAD 2.0"
+        got = f"{args.null_threshold}, and every question has an answer"
+        args.check("null_threshold", able, expected, fix, got)
+        able, fix = not (self.may_be_null and self.family in CAUSAL), "Choose another --model."
+        expected = "an encoder, as the state at the first token says that there is none"
+        got = f"{args.data}, with questions without an answer, and a {self.family}"
+        args.check("data", able, expected, fix, got, DataError)
         if self.may_be_null:
             kinds = {bool(example.target) for example in self.test}
             names = {True: "has_answer_f1", False: "no_answer_f1"}
             self.metrics += tuple(names[kind] for kind in sorted(kinds, reverse=True))
+
+    def collator(self) -> Collator:
+        """Our models leave padding out of the softmax, too."""
+        collator, ours = super().collator(), self.args.library == "fastplm"
+        return (lambda f: {**collator(f), "exclude_padding": True}) if ours else collator
 
     @classmethod
     def labels(cls, examples: list[Example], args: FinetuneArguments) -> Labels:
@@ -644,9 +645,18 @@ class Choice(Task):
         if self.with_lm_head:
             self.auto, self.output_names = _DOUBLE_HEADS[self.family], ("mc_logits",)
 
-    def collator(self) -> Any:
+    def collator(self) -> Collator:
+        """For a double head, the last token, the extract token, is classified."""
         collator = super().collator()
-        return _ForDoubleHeads(collator) if self.with_lm_head else collator
+
+        def collate(features: list[Feature]) -> Any:
+            batch = collator(features)
+            # With labels our model computes no logits of its language model.
+            batch["mc_labels"] = batch.pop("labels")
+            batch["mc_token_ids"] = batch["attention_mask"].sum(-1) - 1
+            return batch
+
+        return collate if self.with_lm_head else collator
 
     def _outputs(self, model: Any, **batch: Any) -> Any:
         if "sample_index" in batch:
@@ -684,20 +694,6 @@ class Choice(Task):
 _DOUBLE_HEADS = {"gpt2": "GPT2DoubleHeadsModel", "openai-gpt": "OpenAIGPTDoubleHeadsModel"}
 
 
-class _ForDoubleHeads:
-    """Batches of choices whose last token, the extract token, is classified."""
-
-    def __init__(self, collator: Any) -> None:
-        self.collator = collator
-
-    def __call__(self, features: list[Feature]) -> Any:
-        batch = self.collator(features)
-        # With labels our model computes no logits of its language model.
-        batch["mc_labels"] = batch.pop("labels")
-        batch["mc_token_ids"] = batch["attention_mask"].sum(-1) - 1
-        return batch
-
-
 TASKS: Mapping[str, type[Task]] = {
     "classification": Classification,
     "pair": Pair,
@@ -709,17 +705,6 @@ TASKS: Mapping[str, type[Task]] = {
 
 
 # --- what a GPT does ------------------------------------------------------------------------------
-
-
-class _BothOrders:
-    """Batches [B, 2, T] of pairs in both orders. Scores stay what they are."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.collator = transformers.DataCollatorForMultipleChoice(tokenizer)
-
-    def __call__(self, features: list[Feature]) -> Any:
-        labels = torch.tensor([feature["labels"] for feature in features])
-        return {**self.collator(features), "labels": labels}
 
 
 def in_both_orders(
@@ -852,9 +837,7 @@ def words_f1(answer: str, right: str) -> float:
     return 2 * common / (len(found) + len(wanted)) if common else 0.0
 
 
-def answer_tokens(
-    places: Sequence[tuple[int, int] | None], start: int, end: int
-) -> tuple[int, int]:
+def answer_tokens(places: Places, start: int, end: int) -> tuple[int, int]:
     """The first and last token of an answer; (0, 0) if the window does not hold all of it.
 
     Args:
@@ -869,11 +852,7 @@ def answer_tokens(
 
 
 def best_spans(
-    start: Tensor,
-    end: Tensor,
-    places: Sequence[tuple[int, int] | None],
-    count: int,
-    longest: int,
+    start: Tensor, end: Tensor, places: Places, count: int, longest: int
 ) -> list[tuple[float, int, int]]:
     """The ``count`` best spans of a window: (score, first character, last character + 1).
 
@@ -940,16 +919,13 @@ def _score(example: Example) -> float:
 
 def _check_names(args: FinetuneArguments, examples: list[Example]) -> None:
     """Check that no label is a score, of which every value would be a class of its own."""
+    expected = "names or whole numbers as labels"
+    fix = "For scores give --task regression, or make two classes of them with --threshold, such "
+    fix += "as --threshold 0."
     for example in examples:
-        args.check(
-            "task",
-            (number(example.target) or 0.0) % 1 == 0,
-            "names or whole numbers as labels",
-            "For scores give --task regression, or make two classes of them with --threshold, such "
-            "as --threshold 0.",
-            f"{args.task}, and labels with fractions, such as {example.target} ({example.where})",
-            DataError,
-        )
+        whole = (number(example.target) or 0.0) % 1 == 0
+        got = f"{args.task}, and labels with fractions, such as {example.target} ({example.where})"
+        args.check("task", whole, expected, fix, got, DataError)
 
 
 def _label_order(name: str) -> tuple[float, str]:

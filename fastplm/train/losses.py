@@ -13,10 +13,7 @@ from torch import Tensor, nn
 from fastplm.errors import ArgumentTypeError, check
 
 #: For each label of a pair the name of its loss.
-PAIR_LABELS = {
-    "next_sentence_label": "next_sentence",
-    "sentence_order_label": "sentence_order",
-}
+PAIR_LABELS = {"next_sentence_label": "next_sentence", "sentence_order_label": "sentence_order"}
 # The logits that answer it: of BERT and ALBERT, each of which can learn both labels.
 _PAIR_LOGITS = ("seq_relationship_logits", "sop_logits")
 
@@ -35,15 +32,10 @@ def check_counts_all_batches(where: str, model: nn.Module) -> None:
     Raises:
         ArgumentTypeError: it divides its loss by its own batch.
     """
-    check(
-        counts_all_batches(model),
-        where,
-        "model",
-        f"a {type(model).__name__}, which divides its loss by its own batch",
-        "a model of fastplm.models, which takes num_items_in_batch",
-        "Call fastplm.accelerate(model) first, or take the class of fastplm.models.",
-        ArgumentTypeError,
-    )
+    got = f"a {type(model).__name__}, which divides its loss by its own batch"
+    expected = "a model of fastplm.models, which takes num_items_in_batch"
+    fix = "Call fastplm.accelerate(model) first, or take the class of fastplm.models."
+    check(counts_all_batches(model), where, "model", got, expected, fix, ArgumentTypeError)
 
 
 def shifts_labels(model: nn.Module) -> bool:

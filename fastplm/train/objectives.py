@@ -149,10 +149,8 @@ class MaskedTokens(Objective):
     @property
     def ends(self) -> dict[str, int]:
         """The tokens around a segment."""
-        return {
-            "cls_token_id": self.tokenizer.cls_token_id,
-            "sep_token_id": self.tokenizer.sep_token_id,
-        }
+        names = ("cls_token_id", "sep_token_id")
+        return {name: getattr(self.tokenizer, name) for name in names}
 
     def source(self, store: TokenStore) -> Dataset:
         return BlockDataset(store, self.args.block_size, **self.ends)

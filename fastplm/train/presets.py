@@ -104,9 +104,7 @@ FAMILIES: Mapping[str, Family] = {
         unit="ngram",
     ),
     "electra": Family(
-        "wordpiece",
-        30522,
-        {"rtd": "ElectraForJointPreTraining", "mlm": "ElectraForMaskedLM"},
+        "wordpiece", 30522, {"rtd": "ElectraForJointPreTraining", "mlm": "ElectraForMaskedLM"}
     ),
     "gpt": Family("bytelevel", 40478, {"clm": "OpenAIGPTLMHeadModel"}),
     "gpt2": Family("bytelevel", 50257, {"clm": "GPT2LMHeadModel"}),
@@ -128,6 +126,7 @@ NOISES: Mapping[str, tuple[str, float]] = {
     "document_rotation": ("rotate_probability", 1.0),
 }
 
+_Ids = dict[str, int]
 # 0.02 suits a width of a thousand; with it, layers of width 128 have almost no effect at first.
 _NARROW = 0.06
 
@@ -303,9 +302,7 @@ def configuration(
     return electra if objective == "mlm" else _joint(chosen, electra, joint or {})
 
 
-def _gpt(
-    chosen: Preset, common: dict[str, int], block_size: int, dropout: float, attention: float
-) -> PreTrainedConfig:
+def _gpt(chosen: Preset, common: _Ids, block_size: int, dropout: float, attention: float) -> Any:
     import transformers
 
     first = chosen.family == "gpt"
@@ -323,9 +320,7 @@ def _gpt(
     )
 
 
-def _t5(
-    chosen: Preset, common: dict[str, int], block_size: int, dropout: float, attention: float
-) -> PreTrainedConfig:
+def _t5(chosen: Preset, common: _Ids, block_size: int, dropout: float, attention: float) -> Any:
     import transformers
 
     return transformers.T5Config(
@@ -340,9 +335,7 @@ def _t5(
     )
 
 
-def _bart(
-    chosen: Preset, common: dict[str, int], block_size: int, dropout: float, attention: float
-) -> PreTrainedConfig:
+def _bart(chosen: Preset, common: _Ids, block_size: int, dropout: float, attention: float) -> Any:
     import transformers
 
     sizes = {"layers": chosen.layers, "attention_heads": chosen.heads, "ffn_dim": 4 * chosen.hidden}
@@ -373,9 +366,7 @@ def _joint(
     equal = joint.get("embedding_sharing") == "all"
     equal |= joint.get("stage") is not None and handed_over
     return ElectraJointConfig.from_discriminator(
-        discriminator,
-        generator_size=1.0 if equal else chosen.generator,
-        **joint,
+        discriminator, generator_size=1.0 if equal else chosen.generator, **joint
     )
 
 

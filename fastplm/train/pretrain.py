@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastplm.train.objectives import build_model
@@ -18,15 +17,10 @@ from fastplm.train.pretrain_data import (
     prepare_data,
 )
 from fastplm.train.pretrain_settings import PretrainArguments
-from fastplm.train.runner import StreamRun, collation, train_on_stream
+from fastplm.train.stream import StreamRun
 
 if TYPE_CHECKING:
-    from transformers import (
-        PreTrainedModel,
-        PreTrainedTokenizerBase,
-        TrainerCallback,
-        TrainingArguments,
-    )
+    from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
 
 def pretrain(args: PretrainArguments) -> dict[str, Any]:
@@ -39,7 +33,7 @@ def pretrain(args: PretrainArguments) -> dict[str, Any]:
         FastplmError: the corpus, the tokenizer, the output folder or a setting is wrong.
     """
     args.check("dry_run", not args.dry_run, "False", "Call fastplm.train.dry_run.dry_run.")
-    return train_on_stream(Pretraining(args))
+    return Pretraining(args).run()
 
 
 class Pretraining(StreamRun):
@@ -47,14 +41,11 @@ class Pretraining(StreamRun):
 
     args: PretrainArguments
 
-    @property
-    def title(self) -> str:
-        return f"{self.args.arch}: pre-training loss"
+    title = "{args.arch}: pre-training loss"
 
-    def training_arguments(self, out: Path) -> TrainingArguments:
+    def trainer_settings(self, **settings: Any) -> TrainingArguments:
         adafactor = self.args.optimizer == "adafactor"
-        return self._training_arguments(
-            out,
+        return super().trainer_settings(
             lr_scheduler_type="inverse_sqrt" if adafactor else "linear",
             weight_decay=0.0 if adafactor else 0.01,
             ddp_find_unused_parameters=self.args.two_stage,  # each stage trains one of two models
@@ -63,34 +54,21 @@ class Pretraining(StreamRun):
     def resumed(self, before: dict[str, Any]) -> None:
         if not self.args.two_stage:
             return super().resumed(before)
-        self.args.check(
-            "steps",
-            self.args.steps == before["steps"],
-            f"{before['steps']}, of which the first stage of a two-stage training is half",
-            "Give the same steps, or another --out.",
-        )
+        expected = f"{before['steps']}, of which the first stage of a two-stage training is half"
+        same = self.args.steps == before["steps"]
+        self.args.check("steps", same, expected, "Give the same steps, or another --out.")
 
-    def prepare(self, training_arguments: TrainingArguments, checkpoint: Path | None) -> RunData:
-        return prepare_data(self.args, training_arguments, checkpoint)
+    def read(self) -> RunData:
+        return prepare_data(self.args, self.settings, self.checkpoint)
 
     def facts(self) -> dict[str, Any]:
         # Version 2: the pair of a run of one sentence is a random one.
-        return {"pairs": 2 if self.args.objective == "mlm+nsp" else None}
+        return super().facts() | {"pairs": 2 if self.args.objective == "mlm+nsp" else None}
 
-    def trainer(
-        self,
-        training_arguments: TrainingArguments,
-        data: RunData,
-        callbacks: list[TrainerCallback],
-    ) -> tuple[Any, Any]:
-        return _make_trainer(self.args, training_arguments, data, callbacks)
-
-    def announcement(
-        self, data: RunData, model: Any, training_arguments: TrainingArguments, done: int
-    ) -> str:
+    def lines(self) -> str:
         from fastplm.train.announce import pretraining
 
-        return pretraining(self.args, data, model, training_arguments, done)
+        return pretraining(self)
 
     def models(self, model: Any) -> dict[str, Any]:
         if self.args.objective != "rtd":
@@ -100,14 +78,39 @@ class Pretraining(StreamRun):
             models["generator"] = model.generator
         return models
 
-    def flops_a_token(self, model: Any, tokenizer: Any) -> float | None:
-        return objective_of(self.args)(self.args, tokenizer).flops_a_token(model.config)
+    def flops_a_token(self, model: Any) -> float | None:
+        return objective_of(self.args)(self.args, self.data.tokenizer).flops_a_token(model.config)
 
-    def held_out(self, model: Any, samples: Any, collator: Any) -> dict[str, Any]:
+    def held_out(self, model: Any, samples: Any) -> dict[str, Any]:
         from fastplm.train.evaluate import evaluate
 
         loss = objective_of(self.args).token_loss
-        return evaluate(model, samples, collator, self.args.batch_size, loss)
+        return evaluate(model, samples, self.collator, self.args.batch_size, loss)
+
+    def make_trainer(self, *callbacks: TrainerCallback) -> tuple[Any, Any]:
+        from transformers import set_seed
+
+        from fastplm.train.optimizer import Adafactor, Lamb
+        from fastplm.train.trainer import PretrainingTrainer
+        from fastplm.train.two_stage import TwoStageTrainer
+
+        args, data = self.args, self.data
+        set_seed(args.seed)
+        model: Any = make_model(args, data.tokenizer)
+        if args.electra_generator == "unigram":
+            model.set_token_counts(count_tokens(data.store, data.tokenizer))
+        collator = make_collator(args, data.tokenizer)
+        settings: dict[str, Any] = {"callbacks": list(callbacks)}
+        kind: type[PretrainingTrainer] = PretrainingTrainer
+        if args.two_stage:
+            kind = TwoStageTrainer
+            settings["first_stage"] = args.first_stage
+        if args.optimizer == "lamb":  # by itself the Trainer makes AdamW
+            lamb = {"lr": args.lr, "betas": (0.9, 0.999), "eps": 1e-6}
+            settings["optimizer_cls_and_kwargs"] = Lamb, lamb
+        if args.optimizer == "adafactor":
+            settings["optimizer_cls_and_kwargs"] = Adafactor, {"lr": args.lr}
+        return self.trainer_of(kind, model, collator, **settings), collator
 
 
 @dataclass(frozen=True)
@@ -140,18 +143,18 @@ def rehearse(
     from fastplm.run.trainer import Progress
     from fastplm.train.trainer import Stopwatch
 
-    training_arguments = Pretraining(args).training_arguments(Path(args.out))
-    data = prepare_data(args, training_arguments, None, documents)
-    stopwatch = Stopwatch(patience)
-    trainer, _ = _make_trainer(args, training_arguments, data, [stopwatch])
+    training, stopwatch = Pretraining(args), Stopwatch(patience)
+    training.settings = training.trainer_settings()
+    training.data = prepare_data(args, training.settings, None, documents)
+    trainer, _ = training.make_trainer(stopwatch)
     trainer.remove_callback(Progress)
     if second_stage:
         trainer.model.start_second_stage()
     trainer.train()
-    return Rehearsal(trainer, data, stopwatch.median, stopwatch.timed)
+    return Rehearsal(trainer, training.data, stopwatch.median, stopwatch.timed)
 
 
-def make_model(args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+def make_model(args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
     """The untrained model of a run."""
     family = args.preset.family
     config = configuration(
@@ -165,42 +168,3 @@ def make_model(args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> P
         joint=args.joint_settings() if family == "electra" else None,
     )
     return build_model(family, str(args.objective), config)
-
-
-def _make_trainer(
-    args: PretrainArguments,
-    training_arguments: TrainingArguments,
-    data: RunData,
-    callbacks: list[TrainerCallback],
-) -> tuple[Any, Any]:
-    """The trainer of an untrained model, and the collator of its samples."""
-    from transformers import set_seed
-
-    from fastplm.train.optimizer import Adafactor, Lamb
-    from fastplm.train.trainer import PretrainingTrainer
-    from fastplm.train.two_stage import TwoStageTrainer
-
-    set_seed(args.seed)
-    model = make_model(args, data.tokenizer)
-    if args.electra_generator == "unigram":
-        model.set_token_counts(count_tokens(data.store, data.tokenizer))
-    collator = make_collator(args, data.tokenizer)
-    settings = collation(collator)
-    kind: type[PretrainingTrainer] = PretrainingTrainer
-    if args.two_stage:
-        kind = TwoStageTrainer
-        settings["first_stage"] = args.first_stage
-    if args.optimizer == "lamb":  # by itself the Trainer makes AdamW
-        lamb = {"lr": args.lr, "betas": (0.9, 0.999), "eps": 1e-6}
-        settings["optimizer_cls_and_kwargs"] = Lamb, lamb
-    if args.optimizer == "adafactor":
-        settings["optimizer_cls_and_kwargs"] = Adafactor, {"lr": args.lr}
-    trainer = kind(
-        model=model,
-        args=training_arguments,
-        train_dataset=data.samples,
-        processing_class=data.tokenizer,
-        callbacks=callbacks,
-        **settings,
-    )
-    return trainer, collator

@@ -95,15 +95,10 @@ def open_corpus(corpus: Sequence[str | Path], cache: str | Path | None = None) -
     """``read_documents``, or for the one name "embedded" the documentation inside Python."""
     if list(corpus) == [EMBEDDED]:
         return _embedded()
-    check(
-        EMBEDDED not in corpus or Path(EMBEDDED).exists(),
-        "pretrain",
-        "corpus",
-        " ".join(map(str, corpus)),
-        f"files, or {EMBEDDED} alone: the documentation inside Python",
-        f"Leave {EMBEDDED} out, or the files.",
-        DataError,
-    )
+    able, got = EMBEDDED not in corpus or Path(EMBEDDED).exists(), " ".join(map(str, corpus))
+    expected = f"files, or {EMBEDDED} alone: the documentation inside Python"
+    fix = f"Leave {EMBEDDED} out, or the files."
+    check(able, "pretrain", "corpus", got, expected, fix, DataError)
     return read_documents(corpus, cache=cache)
 
 

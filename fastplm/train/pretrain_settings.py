@@ -10,7 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from fastplm.models import _electra_options
-from fastplm.run.settings import POSITIVE, SHARE, Number, Rule, Settings, common, setting, whole
+from fastplm.run.settings import (
+    POSITIVE,
+    SHARE,
+    Number,
+    Rule,
+    Settings,
+    apart,
+    common,
+    needs,
+    setting,
+    whole,
+)
 from fastplm.train.presets import (
     FAMILIES,
     MASKED,
@@ -27,6 +38,8 @@ from fastplm.train.presets import (
 
 #: The minutes of a demo, without the installation.
 MINUTES = 3.0
+#: What ELECTRA's discriminator learns of replaced tokens.
+_DETECTION = ("rtd", "rtd_masked")
 UNITS = ("token", "word", "ngram")
 #: Samples of a run; beyond it the libraries below end the process.
 _MOST_SAMPLES = 1 << 62
@@ -78,10 +91,7 @@ class PretrainArguments(Settings):
     steps: int = common("steps")
     out: str | Path = common("out")
     tokenizer: str | Path | None = setting(
-        "folder of a saved tokenizer (default: train one)",
-        None,
-        path="DIR",
-        excludes="vocabulary",
+        "folder of a saved tokenizer (default: train one)", None, path="DIR", excludes="vocabulary"
     )
     vocab_size: int | None = setting(
         "most tokens of a trained tokenizer (default: the published number: "
@@ -244,47 +254,24 @@ class PretrainArguments(Settings):
     cache: str | Path = common("cache")
 
     rules = (
-        Rule(
-            "dry_run",
-            lambda args: not (args.dry_run and args.resume),
-            "no --dry-run, or no --resume, as a dry run writes nothing",
-            "resume",
+        apart("dry_run", "resume", "no --dry-run, or no --resume, as a dry run writes nothing"),
+        apart(
+            "dry_run", "overwrite", "no --dry-run, or no --overwrite, as a dry run writes nothing"
         ),
-        Rule(
-            "dry_run",
-            lambda args: not (args.dry_run and args.overwrite),
-            "no --dry-run, or no --overwrite, as a dry run writes nothing",
-            "overwrite",
-        ),
-        Rule(
-            "unit",
-            lambda args: args.unit is None or args.objective in MASKED,
-            "no unit, as this objective does not mask tokens",
-            "objective",
-        ),
+        needs("unit", "objective", MASKED, "no unit, as this objective does not mask tokens"),
         Rule(
             "heads",
             lambda args: args.preset.hidden % args.preset.heads == 0,
             "a divisor of {args.preset.hidden}, the width (hidden)",
             fix="Change --heads or --hidden.",
         ),
-        Rule(
-            "adversarial",
-            lambda args: not args.adversarial or args.electra_generator == "model",
-            "electra_generator model, which can be trained",
-            "electra_generator",
-        ),
-        Rule(
-            "adversarial",
-            lambda args: not args.adversarial or args.electra_objective.startswith("rtd"),
-            "electra_objective rtd or rtd_masked, whose loss is the reward",
-            "electra_objective",
-        ),
-        Rule(
-            "generator_size",
-            lambda args: args.generator_size is None or args.electra_generator == "model",
-            "electra_generator model, which has a size",
-            "electra_generator",
+        *(
+            needs(name, other, values, f"{other} {' or '.join(values)}, {why}")
+            for name, other, values, why in (
+                ("adversarial", "electra_generator", ("model",), "which can be trained"),
+                ("adversarial", "electra_objective", _DETECTION, "whose loss is the reward"),
+                ("generator_size", "electra_generator", ("model",), "which has a size"),
+            )
         ),
         Rule(
             "generator_size",
@@ -310,35 +297,17 @@ class PretrainArguments(Settings):
             "two_stage",
             "Add --two-stage, or leave the option out.",
         ),
-        Rule(
-            "adversarial",
-            lambda args: not (args.two_stage and args.adversarial),
-            "no two_stage, as no discriminator rewards the first stage",
-            "two_stage",
+        apart(
+            "adversarial", "two_stage", "no two_stage, as no discriminator rewards the first stage"
         ),
-        Rule(
-            "rtd_weight",
-            lambda args: not args.two_stage or args.rtd_weight is None,
-            "no two_stage, where each loss stands alone",
-            "two_stage",
-        ),
-        Rule(
-            "optimizer",
-            lambda args: not args.two_stage or args.optimizer != "adafactor",
-            "adamw or lamb, as each stage has a schedule of its own",
-            "two_stage",
-        ),
-        Rule(
-            "electra_generator",
-            lambda args: not args.two_stage or args.electra_generator == "model",
-            "model, a generator that can be trained first",
-            "two_stage",
-        ),
-        Rule(
-            "electra_sharing",
-            lambda args: not args.two_stage or args.electra_sharing == "none",
-            "none, as the generator is frozen in the second stage",
-            "two_stage",
+        apart("rtd_weight", "two_stage", "no two_stage, where each loss stands alone"),
+        *(
+            needs("two_stage", name, values, f"{' or '.join(values)}, {why}", names_other=True)
+            for name, values, why in (
+                ("optimizer", ("adamw", "lamb"), "as each stage has a schedule of its own"),
+                ("electra_generator", ("model",), "a generator that can be trained first"),
+                ("electra_sharing", ("none",), "as the generator is frozen in the second stage"),
+            )
         ),
         Rule(
             "steps",
@@ -346,11 +315,11 @@ class PretrainArguments(Settings):
             "2 or more, for two stages",
             fix="Raise it.",
         ),
-        Rule(
+        needs(
             "static_masks",
-            lambda args: args.static_masks is None or args.objective == "mlm",
-            "no --static-masks, or --objective mlm, whose blocks are the same in every epoch",
             "objective",
+            ("mlm",),
+            "no --static-masks, or --objective mlm, whose blocks are the same in every epoch",
         ),
         Rule(
             "batch_size",
@@ -404,30 +373,21 @@ class PretrainArguments(Settings):
 
     def _check_families(self, family: Family) -> None:
         """Check that the architecture can learn the objective, and that each setting is for it."""
-        self.check(
-            "objective",
-            self.objective in family.classes,
-            f"{' or '.join(family.classes)}, what {self.arch} can learn",
-            "Leave the option out, or choose another architecture.",
-            f"{self.objective} with {self.arch}",
-        )
+        able = self.objective in family.classes
+        fix = "Leave the option out, or choose another architecture."
+        expected = f"{' or '.join(family.classes)}, what {self.arch} can learn"
+        self.check("objective", able, expected, fix, f"{self.objective} with {self.arch}")
         for each in fields(self):
             of, value = each.metadata["of"], getattr(self, each.name)
-            given = value != each.default
-            self.check(
-                each.name,
-                not of or self.preset.family in of or not given,
-                " or ".join(f"an architecture of the family {name}" for name in of),
-                "Leave the option out, or choose another --arch.",
-                f"{value} with {self.arch}",
-            )
-            self.check(
-                each.name,
-                of != ("electra",) or self.objective == "rtd" or not given,
-                "the objective rtd, as another one has no generator",
-                "Leave one of the two options out.",
-                f"{value} with objective {self.objective}",
-            )
+            if not of or value == each.default:
+                continue
+            able, fix = self.preset.family in of, "Leave the option out, or choose another --arch."
+            expected = " or ".join(f"an architecture of the family {name}" for name in of)
+            self.check(each.name, able, expected, fix, f"{value} with {self.arch}")
+            able = of != ("electra",) or self.objective == "rtd"
+            fix = "Leave one of the two options out."
+            expected = "the objective rtd, as another one has no generator"
+            self.check(each.name, able, expected, fix, f"{value} with objective {self.objective}")
 
     @property
     def samples(self) -> int:
@@ -444,13 +404,9 @@ class PretrainArguments(Settings):
     def preset(self) -> Preset:
         """The architecture's, with the sizes that the settings change."""
         named = preset(self.arch)
-        changes: dict[str, Any] = {
-            "layers": self.layers,
-            "hidden": self.hidden,
-            "heads": self.heads,
-            "embedding": self.embedding_size,
-            "generator": self.generator_size,
-        }
+        changes: dict[str, Any] = {"layers": self.layers, "hidden": self.hidden}
+        changes |= {"heads": self.heads, "embedding": self.embedding_size}
+        changes |= {"generator": self.generator_size}
         changes = {name: value for name, value in changes.items() if value is not None}
         if self.parameter_sharing != "all":
             changes["sharing"] = self.parameter_sharing

@@ -29,10 +29,7 @@ def numbers_of(held_out: Mapping[str, Any], start: str = "") -> dict[str, float]
 
 
 def plot_losses(
-    path: Path,
-    title: str,
-    history: list[dict[str, float]],
-    held_out: Mapping[str, Any],
+    path: Path, title: str, history: list[dict[str, float]], held_out: Mapping[str, Any]
 ) -> bool:
     """One panel for the loss, or one for each part where it has parts; held-out text as a point.
 

@@ -88,10 +88,7 @@ class PretrainingTrainer(RunTrainer):
         # Not just before the forward, as the labels of all batches are counted first.
         return batches if self._corrupt is None else map(self._corrupted, batches)
 
-    def count(self, batches: list[dict[str, Any]]) -> None:
-        self._add("tokens", self._count(batches))
-
-    def _count(self, batches: list[dict[str, Any]]) -> Tensor:
+    def count(self, batches: list[dict[str, Any]]) -> Tensor:
         """What losses are divided by; returns the tokens, an encoder-decoder's of both sides."""
         counts = torch.zeros(3, dtype=torch.int64, device=self.args.device)
         for batch in batches:
@@ -109,7 +106,7 @@ class PretrainingTrainer(RunTrainer):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         if self._corrupt is not None:
             inputs = self._corrupted(inputs)
-        self._count([inputs])
+        self.count([inputs])
         return super().prediction_step(model, inputs, *args, **kwargs)
 
     def _corrupted(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -162,16 +159,13 @@ class PretrainingTrainer(RunTrainer):
     def _add(self, name: str, value: Tensor) -> None:
         self._in_window[name] = self._in_window.get(name, 0.0) + value.double()
 
-    def window_tokens(self) -> float:
-        return self._in_window.pop("tokens").item()
-
     def window_parts(self) -> dict[str, float]:
-        tokens, steps = self._in_window.pop("tokens"), self.state.global_step - self._window_step
+        steps = self.state.global_step - self._window_step
         sums = {
             name: self.accelerator.reduce(value, reduction="sum").item()
             for name, value in sorted(self._in_window.items())
         }
-        self._in_window = {"tokens": tokens}
+        self._in_window = {}
         parts = {name: value / steps for name, value in sums.items() if name.endswith("_loss")}
         if "positives" in sums:
             parts.update(detection(sums))

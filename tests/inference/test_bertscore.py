@@ -149,7 +149,7 @@ def test_scores_above_a_baseline(tokenizer, tmp_path):
         ((["ab"], ["ab", "c"]), {}, ArgumentValueError, "`references` got 2 for 1 candidates"),
         ((["ab"], [[]]), {}, ArgumentValueError, "`references` got none for candidate 0"),
         ((["ab"], [3]), {}, ArgumentTypeError, "`references` got a int"),
-        (([3], ["ab"]), {}, ArgumentTypeError, "`candidates` got a int among the texts"),
+        (([3], ["ab"]), {}, ArgumentTypeError, "`candidates` got a int at 0"),
         ((["ab"], ["ab"]), {"layer": 3}, ArgumentValueError, r"`layers` got \[3\]"),
         ((["ab"], ["ab"]), {"baseline": (1, 0, 0)}, ArgumentValueError, "`baseline` got"),
     ],

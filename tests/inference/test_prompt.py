@@ -9,10 +9,13 @@ import re
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from fastplm import cli
+from fastplm.data import train_tokenizer
 from fastplm.errors import ArgumentTypeError, ArgumentValueError, DataError
 from fastplm.inference.prompt import CONTENT_FREE, LabelScores, Prompt, read_prompt, score_labels
+from fastplm.models import GPT2LMHeadModel
 
 from ..models.conftest import FAMILIES, LANGUAGE_MODELS, pair
 from .conftest import hold
@@ -151,6 +154,17 @@ def test_texts_that_are_too_long_are_cut_off(words):
     assert np.array_equal(long.texts, short.texts)
     with pytest.raises(ArgumentValueError, match="`prompt` got .* tokens too many"):
         score_labels(model, tokenizer, FEW_SHOT, [("b",)])
+
+
+def test_a_long_text_that_ends_with_a_space_is_cut_off(tmp_path):
+    tokenizer = train_tokenizer(["the module " * 9], 300, tmp_path, "bytelevel")
+    tokenizer.model_max_length = 9
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 16}
+    model = GPT2LMHeadModel(transformers.GPT2Config(vocab_size=len(tokenizer), **sizes))
+    prompt = Prompt("{text} {label}", {"good": ["the"], "bad": ["module"]})
+    with pytest.warns(UserWarning, match="1 of 1 texts were cut off"):
+        scores = score_labels(model, tokenizer, prompt, [("the module " * 9,)])
+    assert scores.texts.shape == (1, 2)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from fastplm.data import TokenStore, tokenize
 from fastplm.errors import TooLittleTextError
 from fastplm.testing import FORWARD_FACTOR, check_error, rerounded
 from fastplm.train import pretrain as module
-from fastplm.train import pretrain_data, runner
+from fastplm.train import pretrain_data, stream
 from fastplm.train.evaluate import evaluate
 from fastplm.train.losses import PAIR_LABELS
 from fastplm.train.objectives import FAMILIES, OBJECTIVES, DocumentBlocks, MaskedTokens
@@ -283,11 +283,11 @@ def test_a_gpu_without_cuda_code_leaves_the_noise_to_the_workers(monkeypatch, op
     """The reference would run in loops over tokens on the GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     missing = {"CPU": None, "CUDA": None}
-    monkeypatch.setattr(runner._extension, "lacks", lambda op, key: missing[key])
-    assert runner.corrupts_on_device(operator)
+    monkeypatch.setattr(stream._extension, "lacks", lambda op, key: missing[key])
+    assert stream.corrupts_on_device(operator)
     missing["CUDA"] = "the CUDA code was not built"
-    assert not runner.corrupts_on_device(operator)
-    assert runner.corrupts_on_device(None)  # there is no noise to make
+    assert not stream.corrupts_on_device(operator)
+    assert stream.corrupts_on_device(None)  # there is no noise to make
     kinds = {kind.collator_class.op for kind in OBJECTIVES.values()}
     assert kinds == {"mask_tokens", "corrupt_spans", "bart_noise", None}
 
@@ -385,7 +385,7 @@ def test_workers_and_the_device_do_not_matter(short_run, tmp_path, monkeypatch, 
     options = {"steps": 4, "save_every": 100, "gradient_accumulation": 2}
     whole = short_run(tmp_path / "whole", arch, **options)
     workers = short_run(tmp_path / "workers", arch, workers=2, **options)
-    monkeypatch.setattr(runner, "corrupts_on_device", lambda operator: True)
+    monkeypatch.setattr(stream, "corrupts_on_device", lambda operator: True)
     corrupted, corrupt = [], PretrainingTrainer._corrupted
 
     def counted(self, batch):

@@ -1,0 +1,116 @@
+"""The order of every run, and that each command which trains keeps it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from fastplm.classic import train as classic
+from fastplm.classic.settings import ClassicArguments
+from fastplm.errors import ArgumentValueError, DataError
+from fastplm.run.folder import RECORD
+from fastplm.run.runner import Run
+from fastplm.run.trainer import RunTrainer
+from fastplm.train.distill import Distilling
+from fastplm.train.finetune import Finetuning, FinetuningTrainer
+from fastplm.train.pretrain import Pretraining
+from fastplm.train.trainer import PretrainingTrainer
+
+
+class Noted(Run):
+    """Notes what is called; ``failing`` raises."""
+
+    free = frozenset({"resume", "overwrite", "steps"})
+    device = torch.device("cpu")
+    failing = ""
+
+    def __init__(self, args):
+        super().__init__(args)
+        self.called = []
+
+    def note(self, name):
+        self.called.append(name)
+        if name == self.failing:
+            raise DataError(name)
+
+    def prepare(self):
+        self.note("prepare")
+
+    def facts(self):
+        return {"text": "abc"}
+
+    def compare(self, before):
+        self.note("compare")
+        super().compare(before)
+
+    def build(self):
+        self.note("build")
+
+    def announcement(self):
+        self.note("announcement")
+        return ""
+
+    def write_first(self):
+        self.note("write_first")
+
+    def train(self):
+        self.note("train")
+        (self.out / "model").mkdir(exist_ok=True)
+        return self.finish({"steps": self.args.steps}, ["model"])
+
+
+@pytest.fixture
+def noted(tmp_path):
+    (tmp_path / "text").write_text("A text.")
+
+    def build(**changes) -> Noted:
+        settings = {"system": "elmo", "corpus": [tmp_path / "text"], "out": tmp_path / "out"}
+        return Noted(ClassicArguments(**settings | {"threads": 1, "steps": 3} | changes))
+
+    return build
+
+
+def test_the_order(noted, tmp_path, capsys):
+    first = noted()
+    assert first.run() == {"steps": 3} == json.loads((tmp_path / "out/metrics.json").read_text())
+    assert first.called == ["prepare", "build", "write_first", "announcement", "train"]
+    assert "seed" in first.record and "steps" not in first.record and "out" in first.record
+    with pytest.raises(DataError, match="an empty or new folder"):
+        noted().run()
+    again = noted(resume=True)
+    assert again.run() == {"steps": 3}
+    assert again.called == ["prepare", "compare"] and again.before["text"] == "abc"
+    assert "is finished, all 3 steps of it: nothing was changed" in capsys.readouterr().err
+    with pytest.raises(ArgumentValueError, match="`seed` got 7; expected 0, as in the run"):
+        noted(resume=True, seed=7).run()
+    (tmp_path / "out/metrics.json").unlink()
+    again = noted(resume=True)
+    again.run()
+    assert again.called == ["prepare", "compare", "build", *first.called[2:]]
+
+
+@pytest.mark.parametrize("failing", ["prepare", "build"])
+def test_what_fails_before_the_first_write_has_moved_nothing(noted, tmp_path, failing):
+    noted().run()
+    before = (tmp_path / "out" / RECORD).read_bytes()
+    other = noted(overwrite=True, seed=1)
+    other.failing = failing
+    with pytest.raises(DataError, match=failing):
+        other.run()
+    assert (tmp_path / "out" / RECORD).read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "text"}
+    noted(overwrite=True, seed=1).run()
+    assert (tmp_path / "out.old-1" / RECORD).read_bytes() == before
+
+
+def test_every_command_that_trains_has_this_order():
+    for kind in (Pretraining, Distilling, Finetuning, classic._Steps, classic._Word2Vec):
+        assert issubclass(kind, Run) and kind.run is Run.run
+
+
+def test_a_trainer_counts_and_leaves_the_loop_alone():
+    for kind in (PretrainingTrainer, FinetuningTrainer, classic._Trainer):
+        assert kind.get_batch_samples is RunTrainer.get_batch_samples
+        assert kind.count is not RunTrainer.count
