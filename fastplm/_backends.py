@@ -1,20 +1,20 @@
-"""The choice of the backend that runs an op, and the reason why each other one does not.
+"""Chooses the backend that runs an op, and says why each of the others does not run it.
 
 A backend is one implementation of an op:
 
 ====== ============================================================================
-eager  the reference in plain PyTorch: the specification, on any device
-torch  fast code of PyTorch's operators (chunked products): CPU tensors
-stock  PyTorch's own function for the same, where it has one: the default on the CPU where
-       ``csrc/`` was not measured to be faster
-cpp    ``csrc/`` on the CPU: the default there for the other calls of the ops that have it
+eager  the reference in plain PyTorch, which is the specification: any device
+torch  faster code in PyTorch's operators (chunked products): CPU tensors
+stock  PyTorch's own function for the op, if there is one: the default on the CPU, except for calls
+       that are faster in ``csrc/`` by the table of measurements
+cpp    ``csrc/`` on the CPU: the default there for the other calls, in the ops that have it
 triton ``triton_kernels/``: CUDA tensors, or CPU tensors under Triton's interpreter
 cuda   ``csrc/`` on CUDA tensors
 ====== ============================================================================
 
 The choice is made in the op's public function, once per call, and travels with the call as an
 argument: a traced or captured graph keeps the backend it was made with, and a backward always runs
-on the backend of its forward, even after ``use_backend`` was left.
+on the backend of its forward, even after the ``use_backend`` block has ended.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from fastplm.errors import BackendError, check_choice
 
 #: In the order of preference of "auto"; "eager" can run anything, so it is last.
 BACKENDS = ("cuda", "cpp", "triton", "stock", "torch", "eager")
-#: Backends of plain differentiable PyTorch, which need no operator and no formula of a gradient.
+#: Backends in plain PyTorch: autograd differentiates them, without an operator of fastplm.
 DIFFERENTIABLE = ("stock", "eager")
 _CHOICES = ("auto", *BACKENDS)
-#: Every op is named after its file. ``_registry.OPS`` has them once ``fastplm.ops`` is imported.
+#: Every op is named after its file. ``_registry.OPS`` has the ops once ``fastplm.ops`` is imported.
 OP_NAMES = tuple(sorted(path.stem for path in (Path(__file__).parent / "ops").glob("[!_]*.py")))
 _TRANSFORMS = torch._C._functorch.TransformType
 
@@ -56,14 +56,15 @@ class Backend:
         rejects: ``rejects(call, forced=…)`` returns why this backend cannot run a call, or None if
             it can.
         functions: returns ``forward(call)`` and ``backward(grad, saved)`` (None without one), the
-            implementations of ``fastplm::<op>_fwd`` and ``fastplm::<op>_bwd``. It is called once,
-            for the first call, so that it may import a module that need not be there.
-        measured: ``measured(*call)`` returns what the speed of a call depends on: the backend runs
-            it where the table of ``_measured.py`` says that it is faster. None: wherever it can.
-        measured_for_layers: only a layer asks ``measured`` (``Op.layer``), which can call PyTorch's
-            function instead; the op itself has no faster way.
-        compiled: ``compiled(dtype)`` returns why a compiled program, which takes calls of any size,
-            shall not call it, or None. See ``of_any_size``.
+            implementations of ``fastplm::<op>_fwd`` and ``fastplm::<op>_bwd``. It runs at the first
+            call of the op, so it may import an optional module.
+        measured: ``measured(*call)`` returns the sizes and the dtype on which the speed of a call
+            depends. The backend runs a call if the table of ``_measured.py`` says that it is
+            faster. Without ``measured``, or if it returns None, it runs every call that it can.
+        measured_for_layers: use ``measured`` only in ``Op.layer``: a layer can call PyTorch's
+            function instead, while the op itself has no faster backend.
+        compiled: ``compiled(dtype)`` returns why a compiled program, which serves calls of any
+            size, should not use this backend, or None. See ``of_any_size``.
     """
 
     name: str
@@ -90,16 +91,16 @@ class Backend:
         dispatches: bool = True,
         for_layer: bool = False,
     ) -> str | None:
-        """Why it does not run a call: it cannot, or PyTorch's own function is faster.
+        """Why this backend does not run a call: it cannot, or PyTorch's own function is faster.
 
-        A compiled program serves calls of any size, so ``compiled`` is asked for it.
+        A compiled program serves calls of any size, so ``compiled`` decides, not ``measured``.
 
         Args:
             op: the name of the op.
-            call: its arguments.
-            forced: whether the user asked for this backend.
-            dispatches: as of ``resolve``.
-            for_layer: as of ``Op.layer``.
+            call: the arguments of the op.
+            forced: whether the user chose this backend.
+            dispatches: as in ``resolve``.
+            for_layer: whether ``Op.layer`` asks.
         """
         if dispatches and self.name != "eager":
             reason = needs_plain_pytorch()
@@ -119,9 +120,10 @@ class Backend:
 def of_any_size(
     op: str, typical: Callable[[torch.dtype], CallClass]
 ) -> Callable[[torch.dtype], str | None]:
-    """``compiled`` of a backend that is to run if it is faster for ``typical`` calls of a dtype.
+    """A ``compiled`` for a backend that runs if it is faster for the ``typical`` call of a dtype.
 
-    An exported program may run elsewhere, and a transform would split each call into its samples.
+    It refuses exported programs, which may run on another machine, and transforms, which would
+    split each call into its samples.
     """
 
     def reason(dtype: torch.dtype) -> str | None:
@@ -129,19 +131,19 @@ def of_any_size(
             return "the program is exported or transformed"
         return slower(op, typical(dtype))
 
-    # A constant of a graph: see ops/attention.py.
+    # Dynamo takes the result as a constant: see ``_allows_tf32`` in ops/attention.py.
     reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return reason
 
 
 def needs_plain_pytorch() -> str | None:
-    """Why only the reference can run a call: some transforms need to see PyTorch's operators.
+    """Why only plain PyTorch can run a call: some transforms need to see PyTorch's operators.
 
-    Our operators support gradients of ``torch.func``, and ``vmap`` without gradients.
+    fastplm's operators support gradients of ``torch.func``, and ``vmap`` without gradients.
     """
     if is_written_down():
         return "torch.jit.trace or an ONNX export, which record only PyTorch's own operators"
-    if torch.compiler.is_compiling():  # tangents are ``_registry._refuse_tangents``'s there
+    if torch.compiler.is_compiling():  # ``_registry._refuse_tangents`` checks for tangents
         return None
     if forward_ad._current_level >= 0:
         return "forward-mode AD: a kernel makes no tangent"
@@ -151,7 +153,7 @@ def needs_plain_pytorch() -> str | None:
 
 
 def is_vmapped() -> bool:
-    """Whether a call that is not traced runs for the samples of a ``torch.vmap``."""
+    """Whether a call runs under ``torch.vmap`` and is not compiled."""
     return not torch.compiler.is_compiling() and _TRANSFORMS.Vmap in _transforms()
 
 
@@ -162,7 +164,8 @@ def _transforms() -> set[Any]:
 
 
 def is_written_down() -> bool:
-    """Whether a call is traced for another program, which has only PyTorch's own operators."""
+    """Whether ``torch.jit.trace`` or an ONNX export records a call: only PyTorch's operators exist
+    there."""
     if torch.compiler.is_compiling():
         return not torch.compiler.is_dynamo_compiling() and torch.onnx.is_in_onnx_export()
     return torch.jit.is_tracing()
@@ -184,16 +187,16 @@ class Decision:
 
 
 class _Choice:
-    """What a ``use_backend`` block asks for. (A plain class, which torch.compile can make.)"""
+    """The choice of a ``use_backend`` block. (torch.compile can create a plain class like this.)"""
 
     def __init__(self, default: str, per_op: dict[str, str]) -> None:
         self.default = default
         self.per_op = per_op
 
 
-# The choices of the ``use_backend`` blocks that a thread is in, the newest last. Not a ContextVar,
-# which torch.compile cannot trace. Dynamo guards what it reads here, for each thread, so a compiled
-# function is traced again when the choice changes.
+# The choices of the ``use_backend`` blocks that a thread is in, the newest last. They are not in a
+# ContextVar, as torch.compile cannot trace one. Dynamo guards on these values in each thread, so a
+# compiled function is traced again when the choice changes.
 _OF_MAIN_THREAD = [_Choice(os.environ.get("FASTPLM_BACKEND", "auto"), {})]
 _thread = threading.local()
 if threading.current_thread() is threading.main_thread():
@@ -210,25 +213,28 @@ def check_environment() -> None:
 
 
 def _choices() -> list[_Choice]:
-    """The choices of this thread, or of the main thread if this one has none: a backward on a GPU
-    runs in a thread of PyTorch's, and what it computes again is to take the forward's backend."""
+    """The choices of this thread, or of the main thread if this one has none.
+
+    A backward on a GPU runs in a thread of PyTorch, where a checkpoint must recompute on the
+    backend of the forward.
+    """
     return getattr(_thread, "choices", None) or _OF_MAIN_THREAD
 
 
 def requested(op: str) -> str:
     """The backend that the user chose for ``op``, or "auto"."""
-    # Asked by every layer: a call of ``_choices`` would cost as much again.
+    # Every layer calls this; calling ``_choices`` here would double the time.
     choice = (getattr(_thread, "choices", None) or _OF_MAIN_THREAD)[-1]
     return choice.per_op.get(op, choice.default)
 
 
 def is_recorded() -> bool:
-    """Whether every call is to leave a ``Decision``."""
+    """Whether ``record_decisions`` is active in this thread."""
     return getattr(_thread, "record", None) is not None
 
 
 def note(text: Callable[[], str]) -> None:
-    """Leave a line for ``fastplm.explain``, which is only made if it listens."""
+    """Add a line for ``fastplm.explain``. ``text`` is only called inside ``record_notes``."""
     notes = getattr(_thread, "notes", None)
     if notes is not None:
         notes.append(text())
@@ -247,9 +253,9 @@ def use_backend(backend: str, *ops: str) -> Iterator[None]:
         BackendError: raised later, by the call of an op that the forced backend cannot run; the
             message holds the reason of every backend.
 
-    The setting is the thread's own. A thread that has none follows the main thread, as those do
-    that PyTorch starts for a backward. The environment variable ``FASTPLM_BACKEND`` sets the
-    initial value of all.
+    The choice holds for the current thread. A thread without a choice of its own follows the main
+    thread; so do the threads that PyTorch starts for a backward. The environment variable
+    ``FASTPLM_BACKEND`` sets the initial choice of the main thread.
     """
     check_choice("use_backend", "backend", backend, _CHOICES)
     for op in ops:
@@ -265,7 +271,7 @@ def use_backend(backend: str, *ops: str) -> Iterator[None]:
     try:
         yield
     finally:
-        choices.remove(choice)  # which blocks of coroutines may leave in any order
+        choices.remove(choice)  # not pop(): blocks in coroutines may end in any order
 
 
 @contextlib.contextmanager
@@ -294,7 +300,7 @@ def resolve(op: str, backends: dict[str, Backend], call: Any, dispatches: bool =
     """The name of the backend that runs this call.
 
     Args:
-        dispatches: the answer of ``_registry.needs_dispatch(call)``. A call that it is False of is
+        dispatches: the result of ``_registry.needs_dispatch(call)``. If it is False, the call is
             neither traced nor transformed.
 
     Raises:
@@ -364,19 +370,19 @@ def _describe(call: Any) -> str:
 
 
 class Short:
-    """The short way of plain calls on a CPU without gradients, the one fast path of all ops.
+    """The fast path of plain calls on a CPU without gradients, the same for all ops.
 
-    It ends where ``Op.__call__`` ends, after less Python code, which between the layers of a model
-    is not in the CPU's caches, and is most of the cost of a small call.
+    It gives the result of ``Op.__call__`` with less Python code. Python code is most of the time of
+    a small call: between the layers of a model, it is not in the CPU's caches.
 
     Args:
         op: the name of the op.
-        csrc: ``csrc(*arguments)``, the result by csrc/, or None for a call that needs more, such as
-            a gradient.
-        fits: ``fits(*arguments)``, whether a call is correct, on a CPU and not traced. Default:
-            ``csrc`` looks itself.
-        measured, stock: of the arguments, what ``Backend.measured`` returns, and the result by
-            PyTorch's own function. Without them csrc/ runs wherever it can.
+        csrc: ``csrc(*arguments)`` returns the result by csrc/, or None for a call that is not
+            plain, such as one with a gradient.
+        fits: ``fits(*arguments)`` returns whether a call is correct, on a CPU and not traced.
+            Default: ``csrc`` checks that itself.
+        measured, stock: functions of the arguments that return what ``Backend.measured`` returns,
+            and the result by PyTorch's own function. Without them csrc/ runs wherever it can.
     """
 
     def __init__(
@@ -392,7 +398,7 @@ class Short:
         self.measured, self.stock = measured, stock
 
     def __call__(self, *arguments: Any) -> Any:
-        """The result, or None: ``Op.__call__`` is to decide, or to say what is wrong."""
+        """The result; None if ``Op.__call__`` must choose the backend or raise an error."""
         wanted = requested(self.op)
         if (
             (wanted != "auto" and wanted != "cpp")
@@ -423,20 +429,20 @@ def accepts_all(*arguments: Any, forced: bool) -> str | None:
 
 
 def needs_cpu(tensor: torch.Tensor) -> str | None:
-    """Reason of a CPU implementation."""
+    """Why a CPU implementation cannot run a call on this tensor; None if it can."""
     return None if tensor.device.type == "cpu" else _not_cpu(tensor.device)
 
 
 @functools.cache
 def _not_cpu(device: torch.device) -> str:
-    """Made once: on a GPU every call asks."""
+    """The text is cached, as every call on a GPU needs it."""
     return f"it runs on CPU tensors, not {device}"
 
 
 def needs_nvidia(device: torch.device) -> str | None:
-    """Reason of a kernel for CUDA devices: an NVIDIA GPU from sm_80 on."""
+    """Why a CUDA kernel cannot run on this device; None for an NVIDIA GPU from sm_80 on."""
     index = device.index or 0
-    if torch.compiler.is_compiling():  # which reads properties of a device, but fills no cache
+    if torch.compiler.is_compiling():  # it traces the properties of a device, but not the cache
         return _why_not_nvidia(index)
     if index not in _WHY_NOT_NVIDIA:
         _WHY_NOT_NVIDIA[index] = _why_not_nvidia(index)
@@ -449,7 +455,7 @@ _WHY_NOT_NVIDIA: dict[int, str | None] = {}
 def _why_not_nvidia(index: int) -> str | None:
     if torch.version.hip is not None:
         return "ROCm: the kernels are made for NVIDIA GPUs"
-    if not torch.cuda.is_available():  # a fake tensor of a device that is elsewhere
+    if not torch.cuda.is_available():  # a fake tensor of a device that this machine lacks
         return None
     device = torch.cuda.get_device_properties(index)
     if device.major < 8:
@@ -458,7 +464,7 @@ def _why_not_nvidia(index: int) -> str | None:
 
 
 def needs_triton(tensor: torch.Tensor, forced: bool) -> str | None:
-    """Reason of a Triton implementation: CUDA tensors, or the interpreter when forced."""
+    """Why a Triton kernel cannot run: it needs CUDA tensors, or the interpreter when forced."""
     if tensor.device.type not in ("cuda", "cpu"):
         return f"Triton runs on CUDA tensors, not {tensor.device}"
     if tensor.device.type == "cpu":
@@ -473,7 +479,7 @@ def needs_triton(tensor: torch.Tensor, forced: bool) -> str | None:
 
 
 def warn_unless_forced(reason: str | None, forced: bool) -> str | None:
-    """Why CUDA tensors get no kernel, if so; a call that did not choose its backend warns of it."""
+    """Return ``reason``, why CUDA tensors get no kernel. Warn if the backend was not forced."""
     if reason is not None and not (forced or torch.compiler.is_compiling()):
         _warn_of_eager(reason)
     return reason
@@ -488,7 +494,7 @@ def _warn_of_eager(reason: str) -> None:
     )
 
 
-# Looked up once: torch 2.11 cannot trace the question.
+# Evaluated at import: torch 2.11 cannot trace ``find_spec``.
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 

@@ -32,10 +32,11 @@ from fastplm._declare import Signature
 from fastplm.errors import UnsupportedError
 
 _LIBRARY = torch.library.Library("fastplm", "DEF")
-#: Types of arguments without a dispatch of their own: no subclasses of tensors and no symbols.
+#: Argument types that need no dispatch: no tensor subclasses and no symbolic sizes.
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str))
 
-# Asked of every call, so looked up once. Batched: of autograd.grad(…, is_grads_batched=True).
+# Every call uses these, so they are looked up once. A tensor is "batched" inside of
+# autograd.grad(…, is_grads_batched=True).
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
 _is_tracing, _dispatch_modes = torch._C._is_tracing, torch._C._len_torch_dispatch_stack
 _transforms, _profiler = torch._C._functorch.peek_interpreter_stack, torch.autograd.profiler
@@ -47,33 +48,32 @@ class Op:
     """An op: one declaration, and its backends.
 
     Args:
-        name: the op's stem; the same in every folder of the tree.
-        call: a ``NamedTuple``, the arguments of the operator (see ``_declare``). Where it has them,
-            its method ``check(where)`` makes the checks that no annotation can say, and its
-            property ``packed`` says whether the rows are packed.
-        results: the names of the outputs. The first one has a gradient, if the op has one.
-        fake: ``fake(call, backend)`` makes the outputs, not written.
+        name: the name of the op, and of its files in every folder.
+        call: a ``NamedTuple``, the arguments of the operator (see ``_declare``). It may have a
+            method ``check(where)`` with checks that annotations cannot express, and a property
+            ``packed``: whether the rows are packed.
+        results: the names of the outputs. Only the first one has a gradient, if the op has one.
+        fake: ``fake(call, backend)`` returns the outputs, allocated but not computed.
         reference: the eager reference, ``<op>_ref``.
         smoke: runs the op once on tiny inputs of a device (``smoke(device)``); used by
             ``fastplm info`` to say what works by trying it.
-        eager: the reference called with a ``call``. Default: ``reference(*call)``.
-        public: the public function called with the fields of ``call``, for ``layer``. Default: the
-            call is run as it is.
-        short: the short way of plain calls that ``layer`` takes, too.
+        eager: ``eager(call)`` runs the reference. Default: ``reference(*call)``.
+        public: ``public(*call)``, with which ``layer`` runs a call. Default: run ``call`` itself.
+        short: the fast path of plain calls, which ``layer`` tries, too.
 
     An op with a gradient also has
 
         saved: a ``NamedTuple``, what the backward reads beside the gradient of the first output.
-            A field is found by its name: an argument or output of the forward, or a property of
-            ``call``, or, as ``need_<argument>``, whether that argument wants a gradient. A field
-            that is of the class ``call`` stands for all arguments.
+            The name of a field says what it holds: an argument or output of the forward, a property
+            of ``call``, or, as ``need_<argument>``, whether that argument requires a gradient. A
+            field whose type is ``call`` holds all arguments.
         gradients: the names of the arguments whose gradients a backward returns, in its order.
-        fake_backward: ``fake_backward(grad, saved)`` makes the gradients, not written.
+        fake_backward: ``fake_backward(grad, saved)`` returns the gradients, allocated only.
         unused: ``unused(call, outputs, needs, backend)``, the names of the tensors in ``saved``
             that the backward of this call does not read; ``needs`` as ``ctx.needs_input_grad``.
-        tracked: outputs beside the first that autograd is to see as functions of the inputs.
+        tracked: names of further outputs that are not marked as non-differentiable.
         second: ``second(grad, saved, backend)``, the gradients as a differentiable formula, for
-            gradients of gradients. Without it those are refused.
+            gradients of gradients. Without it these raise an error.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Op:
         self.short, self.public = short, public or (lambda *arguments: self(call(*arguments)))
         eager = eager or (lambda call: reference(*call))
         self.backends = {"eager": Backend("eager", accepts_all, lambda: (eager, None))}
-        # Looked up here: torch.compile, which traces the reference, cannot enter the property.
+        # This fills the cached property: torch.compile, which traces the reference, cannot.
         assert self.backends["eager"].forward is eager
         self._extra_checks, self._may_be_packed = hasattr(call, "check"), hasattr(call, "packed")
         self._formula: type[torch.autograd.Function] | None = None
@@ -158,11 +158,11 @@ class Op:
     def stock(
         self, function: Callable[..., Any], rejects: Callable[..., str | None] = accepts_all
     ) -> None:
-        """Add PyTorch's own function, called with a ``call``, for the calls that it can run."""
+        """Add ``function(call)``, which calls PyTorch's own function, as the backend "stock"."""
         self.add(Backend("stock", rejects, lambda: (function, None)))
 
     def add(self, backend: Backend) -> None:
-        """Add an implementation whose functions may not be imported yet."""
+        """Add a backend. It may import its functions later (see ``Backend``)."""
         self.backends[backend.name] = backend
         if backend.name == "cpp" and backend.measured is not None:
             self._cpp = backend
@@ -173,12 +173,13 @@ class Op:
     def __call__(self, call: Any, backend: str = "", dispatches: bool | None = None) -> Any:
         """Run a call: check it, choose its backend, and run that.
 
-        Unless it needs PyTorch's dispatcher, a call goes straight to the backend, under an
-        autograd function: dispatch to Python costs tens of microseconds a call.
+        A call that does not need PyTorch's dispatcher runs the backend directly, inside an
+        autograd function if a gradient is needed: dispatch to Python takes tens of microseconds.
 
         Args:
-            backend: the one to run, of a call that was checked and that it accepts.
-            dispatches: the answer of ``needs_dispatch(call)``; None = ask.
+            backend: the backend to run; the call must be checked, and the backend must accept it.
+                Default: check the call and choose the backend.
+            dispatches: the result of ``needs_dispatch(call)``; None = compute it.
         """
         if not backend:
             self.check(call)
@@ -201,7 +202,7 @@ class Op:
         return self.backends[backend].forward(call)
 
     def check(self, call: Any, where: str = "") -> None:
-        """Every argument is as declared, or an error names it."""
+        """Raise an error that names the first argument that is not as declared."""
         where = where or self.name
         self.arguments.check(where, call, self._may_be_packed and call.packed)
         if self._extra_checks:
@@ -214,15 +215,15 @@ class Op:
     def layer(self, *arguments: Any) -> Any:
         """The result by csrc/ if it is faster than PyTorch's own function, else None.
 
-        For layers, which call that function where this is None: also where a call is transformed,
-        or traced, unless the backend says what it is for a compiled program. Most calls of a model
-        are PyTorch's, so the table is asked first.
+        A layer calls PyTorch's function if this returns None. It does so, too, if a call is
+        transformed, or traced (unless the backend has ``compiled``). PyTorch's function is the
+        faster one for most calls of a model, so the table is read first.
         """
         wanted, cpp = requested(self.name), self._cpp
         if (
             cpp is None
             or (wanted != "auto" and wanted != "cpp")
-            or type(arguments[0]) not in _PLAIN  # whose sizes may be unknown
+            or type(arguments[0]) not in _PLAIN  # a subclass, whose sizes may be unknown
         ):
             return None
         if not is_traced():
@@ -268,8 +269,8 @@ class Op:
 def _one_by_one(overload: torch._ops.OpOverload) -> Callable[..., Any]:
     """The batching rule of an operator: a call for each sample.
 
-    PyTorch does the same for an operator without a rule, and prints that this is slow and that it
-    wants to hear of it.
+    PyTorch does the same for an operator without a rule, but prints a warning that this is slow and
+    asks the user to file an issue.
     """
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
@@ -287,7 +288,7 @@ def _one_by_one(overload: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 def _outside_autocast(function: Any, *arguments: Any) -> Any:
-    """The public function has cast its arguments; a product inside is in their dtype."""
+    """Run a function without autocast: the public function has already cast the arguments."""
     if torch._C._is_any_autocast_enabled():
         with torch._C._DisableAutocast():
             return function(*arguments)
@@ -295,10 +296,10 @@ def _outside_autocast(function: Any, *arguments: Any) -> Any:
 
 
 def _picker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
-    """The values at these places of a tuple."""
+    """A function that returns the values at these indices of a tuple, as a tuple."""
     if not places:
         return lambda values: ()
-    if len(places) == 1:  # of one place ``itemgetter`` returns no tuple
+    if len(places) == 1:  # ``itemgetter`` of one index does not return a tuple
         (only,) = places
         return lambda values: (values[only],)
     return operator.itemgetter(*places)
@@ -318,17 +319,17 @@ class _Formula:
     ) -> None:
         self.op, self.unused, self.second = op, unused, second
         arguments, saved = op.arguments.names, op.saved
-        self.count = len(arguments) + 1  # the backend, too
+        self.count = len(arguments) + 1  # the arguments and the backend
         forward = [*arguments, "backend", *results]
         needs = [f"need_{name}" for name in arguments]
-        #: Properties of the call that are saved, and all values to save, by their places.
+        #: The properties of the call that are saved; then the index of each value to save.
         self.properties = [name for name in saved.names if name not in (*forward, *needs)]
         places = [[*forward, *self.properties, *needs].index(name) for name in saved.names]
         tensors = [at for at, kind in enumerate(saved.types) if kind.startswith("Tensor")]
         others = [at for at in range(len(places)) if at not in tensors]
         self.tensors = _picker([places[at] for at in tensors])
         self.others = _picker([places[at] for at in others])
-        #: Brings tensors and others, one after the other, in the order of the fields.
+        #: Sorts the tensors, followed by the other values, into the order of the fields.
         self.order = _picker([[*tensors, *others].index(at) for at in range(len(places))])
         self.tensor_names = [saved.names[at] for at in tensors]
         self.gradients = [arguments.index(name) for name in gradients]
@@ -351,7 +352,7 @@ class _Formula:
         ctx.others, ctx.backend = others, backend
         if self.constant:
             ctx.mark_non_differentiable(*(outputs[at] for at in self.constant))
-            # Or an output without a gradient would get one of zeros, of its size.
+            # Otherwise autograd would allocate zeros as the gradient of each such output.
             ctx.set_materialize_grads(False)
 
     def backward(
@@ -360,7 +361,7 @@ class _Formula:
         found: list[Any] = [None] * self.count
         if grad is None:
             return tuple(found)
-        # Read once: the saved tensors of a checkpoint may not be read a second time.
+        # Unpacked only once: inside a checkpoint, a second ``ctx.saved_tensors`` is an error.
         tensors = ctx.saved_tensors if tensors is None else tensors
         if self.second is None and torch.is_grad_enabled():  # create_graph=True
             return self._once(ctx, tensors, grad, *others)
@@ -383,7 +384,7 @@ class _Formula:
         return tuple(found)
 
     def _once(self, ctx: Any, tensors: tuple[Any, ...], *grads: Any) -> tuple[Any, ...]:
-        """Gradients that raise an error where they are differentiated.
+        """Gradients that raise an error if they are differentiated.
 
         Otherwise autograd would treat them as constants, and a gradient penalty as 0.
         """
@@ -398,7 +399,7 @@ class _Formula:
 
 
 def _refuse_dtensors(op: str, arguments: tuple[Any, ...]) -> None:
-    """PyTorch says of such a call that there is no sharding rule, and not what to do."""
+    """Raise an error that says what to do. PyTorch's says only that there is no sharding rule."""
     if torch.compiler.is_compiling():
         return
     if any(type(value).__module__.startswith("torch.distributed.tensor") for value in arguments):
@@ -410,7 +411,7 @@ def _refuse_dtensors(op: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _refuse_tangents(operator: torch._ops.OpOverload, arguments: tuple[Any, ...]) -> None:
-    """A traced graph cannot change to the reference any more, and would lose a tangent."""
+    """Raise an error for a tangent in a traced graph: the operator would drop it silently."""
     if forward_ad._current_level < 0:
         return
     for value in arguments:
@@ -440,7 +441,7 @@ def needs_dispatch(arguments: tuple[Any, ...]) -> bool:
         or _transforms() is not None
         or forward_ad._current_level >= 0
         or not _PLAIN.issuperset(map(type, arguments))
-        or arguments[0].is_meta  # as all are then: tensors of a call lie on one device
+        or arguments[0].is_meta  # then all are: the tensors of a call are on one device
     )
 
 
@@ -455,14 +456,15 @@ def is_eager(*tensors: torch.Tensor) -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether a call is inside of a transform of ``torch.func`` or of forward-mode AD."""
+    """Whether a call runs inside a transform of ``torch.func`` or inside forward-mode AD."""
     return (
         torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
     )
 
 
 class _Once(torch.autograd.Function):
-    """A gradient that cannot be differentiated again, and what it may depend on."""
+    """The identity on a gradient; its backward raises an error. It also takes what the gradient
+    depends on, so that autograd calls that backward."""
 
     generate_vmap_rule = True  # torch.func.jacrev runs a backward under vmap
 
@@ -485,7 +487,7 @@ class _Once(torch.autograd.Function):
 def _direct_formula(
     op: Op, save: Callable[..., None], backward: Callable[..., Any]
 ) -> type[torch.autograd.Function]:
-    """The formula of ``_autograd_kernel`` around the backend itself."""
+    """The formula of ``_autograd_kernel``, with a forward that calls the backend directly."""
 
     class Direct(torch.autograd.Function):
         @staticmethod
@@ -505,9 +507,9 @@ def _autograd_kernel(
     save: Callable[..., None],
     backward: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """What ``torch.library.register_autograd`` makes, for a schema without defaults.
+    """The kernel that ``torch.library.register_autograd`` makes, for a schema without defaults.
 
-    Looking for defaults to fill in is what costs most there: 40 µs a call on the host.
+    PyTorch's kernel spends most of its time, 40 µs a call on the host, on filling in defaults.
     """
     assert not any(argument.has_default_value() for argument in operator._schema.arguments)
 
@@ -515,12 +517,12 @@ def _autograd_kernel(
         with torch._C._AutoDispatchBelowAutograd():
             return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
-    # It has a single level: torch.func transforms a call around this kernel, level by level.
+    # It handles a single level: torch.func applies its transforms around this kernel, one by one.
     class Differentiable(torch.autograd.function._SingleLevelFunction):
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> Any:
             *inputs, keyset = arguments  # last, so that the gradients of the inputs come first
-            # An autograd function turns gradients off, and so it would for the levels below.
+            # An autograd function disables gradients, but the transforms below still need them.
             below = torch._C._functorch.peek_interpreter_stack() is not None
             with torch.set_grad_enabled(below):
                 output = below_autograd(keyset, tuple(inputs))
@@ -542,7 +544,7 @@ def _autograd_kernel(
 
 
 def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Floating tensors in the autocast dtype of their device, as ``nn.Linear`` would see them."""
+    """Cast floating tensors as autocast does for ``nn.Linear``, if autocast is on."""
     if not torch._C._is_any_autocast_enabled():
         return tensors
     device = next(tensor.device.type for tensor in tensors if tensor is not None)

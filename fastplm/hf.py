@@ -11,19 +11,19 @@ user's padding mask into one that also says whether attention is causal. It call
 misread such a mask, is refused when it is built (see ``attention_of``): Transformers does that for
 "sdpa" and "flash_attention_2", but not for names that others register.
 
-Dropout, the position bias of T5 (from its table; see ``_relative_bias``), packed sequences
-(``cu_seq_lens_q``, …) and boolean 4-D masks are fused as well: those that Transformers makes (of a
-prefix, sliding windows, blocks) and those of the user; for BERT's own masks [B, F, T] see
-``fastplm_mask``. Transformers' SDPA function, with an equivalent mask, does what ``ops.attention``
-does not support: grouped heads, a position bias of unknown origin or with a cache, and 4-D masks
-that are added to the scores (see ``_boolean``). A row that a boolean mask lets attend to nothing
-gives 0; other implementations of Transformers give it an average of the values, or NaN.
-If a causal model gets ``position_ids`` that restart and no ``attention_mask``, Transformers makes
-such a mask; with ``cu_seq_lens_q``, pass an ``attention_mask`` of ones. What neither of the two
-supports is an error. On a CPU, one query with few keys (a generation step) uses SDPA too, because
-it is faster.
+The fused op also supports dropout, the position bias of T5 (from its table; see
+``_relative_bias``), packed sequences (``cu_seq_lens_q``, …) and boolean 4-D masks: those of the
+user, and those that Transformers makes (of a prefix, sliding windows, blocks). For BERT's own masks
+[B, F, T] see ``fastplm_mask``. What ``ops.attention`` does not support runs in Transformers' SDPA
+function, with an equivalent mask: grouped heads, a position bias of unknown origin or with a cache,
+and 4-D masks that are added to the scores (see ``_boolean``). If a boolean mask lets a row attend
+to nothing, the row is 0; other implementations of Transformers give an average of the values, or
+NaN. If a causal model gets ``position_ids`` that restart and no ``attention_mask``, Transformers
+makes a 4-D mask of blocks; with ``cu_seq_lens_q``, pass an ``attention_mask`` of ones. A call that
+neither the fused op nor SDPA supports is an error. On a CPU, one query with few keys (a generation
+step) also uses SDPA, because it is faster.
 
-No function changes Python state that outlives a forward: a compiled model would recompile.
+No function changes Python state that outlives a forward, as a compiled model would recompile.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from fastplm.ops.attention import plain_attention
 
 logger = logging.get_logger(__name__)
 NAME = "fastplm"
-#: ``output_attentions`` for GPT-2, which passes only other names on to its attention.
+#: The name for ``output_attentions`` in GPT-2, which does not pass that one to its attention.
 WITH_WEIGHTS = "with_attention_weights"
 _WHERE = "attn_implementation='fastplm'"
 #: The argument with which the models of fastplm pass ``models._ragged.Rows`` to attention.
@@ -65,7 +65,7 @@ ROWS = "rows"
 _UNSUPPORTED = ("softcap", "s_aux", "head_mask", "cache")
 # The bounds of packed sequences, in the order of the arguments of ``ops.attention_varlen``.
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-# Arguments that must be looked at; most calls have none of them.
+# Arguments that change what a call needs. Most calls have none of them.
 _SPECIAL = frozenset(
     (*_UNSUPPORTED, *_PACKED, ROWS, "output_attentions", WITH_WEIGHTS, "position_bias")
 )
@@ -77,8 +77,8 @@ _T5_ATTENTION = (
 )
 #: A ``position_bias`` of zeros. (With None, T5 would create a tensor.)
 NO_BIAS: Any = object()
-#: Whether a drop-in model is being made whose attention implementation is chosen: it is that of its
-#: parts, too, which have classes of Transformers until it is done.
+#: True while a drop-in model is built whose attention implementation is chosen. Its parts, which
+#: still have classes of Transformers, take that implementation without the check of ``_checked``.
 IS_CHOSEN = ContextVar("IS_CHOSEN", default=False)
 _NOTE = "_fastplm_relative_bias"
 
@@ -104,15 +104,15 @@ def fastplm_mask(
         kwargs: other arguments of ``transformers.masking_utils.sdpa_mask``.
 
     Returns:
-        A mask whose form says what it means, so that no layer has to know: a module may lack
-        ``is_causal``, or have a wrong one. bool [B, 1, 1, Tk], True = attend, every query sees the
-        same keys; bool [B, 1, 1, 1, Tk], query i sees those of them with j <= i + (Tk - Tq); both
-        of shape [1, …, 0] if no key is hidden. bool [B, 1, Tq, Tk], any other pattern, or one that
-        the model wants in full.
+        A bool mask, True = attend, whose number of dimensions says whether attention is causal: a
+        module may lack ``is_causal``, or have a wrong one. [B, 1, 1, Tk]: every query attends to
+        the same keys. [B, 1, 1, 1, Tk]: query i attends to those of them with j <= i + (Tk - Tq).
+        Both have the shape [1, …, 0] if no key is masked. [B, 1, Tq, Tk]: any other pattern, or a
+        model that asks for the full mask.
     """
     if attention_mask is not None and attention_mask.dim() == 3:
         return attention_mask.bool()[:, None]
-    if attention_mask is not None and attention_mask.dim() == 5:  # ours, prepared by `generate`
+    if attention_mask is not None and attention_mask.dim() == 5:  # made here, for `generate`
         return attention_mask
     causal = mask_function is causal_mask_function
     bottom_right = (
@@ -121,7 +121,7 @@ def fastplm_mask(
         and q_offset + q_length == kv_offset + kv_length
     )
     two_dimensional = attention_mask is None or attention_mask.dim() == 2
-    # A trace would also serve more queries than the one that it saw.
+    # A traced program with one query may later run with more.
     one_query = q_length == 1 and not torch.jit.is_tracing()
     if causal:
         short = one_query or bottom_right and kwargs.get("allow_is_causal_skip", True)
@@ -135,7 +135,7 @@ def fastplm_mask(
         if causal and not bottom_right:
             # One query in a static cache: the keys after it are masked like padding.
             seen = torch.arange(kv_length, device=device) + kv_offset <= q_offset
-            # Also in the last step, where all are True: one graph serves all steps.
+            # Used in the last step, too, where all are True: so one graph serves all steps.
             key_mask = seen.expand(batch_size, -1) if key_mask is None else key_mask & seen
         elif key_mask is None or (
             key_mask.device.type == "cpu" and is_eager(key_mask) and bool(key_mask.all())
@@ -177,20 +177,22 @@ def fastplm_attention_forward(
     """The attention of one layer, in the calling convention of Transformers.
 
     Args:
-        module: the layer; its ``is_causal`` is used if neither mask nor argument says it.
+        module: the layer; its ``is_causal`` is used if neither the mask nor the argument decides.
         query: [B, H, Tq, D].
         key, value: [B, H, Tk, D], or with fewer heads.
         attention_mask: from ``fastplm_mask``; or None or bool [B, Tk], combined with ``is_causal``;
             or a full 4-D mask, one for all heads or for each, boolean (True = attend) or additive.
         dropout: probability of dropping an attention weight, 0 outside training. Every call draws
             its seed from PyTorch's generator, which ``torch.manual_seed`` sets and activation
-            checkpointing restores. The samples are those of ``rows`` of fastplm's models, or the
-            places in the batch.
+            checkpointing restores. The sample indices are those of ``rows`` (fastplm's models), or
+            0 ... B - 1.
         scaling: factor on the scores.
-        is_causal: query i may attend to keys j <= i + (Tk - Tq); ignored where the mask says it.
-        kwargs: supported are ``position_bias`` (dense, or a ``T5RelativeBias`` for the fused op),
-            ``output_attentions``, and for sequences packed into a batch of one ``cu_seq_lens_q``,
-            ``cu_seq_lens_k``, ``max_length_q``, ``max_length_k``, which a 4-D mask replaces.
+        is_causal: query i may attend to keys j <= i + (Tk - Tq); ignored if the mask says whether
+            attention is causal.
+        kwargs: supported are ``position_bias`` (dense, or a ``T5RelativeBias`` for the fused op)
+            and ``output_attentions``. For sequences packed into a batch of one: ``cu_seq_lens_q``,
+            ``cu_seq_lens_k``, ``max_length_q``, ``max_length_k``; with a 4-D mask these are
+            ignored.
 
     Returns:
         The output [B, Tq, H, D], and the weights [B, H, Tq, Tk] if ``output_attentions``, else
@@ -203,7 +205,7 @@ def fastplm_attention_forward(
     """
     _check_supported(attention_mask, kwargs)
     if is_causal is None and query.shape[2] == 1:
-        is_causal = False  # one query, the last, sees all keys in any case
+        is_causal = False  # a single query is the last one: it attends to all keys in any case
     causal, attention_mask = _meaning(module, attention_mask, is_causal)
     if (
         attention_mask is None
@@ -275,7 +277,7 @@ def _unfused(
     weights_too: bool,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    """What ``fastplm_attention_forward`` returns of a call that the fused op does not support."""
+    """Run ``fastplm_attention_forward`` for a call that the fused op does not support."""
     dead = None
     if mask is None or mask.dim() != 4:
         mask, dead = _complete_mask(query, key, mask, causal, always=weights_too)
@@ -299,14 +301,14 @@ def _unfused(
 
 
 def says_only_keys(mask: Tensor | None) -> bool:
-    """Whether a mask hides the same keys from every query, beside causality."""
+    """Whether a mask masks the same keys for every query, apart from causality."""
     return mask is None or mask.dim() != 4 or _hides_keys(mask)
 
 
 def _hides_keys(mask: Tensor) -> bool:
     if mask.dtype is not torch.bool or not mask.shape[1] == mask.shape[2] == 1:
         return False
-    # A trace would also serve more queries than the one that it saw.
+    # A traced program with one query may later run with more.
     return mask.shape[3] == 0 or not torch.jit.is_tracing()
 
 
@@ -331,10 +333,10 @@ def _meaning(
 
 
 def _boolean(mask: Tensor | None) -> Tensor | None:
-    """A 4-D mask as a boolean one; None if it is additive, or if to know that takes a sync.
+    """A 4-D mask as a boolean one; None if it is additive, or if finding out would be a sync.
 
     Masks of a floating dtype are added to the scores. If all their values are 0, the lowest of the
-    dtype or -inf, they say the same as a boolean one. The values can be looked at only on a CPU,
+    dtype or -inf, they mean the same as a boolean mask. The values are read only on a CPU, and
     outside of a trace.
     """
     if mask is None or mask.dtype is torch.bool:
@@ -347,7 +349,7 @@ def _boolean(mask: Tensor | None) -> Tensor | None:
 
 def _check_supported(mask: Tensor | None, kwargs: dict[str, Any]) -> None:
     for name, value in kwargs.items():
-        # Numbers of a layer, such as attention sinks, may change the scores.
+        # A floating-point tensor, such as attention sinks, may change the scores.
         numbers = isinstance(value, Tensor) and value.dim() > 0 and value.is_floating_point()
         if name in _UNSUPPORTED and value is not None or numbers and name != "position_bias":
             fix = "Use attn_implementation='eager' or 'sdpa' for this call."
@@ -362,7 +364,7 @@ def _check_supported(mask: Tensor | None, kwargs: dict[str, Any]) -> None:
 
 
 def _says_only_samples(kwargs: dict[str, Any]) -> bool:
-    """Whether the only special argument is ``rows`` of a padded batch, which matters to dropout."""
+    """Whether the only special argument is ``rows`` of a padded batch, which only dropout reads."""
     alone = _SPECIAL.intersection(kwargs) == {ROWS} and kwargs[ROWS] is not None
     return alone and kwargs[ROWS].lengths(causal=True) is None
 
@@ -372,7 +374,7 @@ def _lengths(
 ) -> tuple[Tensor, Tensor, int, int] | None:
     """(cu_seqlens of queries and keys, max_seqlen of both); None if they are not packed."""
     rows = kwargs.get(ROWS)
-    # The self-attention of a decoder with a single row is not called causal: it has a single key.
+    # Self-attention of a decoder with one row has one key; ``causal`` is False for one query.
     own = causal or (query.shape[2] == 1 and key.shape[2] == 1)
     lengths = None if rows is None else rows.lengths(own)
     if lengths is not None:
@@ -446,7 +448,7 @@ def _complete_mask(
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     mask = None if key_mask is None else key_mask[:, None, None, :]
     always = always or mask is not None or seqlen_q != seqlen_k
-    # A trace also serves more queries than it saw.
+    # A traced program with one query may later run with more.
     if causal and (torch.jit.is_tracing() or always and seqlen_q > 1):
         keys = torch.arange(seqlen_k, device=query.device)
         queries = torch.arange(seqlen_q, device=query.device)[:, None] + (seqlen_k - seqlen_q)
@@ -494,7 +496,7 @@ def attention_of(kind: type) -> str:
     modules.remove(PreTrainedModel.__module__)
     if any(module.startswith("fastplm.") for module in modules):
         return "interface"
-    # A module of the user may hold other attention than that of the model that it extends.
+    # Modules of Transformers first: the user's module may contain other, unrelated attention.
     modules.sort(key=lambda module: not module.startswith("transformers."))
     for found in (*map(_attention_in, modules), *map(_attention_of_parts, modules)):
         if found != "none":
@@ -504,10 +506,10 @@ def attention_of(kind: type) -> str:
 
 @functools.cache
 def _attention_in(module: str) -> str:
-    """``attention_of`` the classes of one module, as Transformers looks for it, by its source."""
+    """``attention_of`` for one Python module, from its source, which Transformers reads, too."""
     try:
         source = inspect.getsource(sys.modules[module])
-    except (KeyError, OSError, TypeError):  # written in a shell, where nothing can be looked up
+    except (KeyError, OSError, TypeError):  # there is no source, as of a class written in a shell
         return "none"
     if ".get_interface(" in source:
         return "interface"
@@ -516,9 +518,9 @@ def _attention_in(module: str) -> str:
 
 
 def _attention_of_parts(module: str) -> str:
-    """The same of the models that a module imports, of which it may build larger ones."""
+    """``attention_of`` for the models that a Python module imports, as parts of its own models."""
     used = vars(sys.modules[module]) if module in sys.modules else {}
-    # Such a part is built by its configuration, which takes the name to it.
+    # A part that is built by an Auto class gets the name from its configuration.
     if any(name.startswith("AutoModel") for name in used):
         return "interface"
     kinds = [one for one in used.values() if isinstance(one, type)]
@@ -528,7 +530,7 @@ def _attention_of_parts(module: str) -> str:
 
 
 def _checked(transformers_own: Callable[..., str]) -> Callable[..., str]:
-    """``get_correct_attn_implementation`` of Transformers, which looks at no name but its own."""
+    """Add a check of "fastplm" to Transformers' check, which knows only Transformers' names."""
 
     @functools.wraps(transformers_own)
     def get_correct_attn_implementation(
@@ -552,7 +554,7 @@ def _checked(transformers_own: Callable[..., str]) -> Callable[..., str]:
     return get_correct_attn_implementation
 
 
-# Transformers asks it when a model is built or its attention is set; there is no hook for others.
+# Transformers calls this when a model is built or its attention is set; it has no hook for it.
 PreTrainedModel.get_correct_attn_implementation = _checked(
     PreTrainedModel.get_correct_attn_implementation
 )

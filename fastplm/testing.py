@@ -1,19 +1,20 @@
-"""Error budget, poisoned memory and layout variants: the harness of the tests and benchmarks.
+"""Error budget, poisoned memory and layout variants: tools of the tests and benchmarks.
 
-No tolerance is ever typed. The reference runs in fp64 (``gold``), and in the dtype of the kernel
-(``base``): plain; with the summands of every reduction in reverse and in random order; and with
-each input off by one unit in its last place. The largest error of these counts, and they are made
-one after another until it is enough. The kernel may err by at most ``factor`` times what PyTorch
-errs on the same inputs:
+No tolerance is written by hand. The reference runs once in fp64 (``gold``) and several times in the
+dtype of the kernel (``base``): as it is; with the summands of every reduction in reverse and in
+random order; and with each input changed by one unit in its last place. The largest error of these
+runs is PyTorch's error. The runs are made one after another until the kernel is within the budget:
+its error may be at most ``factor`` times PyTorch's error on the same inputs.
 
     max|out - gold| <= factor * max|base - gold| + floor        factor 2 forward, 3 gradients
     rms(out - gold) <= 1.5    * rms(base - gold) + floor
 
 ``floor`` is one rounding of the largest (rms: of the root-mean-square) gold value to the dtype of
-the output: a kernel cannot be asked to round better than its output can hold. For a gradient it is,
-on top, one fp32 rounding of the largest gradient of the call: gradients that are differences are
-small by cancellation, and the sums that cancel run in fp32. Where a gradient is 0 by cancellation
-(the query's, if a row sees one key) PyTorch's own 0 is luck, and counts as one rounding of that.
+the output: no kernel can be more exact than the dtype of its output. For a gradient, one fp32
+rounding of the largest gradient of the call is added: some gradients are small because terms
+cancel, and the sums that cancel are computed in fp32. Where a gradient is 0 by cancellation (that
+of a query which attends to one key), PyTorch may get exactly 0 by luck; its error then counts as
+one rounding of the largest gradient.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ from fastplm._budget import (
 )
 
 FP64_FACTOR = 16.0
-# What fp64 leaves of a gradient that is 0, as a share of the largest.
+# A gradient that is 0 by cancellation has at most this share of the largest one in fp64.
 _NOTHING = 2.0**-46
 
 
-#: What holds the libraries of PyTorch to a level of ``ATEN_CPU_CAPABILITY``, at which they do not
-#: look: oneDNN (its "CPU Dispatcher Control") and MKL.
+#: Environment variables that limit oneDNN (its "CPU Dispatcher Control") and MKL to a level. These
+#: libraries do not read ``ATEN_CPU_CAPABILITY``.
 _OF_LIBRARIES = {
     "default": {"ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
     "avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
@@ -53,14 +54,14 @@ _OF_LIBRARIES = {
 
 
 def hold_to_level() -> None:
-    """Hold all of this process to the level of ``ATEN_CPU_CAPABILITY``, if that is set.
+    """Limit this whole process to the level of ``ATEN_CPU_CAPABILITY``, if that is set.
 
-    PyTorch's own kernels, Inductor's and those of csrc/ follow that variable. oneDNN and MKL have
-    variables of their own, which they read when they are first used: so call this before. What is
-    set already stays.
+    The kernels of PyTorch, of Inductor and of csrc/ follow that variable. oneDNN and MKL have
+    variables of their own and read them at their first use, so call this function before.
+    Variables that are already set stay as they are.
 
-    Inductor gets a cache of that level: it (torch 2.13) does not look at the level when it takes
-    kernels from its cache, and those of one level, run at another, write where they must not.
+    Inductor gets a separate cache for the level. Inductor (torch 2.13) does not compare levels when
+    it reads a kernel from its cache, and a kernel of another level writes past its arrays.
     """
     level = os.environ.get("ATEN_CPU_CAPABILITY")
     if level:
@@ -80,19 +81,19 @@ def assert_within_budget(
     wrt: Sequence[str] = (),
     peers: Sequence[Callable[..., torch.Tensor]] = (),
 ) -> None:
-    """Hold ``candidate`` to the error of ``reference``, in the output and in gradients.
+    """Check the error of ``candidate`` against that of ``reference``, for output and gradients.
 
     Args:
-        candidate: the function under test; called as ``candidate(**inputs)`` with the very views
-            given, on poisoned memory.
+        candidate: the function under test. It is called as ``candidate(**inputs)``, with exactly
+            these views as inputs, and new memory is poisoned.
         reference: the eager reference, called with the same keywords.
-        inputs: tensors and plain values by name. Floating tensors set the kernel's dtype.
+        inputs: tensors and plain values by name. Floating tensors have the kernel's dtype.
         wrt: names of the tensors whose gradients are compared, under one random upstream gradient.
-        peers: other forms of the same in PyTorch, called as the reference is. Their errors are
-            PyTorch's own, too.
+        peers: other PyTorch functions that compute the same, called like the reference. Their
+            errors count as PyTorch's error, too.
 
     Raises:
-        BudgetExceeded: with the name of the output or gradient, its error and its budget.
+        BudgetExceeded: an error is over its budget; the message names the output or gradient.
     """
     with poisoned_memory():
         out, grads = _run(candidate, inputs, wrt)
@@ -127,7 +128,7 @@ def _draws(
     wrt: Sequence[str],
     peers: Sequence[Callable[..., torch.Tensor]],
 ) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    """What PyTorch makes of the inputs, one draw of its rounding after another."""
+    """Results of PyTorch for the inputs, each with other rounding errors."""
     for function in (reference, *peers):
         yield _run(function, inputs, wrt)
     for mode in (ReversedReductions(), ShuffledReductions(0), ShuffledReductions(1)):
@@ -150,17 +151,17 @@ def check_in_fp64(
     single: Mapping[str, torch.Tensor],
     condition: float = 0.0,
 ) -> None:
-    """Hold results in fp64 to PyTorch's error in fp32, scaled as the roundings of the two are.
+    """Check results in fp64 against PyTorch's error in fp32, scaled by the ratio of their eps.
 
-    What is wrong is wrong by an fp32 rounding at the least, half a billion times one of fp64. So
-    a wide factor loses nothing, the tensors of a call share the largest error among them, and none
-    depends on its own luck.
+    A bug causes an error of at least one fp32 rounding, which is half a billion roundings of fp64.
+    So a large factor still finds every bug. All tensors of a call share the largest error among
+    them, so no check depends on one lucky rounding.
 
     Args:
         out: results under test by name, in fp64.
-        gold: PyTorch's in fp64.
-        single: PyTorch's in fp32.
-        condition: what errors of 1 in the inputs, relative to them, do to a result.
+        gold: PyTorch's results in fp64.
+        single: PyTorch's results in fp32.
+        condition: the absolute error of a result per relative error of the inputs.
 
     Raises:
         BudgetExceeded: name, shape, dtype, non-finite pattern or error do not fit.
@@ -215,17 +216,17 @@ def _run(
         return out.detach(), {}
     generator = torch.Generator().manual_seed(0)
     upstream = torch.randn(out.shape, generator=generator).to(out.device)
-    # Gold must see the upstream gradient as rounded for the kernel, or its error counts that too.
+    # Gold gets the upstream gradient rounded as for the kernel, so this is not counted as an error.
     upstream = upstream.to(upstream_dtype or out.dtype).to(out.dtype)
     grads = torch.autograd.grad(out, [inputs[name] for name in wrt], upstream)
     return out.detach(), dict(zip(wrt, grads, strict=True))
 
 
 class ReversedReductions(TorchDispatchMode):
-    """Every matrix product, sum and softmax inside runs with its summands in reverse order.
+    """Inside, every matrix product, sum and softmax runs with its summands in reverse order.
 
-    Mathematically nothing changes; the rounding does. It shows how much of a reference's error is
-    luck of the order.
+    The exact result is the same, but the rounding differs. This shows how much the error of a
+    reference depends on the order.
     """
 
     def _order(self, size: int) -> torch.Tensor:
@@ -263,7 +264,7 @@ class ReversedReductions(TorchDispatchMode):
 
 
 class ShuffledReductions(ReversedReductions):
-    """The same in a random order."""
+    """Like ``ReversedReductions``, with the summands in random order."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -274,7 +275,7 @@ class ShuffledReductions(ReversedReductions):
 
 
 def as_tf32(tensor: torch.Tensor) -> torch.Tensor:
-    """What tensor cores see of fp32 numbers that they multiply in TF32: not the low 13 bits."""
+    """fp32 numbers as tensor cores read them in TF32 products: without the low 13 bits."""
     return (tensor.view(torch.int32) & -(2**13)).view(torch.float32)
 
 
@@ -292,7 +293,7 @@ class _ProductInTF32(torch.autograd.Function):
 
 
 class ProductsInTF32(TorchFunctionMode):
-    """Every product ``a @ b`` of fp32 inside, and its gradient, is one in TF32."""
+    """Inside, every fp32 product ``a @ b`` and its gradient are computed in TF32."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in (torch.matmul, torch.Tensor.matmul) and args[0].dtype is torch.float32:
@@ -301,9 +302,10 @@ class ProductsInTF32(TorchFunctionMode):
 
 
 class KeptDouble(TorchFunctionMode):
-    """The truth is not rounded on its way, as by a loss that asks for ``logits.float()``.
+    """Inside, ``Tensor.float()`` converts to fp64, so gold results are never rounded to fp32.
 
-    Nor by one that asks for ``labels.float()``: with such labels, PyTorch computes in fp32.
+    Otherwise a loss would round them by ``logits.float()``, or by ``labels.float()``: with fp32
+    labels PyTorch computes in fp32.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -313,10 +315,10 @@ class KeptDouble(TorchFunctionMode):
 
 
 def rerounded(model: torch.nn.Module, count: int = 4) -> Iterator[torch.nn.Module]:
-    """One copy ``count`` times, with every weight rounded up, down or not at all.
+    """Yield one copy ``count`` times; each weight is changed by -1, 0 or +1 unit in its last place.
 
-    An error of one unit in the last place of its inputs any algorithm may make. One number has few
-    roundings, and one draw of them is luck: of some such copies the largest error is not.
+    Any algorithm may have errors of that size. A result of few numbers may be exact by luck in one
+    copy; the largest error over several copies is not.
     """
     other = copy.deepcopy(model)
     for seed in range(count):
@@ -337,7 +339,7 @@ def _rerounded(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor
 
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Every fresh allocation inside is filled with NaN (integers: the largest value)."""
+    """Inside, all newly allocated memory is filled with NaN (integers: with the largest value)."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic  # a module with properties, which mypy cannot see
@@ -366,7 +368,7 @@ def contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def offset(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values one element into a larger buffer: an unaligned pointer, poison around."""
+    """The same values at offset 1 of a larger buffer: the pointer is unaligned, NaN is around."""
     buffer = _guarded(tensor, tensor.numel() + 2)
     view = buffer[1:-1].view(tensor.shape)
     view.copy_(tensor)
@@ -374,7 +376,7 @@ def offset(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gapped(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values in rows that lie further apart than they are long, poison between."""
+    """The same values in rows with gaps of NaN between them."""
     if tensor.dim() < 2:
         return offset(tensor)
     *outer, rows, width = tensor.shape
@@ -385,14 +387,14 @@ def gapped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def transposed(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values with the dimension before the last outermost in memory: [B, T, H, D]."""
+    """The same values [B, H, T, D], stored in memory as [B, T, H, D]."""
     if tensor.dim() < 3:
         return gapped(tensor)
     return tensor.transpose(-3, -2).contiguous().transpose(-3, -2)
 
 
 def expanded(tensor: torch.Tensor) -> torch.Tensor:
-    """The first entry of dimension 0 for all of them, with stride 0 (the values change)."""
+    """Entry 0 of dimension 0, repeated with stride 0. (So the values change.)"""
     return tensor[:1].expand_as(tensor)
 
 
@@ -413,8 +415,8 @@ def assert_repeatable(
     runs: int = 3,
     threads: Sequence[int] = (),
 ) -> None:
-    """Outputs and gradients of several runs, and with other numbers of threads, are equal bit for
-    bit."""
+    """Check that outputs and gradients of several runs, also with other numbers of threads, are
+    equal bit for bit."""
     first, first_grads = _run(function, inputs, wrt)
     before = torch.get_num_threads()
     try:
@@ -434,17 +436,17 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-# --- memory ---------------------------------------------------------------------------------------
+# --- statistics -----------------------------------------------------------------------------------
 
 
 def p_value(statistic: torch.Tensor, degrees: int) -> float:
-    """The probability of a chi-square this large or larger, by chance alone."""
+    """The probability, by chance, of a chi-square statistic that is at least this large."""
     half = torch.tensor(degrees / 2, dtype=torch.float64)
     return torch.special.gammaincc(half, statistic.double().cpu() / 2).item()
 
 
 def chi_square(observed: Any, probability: Any) -> float:
-    """The probability of counts [n] at least this far from their distribution [n], by chance."""
+    """The p-value of Pearson's chi-square test of counts [n] against probabilities [n]."""
     observed = torch.as_tensor(observed, dtype=torch.float64)
     expected = observed.sum() * torch.as_tensor(probability, dtype=torch.float64)
     return p_value(((observed - expected) ** 2 / expected).sum(), len(observed) - 1)

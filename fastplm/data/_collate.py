@@ -28,42 +28,43 @@ if TYPE_CHECKING:
 Samples = Sequence[dict[str, Any]]
 _Error = type[FastplmError]
 _Constants = dict[torch.device, dict[str, Tensor]]
-# Fields of a sample that are one number, which the batch has for each sample.
+# Fields of a sample that are a single number; a batch has them as a tensor [B].
 _LABELS_OF_A_SAMPLE = ("next_sentence_label", "sentence_order_label")
-# The place of a sample in the stream, and the lengths of its sequences.
+# Fields that ``PretrainingStream`` adds: the sample index, and the lengths of the sequences.
 _OF_THE_STREAM = ("sample_index", "sequence_lengths")
-_MOST_SAMPLES = 1 << 43  # that ``sequence_index`` has room for
+_MOST_SAMPLES = 1 << 43  # ``sequence_index`` has room for so many sample indices
 
 
 @dataclass(eq=False)
 class Collator:
     """Base of the collators: ``collator(samples) = collator.corrupt(collator.pad(samples))``.
 
-    ``pad`` makes tensors of the samples and is what a DataLoader's worker has to do; ``corrupt`` is
-    the objective's noise, and runs wherever the tensors lie, with the same result.
+    ``pad`` makes tensors of the samples; it is the part for a DataLoader's worker. ``corrupt`` adds
+    the noise of the objective; it can run on any device, with the same result.
 
     Samples are dicts, as a tokenizer returns them for one text, with ``input_ids`` and any of
     ``attention_mask``, ``token_type_ids``, ``special_tokens_mask``, ``next_sentence_label``,
-    ``sentence_order_label``, ``sample_index`` and ``sequence_lengths`` (of packed samples); a key
-    is in all samples of a batch or in none. Other keys, ``labels`` among them, are left out.
+    ``sentence_order_label``, ``sample_index`` and ``sequence_lengths`` (of packed samples). All
+    samples of a batch must have the same of these keys. Other keys, including ``labels``, are
+    ignored.
 
-    Without a ``sample_index`` one is drawn from torch's global generator, as the collators of
-    Transformers draw their masks; if the seed or the epoch is not 0, a warning says so. The Trainer
-    of Transformers removes the keys that a model has no argument for: give it
+    If samples have no ``sample_index``, it is drawn from torch's global generator, which the
+    collators of Transformers use for their masks; if the seed or the epoch is not 0, a warning says
+    so. The Trainer of Transformers removes keys that are no argument of the model: pass it
     ``remove_unused_columns=False``, or the collator gets no ``sample_index``,
     ``special_tokens_mask`` and ``sequence_lengths``.
 
     Args:
-        tokenizer: gives the ids of special tokens and the vocabulary's size.
-        seed: of all random choices.
-        block_size: rows are padded to this length; by default to the longest of the batch. Packed
-            batches are filled up to as many tokens a sample.
-        packed: the sequences of a batch one after the other in one row, with no padding between
+        tokenizer: the tokenizer, for the ids of special tokens and the size of the vocabulary.
+        seed: the seed of all random choices.
+        block_size: rows are padded to this length. Default: the longest sample of the batch. A
+            packed batch is filled up to ``block_size`` tokens for each sample.
+        packed: put the sequences of a batch one after the other in one row, with no padding between
             them; see ``pad``. The model needs an attention that reads ``cu_seq_lens_q``, such as
             ``attn_implementation="fastplm"`` or FlashAttention; with any other the sequences attend
             to each other.
-        position_offset: the first of the ``position_ids`` of a packed sequence. RoBERTa and models
-            like it begin at ``pad_token_id + 1``.
+        position_offset: the first position id of each packed sequence. RoBERTa and models like it
+            begin at ``pad_token_id + 1``.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -72,15 +73,15 @@ class Collator:
     packed: bool = False
     position_offset: int = 0
 
-    #: What else of a sample has a value a token; a collator that shortens samples takes none of it.
+    #: The other fields with a value for each token. A collator that shortens samples reads none.
     token_fields: ClassVar[tuple[str, ...]] = (
         "attention_mask",
         "token_type_ids",
         "special_tokens_mask",
     )
-    #: Whether anything is drawn.
+    #: Whether the collator makes random choices.
     random: ClassVar[bool] = True
-    #: The op of the noise, if there is noise.
+    #: The name of the op that makes the noise, if there is one.
     op: ClassVar[str | None] = None
     _epoch: int = field(default=0, init=False, repr=False)
     _warned: bool = field(default=False, init=False, repr=False)
@@ -98,23 +99,23 @@ class Collator:
         return self.corrupt(self.pad(samples))
 
     def set_epoch(self, epoch: int) -> None:
-        """Give every sample fresh choices from here on.
+        """Make new random choices for every sample from now on.
 
-        A ``PretrainingStream`` does not need this: each of its sample indices occurs once. Workers
-        that a DataLoader keeps over epochs have a copy of the collator, which does not change.
+        A ``PretrainingStream`` does not need this: each of its sample indices occurs once. It has
+        no effect on the copies of the collator in workers that a DataLoader keeps over epochs.
         """
         self._epoch = epoch
 
     def corrupt(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The noise of the objective on the tensors of ``pad``, on whatever device they lie."""
+        """Add the noise of the objective to the tensors of ``pad``, on any device."""
         raise NotImplementedError
 
     def keep(self, **constants: Tensor) -> None:
-        """Tensors of the CPU that ``corrupt`` needs in every batch."""
+        """Store CPU tensors that ``corrupt`` needs for every batch."""
         self._constants[torch.device("cpu")] = constants
 
     def constants(self, device: torch.device) -> dict[str, Tensor]:
-        """The constant tensors on a device, to which they are copied once."""
+        """The tensors of ``keep`` on a device; they are copied to it once."""
         if device not in self._constants:
             kept = self._constants[torch.device("cpu")]
             self._constants[device] = {name: value.to(device) for name, value in kept.items()}
@@ -122,15 +123,15 @@ class Collator:
 
     @property
     def dropped(self) -> int:
-        """The number of tokens that did not fit, so far; reading it waits for a GPU.
+        """The number of tokens so far that did not fit. If they are on a GPU, reading it is a sync.
 
         The workers of a DataLoader have their own copies of the collator and of this number. On the
-        CPU, so also in workers, a warning is printed the first time.
+        CPU, and so in workers, a warning is printed the first time.
         """
         return sum(int(count) for count in self._dropped.values())
 
     def count_dropped(self, dropped: Tensor, fix: str) -> None:
-        """Count the tokens that an op dropped, a 0-d tensor; on the CPU also print a warning."""
+        """Add the number of tokens that an op dropped, a 0-d tensor; on the CPU warn of it once."""
         before = self._dropped.get(dropped.device)
         if dropped.device.type == "cpu" and dropped > 0 and not before:
             warnings.warn(
@@ -141,14 +142,14 @@ class Collator:
         self._dropped[dropped.device] = dropped if before is None else before + dropped
 
     def content(self, sample: dict[str, Any]) -> Any:
-        """The tokens of a sample that go into the batch: all, unless a subclass cuts."""
+        """The tokens of a sample that go into the batch: all, unless a subclass shortens it."""
         return sample["input_ids"]
 
     def pad(self, samples: Samples) -> dict[str, Any]:
         """The tensors of a batch before any noise.
 
         Args:
-            samples: as above; ids are whole numbers in lists, arrays or tensors on any one device.
+            samples: as above; ids are integers in lists, arrays or tensors, all on one device.
 
         Returns:
             A dict of int64 tensors: ``input_ids`` and ``attention_mask`` [B, T], ``sample_index``
@@ -159,14 +160,14 @@ class Collator:
             Packed: ``input_ids``, ``position_ids``, ``token_type_ids`` and ``special_tokens_mask``
             [1, N], ``cu_seq_lens_q`` and ``cu_seq_lens_k`` int32 [S + 1], ``max_length_q`` and
             ``max_length_k`` as ints, and ``sample_index`` [S] of the S sequences; the others as
-            above. Samples must have no padding inside. On a GPU, where looking would wait, that is
-            not checked: such tokens are marked in ``special_tokens_mask``, and are attended to.
+            above. Samples must not contain padding. On a GPU that is not checked, as it would be a
+            sync: padding is marked in ``special_tokens_mask``, but it is attended to.
 
         Raises:
-            DataError: no samples; one of them lacks a key that others have; a value is of the wrong
-                shape or type.
-            ArgumentValueError: a sample is longer than ``block_size``, or of the other kind than
-                ``packed``.
+            DataError: there are no samples; one of them lacks a key that others have; a value has
+                the wrong shape or type.
+            ArgumentValueError: a sample is longer than ``block_size``; it has ``sequence_lengths``
+                without ``packed``, or padding inside with it.
 
         Warns:
             UserWarning: a seed or an epoch was given, and the samples have no ``sample_index``.
@@ -216,7 +217,7 @@ class Collator:
         if "sequence_lengths" in samples[0]:
             index = self._sequence_index(index, [len(row) for row in inner])
         ends = torch.nn.functional.pad(sequences.cumsum(0), (1, 0))
-        # What fills the batch up has positions that every model knows, however much it is.
+        # Padding at the end gets ``position_offset``, a position that every model has.
         positions = torch.arange(len(ids)) - torch.repeat_interleave(ends[:-1], sequences)
         positions = positions.to(ids.device) + self.position_offset
 
@@ -248,7 +249,7 @@ class Collator:
         return batch
 
     def _room(self, longest: int) -> int:
-        """The tokens of a row, which must have room for the longest sample."""
+        """The length of a row; an error if the longest sample does not fit."""
         return self._fit(longest, self.block_size)
 
     def _fit(self, longest: int, room: int | None, beside: str = "", most: object = "") -> int:
@@ -305,7 +306,7 @@ class Collator:
         fail(type(self).__name__, key, f"{got} in sample {number}", expected, fix, error)
 
     def _check_keys(self, samples: Samples) -> None:
-        """All samples are dicts with ids, and with the same keys of those that are read."""
+        """Check that all samples are dicts with ids and have the same of the keys that are read."""
         where = type(self).__name__
         check(len(samples) > 0, where, "samples", "none", "one or more", "Pass a batch.", DataError)
         for number, sample in enumerate(samples):
@@ -335,7 +336,7 @@ class Collator:
                 self._refuse(key, number, got, "one row of tokens, [T]", fix)
 
     def _field(self, key: str, samples: Samples, lengths: list[int]) -> Tensor:
-        """A value for each token of each sample, one sample after the other."""
+        """The values of a field for all tokens, one sample after the other."""
         rows = [sample[key] for sample in samples]
         self._check_rows(key, rows)
         for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
@@ -345,7 +346,7 @@ class Collator:
         return self._concatenate(key, rows)
 
     def _concatenate(self, key: str, rows: list[Any]) -> Tensor:
-        """int64 rows one after the other."""
+        """Concatenate rows of integers as int64; an error if they hold anything else."""
         parts = [_whole_numbers(row) for row in rows]
         if any(part is None for part in parts):
             number = next(i for i, part in enumerate(parts) if part is None)
@@ -359,10 +360,11 @@ class Collator:
 
 @dataclass(eq=False)
 class TextCollator(Collator):
-    """Base of the collators of T5 and BART, which read text alone.
+    """Base of the collators of T5 and BART, which read only text.
 
-    Padding and special tokens at the ends of a sample are removed: what its ``attention_mask``
-    hides at either end or, without one, the padding tokens at its end; then one BOS and one EOS.
+    They remove padding and special tokens at the ends of a sample. Padding is what its
+    ``attention_mask`` masks at either end; without a mask, the padding tokens at its end. After
+    that, one BOS and one EOS are removed.
     """
 
     token_fields: ClassVar[tuple[str, ...]] = ()
@@ -380,7 +382,7 @@ class TextCollator(Collator):
         self._eos: int | None = self.tokenizer.eos_token_id
 
     def content(self, sample: dict[str, Any]) -> Any:
-        """The text of a sample. If it is on a GPU, this waits for its tokens and its mask."""
+        """The tokens of the text of a sample. If they are on a GPU, this is a sync."""
         ids, where = sample["input_ids"], type(self).__name__
         tokens = _on_cpu(ids)
         begin, end = 0, len(tokens)
@@ -406,12 +408,12 @@ class TextCollator(Collator):
 def scatter_labels(input_ids: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
     """Labels in the shape of ``input_ids``, -100 where there is none; unused positions are -1."""
     flat = positions.new_full((input_ids.numel() + 1,), -100)
-    flat[positions] = labels  # an unused one is the extra element at the end
+    flat[positions] = labels  # position -1 is the additional element at the end
     return flat[:-1].view(input_ids.shape)
 
 
 def _hide(batch: dict[str, Any], attention_mask: Tensor) -> None:
-    """Mark the tokens that the mask leaves out, so that none of them is chosen."""
+    """Mark masked tokens in ``special_tokens_mask``, so that none of them is chosen."""
     hidden = (attention_mask == 0).long()
     batch["special_tokens_mask"] = batch.get("special_tokens_mask", 0) | hidden
 
@@ -423,12 +425,12 @@ def _on_cpu(row: Any) -> Any:
 def _dimensions(row: Any) -> int:
     if not isinstance(row, (list, tuple)):
         return getattr(row, "ndim", 0)
-    # NumPy takes longer for one int than all other checks of a sample.
+    # Not ``np.ndim`` of the first int: that takes longer than all other checks of a sample.
     return 1 if not row or isinstance(row[0], int) else 1 + np.ndim(row[0])
 
 
 def _whole_numbers(row: Any) -> Any:
-    """A row as an int64 tensor or array, or None if it holds anything else."""
+    """A row as an int64 tensor or array; None if it holds anything but integers."""
     if isinstance(row, Tensor):
         if row.dtype is torch.int64:
             return row
@@ -444,7 +446,7 @@ def _whole_numbers(row: Any) -> Any:
 
 
 def _fill(values: Tensor, inside: Tensor, filler: int) -> Tensor:
-    """Rows of ``values`` in a matrix, the rest of it ``filler``."""
+    """Write ``values`` to the True elements of ``inside``; all others become ``filler``."""
     if values.numel() == inside.numel():
         return values.view(inside.shape)
     padded = values.new_full(inside.shape, filler)

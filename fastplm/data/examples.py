@@ -1,4 +1,4 @@
-"""Labelled examples from files: tables, tagged words, SQuAD's JSON and multiple choice."""
+"""Reads labelled examples from files: tables, tagged words, SQuAD's JSON and multiple choice."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from fastplm.data._files import lines_of
 from fastplm.data._folder import say
 from fastplm.errors import DataError, check, fail
 
-#: The longest field of comma-separated values: as many letters as a C long has numbers.
+#: The maximum length of a CSV field: the largest C long, which has 32 bits on Windows.
 _MOST_LETTERS = 2**31 - 1
-#: How JSON may write half of a pair of surrogates.
+#: The escape of half a surrogate pair in JSON.
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 _WHERE = "read_examples"
 _LABELS = ("label", "labels", "class", "score", "sentiment", "quality", "gold_label")
@@ -53,11 +53,11 @@ class Example:
 
     Args:
         texts: (text,), (first, second), the words, (question, context) or (question, *choices).
-        target: the label, one tag a word, ((start, text), ...) of the answers (none for a question
-            without one), or the number of the right choice.
-        group: what stays together when some examples are held out.
-        where: file and line, or the question's id.
-        place: the line (of a sentence of tagged words the first one), or the question's id.
+        target: by task: the label; one tag for each word; ((start, text), ...) of the answers,
+            empty for a question without one; the index of the right choice; the target text.
+        group: examples of one group stay together when some examples are held out.
+        where: for messages: the file and the line or the question's id.
+        place: the line (for tagged words the first line of the sentence), or the question's id.
     """
 
     texts: tuple[str, ...]
@@ -78,17 +78,17 @@ def read_examples(
 
     Args:
         task: "classification", "pair", "regression", "tagging", "qa", "choice" or "seq2seq".
-        path: a UTF-8 file, with or without byte order mark. The first three
-            and "seq2seq": JSON lines, or a
-            header and rows, separated by tabs (no quotes) or commas. Tagging: token<TAB>tag
-            lines, blank lines between sentences. Questions: SQuAD 1.1 or 2.0. Choice: JSON lines.
-        text_columns, label_column: of a table; by default those with a usual name. For
-            "seq2seq" the two columns are source and target.
-        targets: of "seq2seq": the file at ``path`` has a source in each line, this one the
-            targets, line by line. Both may be compressed.
+        path: a UTF-8 file, with or without byte order mark. The first three tasks and "seq2seq"
+            read JSON lines, or a header and rows, separated by tabs (without quotes) or commas.
+            "tagging" reads lines token<TAB>tag, with a blank line between sentences. "qa" reads
+            SQuAD 1.1 or 2.0. "choice" reads JSON lines.
+        text_columns, label_column: names of columns of a table. Default: the first usual names
+            that the table has. For "seq2seq" the two text columns are source and target.
+        targets: for "seq2seq": a file with one target in each line; the file at ``path`` then has
+            one source in each line. Both may be compressed.
 
     Raises:
-        DataError: with file and line, what is wrong.
+        DataError: the file is wrong; the message names the line.
     """
     path = Path(path)
     if targets is not None:
@@ -108,7 +108,7 @@ def read_examples(
 
 
 def subset(examples: list[Example], count: int | None) -> list[Example]:
-    """``count`` of the examples, chosen at random; the same ones every time."""
+    """``count`` random examples, the same ones every time; None = all."""
     if count is None or count >= len(examples):
         return examples
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(0))
@@ -135,7 +135,7 @@ def _rows(
 
 
 def _value(where: str, column: str, value: Any, *, is_text: bool) -> str:
-    """The text or label in a column. JSON has other kinds of values, which are no text."""
+    """The text or label in a column. A JSON value of another type is an error."""
     if value is None or value != value or str(value).strip() == "":  # NaN is not equal to itself
         _refuse(where, f"nothing in column {column!r}", "a value in each row")
     kind = type(value).__name__
@@ -164,7 +164,7 @@ def _table(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
         numbered = _csv_rows(path, body)
     if len(names) < 2:
         _refuse(f"{path}:1", repr(head[:60]), "a header of two columns or more, or JSON lines")
-    # Several columns without a name are usual: spreadsheets write them, and nobody reads them.
+    # Several columns without a name are allowed: spreadsheets write them, and no task reads them.
     found = [name for name, count in Counter(map(str.strip, names)).items() if name and count > 1]
     if found:
         places = [place for place, name in enumerate(names, 1) if name.strip() == found[0]]
@@ -180,7 +180,7 @@ def _table(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _csv_rows(path: Path, body: str) -> Iterator[tuple[int, list[str]]]:
     csv.field_size_limit(_MOST_LETTERS)  # by default 131,072
-    # A lone "\r" ends no line, see ``lines_of``.
+    # A "\r" without "\n" does not end a line; see ``lines_of``.
     reader = csv.reader(io.StringIO(body, newline="\n"), strict=True)
     while True:
         line = reader.line_num + 2
@@ -202,7 +202,7 @@ def _columns(
     text_columns: Sequence[str] | None,
     label_column: str | None,
 ) -> list[str]:
-    """The columns of the texts, and last that of the label."""
+    """The names of the text columns, followed by that of the label column."""
     either = " or ".join(map(str, counts))
     if text_columns is None:
         usual = [group for count in counts for group in _USUAL[count]]
@@ -228,7 +228,7 @@ def _columns(
 def _usual(
     path: Path, names: list[str], groups: Sequence[tuple[str, ...]], expected: str, option: str
 ) -> list[str]:
-    """The columns of the first of these groups that is there, whatever the case of its names."""
+    """The columns of the first group whose names the table has, ignoring case and spaces."""
     lower = [name.strip().lower() for name in names]
     found = next((group for group in groups if {*group} <= {*lower}), None)
     if found is None:
@@ -261,7 +261,7 @@ def _source_and_target(path: Path, text: str, columns: Sequence[str] | None) -> 
 
 
 def _aligned(path: Path, targets: Path) -> Iterator[Example]:
-    """Line by line, a source and its target."""
+    """One example for each line of the two files: a source and its target."""
     pairs = itertools.zip_longest(lines_of(path), lines_of(targets))
     for line, (source, target) in enumerate(pairs, 1):
         for file, text in ((path, source), (targets, target)):
@@ -395,7 +395,7 @@ def _choices(path: Path, text: str) -> Iterator[Example]:
 def _read(path: Path) -> str:
     try:
         text = path.read_bytes().decode("utf-8-sig")
-        # As in ``lines_of``: a "\r" ends a line only in a file that has no "\n".
+        # As in ``lines_of``, a "\r" ends a line only in a file without "\n".
         return text if "\n" in text else text.replace("\r", "\n")
     except UnicodeDecodeError as error:
         line = path.read_bytes()[: error.start].count(b"\n") + 1
@@ -405,12 +405,12 @@ def _read(path: Path) -> str:
 
 
 class _TwiceError(Exception):
-    """A name that a JSON object has twice."""
+    """A JSON object has a name twice."""
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
-    if len(found) < len(pairs):  # Python's JSON would keep the last one without a word
+    if len(found) < len(pairs):  # Python's json silently keeps the last value
         raise _TwiceError(next(name for name, n in Counter(n for n, _ in pairs).items() if n > 1))
     return found
 
@@ -418,7 +418,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _json(path: Path, text: str, first_line: int | None = None) -> Any:
     try:
         content = json.loads(text, object_pairs_hook=_object)
-        if _HALF_PAIR.search(text):  # which JSON has letters for that no encoding has
+        if _HALF_PAIR.search(text):  # valid JSON, but not valid UTF-8
             json.dumps(content, ensure_ascii=False).encode()
         return content
     except _TwiceError as error:
@@ -430,7 +430,7 @@ def _json(path: Path, text: str, first_line: int | None = None) -> Any:
     except UnicodeEncodeError:
         got = "half of a surrogate pair, such as \\ud800, without the other half"
         _refuse(f"{path}:{first_line or 1}", got, "text")
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, for one
+    except (ValueError, RecursionError) as error:  # e.g. a number of thousands of digits
         _refuse(f"{path}:{first_line or 1}", f"JSON that cannot be read ({error})", "JSON")
 
 

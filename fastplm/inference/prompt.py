@@ -1,11 +1,11 @@
-"""``fastplm prompt``: classes by the label words that a language model finds most probable.
+"""``fastplm prompt``: classify texts by the label words that a language model finds most probable.
 
     template + text + examples -> prompts -> distinct inputs, by length -> logits of the label's row
     -> log-probabilities of the label words -> classes, with and without calibration
 
-A prompt is a template with two places, ``{text}`` (or ``{text1}`` and ``{text2}``) and ``{label}``.
-A decoder continues what stands before ``{label}``; a masked language model and BART have a mask
-there, T5 a sentinel.
+A template has the fields ``{text}`` (or ``{text1}`` and ``{text2}``) and ``{label}``. A prompt is
+the template with a text filled in. A decoder continues the part before ``{label}``. In place of
+``{label}`` a masked language model and BART read a mask token, and T5 reads a sentinel.
 """
 
 from __future__ import annotations
@@ -53,21 +53,20 @@ _WHERE = "prompt"
 #: Texts without content, for contextual calibration (Zhao et al. 2021, §5).
 CONTENT_FREE = ("N/A", "", "[MASK]")
 _LABEL = "label"
-#: What T5 has in place of the label.
+#: The token that T5 reads in place of the label.
 _SENTINEL = "<extra_id_0>"
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """How a text is put to a language model.
+    """How a text is presented to a language model.
 
     Args:
-        template: a text with ``{label}`` and ``{text}``, or ``{text1}`` and ``{text2}`` of pairs.
-        labels: the words of each label; a word may have several tokens.
-        examples: (texts, label) that are shown before the text (few-shot).
-        separator: between examples.
-        premise: what PMI takes for the prompt without its text; by default the template with an
-            empty text.
+        template: a text with ``{label}`` and ``{text}``; for pairs ``{text1}`` and ``{text2}``.
+        labels: {label: its words}; a word may have several tokens.
+        examples: (texts, label) of the examples that come before the text (few-shot).
+        separator: the text between two examples.
+        premise: the prompt without a text, for PMI. Default: the template with an empty text.
     """
 
     template: str
@@ -75,7 +74,7 @@ class Prompt:
     examples: Sequence[tuple[tuple[str, ...], str]] = ()
     separator: str = "\n\n"
     premise: str | None = None
-    #: The places of texts in the template.
+    #: The names of the template's fields for texts.
     fields: tuple[str, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:
@@ -109,12 +108,12 @@ class Prompt:
             self.check_texts("examples", known)
 
     def check_texts(self, argument: str, texts: Sequence[str]) -> None:
-        """Check that there is a text for each place of the template."""
+        """Check that there is a text for each field of the template."""
         got = f"{len(texts)} texts where the template has {len(self.fields)}"
         check(len(texts) == len(self.fields), _WHERE, argument, got, "as many", "Change either.")
 
     def around(self, texts: Sequence[str]) -> tuple[str, str]:
-        """What stands before the label of these texts, and what after it."""
+        """The two parts of the prompt of these texts: before the label and after it."""
         shown = [
             "".join(self._around(known, self.labels[label][0])) for known, label in self.examples
         ]
@@ -122,7 +121,7 @@ class Prompt:
         return self.separator.join([*shown, before]), after
 
     def without_text(self) -> tuple[str, str]:
-        """The same without a text: the premise of PMI."""
+        """``around`` for the premise of PMI, which has no text."""
         if self.premise is None:
             return self._around([""] * len(self.fields))
         before, _, after = self.premise.partition(f"{{{_LABEL}}}")
@@ -141,11 +140,11 @@ class Prompt:
 
 
 def read_prompt(path: str | Path) -> Prompt:
-    """The prompt of a JSON file: the fields of ``Prompt``, ``examples`` as lists [text, label] or
-    [text1, text2, label].
+    """Read a prompt from a JSON file with the fields of ``Prompt``; ``examples`` are lists
+    [text, label] or [text1, text2, label].
 
     Raises:
-        DataError: the file is no such prompt.
+        DataError: the file does not hold such a prompt.
     """
     expected = 'JSON: {"template": "...", "labels": {"...": ["..."]}}'
     try:
@@ -169,10 +168,10 @@ class LabelScores(NamedTuple):
     """The log-probabilities of labels.
 
     Args:
-        texts: fp64 [N, labels], given each text.
-        content_free: fp64 [labels], the mean probability of each label without a content (a
-            share of those of all labels), as a logarithm.
-        premise: fp64 [labels], without a text.
+        texts: fp64 [N, labels], the log-probability of each label, given each text.
+        content_free: fp64 [labels], the logarithm of each label's mean probability given the
+            ``CONTENT_FREE`` texts, where the probabilities of all labels are scaled to sum to 1.
+        premise: fp64 [labels], the log-probability of each label, given the premise.
     """
 
     texts: np.ndarray
@@ -183,10 +182,11 @@ class LabelScores(NamedTuple):
         """int64 [N], the label of each text.
 
         Args:
-            calibration: "none"; "contextual" = divided by the probability without a content (Zhao
-                et al. 2021, equation 1, with W = diag(p_cf)^-1 and b = 0); "pmi" = divided by that
-                without a text, the pointwise mutual information of text and label (Holtzman et al.
-                2021, §3).
+            calibration: "none" = the most probable label; "contextual" = probabilities are divided
+                by those given content-free texts (Zhao et al. 2021, equation 1, with
+                W = diag(p_cf)^-1 and b = 0); "pmi" = probabilities are divided by those given the
+                premise: the pointwise mutual information of text and label (Holtzman et al. 2021,
+                §3).
         """
         check_choice(_WHERE, "calibration", calibration, CALIBRATIONS)
         less = {"none": 0.0, "contextual": self.content_free, "pmi": self.premise}[calibration]
@@ -202,20 +202,20 @@ def score_labels(
     batch_tokens: int = BATCH_TOKENS,
     progress: bool = False,
 ) -> LabelScores:
-    """How probable each label is, given each text.
+    """The log-probability of each label, given each text.
 
-    A word of tokens ``t_1 … t_k`` has ``sum_i log p(t_i | prompt, t_1 … t_(i-1))``; under a masked
-    language model all k are masked at once. A label of several words has the mean of their
-    probabilities.
+    The score of a word with tokens ``t_1 … t_k`` is ``sum_i log p(t_i | prompt, t_1 … t_(i-1))``;
+    in a masked language model all k tokens are masked at once. The probability of a label is the
+    mean of the probabilities of its words.
 
     Args:
         model: a decoder (GPT, GPT-2), a masked language model, T5 or BART of ``fastplm.models``.
-        tokenizer: its fast tokenizer.
+        tokenizer: the fast tokenizer of the model.
         prompt: template, label words and examples.
-        texts: tuples of one text, or of two for a template of pairs. A text is cut off where its
-            prompt would be longer than the model takes.
-        batch_tokens: tokens of a batch; only speed and memory depend on it.
-        progress: show a bar on stderr.
+        texts: tuples of one text, or of two for a template of pairs. The end of a text is cut off
+            if its prompt would be longer than the model takes.
+        batch_tokens: the maximum number of tokens in a batch; it changes only speed and memory.
+        progress: show a progress bar on stderr.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an argument does not fit.
@@ -247,7 +247,7 @@ def score_labels(
 
 
 class _Question(NamedTuple):
-    """An input of the model, and tokens of a word that are looked up in its output."""
+    """An input of the model, and where the tokens of a word are looked up in its output."""
 
     ids: tuple[int, ...]  # of a decoder-only or masked model, or of the decoder
     source: tuple[int, ...]  # of the encoder; empty if there is none
@@ -257,8 +257,8 @@ class _Question(NamedTuple):
 class _Asked:
     """The distinct inputs of all prompts and words, and what is looked up in their outputs.
 
-    Words that need the same input share it: those of one token, and under a masked language model
-    those of the same number of tokens.
+    Words share an input if they need the same one: words of one token, and in a masked language
+    model words with the same number of tokens.
     """
 
     def __init__(self, model: Any, tokenizer: Any, prompt: Prompt) -> None:
@@ -282,16 +282,16 @@ class _Asked:
         self._check_words(before)
         self.limit = longest_input(tokenizer, model.config)
         self.cut = 0
-        #: {ids and source: number}
+        #: {(ids, source): index of this input}
         self.inputs: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
         #: (input, row, token) of each token of each word of each label of each prompt.
         self.looked_up: list[tuple[int, int, int]] = []
-        #: The prompt, label and word of each of these.
+        #: (prompt, label, word), by index, of each entry of ``looked_up``.
         self.of: list[tuple[int, int, int]] = []
         self.prompts = 0
 
     def add(self, before: str, after: str) -> None:
-        """Ask for all words of all labels between these texts."""
+        """Add a prompt: all words of all labels, between these two parts of the text."""
         for label, words in enumerate(self.prompt.labels.values()):
             for number, word in enumerate(words):
                 tokens = self._word(before, word)
@@ -308,7 +308,7 @@ class _Asked:
         return encoded["input_ids"]
 
     def _word(self, before: str, word: str) -> list[int]:
-        """The tokens of a word after this text."""
+        """The tokens of a word that follows this text."""
         space = " " if before.endswith(" ") and not self.sentinel else ""
         tokens = self._ids(space + word, special=False)
         got = f"the word {word!r}, of which the tokenizer makes nothing"
@@ -335,7 +335,7 @@ class _Asked:
                 fail(_WHERE, "labels", got, expected, "Choose another word for one of them.")
 
     def _question(self, before: str, after: str, tokens: list[int]) -> _Question:
-        """Where the tokens of a word are looked up."""
+        """The input for the tokens of a word, and where they are looked up in the output."""
         source: tuple[int, ...] = ()
         if self.mark:
             encoded = self.tokenizer(before + self.mark + after, verbose=False)
@@ -349,7 +349,7 @@ class _Asked:
         return _Question((*ids, *tokens[:-1]), source, len(ids) - 1)
 
     def _before_word(self, before: str) -> list[int]:
-        """What a decoder has read when it comes to the word."""
+        """The ids that a decoder reads before the word."""
         if self.sentinel:
             start = self.model.config.decoder_start_token_id
             return [start, self.tokenizer.convert_tokens_to_ids(_SENTINEL)]
@@ -366,7 +366,7 @@ class _Asked:
         return ids
 
     def fitted(self, texts: Sequence[str]) -> tuple[str, str]:
-        """What stands before the label and after it; texts are cut off where they are too long."""
+        """``around`` for these texts, which are cut off if they are too long."""
         words = [word for of_one in self.prompt.labels.values() for word in of_one]
         texts, whole = list(texts), True
         while True:
@@ -385,7 +385,7 @@ class _Asked:
             expected = f"room for a text in {self.limit} tokens, what this model takes"
             fix = "Give fewer examples, or shorter ones."
             check(len(places) > 0, _WHERE, "prompt", got, expected, fix)
-            # The token of a space at the end may have no letter, and its place is the text's end.
+            # The token of a trailing space may be empty and start at the end of the text.
             end = min(places[max(0, len(places) - excess)][0], len(texts[number]) - 1)
             texts[number] = texts[number][:end]
 
@@ -430,7 +430,7 @@ class _Asked:
         return inputs if masked else inputs | {"use_cache": False}
 
     def _of_labels(self, found: np.ndarray) -> np.ndarray:
-        """Sums of a word's tokens, then the mean probability of a label's words."""
+        """Add up the tokens of each word; then take the mean probability of a label's words."""
         words: dict[tuple[int, int, int], float] = {}
         for key, value in zip(self.of, found.tolist(), strict=True):
             words[key] = words.get(key, 0.0) + value
@@ -448,7 +448,7 @@ class _Asked:
 
 
 def run_prompt(args: PromptArguments) -> str:
-    """``fastplm prompt``: classify a file's texts; returns the line of accuracies.
+    """Run ``fastplm prompt``: classify the texts of a file. Returns the line of accuracies.
 
     Raises:
         FastplmError: a file, the model or a setting is wrong.
@@ -493,7 +493,7 @@ def _run_prompt(args: PromptArguments, out: Path | None) -> str:
 
 
 def _examples(args: PromptArguments, path: str | Path, prompt: Prompt) -> list[Example]:
-    """The examples of a file, whose labels are those of the prompt."""
+    """The examples of a file; an error if a label is not one of the prompt."""
     task = "classification" if len(prompt.fields) == 1 else "pair"
     examples = read_examples(task, path, args.text_columns, args.label_column)
     expected = f"one of the prompt, {', '.join(prompt.labels)}"
@@ -505,7 +505,7 @@ def _examples(args: PromptArguments, path: str | Path, prompt: Prompt) -> list[E
 
 
 def _shots(examples: list[Example], count: int, seed: int) -> list[Example]:
-    """Some examples, about as many of each label, in random order."""
+    """``count`` random examples in random order, about as many of each label."""
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
     by_label: dict[str, list[Example]] = {}
     for i in order:
@@ -519,7 +519,7 @@ def _shots(examples: list[Example], count: int, seed: int) -> list[Example]:
 def _table(
     examples: list[Example], names: list[str], chosen: dict[str, np.ndarray], scores: LabelScores
 ) -> str:
-    """The right label, those chosen, and the log-probability of each."""
+    """A table with tabs: the right label, the chosen labels, and each label's log-probability."""
     lines = ["\t".join(["label", *chosen, *(f"log p({name})" for name in names)])]
     for i, example in enumerate(examples):
         found = [names[kind[i]] for kind in chosen.values()]

@@ -3,7 +3,7 @@
     padding mask -> unpad once -> embeddings and layers on packed rows -> last layer on the rows
     that the head reads -> head and loss; hidden states are padded again only if they are returned
 
-Mixins in front of Transformers' classes. The parent's forward runs on packed rows.
+The classes are mixins in front of Transformers' classes. The parent's forward runs on packed rows.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from fastplm.nn import Dropout, Linear
 from fastplm.nn._rows import is_plain
 from fastplm.nn.dropout import on_rows
 
-# If the head reads more than this share of the rows, the last layer computes all rows.
+# If the head reads a larger share of the rows than this, the last layer computes all rows.
 _WORTH_CUTTING = 0.75
 
 
@@ -97,13 +97,13 @@ class EncoderModel(FastplmModel):
             unpad: None = leave padding out where possible; False = keep it; an int = a capacity,
                 the number of packed rows, which fixes all shapes; a ``RaggedBatch`` = its rows.
             output_rows: int64 [P], flat positions ``b * T + t`` of the rows to return, -1 in
-                unused slots; the last layer computes only these. "first" = the first of each
-                sequence.
+                unused slots; the last layer computes only these rows. "first" = the first row of
+                each sequence.
             extra_rows: bool [B, T], rows to compute although they are masked as keys.
             encoder_rows: how ``encoder_hidden_states`` [1, N, E] were packed.
-            lookup: replaces the word embeddings.
-            sample_index: int64 [B], the sample indices in the training, of which dropout is drawn;
-                of a batch that is packed already, one of each sequence. Default: 0 ... B - 1.
+            lookup: a function of the ids, used instead of the word embeddings.
+            sample_index: int64 [B], the sample indices in the training, on which dropout depends. A
+                batch that is packed already has one for each sequence. Default: 0 ... B - 1.
 
         Returns:
             Like the parent. With ``output_rows``, the last hidden state is [P, 1, E]. With a
@@ -125,11 +125,11 @@ class EncoderModel(FastplmModel):
         for name, value in (("past_key_values", past_key_values), ("use_cache", use_cache)):
             if value is not None:
                 kwargs[name] = value
-        # A compiled program draws the dropout of hidden states by element.
+        # In a compiled program, dropout of hidden states does not depend on the samples.
         drops = self.training and (sample_index is not None or is_eager(given))
 
         # --- which rows are computed ---
-        # A batch without padding costs what it costs the parent.
+        # A batch without padding takes no longer than in the parent.
         plain = full and output_rows is None and encoder_rows is None and not drops
         if position_ids is None and past_key_values is None and not (plain and lookup is None):
             position_ids = self._positions(input_ids, given)
@@ -226,7 +226,7 @@ class EncoderModel(FastplmModel):
     def _mask_of(
         self, given: Tensor, mask: Tensor | None, cache: Any, unpad: Unpad
     ) -> tuple[Tensor | None, bool]:
-        """(the mask that the layers look at, whether it is known to hide nothing).
+        """(the mask for the layers, whether it is known to mask nothing).
 
         A padding mask is expanded to [B, T]. A mask with more dimensions is returned unchanged.
         """
@@ -270,7 +270,7 @@ class EncoderModel(FastplmModel):
         rows: Tensor,
         ragged: RaggedBatch | None,
         mask: Tensor | None,
-        one_each: bool,  # one row of each sequence is needed, which a trace does not see
+        one_each: bool,  # whether one row of each sequence is needed
     ) -> LastRows | None:
         """The rows of the last layer; None = all of them."""
         index = self._last_layer()
@@ -284,12 +284,12 @@ class EncoderModel(FastplmModel):
             capacity = int(needed.sum())
         elif statically_known_true(rows.shape[0] >= needed.numel()):
             return None
-        # While a graph for all sizes is made, neither is known, and the rows are cut.
+        # While sizes are symbols, both conditions are unknown, and the last layer cuts the rows.
         none = statically_known_true(capacity == 0)
         worth = _WORTH_CUTTING
         if self.training and getattr(self.config, "attention_probs_dropout_prob", 0.0) > 0.0:
-            # Attention counts the queries that it computes, so whether these are cut may not depend
-            # on the batch.
+            # Attention's dropout depends on the index of a query among those computed, so whether
+            # rows are cut must not depend on the batch.
             worth = 1.0
         if none or statically_known_true(capacity > worth * total):
             return None
@@ -298,12 +298,12 @@ class EncoderModel(FastplmModel):
 
 
 def _all_known(mask: Tensor | None) -> bool:
-    """Whether a padding mask is known, without a sync, to hide nothing."""
+    """Whether a padding mask is known, without a sync, to mask nothing."""
     return mask is None or (mask.dim() == 2 and values_are_known(mask) and bool(mask.all()))
 
 
 def _begins_with_tokens(mask: Tensor | None) -> bool:
-    """Whether no sequence is known, without a sync, to begin with padding."""
+    """Whether it is known, without a sync, that every sequence begins with a token."""
     return mask is None or (mask.dim() == 2 and values_are_known(mask) and bool(mask[:, 0].all()))
 
 
@@ -313,7 +313,7 @@ def cross_inputs(
     encoder_rows: RaggedBatch | None,
     ragged: RaggedBatch | None,
 ) -> tuple[dict[str, Any], RaggedBatch | None]:
-    """(a decoder's arguments for the encoder states, how the states are packed or None).
+    """(a decoder's arguments for the encoder states, the packing of the states or None).
 
     Args:
         states: [B, S, E], or [1, N, E] with ``encoder_rows``; None = there is no encoder.
@@ -346,8 +346,11 @@ def cross_inputs(
 
 
 class EncoderLayer(OnRows):
-    """Mixin of a layer, for small batches: Transformers' own inspects the signature of the
-    feed-forward in every call, for the sake of chunks, which takes as long as a small product."""
+    """Mixin of a layer that calls the feed-forward directly, which is faster for small batches.
+
+    Transformers' layer calls it in chunks, and inspects its signature in every call. That takes as
+    long as a small product.
+    """
 
     def forward(
         self: Any,
@@ -379,20 +382,21 @@ class EncoderLayer(OnRows):
         return self.feed_forward_chunk(hidden_states)
 
 
-#: The elements from which an operation is in place.
+#: The number of elements from which an operation is done in place.
 _IN_PLACE = 1 << 16
 
 
 def _is_held_here_alone(out: Tensor, projection: nn.Module, after: nn.Module) -> bool:
-    """Whether only the caller has the output of a projection and what comes after it.
+    """Whether nothing else can hold ``out``, so that it may be overwritten.
 
-    Without gradients, and with plain modules: a hook may have kept what it saw. On a CPU much new
-    memory costs as much as the operation that fills it, and little costs less than these questions.
+    That is so without gradients and with plain modules; a hook may have kept the tensor. Small
+    tensors are not overwritten: on a CPU, allocating much memory takes as long as the operation
+    that fills it, but allocating little takes less time than these checks.
     """
     return not (
         torch.is_grad_enabled()
         or torch.compiler.is_compiling()
-        or torch._C._is_tracing()  # numel would be an operator of the program
+        or torch._C._is_tracing()  # a trace would record ``numel`` as an operator
         or out.numel() < _IN_PLACE
         or needs_dispatch((out,))
         or torch.nn.modules.module._has_any_global_hook()
@@ -402,10 +406,11 @@ def _is_held_here_alone(out: Tensor, projection: nn.Module, after: nn.Module) ->
 
 
 class EncoderIntermediate:
-    """Mixin of the first half of a feed-forward, whose GELU overwrites what it is computed from."""
+    """Mixin of the first half of a feed-forward; its GELU overwrites its input if that is safe."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        dense, activation = self.dense, self.intermediate_act_fn  # nn.Module searches for each
+        # Read once: nn.Module searches for each attribute.
+        dense, activation = self.dense, self.intermediate_act_fn
         out = dense(hidden_states)
         if (
             type(activation) is GELUActivation
@@ -417,12 +422,12 @@ class EncoderIntermediate:
 
 
 class EncoderOutput:
-    """Mixin of the end of a block, where the residual is added in place."""
+    """Mixin of the end of a block; the residual is added in place if that is safe."""
 
     def forward(self: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
         dense, dropout = self.dense, self.dropout
         out = dense(hidden_states)
-        if dropout.training or not is_plain(dropout, Dropout, nn.Dropout):  # else it does nothing
+        if dropout.training or not is_plain(dropout, Dropout, nn.Dropout):  # else nothing to do
             out = dropout(out)
         if (
             out.shape == input_tensor.shape
@@ -450,7 +455,7 @@ class EncoderAttention:
 class EncoderSelfAttention:
     """Mixin of self-attention whose queries may be only some of the rows.
 
-    Then it runs as cross-attention: BERT's cross-attention module has the same submodules.
+    In that case it runs the forward of BERT's cross-attention, which uses the same submodules.
     """
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

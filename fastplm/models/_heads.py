@@ -28,19 +28,19 @@ from fastplm.nn._rows import (
 )
 from fastplm.nn.dropout import on_rows
 
-#: Where a model finds its batch.
+#: The arguments that hold a model's batch, in the order in which they are looked up.
 _GIVEN = ("inputs_embeds", "input_ids")
-#: How the losses of the labels become one.
+#: The choices of ``reduction``.
 REDUCTIONS = ("mean", "none")
 
-#: Arguments of a decoder's forward. All others are passed on to the user's loss function.
+#: Arguments of a decoder's backbone. All others are passed on to the user's loss function.
 _INPUTS = """
     input_ids attention_mask token_type_ids position_ids inputs_embeds encoder_hidden_states
     encoder_attention_mask past_key_values use_cache extra_rows
 """.split()
 
-#: (the layers before the projection to the vocabulary or None, the projection). A head that the
-#: user changed is (None, the head): it is called as one module and returns logits.
+#: (the layers before the projection to the vocabulary, or None; the projection). A head that the
+#: user has changed is (None, head): it is called as one module and returns logits.
 Head = tuple[Callable[[Tensor], Tensor] | None, Any]
 
 
@@ -58,7 +58,7 @@ def shape_of(inputs: dict[str, Any], prefix: str = "") -> torch.Size | None:
 
 
 def recorded(outputs: Any) -> dict[str, Any]:
-    """What a head returns of its backbone beside what it computes."""
+    """The fields of the backbone's output that a head returns unchanged."""
     return {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
 
 
@@ -78,7 +78,7 @@ class LabelledRows:
     Args:
         model: its ``base_model`` takes ``output_rows``, as ``EncoderModel`` does.
         labels: int64 [B, T], -100 = none.
-        inputs: the arguments of the backbone; those that ask for these rows are added.
+        inputs: the arguments of the backbone. Arguments that request these rows are added to it.
         positions: int64 [P], flat positions of the labels, -1 in unused slots; None = find them.
         all_rows: whether the caller needs the whole last hidden state [B, T, E].
     """
@@ -115,7 +115,7 @@ class LabelledRows:
         dense: bool,
         reduction: str = "mean",
     ) -> Tensor:
-        """The cross-entropy at the labelled tokens, of the last hidden state of the backbone.
+        """The cross-entropy at the labelled tokens, from the last hidden state of the backbone.
 
         The other arguments are those of ``vocabulary_loss``.
         """
@@ -161,10 +161,10 @@ class MaskedLM(FastplmModel):
                 shapes of the head, for compiled models and CUDA. Default: computed from ``labels``.
             output_logits: return the logits together with the loss.
             num_items_in_batch: the denominator of the loss: the number of labels of all batches
-                over which gradients are accumulated. Default: of this batch.
+                over which gradients are accumulated. Default: that of this batch.
             reduction: "none" = the loss of each label, fp32 [P], in the order of the positions, 0
                 in unused slots.
-            inputs: of the model without head, such as ``unpad``.
+            inputs: arguments of the model without head, such as ``unpad``.
 
         Returns:
             ``MaskedLMOutput``; the loss is fp32, and 0 without labels.
@@ -186,14 +186,14 @@ class MaskedLM(FastplmModel):
         return MaskedLMOutput(loss=loss, logits=logits, **recorded(outputs))
 
 
-#: What may be learned of a pair: the label of BERT's data, and of ALBERT's.
+#: The labels of a pair of sequences: that of BERT and that of ALBERT.
 PAIR_LABELS = ("next_sentence_label", "sentence_order_label")
 
 
 class SequencePairPreTraining(FastplmModel):
     """Mixin of a masked-LM head and a classifier of sequence pairs, which reads the pooled output.
 
-    ``loss = MLM loss + pair loss``, or only the loss whose labels are given.
+    ``loss = MLM loss + pair loss``; if only one kind of labels is given, only that loss.
     """
 
     _output: Any
@@ -224,10 +224,10 @@ class SequencePairPreTraining(FastplmModel):
                 ``num_items_in_batch`` is given, the mean pair loss is multiplied by this batch's
                 share of the labels. These shares sum to 1 over the accumulated batches, but then
                 sequences in batches with more labels have slightly more weight.
-            inputs: of the model without head, and the labels of the pairs, int64 [B], -100 = none:
-                ``next_sentence_label`` of BERT, 0 = B follows A, 1 = it does not;
-                ``sentence_order_label`` of ALBERT, 0 = B follows A, 1 = A follows B. Either class
-                takes either, and has one head for it.
+            inputs: arguments of the model without head, and the labels of the pairs, int64 [B],
+                -100 = none: ``next_sentence_label`` of BERT, 0 = B follows A, 1 = it does not;
+                ``sentence_order_label`` of ALBERT, 0 = B follows A, 1 = A follows B. Each class
+                accepts either of them, but only one: it has one head for pairs.
 
         Returns:
             Like the parent; the loss is fp32.
@@ -313,10 +313,10 @@ class CausalLM(FastplmModel):
                 With labels, ``logits`` are None, and the cache is None unless ``use_cache`` is
                 True. A ``loss_function`` set by the user gets logits, as in the parent.
             output_logits, num_items_in_batch: as in ``…ForMaskedLM``.
-            reduction: "none" = the loss of each label, in their order, and never that of a
-                ``loss_function``: fp32 [P], P as of ``labelled_positions``.
+            reduction: "none" = the loss of each label, fp32 [P], in the order of the labels (P is
+                that of ``labelled_positions``). A ``loss_function`` of the user is then not called.
             shift_labels: int64 [B, T], labels that are shifted already: label t is predicted at t.
-            inputs: of the model without head, such as ``unpad``.
+            inputs: arguments of the model without head, such as ``unpad``.
 
         Returns:
             ``CausalLMOutputWithCrossAttentions``; the loss is fp32, and 0 without labels.
@@ -345,7 +345,7 @@ class CausalLM(FastplmModel):
             loss = labelled.loss(hidden, num_items_in_batch, dense=True, reduction=reduction)
         if targets is None or output_logits or own_loss:
             if torch.jit.is_tracing() and getattr(logits_to_keep, "ndim", 1) == 0:
-                # A number, which ONNX's exporter of dynamo=False makes a tensor of.
+                # ONNX's exporter with dynamo=False has made a tensor of this number.
                 logits_to_keep = int(logits_to_keep)
             if isinstance(logits_to_keep, int):
                 hidden = hidden[:, -logits_to_keep:] if logits_to_keep else hidden
@@ -372,7 +372,7 @@ class CausalLM(FastplmModel):
 
 
 def shifted(labels: Tensor | None) -> Tensor | None:
-    """[B, T] -> [B, T]: at t the label of t + 1, and -100 at the end.
+    """[B, T] -> [B, T]: the result at t is the label at t + 1; the last one is -100.
 
     Flat labels are shifted as one sequence, as in Transformers.
     """
@@ -384,10 +384,10 @@ def shifted(labels: Tensor | None) -> Tensor | None:
 def of_samples(
     model: Any, inputs: dict[str, Any], function: Callable, *, positions: bool = False, **given: Any
 ) -> Any:
-    """``function(**given)``, whose dropout is of a row a sequence: a head's.
+    """Call ``function(**given)``, and tell dropout that its tensors have one row for each sequence.
 
-    The first of ``_GIVEN`` among the model's ``inputs`` says the batch. With ``positions``, dropout
-    is of the row of each position, [B, T, E].
+    This is for heads. With ``positions``, the tensors are [B, T, E], with a row for each position.
+    The shape of the batch is that of the first argument of ``_GIVEN`` in the model's ``inputs``.
     """
     ids = next((inputs[name] for name in _GIVEN if isinstance(inputs.get(name), Tensor)), None)
     if ids is None or not model.training or not model._has_our_attention():
@@ -398,17 +398,17 @@ def of_samples(
 
 
 class ScaledLoss(FastplmModel):
-    """Mixin of a head with the parent's loss, a mean over labels.
+    """Mixin of a head that keeps the parent's loss, a mean over labels.
 
     With ``num_items_in_batch``, the number of labels of all batches over which gradients are
     accumulated, the loss is the sum over this batch divided by that number.
     """
 
-    #: Whether the head drops of each position's row, not of one row a sequence.
+    #: Whether the head's dropout reads a row for each position, not one for each sequence.
     _reads_positions = False
 
     def _ask(self, inputs: dict[str, Any], labels: Tensor | None) -> None:
-        """Add the arguments that say which rows the head reads."""
+        """Add the arguments that tell the backbone which rows the head reads."""
 
     @can_return_tuple
     def forward(
@@ -443,11 +443,11 @@ class SequenceClassification(ScaledLoss):
 
 
 class MultipleChoice(SequenceClassification):
-    """Mixin of ``…ForMultipleChoice``: [B, choices, T], otherwise as sequence classification."""
+    """Mixin of ``…ForMultipleChoice``: sequence classification on inputs [B, choices, T]."""
 
 
 class TokenClassification(ScaledLoss):
-    """Mixin of ``…ForTokenClassification``. Labels of masked tokens count, as in the parent."""
+    """Mixin of ``…ForTokenClassification``. Labels of padding count, as in the parent."""
 
     _summary = "computing only tokens."
     _reads_positions = True
@@ -465,9 +465,9 @@ class TokenClassification(ScaledLoss):
 class QuestionAnswering(FastplmModel):
     """Mixin of ``…ForQuestionAnswering``.
 
-    The parent's softmax includes padding. To give the same loss, all rows are computed. With
-    ``exclude_padding``, padding is left out: its logits are the lowest finite number, so that no
-    answer begins or ends there.
+    The parent's softmax includes padding, so all rows are computed, to give the same loss. With
+    ``exclude_padding``, padding is left out. Its logits are then the lowest finite number, so that
+    no answer begins or ends there.
     """
 
     _summary = "with fused attention, and ``exclude_padding``."

@@ -23,7 +23,7 @@ from fastplm.errors import UnsupportedError, fail
 from fastplm.nn._rows import places_on_cpu
 from fastplm.nn.dropout import RowNumbers, on_rows
 
-#: Why a backbone computes padding, too: what docs/faq.md lists.
+#: The reasons why a backbone computes padding, too; docs/faq.md lists them.
 KEPT = {
     "attention": "attn_implementation is not 'fastplm'",
     "mask": "a mask with more than two dimensions",
@@ -36,14 +36,14 @@ KEPT = {
     "sets a number of rows",
     "asked": "unpad=False, or a head that reads padding",
 }
-#: The cases in which a backbone knows what its rows are.
+#: The reasons, and None, with which a backbone still knows the sample and position of its rows.
 NUMBERED = (None, "packed")
-#: What ``unpad`` of a model may be; see ``unpadded``.
+#: The type of a model's argument ``unpad``; see ``unpadded``.
 Unpad: TypeAlias = "bool | int | RaggedBatch | None"
 
 
 def values_can_be_read(tensor: Tensor) -> bool:
-    """Whether the values of a tensor can be read, if necessary with a device sync."""
+    """Whether the values of a tensor can be read, even if that is a sync."""
     if not values_exist(tensor):
         return False
     if tensor.device.type == "cuda":
@@ -52,7 +52,7 @@ def values_can_be_read(tensor: Tensor) -> bool:
 
 
 class _Movable:
-    """A dataclass of tensors. Accelerate moves what has a method ``to`` to a layer's device."""
+    """A dataclass of tensors with a method ``to``, by which Accelerate moves it to a device."""
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Any:
         moved = {
@@ -111,7 +111,7 @@ class RaggedBatch(_Movable):
             )
             expected += "check that a batch fits"
             fail("unpad", "unpad", capacity, expected, "Leave it out.", UnsupportedError)
-        elif statically_known_true(capacity >= total):  # not so while a graph for all sizes is made
+        elif statically_known_true(capacity >= total):  # unknown while sizes are symbols
             return None
         else:
             count, fits = torch.sym_min(capacity, total), lengths.sum() <= capacity
@@ -153,7 +153,7 @@ class RaggedBatch(_Movable):
         return None if rows is None else ops.gather_rows(rows.flatten(0, 1), self.positions)[None]
 
     def pad(self, rows: Tensor, slots: Tensor | None = None) -> Tensor:
-        """[1, N, E] -> [B, T, E], zeros where a row was left out; ``slots`` if they are known."""
+        """[1, N, E] -> [B, T, E], zeros where a row was left out; ``slots`` = ``self.slots()``."""
         slots = self.slots() if slots is None else slots
         return ops.gather_rows(rows.squeeze(0), slots).view(self.batch, self.seqlen, -1)
 
@@ -176,21 +176,21 @@ class RaggedBatch(_Movable):
 
 @dataclass
 class Rows(_Movable):
-    """The rows that the layers of a model compute.
+    """Says which rows the layers of a model compute.
 
-    Transformers' layers pass it on to the attention as the keyword ``rows``.
+    Transformers' layers pass this object on to the attention as the keyword ``rows``.
     """
 
     own: RaggedBatch | None = None  # the packed batch of the model; None = the batch is padded
     cross: RaggedBatch | None = None  # the packed encoder batch, if a decoder attends to one
     last: LastRows | None = None  # the rows of the last layer; None = all
     sample_index: Tensor | None = None  # int64 [B], for attention's dropout; None = 0 ... B - 1
-    numbers: RowNumbers | None = None  # of the rows, for dropout of hidden states
+    numbers: RowNumbers | None = None  # sample and position of rows, for dropout of hidden states
 
     def number(
         self, given: Tensor, sample_index: Tensor | None, cu_seqlens: Tensor | None, hidden: bool
     ) -> None:
-        """Let dropout of attention, and with ``hidden`` of all rows, be drawn of the samples."""
+        """Let dropout depend on the samples: that of attention and, if ``hidden``, of all rows."""
         self.sample_index = sample_index
         if self.last is not None:
             self.last.sample_index = sample_index
@@ -199,7 +199,7 @@ class Rows(_Movable):
 
     @property
     def matters(self) -> bool:
-        """Whether a layer has to know: it computes only some rows, or draws dropout by them."""
+        """Whether layers need this object: some rows are left out, or dropout depends on rows."""
         cut = self.own is not None or self.last is not None
         return cut or self.sample_index is not None or self.numbers is not None
 
@@ -222,7 +222,7 @@ class Rows(_Movable):
         return replace(self, last=None)
 
     def numbers_of(self, last: LastRows | None) -> RowNumbers | None:
-        """``numbers``, or those of the rows of a last layer."""
+        """``numbers``; with ``last``, only those of the rows of the last layer."""
         if last is None or self.numbers is None:
             return self.numbers
         source = last.source.clamp(min=0)
@@ -233,7 +233,7 @@ class Rows(_Movable):
 class LastRows(_Movable):
     """The rows that the last layer computes. Its keys and values come from all rows.
 
-    Replaces ``Rows`` in the attention of that layer.
+    The attention of that layer gets this object instead of ``Rows``.
     """
 
     layer: int  # the ``layer_idx`` of that layer
@@ -259,10 +259,10 @@ class LastRows(_Movable):
         """The rows at the positions where ``needed`` [B, T] is True.
 
         Args:
-            capacity, longest: upper bounds of their number, and of that of one sequence, used if
-                counting them needs a sync.
+            capacity, longest: upper bounds of the number of these rows, in all and in one sequence.
+                They are used if counting the rows would be a sync.
             ragged: the packed batch, which contains every needed row; None = padded.
-            mask: bool [B, T], the tokens of a padded batch; None = all.
+            mask: bool [B, T], True = token, of a padded batch; None = all.
         """
         batch, seqlen = needed.shape
         lengths = needed.sum(1)
@@ -272,7 +272,7 @@ class LastRows(_Movable):
         rank = slots_of(positions, batch * seqlen)
         cu_seqlens_q = _offsets(lengths)
         if ragged is None:
-            # Not a sum of equal lengths, which Inductor cannot rewrite where they are symbols.
+            # No cumsum of equal lengths: Inductor cannot rewrite that if sizes are symbols.
             ends = torch.arange(batch + 1, dtype=torch.int32, device=needed.device) * seqlen
             key_mask = None if mask is None else mask.flatten()
             source, keys = positions, (ends, seqlen, key_mask)
@@ -287,7 +287,7 @@ class LastRows(_Movable):
     def attention_inputs(self, hidden_states: Tensor) -> tuple[Tensor, dict[str, Any]]:
         """(the query rows [1, P, E] of a layer's input [..., E], the attention's other arguments).
 
-        Attention is called like cross-attention.
+        The attention is then called like cross-attention.
         """
         states = hidden_states.flatten(0, -2)
         mask = None if self.key_mask is None else self.key_mask[None]
@@ -301,12 +301,14 @@ def numbers_of_rows(
     ragged: RaggedBatch | None,
     cu_seqlens: Tensor | None = None,
 ) -> RowNumbers | None:
-    """What the rows are that a backbone computes of [B, T, …]; None where no dropout asks for it.
+    """The sample and position of each row that a backbone computes of ``given`` [B, T, …].
+
+    The result is None on a GPU and in a trace, where dropout does not depend on them.
 
     Args:
-        sample_index: int64 [B]; None = the places in the batch.
+        sample_index: int64 [B]; None = 0 ... B - 1.
         ragged: the rows that are computed; None = all.
-        cu_seqlens: int32 [B + 1], the sequences of a ``given`` [1, N, …] that is packed.
+        cu_seqlens: int32 [B + 1], the bounds of the sequences if ``given`` [1, N, …] is packed.
     """
     if given.device.type != "cpu" or not is_eager(given):
         return None
@@ -324,8 +326,8 @@ def numbers_of_rows(
 class OnRows:
     """Mixin of a layer that tells its dropout which rows it computes.
 
-    It takes that from the keyword ``rows`` of its call, so that a checkpointed layer draws the same
-    again in the backward.
+    It reads them from its keyword argument ``rows``. So a checkpointed layer draws the same dropout
+    again when the backward recomputes it.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -342,7 +344,7 @@ def are_on_rows(layers: Iterable[Any]) -> bool:
 def _counts_on_cpu(keep: Tensor, mask: Tensor) -> tuple[int, int]:
     """(how many rows are kept, how many of these are masked).
 
-    The only sync of a forward on CUDA; with a capacity there is none.
+    On CUDA this is the only sync of a forward; with a capacity there is none.
     """
     if keep is mask:
         return int(keep.sum()), 0
@@ -383,14 +385,14 @@ def mask_at(positions: Tensor, batch: int, seqlen: int) -> Tensor:
 
 
 def either(one: Tensor | None, other: Tensor | None) -> Any:
-    """``one | other``, where None has no True element."""
+    """``one | other``, where None counts as all False."""
     if one is None or other is None:
         return other if one is None else one
     return one | other
 
 
 def _offsets(lengths: Tensor) -> Tensor:
-    """[B] -> int32 [B + 1] from 0."""
+    """[B] lengths -> int32 [B + 1], their cumulative sums, from 0."""
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
 
@@ -409,7 +411,7 @@ def unpadded(
         extra_rows: bool [B, T], rows to compute although they are masked as keys.
         unpad: None = leave padding out where possible; False = keep it; an int = a capacity, the
             number of packed rows, which fixes all shapes; a ``RaggedBatch`` = its rows.
-        contiguous: compute all rows between the first and the last of these as well.
+        contiguous: also compute every row between the first and the last of a sequence's rows.
     """
     if isinstance(unpad, RaggedBatch):
         return unpad
@@ -425,7 +427,7 @@ def unpadded(
 def rows_computed(
     model: Any, shape: tuple[int, int], mask: Tensor | None, told: Rows, kept: str | None
 ) -> str:
-    """What a backbone computes of a batch [B, T], for ``fastplm.explain``."""
+    """The line of ``fastplm.explain`` about the rows that a backbone computes of a batch [B, T]."""
     total = shape[0] * shape[1]
     if told.own is not None:
         rows = f"{told.own.positions.shape[0]} of {total} rows, padding left out"
@@ -455,12 +457,12 @@ def for_caller(
     first: Tensor | None = None,
     pooled: Callable[[Tensor], Tensor] | None = None,
 ) -> Any:
-    """The outputs that the caller gets, from those of the parent on the rows that it computed.
+    """The outputs for the caller, from the outputs of the parent on the computed rows.
 
     Args:
-        output_rows, unpad: the arguments of the caller; "first" = the rows ``first``.
+        output_rows, unpad: as the caller gave them; "first" = the rows ``first``.
         first: int64 [B], flat positions of the first tokens.
-        pooled: the pooler of these, from [B, 1, E]; None = there is none.
+        pooled: the pooler, a function of the first rows [B, 1, E]; None = there is none.
     """
     hidden, own, slots = outputs.last_hidden_state, rows.own, None
     if rows.last is not None:
@@ -480,6 +482,6 @@ def for_caller(
             None if state is None else own.pad(state) for state in outputs.hidden_states
         )
     if slots is not None and first is not None and pooled is not None:
-        # The parent pooled the first packed row; that is replaced.
+        # The parent has pooled the first packed row, which is wrong; replace its result.
         changed["pooler_output"] = pooled(rows_at(hidden, first, slots))
     return type(outputs)(**{**outputs, **changed}) if changed else outputs

@@ -1,4 +1,4 @@
-"""Shared by BART and T5: the batches of encoder and decoder, each with its own padding.
+"""Shared by BART and T5: packed rows in the encoder and in the decoder, each with its own padding.
 
     encoder mask -> unpad once -> encoder on packed rows
     decoder mask, or the rows that are read -> unpad once -> decoder on packed rows, with
@@ -63,8 +63,9 @@ def decoder_rows(
 ) -> RaggedBatch | None:
     """The packed rows of a causal decoder; None = all, padded.
 
-    ``read_rows``, bool [B, T], are those whose last hidden state is read. Rows after the last of
-    them cannot influence it and are left out. None = all. For the others see ``unpadded``.
+    ``read_rows``, bool [B, T], are the rows whose last hidden state is read; None = all. Rows after
+    the last of them cannot influence them and are left out. For the other arguments see
+    ``unpadded``.
     """
     if read_rows is not None:
         reached = until_last(read_rows)
@@ -83,7 +84,7 @@ def source_rows(mask: Tensor | None, unpad: Unpad, contiguous: bool = False) -> 
     if rows is not None or mask is None or unpad is False:
         return rows
     if has_capacity or values_can_be_read(mask):
-        # No padding. With None, the decoder would count the rows again, which is a second sync.
+        # There is no padding. With None, the decoder would count the rows again: a second sync.
         return RaggedBatch.whole(mask, mask)
     return None
 
@@ -93,7 +94,7 @@ def encoded(
 ) -> tuple[Any, Tensor]:
     """(the encoder outputs for the caller, the encoder states for the decoder).
 
-    ``outputs`` are those that the caller gave; None = run the encoder on these ``inputs``.
+    ``outputs`` are encoder outputs given by the caller; None = run the encoder on ``inputs``.
     ``show``: whether to return the last hidden state, padded again.
     """
     if outputs is None:
@@ -123,7 +124,7 @@ def both_sides(encoder_outputs: Any, outputs: Any) -> dict[str, Any]:
 class Stack(FastplmModel):
     """Mixin of an encoder or decoder: [B, T] in, [B, T, E] out; only tokens are computed.
 
-    What is computed of padding, and when, is as in ``EncoderDecoder``.
+    ``EncoderDecoder`` says when padding is computed, and what its hidden states are.
     """
 
     embed_tokens: Any
@@ -131,10 +132,10 @@ class Stack(FastplmModel):
     gradient_checkpointing: bool
     #: Whether the parent has an argument ``use_cache``.
     _takes_cache = True
-    #: Whether attention depends on distances, so that rows between tokens must be computed.
+    #: Whether attention depends on distances. Then masked rows between tokens must be computed.
     contiguous = False
 
-    #: The modules of the layers.
+    #: Returns the layer modules.
     _layers: Callable[[], Any]
 
     def _keeps_padding(
@@ -210,8 +211,8 @@ class Stack(FastplmModel):
         note(lambda: rows_computed(self, (batch, seqlen), attention_mask, told, kept))
         if self.training and kept in NUMBERED:
             hidden = are_on_rows(self._layers())
-            # Where the parent drops by PyTorch's function, only ``_on_rows`` can tell it which rows
-            # it has, so a batch without padding is packed, too.
+            # If the parent calls PyTorch's dropout function, only ``_on_rows`` can tell it which
+            # rows it computes. So a batch without padding is packed, too.
             by_function = isinstance(self.dropout, float) and self.dropout > 0.0
             packs = hidden and kept is None and by_function and is_eager(given)
             if told.own is None and packs:
@@ -291,10 +292,10 @@ class EncoderDecoder(FastplmModel):
             decoder_unpad: the same for the decoder's batch; False if ``unpad`` is False.
             output_rows: int64 [P], flat positions ``b * T + t`` of the decoder's rows to return,
                 -1 in unused slots; the last hidden state is then [P, 1, E].
-            read_rows: bool [B, T], the decoder's rows to return, in a last hidden state [B, T, E]
-                that may be 0 elsewhere.
+            read_rows: bool [B, T], the rows of the decoder that the caller reads. The last hidden
+                state is [B, T, E] and may be 0 in other rows.
             extra_rows: bool [B, T], rows of the decoder to compute although they are masked.
-            lookup: replaces both word embeddings.
+            lookup: used instead of the word embeddings of encoder and decoder.
         """
         if decoder_input_ids is None and decoder_inputs_embeds is None:
             decoder_input_ids = self._default_decoder_ids(input_ids)
@@ -376,10 +377,10 @@ class ConditionalGeneration(FastplmModel):
 
         Args:
             labels: int64 [B, T], -100 = none. With labels, ``logits`` are None, and the cache is
-                None unless ``use_cache`` is True and the parent returns one too.
+                None unless ``use_cache`` is True and the parent also returns a cache.
             output_logits, num_items_in_batch: as in ``…ForMaskedLM``.
-            reduction: "none" = the loss of each label, in their order: fp32 [P], P as of
-                ``labelled_positions``.
+            reduction: "none" = the loss of each label, fp32 [P], in the order of the labels (P is
+                that of ``labelled_positions``).
             inputs: arguments of the model without head, such as ``unpad`` and ``decoder_unpad``.
 
         Returns:
@@ -429,7 +430,7 @@ class ConditionalGeneration(FastplmModel):
 
 
 class LastEosClassification(ScaledLoss):
-    """Mixin of a classifier of the last end-of-sequence token, the decoder's last row computed."""
+    """Mixin of a classifier that reads the last end-of-sequence token: later rows are left out."""
 
     _summary = "whose decoder ends at the last <eos>, the end-of-sequence token."
 

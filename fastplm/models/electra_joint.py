@@ -50,9 +50,9 @@ class ElectraJointConfig(PreTrainedConfig):
     Args:
         generator, discriminator: ``ElectraConfig`` (or its dict); vocabularies and the sizes of
             shared weights must be equal.
-        discriminator_weight: lambda, the factor of the discriminator's loss; default 50, as in the
-            paper, for a detection loss, and 1 for a cross-entropy over the vocabulary, like the
-            generator's (the paper gives no value).
+        discriminator_weight: lambda, the factor of the discriminator's loss. Default: 50 for a
+            detection loss, as in the paper; 1 for a cross-entropy over the vocabulary, for which
+            the paper gives no value (the generator's loss also has the factor 1).
         temperature: the temperature of the softmax from which replacements are sampled.
         sampling_seed: the seed of the replacements.
         embedding_sharing: "embeddings" (default): one set of token, position and token-type
@@ -166,10 +166,10 @@ class ElectraJointConfig(PreTrainedConfig):
     def from_discriminator(
         cls, discriminator: ElectraConfig, *, generator_size: float = 0.25, **kwargs: Any
     ) -> ElectraJointConfig:
-        """Derive the generator, a narrower discriminator: ELECTRA §3.2.
+        """A configuration whose generator is a narrower copy of the discriminator: ELECTRA §3.2.
 
         Args:
-            discriminator: its configuration.
+            discriminator: the configuration of the discriminator.
             generator_size: width of the generator as a fraction of the discriminator's, in (0, 1];
                 the paper finds 1/4 to 1/2 best. Hidden size and number of heads are scaled; head
                 size, depth and embedding size stay the same.
@@ -204,9 +204,11 @@ class ElectraJointOutput(ModelOutput):
 
     Args:
         loss: the training loss, 0-d.
-        mlm_loss: the generator's, 0-d, detached; in adversarial training it is not trained by it.
-        generator_loss, baseline_loss: those of adversarial training, 0-d, detached.
-        rtd_loss, discriminator_mlm_loss: the discriminator's, by its objective, 0-d, detached.
+        mlm_loss: the MLM loss of the generator, 0-d, detached; in adversarial training it is only
+            reported, not minimized.
+        generator_loss, baseline_loss: the losses of adversarial training, 0-d, detached.
+        rtd_loss, discriminator_mlm_loss: the loss of the discriminator, 0-d, detached; the
+            objective says which of the two is set.
         true_positives: int64 0-d, replaced tokens that are predicted as replaced.
         predicted_positives: int64 0-d, tokens predicted as replaced (probability over one half).
         positives: int64 0-d, replaced tokens.
@@ -230,25 +232,25 @@ class ElectraJointOutput(ModelOutput):
 
 
 class _Filled(NamedTuple):
-    """What the generator made of a masked batch; a unigram generator only samples."""
+    """The generator's results for a masked batch; a unigram generator sets only ``sampled``."""
 
     sampled: Tensor  # int64 [P], the replacements; -1 in unused slots
     loss: Tensor | None = None  # 0-d
     hidden: Any = None  # [P, E], the last hidden states of the slots
     rows: Any = None  # [P, E], what the head projects to the vocabulary
-    weight: Any = None  # [V, E], of that projection
+    weight: Any = None  # [V, E], the weight of that projection
 
 
 class _Replaced(NamedTuple):
-    """The discriminator's batch, in the N rows that it computes."""
+    """The batch of the discriminator: the N rows that it computes."""
 
     ids: Tensor  # int64 [N], with replacements
     originals: Tensor  # int64 [N]
     seen: Tensor  # bool [N], False = padding or an unused row
     targets: Tensor  # int64 [P], the labels; -100 in unused slots
     sampled: Tensor  # int64 [P], the replacements; -1 in unused slots
-    per_label: Tensor | None  # 0-d, the denominator of means; None = that of this batch
-    per_token: Tensor | None  # the same over tokens
+    per_label: Tensor | None  # 0-d, the denominator of means over labels; None = of this batch
+    per_token: Tensor | None  # 0-d, the denominator of means over tokens; None = of this batch
 
 
 class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
@@ -258,7 +260,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
     replaced by one sample of the generator's softmax, without a gradient. A sample equal to the
     original token counts as original. If the generator is not trained (a unigram generator, the
     second stage), ``loss = L_Disc``; in the first stage ``loss = L_MLM``. In adversarial training
-    ``L_MLM`` gives way to ``mean_t (R_t - b_t) * -log p_G(x'_t)`` over the masked tokens: the
+    ``L_MLM`` is replaced by ``mean_t (R_t - b_t) * -log p_G(x'_t)`` over the masked tokens: the
     reward ``R_t`` is the discriminator's loss at t, and the baseline ``b_t = -log sigmoid(w h_t)``
     is learned by the cross-entropy of ``sigmoid(w h_t)`` with ``exp(-R_t)``.
 
@@ -291,7 +293,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
 
     def __init__(self, config: ElectraJointConfig) -> None:
         super().__init__(config)
-        chosen: Any = self.config  # its attention implementation is that of both parts
+        chosen: Any = self.config  # both parts get its attention implementation
         chosen.check_options()
         self.generator: ElectraForMaskedLM | None = None
         if chosen.generator_type == "model":
@@ -426,8 +428,8 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             masked_positions: as in ``ElectraForMaskedLM``.
             sample_index: int64 [B], the sample indices in the training. The replacements depend
                 only on (``config.sampling_seed``, sample index, position) and the generator's
-                logits. Default: drawn from torch's generator. Dropout is drawn of these indices,
-                too, by default of 0 ... B - 1.
+                logits. Default: drawn from torch's generator. Dropout depends on these indices,
+                too; without them, on 0 ... B - 1.
             num_items_in_batch: the denominator of losses over labels: the number of labels of all
                 batches over which gradients are accumulated. Default: that of this batch.
             num_tokens_in_batch: the same for losses over all tokens. If only
@@ -548,9 +550,9 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
 
     @torch.no_grad()
     def _rewards(self, rows: Tensor, positions: Tensor, batch: _Replaced, ragged: Any) -> Tensor:
-        """The discriminator's loss at each slot, fp32 [P]: appendix F, R."""
+        """The reward R of appendix F: the discriminator's loss at each slot, fp32 [P]."""
         if self.config.objective not in _BY_LABEL:
-            # The rows of the slots lie elsewhere where rows are packed.
+            # In a packed batch, ``slots`` says in which row a position is.
             rows = rows_at(rows, positions, None if ragged is None else ragged.slots())[:, 0]
         prediction = self.discriminator.discriminator_predictions.dense_prediction
         scores = _in_fp32(prediction(self.discriminator.features(rows)).squeeze(-1))
@@ -560,7 +562,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
     def _reinforce(
         self, filled: _Filled, rewards: Tensor, batch: _Replaced
     ) -> tuple[Tensor, Tensor]:
-        """The generator's loss, and that of its baseline: appendix F.
+        """The losses of the generator and of its baseline: appendix F.
 
         The generator gets no gradient from the baseline, nor from the discriminator.
         """
@@ -587,8 +589,9 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
     def _draw_by_frequency(self, targets: Tensor, counters: tuple[Tensor, Tensor]) -> Tensor:
         """One token for each slot, sampled by its frequency: the unigram generator of §3.2.
 
-        Uses integers, so it is the same on every device: the first token v at which the cumulative
-        count exceeds ``floor(u * total)``, where u is the same uniform number as for a model.
+        The token is the first whose cumulative count exceeds ``floor(u * total)``, where u is the
+        same uniform number that a generator network would use. The counts are integers, so every
+        device samples the same tokens.
         """
         sample_index, position = counters
         word, *_ = draw(
@@ -664,15 +667,19 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
 
 
 def _in_fp32(values: Tensor) -> Tensor:
-    """The values in fp32, or in a wider dtype that they have."""
+    """The values in fp32, or in their own dtype if that is wider."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _per_token(
     num_tokens: int | Tensor | None, num_items: int | Tensor | None, labels: Tensor, seen: Tensor
 ) -> Tensor | None:
-    """The denominator of a mean over tokens: ``num_tokens``; else, with ``num_items``, one that
-    gives the mean times this batch's share of the labels; else None: the tokens of this batch."""
+    """The denominator of a mean over tokens.
+
+    It is ``num_tokens`` if that is given. With ``num_items`` alone it gives the mean over this
+    batch, times this batch's share of the labels. With neither it is None: the tokens of this
+    batch.
+    """
     if num_tokens is not None or num_items is None:
         return as_normalizer(num_tokens, labels.device)
     # Without labels the share is 0, the denominator infinite and the loss 0.

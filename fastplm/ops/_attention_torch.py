@@ -1,20 +1,21 @@
 """The "torch" backend of attention: for CPUs where csrc/ is not built, and for fp64.
 
-Every call becomes a dense batch whose keys end with the last one that any query may see: a ragged
-batch is padded to its ``max_seqlen`` first. So a ragged batch and the same batch padded to that
-length run the same products on the same shapes, and get the same bits.
+Every call becomes a dense batch. A ragged batch is padded to its ``max_seqlen`` first, and keys
+after the last one that any query may attend to are cut off. So a ragged batch and the same batch
+padded to that length run the same products on the same shapes, and get the same bits.
 
-Without dropout and bias that batch goes through PyTorch's flash kernel for CPUs. With one of them
-it goes through the formula below in chunks of a few megabytes of scores:
+Without dropout and bias, PyTorch's flash kernel for CPUs computes that batch. With either of them
+the formula below is computed, in chunks of a few megabytes of scores:
 
     S = scale * Q K^T + bias + mask      P = softmax(S)      O = c * drop(P) V
     dV = c * drop(P)^T dO     dP = c * drop(dO V^T)     dS = P * (dP - rowsum(P * dP))
     dQ = scale * dS K         dK = scale * dS^T Q       dbias = sums of dS over equal distances
 
-The backward rebuilds P from whole rows, as the forward did, so it needs no statistics.
+Here c is 1 / (the probability of keeping). The backward computes P again from whole rows, as the
+forward did, so it needs no statistics.
 
-fp16 is computed in fp32, as CPUs multiply it slowly; bf16 is multiplied as such, but for the
-scores, with softmax and sums in fp32.
+fp16 is computed in fp32, as CPUs multiply fp16 slowly. bf16 is multiplied in bf16, except for the
+scores; softmax and sums use fp32.
 """
 
 from __future__ import annotations
@@ -35,23 +36,23 @@ from fastplm.ops._attention_call import (
 from fastplm.reference.attention import dropout_threshold
 from fastplm.reference.philox import DROPOUT_ROUNDS, Stream, draw
 
-#: Scores in flight: large enough to hide the cost of calling PyTorch, small enough for a cache.
+#: Scores in a chunk: enough to make the time of calling PyTorch small, few enough for a cache.
 _CHUNK_SCORES = 2**19
 
-_CACHE_LINE = 64  # bytes; also how PyTorch aligns what it allocates
+_CACHE_LINE = 64  # bytes; PyTorch aligns new tensors to it
 
 
 class _Rows(NamedTuple):
-    """Where the rows of a packed batch lie in the padded one."""
+    """Where the rows of a packed batch are in the padded batch. A slot is a row of the latter."""
 
     source: Tensor  # int64 [B * T], the packed row of a slot, 0 if it has none
     slots: Tensor  # int64 [rows in use], the slot of a packed row
     missing: Tensor  # int64, the slots without a row
-    exists: Tensor  # bool [B, T]
+    exists: Tensor  # bool [B, T], whether a slot has a row
 
 
 class _Batch(NamedTuple):
-    """A call as a dense batch; masked keys and missing rows hold 0, so no NaN is left in them."""
+    """A call as a dense batch. Masked keys and missing rows are 0, so that they hold no NaN."""
 
     query: Tensor  # [B, H, Tq, D]
     key: Tensor  # [B, H, Tk, D], up to the last key that is not masked
@@ -59,7 +60,7 @@ class _Batch(NamedTuple):
     key_mask: Tensor | None  # bool [B, Tk], None = all
     attn_mask: Tensor | None  # bool [B | 1, H | 1, Tq | 1, Tk], None = all
     shift: Tensor | None  # int64 [B | 1], causal: query i sees the keys j <= i + shift
-    rows_q: _Rows | None  # None: the call itself is dense
+    rows_q: _Rows | None  # None: the call is not packed
     rows_k: _Rows | None
 
 
@@ -156,8 +157,8 @@ def _cpu_batch(call: Call) -> _Batch:
         key, value, key_mask = key[:, :, :seqlen_k], value[:, :, :seqlen_k], key_mask[:, :seqlen_k]
         attn_mask = None if attn_mask is None else attn_mask[..., :seqlen_k]
         if key_mask.all():
-            key_mask = None  # a full batch takes the unmasked kernel
-        else:  # a NaN would survive 0 * NaN
+            key_mask = None  # without masked keys, the unmasked kernel is faster
+        else:  # 0 * NaN is NaN, so masked keys must be 0
             hidden = ~key_mask[:, None, :, None]
             key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
     causal_shift = shift if call.is_causal else None
@@ -165,7 +166,7 @@ def _cpu_batch(call: Call) -> _Batch:
 
 
 def _cpu_rows(name: str, cu_seqlens: Tensor, count: int, max_seqlen: int) -> _Rows:
-    # The public function could not look if it was traced.
+    # In a trace the public function could not check the lengths.
     check_lengths_on_cpu(name, cu_seqlens, count, max_seqlen)
     position = torch.arange(max_seqlen)
     exists = position < cu_seqlens.diff()[:, None]
@@ -175,9 +176,9 @@ def _cpu_rows(name: str, cu_seqlens: Tensor, count: int, max_seqlen: int) -> _Ro
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy as a padded batch lies in memory if some row is not aligned.
+    """The tensor; if some row is not aligned, a copy with the memory layout of a padded batch.
 
-    A matrix product of a CPU library may sum in another order where rows start off a cache line.
+    CPU libraries may sum a matrix product in another order if a row does not start at a cache line.
     """
     steps = (
         tensor.data_ptr(),
@@ -189,7 +190,7 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 
 def _pad(tensor: Tensor, rows: _Rows | None) -> Tensor:
-    """[N, H, D] -> [B, H, T, D] over [B, T, H, D] memory; slots without a row are 0."""
+    """[N, H, D] -> [B, H, T, D], stored as [B, T, H, D]; slots without a row are 0."""
     if rows is None:
         return _aligned(tensor)
     padded = tensor.index_select(0, rows.source)
@@ -198,14 +199,14 @@ def _pad(tensor: Tensor, rows: _Rows | None) -> Tensor:
 
 
 def _restore(tensor: Tensor, rows: _Rows | None, like: Tensor) -> Tensor:
-    """A dense result in the layout of ``like``, 0 in the rows that it has no values for."""
+    """A dense result in the shape and layout of ``like``; rows without a value are 0."""
     if rows is None:
         if tensor.shape == like.shape:
             return projection_layout(tensor)
         whole = empty_like_projection(like).zero_()
         whole[:, :, : tensor.shape[2]] = tensor
         return whole
-    if tensor.shape[2] < rows.exists.shape[1]:  # keys that nobody sees were cut off
+    if tensor.shape[2] < rows.exists.shape[1]:  # keys that no query attends to were cut off
         cut = rows.exists.shape[1] - tensor.shape[2]
         tensor = torch.nn.functional.pad(tensor, (0, 0, 0, cut))
     packed = tensor.transpose(1, 2).flatten(0, 1).index_select(0, rows.slots)
@@ -221,7 +222,7 @@ def _mask(
 ) -> tuple[Tensor | None, Tensor | None]:
     """(additive mask [B | 1, H | 1, Tq | 1, Tk], dead rows [B | 1, H | 1, Tq | 1, 1]), or None.
 
-    A row that may attend to nothing has a mask of 0, as softmax over -inf alone is NaN.
+    A dead row may attend to nothing. Its additive mask is 0, as a softmax over only -inf is NaN.
     """
     allowed = None
     if batch.key_mask is not None:
@@ -248,7 +249,7 @@ def _mask(
 
 
 def _flash_mask(batch: _Batch) -> tuple[Tensor | None, Tensor | None, bool]:
-    """What ``_mask`` returns, and whether the kernel's own causal mask does instead."""
+    """The results of ``_mask``, and whether the kernel's own causal mask is used instead."""
     unmasked = batch.key_mask is None and batch.attn_mask is None
     if unmasked and batch.shift is not None and not batch.shift.any():
         return None, None, True
@@ -276,7 +277,7 @@ def _flash_bwd(
 
 
 class _Chunk:
-    """Some heads of some samples: n of them, flattened; the same numbers forward and backward."""
+    """Some heads of some samples, flattened to n. Forward and backward compute the same values."""
 
     def __init__(self, call: Call, batch: _Batch, samples: slice, heads: slice) -> None:
         self.call, self.batch, self.where = call, batch, (samples, heads)
@@ -284,7 +285,7 @@ class _Chunk:
         self.rescale = 256 / max(256 - dropout_threshold(call.dropout_p), 1)  # c
 
     def part(self, tensor: Tensor) -> Tensor:
-        """The chunk's part of a [B, H, T, D] tensor as [n, T, D], contiguous whatever it was."""
+        """The chunk's part of a [B, H, T, D] tensor as [n, T, D], contiguous."""
         tensor = tensor[self.where]
         if tensor.dtype is torch.float16:
             tensor = tensor.float()
@@ -312,7 +313,7 @@ class _Chunk:
                 view.add_(mask)
         else:
             view.copy_(scores.new_zeros(()) if mask is None else mask)
-        # In fp32 for bf16 too: a product of 16 bits would round the exponents.
+        # In fp32 for bf16, too: 16-bit scores would be rounded before the exponential.
         scores.baddbmm_(query.to(dtype), key.to(dtype), alpha=self.call.scale)
         probs = scores.softmax(-1)
         if dead is not None:
@@ -389,7 +390,7 @@ def _explicit_bwd(
         return (dq, dk, dv), None
     assert call.bias_weight is not None
     buckets = _line_buckets(call, batch)  # [B | 1, length]
-    # The gradients of a softmax add up to 0, so few digits of these sums may be left.
+    # fp64: the gradients of a softmax sum to 0, so cancellation may leave few correct digits.
     lines = lines.double().sum_to_size(buckets.shape[0], *lines.shape[1:])
     by_bucket = lines.new_zeros(call.bias_weight.shape)
     by_bucket.index_add_(0, buckets.flatten(), lines.transpose(1, 2).flatten(0, 1))
@@ -419,10 +420,10 @@ def _bias_lines(call: Call, batch: _Batch, samples: slice) -> Tensor:
 
 
 def _distance_sums(ds: Tensor) -> Tensor:
-    """[n, Tq, Tk] -> [n, Tq + Tk - 1]: sums of equal j - i, the least first."""
+    """[n, Tq, Tk] -> [n, Tq + Tk - 1]: sums over all i, j with equal j - i, in ascending order."""
     count, seqlen_q, seqlen_k = ds.shape
     length = seqlen_q + seqlen_k - 1
-    # Rows of length ``length``, each starting one further left than the row above.
+    # Each row is shifted one to the left of the row above, so equal j - i share a column.
     skewed = ds.new_zeros(count, seqlen_q, length)
     skewed.as_strided(ds.shape, (seqlen_q * length, length - 1, 1), seqlen_q - 1).copy_(ds)
     return skewed.sum(1)
@@ -431,10 +432,11 @@ def _distance_sums(ds: Tensor) -> Tensor:
 def _dropout_mask(
     seed: Tensor, sample_index: Tensor, heads: Tensor, seqlen_q: int, seqlen_k: int, threshold: int
 ) -> Tensor:
-    """What ``dropout_keep_mask`` drops: bool [B, H, Tq, Tk] for the given indices of heads.
+    """The negation of ``dropout_keep_mask``: bool [B, H, Tq, Tk], for the heads with these indices.
 
-    The 16 bytes of a call are the pairs of keys 4 apart, in order. On a little-endian machine they
-    can be taken as 16-bit numbers, and a transposition of those puts the keys in order.
+    One call of the random generator gives 16 bytes: 8 pairs of neighbouring keys. The next call
+    belongs to the next pair, so the pairs of one call are 4 pairs apart. On a little-endian machine
+    the pairs can be read as 16-bit numbers, and a transposition puts the keys in order.
     """
     groups = (seqlen_k + 63) // 64
     words = draw(

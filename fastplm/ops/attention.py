@@ -48,7 +48,7 @@ from fastplm.reference.attention import (
 #: The largest head dim of the Triton kernels, by the bytes of an element.
 _MAX_HEAD_DIM = {2: 256, 4: 128}
 _NUMBER = (float, int)
-# Arguments that backends need with a last stride of 1.
+# Arguments whose last stride must be 1 in the backends.
 _ALIGNED = ("query", "key", "value", "key_mask", "cu_seqlens_q", "cu_seqlens_k", "sample_index")
 
 
@@ -76,37 +76,38 @@ def attention(
         key, value: [B, H, Tk, D], dtype and device of ``query``; strides of their own.
         key_mask: bool [B, Tk], True = attend. The content of a masked key never matters.
         attn_mask: bool [B, H, Tq, Tk], True = attend; each size may be 1, and [Tq, Tk] is one mask
-            for all heads. For what ``key_mask`` and ``is_causal`` cannot say: a key is attended to
-            where all of them that are given let it through. Without a copy if its last stride is 1.
-            On a GPU what it hides is computed all the same, and weighs 0: it saves no time. Only
-            ``key_mask`` hides a NaN.
-        is_causal: query i sees the keys j <= i + (Tk - Tq) (bottom-right aligned), so that few
-            queries, down to one, continue a cache of keys and values.
-        dropout_p: the probability of dropping an attention probability, in steps of 1/256; the
-            others are divided by the probability of keeping that is really used. A probability
-            that rounds to 0 or 1 but is neither takes 1/256 or 255/256.
+            for all heads. Use it for patterns that ``key_mask`` and ``is_causal`` cannot express: a
+            query attends to a key if every mask that is given allows it. It is copied only if its
+            last stride is not 1. On a GPU it saves no time: the scores of masked keys are computed
+            and get the weight 0. A NaN in a masked key is ignored only with ``key_mask``.
+        is_causal: query i attends to the keys j <= i + (Tk - Tq) (bottom-right aligned). So one or
+            a few queries can continue a cache of keys and values.
+        dropout_p: the probability of dropping an attention probability. It is rounded to a multiple
+            of 1/256, but 0 and 1 are used only if they are given: other values become 1/256 or
+            255/256. Probabilities that are kept are divided by 1 minus the rounded value.
         scale: factor on the scores; default ``D ** -0.5`` (T5 uses 1.0).
         relative_bias: ``T5RelativeBias(weight [buckets, H], bidirectional, max_distance)``: a bias
             by the bucket of the distance, computed on the fly; ``weight`` gets a gradient.
-        seed: of the dropout: int, or 0-d int64 tensor on the device of ``query`` (which a captured
-            graph can advance). Default: drawn from PyTorch's generator of the device. Give each
-            layer and step a seed of its own.
-        sample_index: int64 [B], what the dropout's random bits depend on besides ``seed`` and the
-            indices of head, query and key; default ``arange(B)``. With a global index the bits do
-            not depend on how a batch is spread over devices.
+        seed: the seed of dropout: int, or 0-d int64 tensor on the device of ``query`` (which a
+            captured graph can advance). Default: drawn from PyTorch's generator of the device. Use
+            another seed for each layer and step.
+        sample_index: int64 [B], default ``arange(B)``. The random bits of dropout depend on
+            ``seed``, ``sample_index`` and the indices of head, query and key. With indices that are
+            unique in the whole training, they do not depend on how a batch is split over devices.
 
     Returns:
         [B, H, Tq, D] in the dtype of ``query``. A row that may attend to nothing is 0 and passes
         no gradient.
 
     Numerics:
-        Products in the input dtype (in C++ on a CPU in fp32 always); bias, softmax and sums in
-        fp32. On a GPU fp32 is multiplied in TF32 where ``torch.backends.cuda.matmul`` allows it as
-        the forward is called (or traced: another answer compiles anew); the backward follows.
+        Matrix products use the input dtype (the C++ backend on a CPU: always fp32); bias, softmax
+        and sums use fp32. On a GPU, fp32 inputs are multiplied in TF32 if
+        ``torch.backends.cuda.matmul`` allows it when the forward is called or traced (a compiled
+        function is recompiled if the setting changes). The backward uses what the forward used.
 
     Determinism:
         Forward and backward repeat bit for bit on one backend, the gradient of the bias included;
-        no atomics. A dropped probability is the same one on every backend, device and layout.
+        no atomics. Dropout drops the same probabilities on every backend, device and layout.
 
     Raises:
         ArgumentValueError, ArgumentTypeError: shapes, dtypes, devices or values that do not fit.
@@ -131,7 +132,7 @@ def attention(
     if not are_dense(query, key, value, 4):
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             check_tensor(where, name, tensor, ndim=4)
-    # What has another type is left to ``_prepared``, which says so.
+    # ``_prepared`` raises the error for an argument of a wrong type.
     if (
         key_mask is attn_mask is relative_bias is seed is sample_index is None
         and isinstance(dropout_p, _NUMBER)
@@ -184,13 +185,13 @@ def attention_varlen(
         key, value: [Nk, H, D], cut by ``cu_seqlens_k`` in the same way.
         cu_seqlens_q, cu_seqlens_k: int32 [B + 1], from 0, not decreasing, on the device of
             ``query``: lengths of queries and keys (an encoder and a decoder); a length may be 0.
-        max_seqlen_q, max_seqlen_k: not less than the longest sequence; they choose the kernel, so
-            fixed ones let a captured or compiled step serve every batch. A sequence that is longer
-            is an error on the CPU; on a GPU, where looking would wait for the device, the rows
-            beyond are not computed.
-        key_mask: bool [Nk], True = attend. (There is no ``attn_mask``: blocks of a batch are what
-            ``cu_seqlens`` say, and of sequences packed without padding a dense mask would be the
-            square of their total length.)
+        max_seqlen_q, max_seqlen_k: upper bounds of the sequence lengths. They choose the kernel, so
+            a captured or compiled step with fixed bounds serves every batch. A longer sequence is
+            an error on the CPU. On a GPU the lengths are not checked, as that would be a sync: rows
+            beyond the bound are not computed.
+        key_mask: bool [Nk], True = attend. (There is no ``attn_mask``: ``cu_seqlens`` already says
+            which rows belong together, and a dense mask of packed sequences would have the square
+            of their total length.)
         is_causal, dropout_p, scale, relative_bias, seed: as in ``attention``, with the lengths of
             each sequence as its Tq and Tk.
         sample_index: int64 [B], as in ``attention``.
@@ -198,7 +199,7 @@ def attention_varlen(
     Returns:
         [Nq, H, D] in the dtype of ``query``; spare rows are 0 and pass no gradient. The same as
         ``attention`` gives for the batch padded at the right to ``max_seqlen_q`` and
-        ``max_seqlen_k``: bit for bit on one backend. What dropout drops is the same on all.
+        ``max_seqlen_k``, bit for bit on one backend. Dropout drops the same on all backends.
 
     Numerics:
         As ``attention``.
@@ -261,12 +262,12 @@ def attention_varlen(
 
 
 def _allows_tf32() -> bool:
-    """Whether PyTorch multiplies fp32 matrices of a GPU in TF32, whichever flag allows it."""
+    """Whether PyTorch multiplies fp32 matrices on a GPU in TF32, by whichever of its flags."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-# Dynamo cannot trace it, but may take its result as a constant. This is what
-# ``torch.compiler.assume_constant_result`` does, without importing Dynamo, which takes a second.
+# Dynamo cannot trace the function; this attribute makes its result a constant of the graph.
+# ``torch.compiler.assume_constant_result`` sets it, too, but imports Dynamo, which takes a second.
 _allows_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -319,7 +320,7 @@ def _prepared(
         call.check_lengths()
         if query.dtype is torch.float32 and _allows_tf32():
             call = call._replace(allow_tf32=True)
-    # Backends find any row by its stride, and elements of a row side by side.
+    # Backends read rows with any stride, but the elements of a row must be contiguous.
     for name in _ALIGNED:
         tensor = getattr(call, name)
         if tensor is not None and tensor.stride(-1) != 1:
@@ -370,7 +371,7 @@ _CSRC_REJECTS = csrc_rejects("attention", fp64=False)
 
 
 def _is_plain(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
-    """Whether a call of 4-D tensors without mask, bias and dropout is correct, and on the CPU."""
+    """Whether a call without mask, bias and dropout is correct, on the CPU and not traced."""
     batch, heads, _, dim = query.shape
     dtype = query.dtype
     return (
@@ -437,7 +438,7 @@ def _ragged_by_csrc(
     is_causal: bool,
     scale: float | None,
 ) -> Tensor | None:
-    """A correct call without gradients, bias and dropout."""
+    """The output by csrc/ of a correct call without gradients, bias and dropout; else None."""
     rows, heads, dim = key.shape
     if (
         needs_dispatch((query, key, value, cu_seqlens_q, cu_seqlens_k, key_mask))
@@ -470,7 +471,7 @@ def _ragged_by_csrc(
             *(max_seqlen_q, max_seqlen_k, None, None, None, None, 0, is_causal),
             dim**-0.5 if scale is None else float(scale),
         )
-    except (RuntimeError, ValueError):  # lengths that do not fit, which ``_prepared`` explains
+    except (RuntimeError, ValueError):  # wrong lengths: ``_prepared`` raises an error about them
         return None
     return out
 
@@ -481,7 +482,7 @@ _SHORT_VARLEN = Short("attention", csrc=_ragged_by_csrc)
 def _measured(
     query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, *others: Any
 ) -> CallClass | None:
-    """PyTorch has a kernel for plain calls alone; all others are for csrc/ wherever it can."""
+    """None for a call that is not plain: PyTorch has no kernel for it, so csrc/ runs if it can."""
     if key_mask is not None or not Call(query, key, value, key_mask, *others).is_plain:
         return None
     return _class_of(query, key)
@@ -505,7 +506,7 @@ def _cpp_forward(call: Call) -> tuple[Tensor, Tensor]:
     try:
         return torch.ops.fastplm_C.attention.default(*_cpp_arguments(call))
     except RuntimeError:
-        call.check_lengths()  # csrc/ looks itself, and this says what it found
+        call.check_lengths()  # csrc/ found wrong lengths; this raises an error that names them
         raise
 
 
@@ -565,9 +566,9 @@ def _launchers() -> tuple[Any, Any]:
 
 
 def _statistics(call: Call, backend: str) -> Tensor:
-    """[2, H, rows of query]: what a backend's own backward needs to rebuild the softmax of a row.
+    """An empty [2, H, rows of query] for what the backward needs to rebuild the softmax of a row.
 
-    [2, H, 0] where it needs nothing.
+    It is [2, H, 0] if the backend's backward needs no statistics.
     """
     query = call.query
     rows = query.shape[0] if call.packed else query.shape[0] * query.shape[2]
@@ -595,7 +596,7 @@ def _fake_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, ...]:
 
 
 def _unused(call: Call, outputs: Any, needs: Any, backend: str) -> tuple[str, ...]:
-    """Some backwards compute the output again: those without row statistics, and that of csrc/."""
+    """The output, if the backward computes it again: in csrc/, and without row statistics."""
     return ("out",) if backend == "cpp" or outputs[1].numel() == 0 else ()
 
 

@@ -1,7 +1,7 @@
-"""``ops.linear_distillation``: the public functions, and its backends.
+"""``ops.linear_distillation`` and ``ops.linear_distillation_topk``: one op and its backends.
 
 ``_linear_distillation_call.py`` declares the arguments, ``_linear_distillation_torch.py`` is the
-backend "torch". What keeps logits and multiplies is shared with ``linear_cross_entropy``.
+backend "torch". The code that keeps logits and multiplies is shared with ``linear_cross_entropy``.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def linear_distillation(
     logits_budget: int | None = None,
     expected_targets: int | None = None,
 ) -> LinearDistillation:
-    """Distillation over a vocabulary: the student's softmax is drawn to the teacher's, both of
-    linear layers, and neither's logits need be stored.
+    """Distillation over a vocabulary: a divergence between the softmax of two linear layers, the
+    student's and the teacher's, without storing all logits of either.
 
-    ``z = input W^T + b``, ``q = softmax(z / T)``; ``p`` of the teacher in the same way;
+    ``z = input W^T + b``, ``q = softmax(z / T)``; the teacher's ``p`` is computed in the same way;
     ``loss[n] = distillation_weight T^2 D(p[n], q[n]) + cross_entropy_weight CE(z[n], target[n])``
 
     with ``D`` one of
@@ -82,58 +82,62 @@ def linear_distillation(
     - "forward_kl": ``KL(p || q) = sum_v p[v] log(p[v] / q[v])``
     - "reverse_kl": ``KL(q || p)``
     - "js": ``beta KL(p || m) + (1 - beta) KL(q || m)``, ``m = beta p + (1 - beta) q``, the
-      generalized Jensen-Shannon divergence; ``beta=0.5`` is the ordinary one. It tends to 0 at both
-      ends of ``beta``, and divided by ``beta`` to ``KL(p || q)`` at 0, divided by ``1 - beta`` to
-      ``KL(q || p)`` at 1. At the ends themselves it stands for these: ``beta=0`` is "forward_kl",
-      ``beta=1`` is "reverse_kl", as in Liger and TRL.
+      generalized Jensen-Shannon divergence; ``beta=0.5`` is the ordinary one. As ``beta`` goes to
+      0 the divergence goes to 0, and the divergence divided by ``beta`` goes to ``KL(p || q)``. As
+      ``beta`` goes to 1 it goes to 0, too, and divided by ``1 - beta`` to ``KL(q || p)``. At the
+      ends themselves these limits are used, as in Liger and TRL: ``beta=0`` is "forward_kl",
+      ``beta=1`` is "reverse_kl".
 
     Args:
         input: [N, E], the student's rows, fp32, fp16 or bf16 (fp64 on the CPU); any strides whose
             last is 1.
         linear_weight: [V, E], device of ``input``, and its dtype or fp32; any strides whose last
             is 1.
-        teacher_input: [N, Et], the teacher's rows; of any of these dtypes. The teacher's tensors
-            are constants: no gradient flows to them, also if they require one.
-        teacher_weight: [V, Et], dtype of ``teacher_input`` or fp32. The vocabularies of both are
-            one.
-        target: int64 [N], for the cross-entropy; ``ignore_index`` takes a row out of both parts of
-            the loss and out of every gradient.
+        teacher_input: [N, Et], the teacher's rows; any of the dtypes of ``input``. The teacher's
+            tensors are constants: they get no gradient, even if they require one.
+        teacher_weight: [V, Et], dtype of ``teacher_input`` or fp32. Student and teacher must have
+            the same vocabulary.
+        target: int64 [N], for the cross-entropy. A row whose target is ``ignore_index`` is left out
+            of both parts of the loss and gets no gradient.
         linear_bias: [V], dtype of ``linear_weight``.
         teacher_bias: [V], dtype of ``teacher_weight``.
-        temperature: T, over 0. It divides the logits of both sides in the divergence; the
-            cross-entropy is that of temperature 1.
+        temperature: T, over 0. In the divergence it divides the logits of student and teacher; the
+            cross-entropy has temperature 1.
         divergence: "forward_kl" | "reverse_kl" | "js".
-        beta: in [0, 1], of "js": the teacher's share of the mixture.
-        distillation_weight: of the divergence, which also gets T^2: gradients of soft targets
-            shrink with 1 / T^2, so the two parts keep their relation at every temperature.
-        cross_entropy_weight: 0 or more, of the cross-entropy; over 0 only with ``target``.
-        mask: bool [N], True = the row counts. Content of rows that do not count never matters, and
-            they cost nothing in the matrix products (see ``expected_targets``).
+        beta: in [0, 1], for "js": the teacher's share of the mixture.
+        distillation_weight: the weight of the divergence, 0 or more. The divergence is also
+            multiplied by T^2: gradients of soft targets shrink with 1 / T^2, so the ratio of the
+            two parts stays the same at every temperature.
+        cross_entropy_weight: the weight of the cross-entropy, 0 or more; over 0 only with
+            ``target``.
+        mask: bool [N], True = the row counts. The content of other rows never matters, and they
+            take no time in the matrix products (see ``expected_targets``).
         ignore_index: the target of ignored rows; may lie inside [0, V).
         reduction: "mean" over the rows that count | "sum" | "none".
-        normalizer: 0-d tensor that replaces the mean's denominator (the number of rows of a whole
-            accumulated batch); only with ``reduction="mean"``.
-        logits_budget: bytes. The gradient of the student's logits, in the dtype of ``input``, is
-            kept from the forward to the backward, of all rows or of the first that fit (at least
-            4,096); the logits of both sides are computed again, tile by tile, for the others; 0
-            never keeps any. The teacher's logits of the kept rows exist in the forward alone.
-            Default: 2 GiB where ``E + Et`` is at least 552 ("js" 276, on a CPU 192), else nothing.
-        expected_targets: how many rows should count, if the caller knows it without asking the
-            device; as in ``linear_cross_entropy``, but that without ``target`` and ``mask`` all
-            rows are known to count. A CPU counts them where it sees them.
+        normalizer: 0-d tensor that replaces the mean's denominator (for example the number of rows
+            of all accumulated batches); only with ``reduction="mean"``.
+        logits_budget: bytes for keeping the gradient of the student's logits, in the dtype of
+            ``input``, from the forward to the backward. It is kept for all rows, or for the first
+            rows that fit (at least 4,096). For the other rows the backward computes the logits of
+            student and teacher again, tile by tile. 0 never keeps any. The teacher's logits of kept
+            rows exist only in the forward. Default: 2 GiB if ``E + Et`` is at least 552 (for "js"
+            276, on a CPU 192), else 0.
+        expected_targets: the number of rows that count, if the caller knows it without a sync. It
+            is used as in ``linear_cross_entropy``, except that without ``target`` and ``mask`` all
+            rows are known to count. A CPU counts the rows itself, unless it is in a trace.
 
     Returns:
-        ``LinearDistillation(loss, distillation, cross_entropy)``: ``distillation`` is the
-        divergence without its weight and without T^2, ``cross_entropy`` is without its weight, and
-        0 without targets. These two have no gradient and are reduced as the loss is. 0-d, or [N]
-        for "none", 0 in rows that do not count; fp32 (fp64 for an fp64 ``input``).
+        ``LinearDistillation(loss, distillation, cross_entropy)``. ``distillation`` is the
+        divergence without its weight and without T^2. ``cross_entropy`` is without its weight; it
+        is 0 without targets. These two have no gradient and are reduced like the loss. All are 0-d,
+        or [N] for "none", with 0 in rows that do not count; fp32 (fp64 for an fp64 ``input``).
 
     Numerics:
-        Products of each side in the dtype of its rows; softmax, sums and loss in fp32. Gradients
-        as in ``linear_cross_entropy``. A probability of 0 times the logarithm of 0 is 0; two logits
-        of a row that are further apart than the largest fp32 number are infinitely far apart. A
-        weight of 0 takes out even a part that is infinite. The mean over no rows is 0 with zero
-        gradients.
+        Matrix products of student and teacher use the dtype of their rows; softmax, sums and loss
+        use fp32. Gradients are as in ``linear_cross_entropy``. 0 times the logarithm of 0 is 0. Two
+        logits of a row whose difference is larger than the largest fp32 number count as infinitely
+        far apart. A weight of 0 removes a part of the loss even if that part is infinite. The mean
+        over no rows is 0 with zero gradients.
 
     Determinism:
         Forward and backward repeat bit for bit on one backend (on the CPU for one number of
@@ -142,8 +146,8 @@ def linear_distillation(
     Raises:
         ArgumentValueError, ArgumentTypeError: shapes, dtypes, devices or choices that do not fit;
             on the CPU also a target outside [0, V). On CUDA, and where a compiled function runs
-            the eager backend, finding that target would wait for the device: the row's
-            cross-entropy is NaN, and so are the gradients.
+            the eager backend, such a target is not searched for, as that would be a sync: the
+            row's cross-entropy is NaN, and so are the gradients.
         BackendError: a forced backend cannot run the call.
 
     Examples:
@@ -188,22 +192,22 @@ def linear_distillation_topk(
     logits_budget: int | None = None,
     expected_targets: int | None = None,
 ) -> LinearDistillation:
-    """``linear_distillation`` from stored soft targets: the K likeliest words of each row.
+    """``linear_distillation`` from stored soft targets: the K most probable tokens of each row.
 
-    ``D(p, q) = sum_k p[k] log(p[k] / q[indices[k]])``, the forward KL; the reverse one is infinite
-    where the teacher's probability is 0.
+    ``D(p, q) = sum_k p[k] log(p[k] / q[indices[k]])`` is the forward KL. (The reverse KL would be
+    infinite, as the other tokens have the teacher probability 0.)
 
     Args:
-        teacher_indices: int64 [N, K], a row's words, each once.
+        teacher_indices: int64 [N, K], the tokens of a row, each one once.
         teacher_probabilities: [N, K], their probabilities at this ``temperature``, of any floating
-            dtype; a constant. A place with probability 0 is not read, whatever its index: it
-            fills up rows of fewer words. A row without probabilities has the divergence 0.
-        renormalize: True: the probabilities are divided by their sum, so the words not given have
-            probability 0, and the minimum is 0. False: they are taken as they are, and the words
-            not given have no term; with a sum S under 1, D is then S times the renormalized one
-            plus S log S, so its minimum is that, below 0, at the same student.
-        temperature: T, over 0, of the student's logits in the divergence.
-        logits_budget: as in ``linear_distillation``; by default as in ``linear_cross_entropy``.
+            dtype; a constant. An index with probability 0 is not read and may have any value, so
+            rows with fewer tokens can be filled up. A row with only zeros has the divergence 0.
+        renormalize: True: the probabilities are divided by their sum, so tokens not given have
+            probability 0, and the minimum of D is 0. False: they are used as given, and tokens not
+            given have no term. With a sum S under 1, D is then ``S * (renormalized D) + S log S``:
+            its minimum, for the same student, is ``S log S``, which is below 0.
+        temperature: T, over 0. It divides the student's logits in the divergence.
+        logits_budget: as in ``linear_distillation``, but the default of ``linear_cross_entropy``.
         the others: as in ``linear_distillation``.
 
     Returns, Numerics, Determinism, Raises: as ``linear_distillation``; on the CPU also an index
@@ -246,7 +250,7 @@ def _distilled(
     *,
     renormalize: bool = False,
 ) -> LinearDistillation:
-    """The losses of a call as the user gave it: nothing in it is checked yet, but the teacher."""
+    """Check and run a call. The public functions have checked only the teacher's arguments."""
     where, all_count = call.where, call.target is None and mask is None
     _check_arguments(call, mask)
     check_budget(where, logits_budget, expected_targets)
@@ -276,7 +280,7 @@ def _distilled(
 
 
 def _check_arguments(call: Call, mask: Tensor | None) -> None:
-    """Check what the declaration of ``Call`` does not say."""
+    """Check what the declaration of ``Call`` cannot express."""
     where = call.where
     parameters = "linear_weight", "linear_bias", "teacher_bias"
     OP.arguments.check_dimensions(where, call, "input", *parameters)
@@ -308,7 +312,7 @@ def _check_arguments(call: Call, mask: Tensor | None) -> None:
 
 
 def _constants(*teacher: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The teacher's rows, table and bias without their gradients."""
+    """The teacher's rows, weight and bias, detached and cast by autocast."""
     input, weight, bias = (None if one is None else one.detach() for one in teacher)
     if input is None or weight is None:
         return None, None, None
@@ -321,7 +325,7 @@ _topk = from_fields(linear_distillation_topk_ref)
 
 def _eager(call: Call) -> LinearDistillation:
     _check_values(call)
-    # Targets that are none still say which rows count.
+    # Without targets of the user, ``call.target`` still says which rows count.
     target, mask = call.target if call.has_target else None, call.target != call.ignore_index
     rows = {"target": target, "mask": mask}
     if call.teacher_input is None:  # _distilled has renormalized the probabilities
@@ -332,12 +336,12 @@ def _eager(call: Call) -> LinearDistillation:
 def _kept_rows(
     call: Call, budget: int | None, expected: int | None, backend: str, all_count: bool
 ) -> int:
-    """How many rows keep D for a backward: if there is one and it pays, those that fit."""
+    """How many rows keep the gradient of their logits for the backward; 0 if it does not pay."""
     if not learns(call):
         return 0
     rows, on_cpu = call.input.shape[0], backend == "torch"
     if on_cpu and multiplies_in(call.input) is not call.input.dtype:
-        return 0  # a CPU without 16-bit products makes them in fp32
+        return 0  # a CPU without 16-bit products computes them in fp32
     if on_cpu and values_are_known(call.target):
         rows = int((call.target != call.ignore_index).sum())
     elif expected is not None:
@@ -350,14 +354,16 @@ def _kept_rows(
 
 
 def _usual_budget(call: Call, *, on_cpu: bool) -> int:
-    """Keeping D saves the products that the other flow repeats: one more of each side in the
-    backward and, for "js", one more of each side in the forward.
+    """The default of ``logits_budget``: is it faster to keep the gradient of the logits?
 
-    It costs a GPU one pass to write the logits of each side, and one to write D. To read them takes
-    less time than what is computed on them, which is the same in both flows (on sm_90, by its
-    machine code, 220 cycles of memory for 1,024 words of both sides against 600 of instructions).
-    So it pays from E + Et = 3 * 184 on, for "js" from half of that on; without a teacher's rows two
-    passes stand against E, as in ``linear_cross_entropy``.
+    Keeping it saves matrix products that are otherwise repeated: one of the student and one of the
+    teacher in the backward and, for "js", one more of each in the forward.
+
+    On a GPU it takes one pass to write the logits of each side, and one to write the gradient.
+    Reading them is hidden behind the arithmetic, which is the same in both cases (by the machine
+    code for sm_90, 220 cycles of memory for 1,024 tokens of both sides, and 600 of instructions).
+    So keeping pays from E + Et = 3 * 184 on, and for "js" from half of that on. Without a teacher's
+    rows two passes are compared with E, as in ``linear_cross_entropy``.
     """
     sides = (call.input,) if call.teacher_input is None else (call.input, call.teacher_input)
     width = sum(side.shape[1] for side in sides)

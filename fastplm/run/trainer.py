@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer of a run that may be stopped at any moment."""
+"""A Trainer for runs that may be stopped at any moment, and functions around it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from fastplm.ops.dropout import draws_by_row
 from fastplm.run.folder import last_checkpoint, place_checkpoint, step_of, writing
 from fastplm.run.interrupt import saved_when_stopped
 
-# When a run without a terminal says how long it will take.
+# After so many steps and seconds, a run without a terminal prints how long it will take.
 _ESTIMATE_STEPS, _ESTIMATE_SECONDS = 3, 5.0
 
 _SCRATCH = ".incomplete"
 
 
 def training_arguments(args: Any, out: Path, *, bf16: bool, **settings: Any) -> TrainingArguments:
-    """The ``TrainingArguments`` of a run: those of every run, and ``settings``."""
+    """The ``TrainingArguments`` of a run: what all runs share, and ``settings``."""
     on_gpu = torch.cuda.is_available()
     fix = "Train in fp32 (--precision fp32, or without --bf16)."
     able = not (bf16 and on_gpu) or hardware_has_bf16()
@@ -53,7 +53,7 @@ def training_arguments(args: Any, out: Path, *, bf16: bool, **settings: Any) -> 
         disable_tqdm=True,
         report_to="none",
         per_device_train_batch_size=args.batch_size,
-        # If the newest is damaged, a run goes on from the one before.
+        # If the newest checkpoint is damaged, a run is resumed from the one before.
         **{"lr_scheduler_type": "linear", "save_total_limit": 2, "seed": args.seed} | settings,
     )
 
@@ -62,17 +62,17 @@ def training_arguments(args: Any, out: Path, *, bf16: bool, **settings: Any) -> 
 def trained(
     trainer: RunTrainer, checkpoint: Path | None, report_to: str = "none"
 ) -> Iterator[None]:
-    """Train from a checkpoint on, if there is one; in this block scores may still be logged.
+    """Train, then run the block, in which scores may still be logged.
 
-    What a killed run had logged beyond the checkpoint is logged again.
+    After a resume, the steps after the checkpoint are trained and logged again.
 
     Args:
-        trainer: of a run.
-        checkpoint: one of its checkpoints.
-        report_to: of ``REPORTS``: where it logs, too.
+        trainer: the trainer of a run.
+        checkpoint: the checkpoint to resume from; None = train from the beginning.
+        report_to: one of ``REPORTS``: where the trainer also logs.
 
     Raises:
-        KeyboardInterrupt: a signal has ended the training, see ``saved_when_stopped``.
+        KeyboardInterrupt: a signal has ended the training; see ``saved_when_stopped``.
     """
     with _reporting(trainer, report_to, 0 if checkpoint is None else step_of(checkpoint)):
         with saved_when_stopped(trainer):
@@ -82,7 +82,7 @@ def trained(
 
 @contextlib.contextmanager
 def _reporting(trainer: RunTrainer, name: str, done: int) -> Iterator[None]:
-    """In this block what a trainer logs goes where ``--report-to`` says, too."""
+    """In this block a trainer also logs to what ``--report-to`` names."""
     from transformers.integrations import TensorBoardCallback, WandbCallback
 
     first, out = trainer.is_world_process_zero(), Path(trainer.args.output_dir)
@@ -91,7 +91,7 @@ def _reporting(trainer: RunTrainer, name: str, done: int) -> Iterator[None]:
 
         folder = str(out / "tensorboard")
         board = TensorBoardCallback(SummaryWriter(folder, purge_step=done + 1))
-        board.logging_dir = folder  # of what is logged when the training has ended
+        board.logging_dir = folder  # for scores that are logged after the training
         trainer.add_callback(board)
     if not (first and name == "wandb"):
         yield
@@ -102,7 +102,7 @@ def _reporting(trainer: RunTrainer, name: str, done: int) -> Iterator[None]:
     trainer.args.run_name = out.name
     try:
         callback.setup(trainer.args, trainer.state, trainer.model)
-    except Exception as error:  # of its own kinds, such as that there is no key
+    except Exception as error:  # wandb has its own exceptions, such as for a missing key
         fix = "Call wandb login, set WANDB_MODE=offline, or choose another --report-to."
         reason = " ".join(str(error).split())
         got = f"wandb ({reason:.200})"
@@ -111,12 +111,12 @@ def _reporting(trainer: RunTrainer, name: str, done: int) -> Iterator[None]:
     try:
         yield
     finally:
-        wandb.finish()  # the next seed is a run of its own
+        wandb.finish()  # the next seed is another run of wandb
 
 
 @contextlib.contextmanager
 def _drawing(seed: int, step: int) -> Iterator[None]:
-    """PyTorch's generator of the CPU begins anew with a number of the step, and is put back."""
+    """Seed PyTorch's generator of the CPU by seed and step; restore its state after the block."""
     generator = torch.default_generator
     state = generator.get_state()
     number = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=8).digest()
@@ -131,28 +131,30 @@ class RunTrainer(Trainer):
     """Trainer of a run that may be killed, run out of disk or diverge at any moment.
 
     - A checkpoint is written to a scratch folder, sealed with a manifest and renamed when all
-      processes are done. Only then an older one is removed.
-    - The run stops at a loss, gradient or weight that is not finite, before a checkpoint has it:
-      on the CPU in that step; on a GPU, which it never waits for, a step or two later; with several
-      processes, which must stop together, when the loss is logged.
-    - A window of the log ends at each checkpoint, so that the loss curve and the sums of
-      ``seconds`` and tokens do not depend on how often the run was resumed.
+      processes are done. Only then is an older one removed.
+    - The run stops at a loss, gradient or weight that is not finite, before it gets into a
+      checkpoint. On the CPU it stops in that step. On a GPU it stops a step or two later, as the
+      check is never a sync. Several processes must stop together: they stop when the loss is
+      logged.
+    - The loss is logged at each checkpoint, so no log entry covers steps on both sides of one. The
+      loss curve and the sums of ``seconds`` and tokens then do not depend on how often the run was
+      resumed.
 
     See docs/pretraining.md, "Stopping and resuming".
 
     Args:
-        args, kwargs: of ``transformers.Trainer``.
+        args, kwargs: the arguments of ``transformers.Trainer``.
     """
 
-    #: The command that trains, for messages.
+    #: The name of the command, for error messages.
     where = "pretrain"
-    #: What the loss of a step is divided by if its batches have no labels.
+    #: The ``num_items_in_batch`` of a step whose batches have no labels.
     items: Tensor | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.args.world_size == 1 and self.args.n_gpu > 1:
-            # The Trainer would split batches by rows, and flat positions do not split.
+            # With several GPUs Trainer would split a batch by rows, but not its flat positions.
             self.args._n_gpu = 1
         self.remove_callback(PrinterCallback)
         self.add_callback(LogWhereSaved())
@@ -165,12 +167,12 @@ class RunTrainer(Trainer):
 
     @property
     def train_seconds(self) -> float:
-        """The time of all steps of the run, checkpoints left out, also before it was resumed."""
+        """The time of all steps, without checkpoints, including steps before a resume."""
         return sum(entry.get("seconds", 0.0) for entry in self.state.log_history)
 
     @property
     def tokens_per_second(self) -> float:
-        """The tokens of all processes over the time of the same steps."""
+        """The tokens of all processes, divided by the time of the same steps."""
         entries = (entry for entry in self.state.log_history if "seconds" in entry)
         tokens = sum(entry["tokens_per_second"] * entry["seconds"] for entry in entries)
         return tokens / max(self.train_seconds, 1e-9)
@@ -180,7 +182,7 @@ class RunTrainer(Trainer):
     ) -> Any:
         batches, num_items = [], None
         if self.state.global_step >= self.state.max_steps:
-            # Resumed after the last step; the Trainer looks at the number of steps after a step.
+            # The run is resumed after its last step; Trainer would check that only after a step.
             self.control.should_training_stop = True
         else:
             if not self._window_began:
@@ -191,11 +193,11 @@ class RunTrainer(Trainer):
         return batches, self.items if num_items is None and batches else num_items
 
     def as_read(self, batches: Iterator) -> Iterator:
-        """The batches of a loader, before any of a step is counted."""
+        """Change the batches of a loader before they are counted; here nothing changes."""
         return batches
 
     def count(self, batches: list[dict[str, Any]]) -> Tensor | int:
-        """The tokens in all batches of a step, before the first forward."""
+        """The number of tokens in all batches of a step; called before its first forward."""
         raise NotImplementedError
 
     def training_step(
@@ -209,9 +211,9 @@ class RunTrainer(Trainer):
         return loss
 
     def draws_by_sample(self, inputs: dict[str, Any]) -> bool:
-        """Whether all dropout of the model is drawn by the samples of this batch.
+        """Whether all dropout of the model depends on the samples of this batch.
 
-        Where it is not, one seed for a step would drop the same in all its micro-batches.
+        If it does not, one seed for a step would drop the same elements in all micro-batches.
         """
         parts = (getattr(self.model, name, None) for name in ("discriminator", "student"))
         trained: Any = next((part for part in parts if part is not None), self.model)
@@ -225,7 +227,7 @@ class RunTrainer(Trainer):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm)
-        if type(norm) is Tensor:  # a distributed one is looked at when it is logged
+        if type(norm) is Tensor:  # a DTensor is checked when it is logged
             self._check_finite("the norm of the gradient", norm.to(self.args.device))
         return norm
 
@@ -236,12 +238,12 @@ class RunTrainer(Trainer):
             self._stop_at(self._finite.known())
 
     def window_parts(self) -> dict[str, float]:
-        """What else is logged of the steps since the last log."""
+        """Further values to log for the steps since the last log."""
         return {}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
-            # The device was waited for already: the logged loss is a number of the host.
+            # No further sync: the logged loss is already a number on the host.
             self._stop_at(self.accelerator.gather(self._finite.steps[None]))
             if not math.isfinite(logs.get("grad_norm", 0.0)):
                 self._diverged(self.state.global_step, f"{FiniteCheck.NAMES[1]} is not finite")
@@ -254,7 +256,7 @@ class RunTrainer(Trainer):
         super().log(logs, start_time)
 
     def _stop_at(self, steps: Tensor) -> None:
-        """Stop if one of the first steps at which something was not finite is known."""
+        """Stop if ``steps`` of ``FiniteCheck`` holds a step at which a value was not finite."""
         first, name = min(
             (step, name)
             for row in steps.reshape(-1, len(FiniteCheck.NAMES)).tolist()
@@ -279,7 +281,7 @@ class RunTrainer(Trainer):
         )
 
     def check_held_out(self, scores: Mapping[str, Any]) -> None:
-        """Stop if a loss of the trained model is not finite, as after a step that was too large."""
+        """Stop if a held-out loss is not finite, as after a last step that was too large."""
         for name, value in scores.items():
             if name.endswith("loss") and not math.isfinite(value):
                 self._diverged(self.state.global_step, f"the {name} of held-out text is not finite")
@@ -290,7 +292,7 @@ class RunTrainer(Trainer):
 
     @contextlib.contextmanager
     def outside_window(self) -> Iterator[None]:
-        """What is done inside does not count as time of the training."""
+        """The time of this block does not count as training time."""
         began = time.perf_counter()
         yield
         if self._window_began:
@@ -300,7 +302,7 @@ class RunTrainer(Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         scheduler: Any = self.lr_scheduler
         if checkpoint is not None and hasattr(scheduler, "lr_lambdas"):
-            # The rate of the next step is that of this run's schedule, which may be longer now.
+            # The learning rate follows the schedule of this run, which may now be longer.
             rates = [
                 base * factor(scheduler.last_epoch)
                 for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
@@ -310,7 +312,7 @@ class RunTrainer(Trainer):
             scheduler._last_lr = rates
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        # Tied parameters are saved under one of their names: the others are not missing.
+        # A checkpoint holds tied parameters under one of their names; the others are not missing.
         tied = self.model.all_tied_weights_keys
         missing = [name for name in load_result.missing_keys if name not in tied]
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
@@ -344,7 +346,7 @@ class RunTrainer(Trainer):
 
 
 def why_not_finite(model: nn.Module) -> str:
-    """What in a model makes a loss that is not finite, and what to do, in one or two sentences."""
+    """One or two sentences: what in a model makes the loss not finite, and what to do."""
     size, largest = 0.0, ""
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
@@ -362,15 +364,15 @@ def why_not_finite(model: nn.Module) -> str:
 
 
 def all_finite(model: nn.Module) -> bool:
-    """Whether every weight is a number."""
+    """Whether no weight of a model is NaN or infinite."""
     return bool(torch.stack([weight.isfinite().all() for weight in model.parameters()]).all())
 
 
 class FiniteCheck:
-    """The first steps at which values were not finite, found without waiting for a GPU.
+    """Finds the first steps at which values were not finite, without a sync.
 
-    ``steps``, int64 [names] on the device of the values, has the first step of each name, or
-    ``NEVER``.
+    ``steps`` is int64 [len(NAMES)] on the device of the values: for each name the first step at
+    which its value was not finite, or ``NEVER``.
     """
 
     NAMES = ("the loss", "the norm of the gradient")
@@ -385,16 +387,16 @@ class FiniteCheck:
             self._copied = torch.cuda.Event()
 
     def add(self, name: str, value: Tensor, step: int) -> None:
-        """Look at a value of a step, which a 0-d tensor holds."""
+        """Check the value of a step, a 0-d tensor."""
         seen = self._each[name]
         torch.minimum(seen, torch.where(value.isfinite(), self.NEVER, step), out=seen)
 
     def known(self) -> Tensor:
-        """``steps`` as far as the host knows them; on a GPU those of a step or two before."""
+        """``steps`` on the CPU; those of a GPU are copied without a sync, a step or two late."""
         if not self._on_gpu:
             return self.steps
         known = self._copy
-        if self._copied.query():  # which does not wait
+        if self._copied.query():  # returns at once
             known = self._copy.clone()
             self._copy.copy_(self.steps, non_blocking=True)
             self._copied.record()
@@ -402,9 +404,9 @@ class FiniteCheck:
 
 
 class LogWhereSaved(TrainerCallback):
-    """A loss is logged at each checkpoint, the last step's among them, whatever the interval.
+    """Logs the loss at each checkpoint and at the last step, whatever ``logging_steps`` is.
 
-    No mean of losses then runs over a step where a run may be resumed.
+    So no logged mean covers steps before and after a step from which a run may be resumed.
     """
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -413,7 +415,7 @@ class LogWhereSaved(TrainerCallback):
 
 
 class Progress(TrainerCallback):
-    """A progress bar with loss and tokens/s; lines of text where the output is no terminal."""
+    """Shows a progress bar with loss and tokens/s, or lines of text without a terminal."""
 
     def __init__(self) -> None:
         self.bar: tqdm | None = None
@@ -477,7 +479,7 @@ def duration(seconds: float) -> str:
 
 
 def _is_terminal() -> bool:
-    """Whether a bar can be drawn; some that call themselves terminals have no columns."""
+    """Whether a bar can be drawn on stderr; some terminals report 0 columns."""
     try:
         return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
     except (OSError, ValueError):

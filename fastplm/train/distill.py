@@ -1,4 +1,4 @@
-"""Knowledge distillation, from a teacher and text to a smaller student."""
+"""Knowledge distillation: trains a smaller student from a teacher and text."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ if TYPE_CHECKING:
 
 _ENCODERS = ("bert", "roberta", "albert", "electra")
 _DECODERS = ("gpt2",)
-#: The files that a model and its tokenizer are read from.
+#: The files of a model and its tokenizer.
 _READ = ("*.safetensors", "*.bin", "*.json", "*.txt", "*.model")
 # `bert.encoder.layer.3.output.dense.weight`, `transformer.h.3.…`,
-# `albert.encoder.albert_layer_groups.3.…`: the list, the number and the rest.
+# `albert.encoder.albert_layer_groups.3.…`: the list of layers, the index and the rest.
 _LAYER = re.compile(r"(.*encoder\.layer|.*\bh|.*albert_layer_groups)\.(\d+)\.(.*)")
 
 
 def distill(args: DistillArguments) -> dict[str, Any]:
     """Train a student; write checkpoints, ``model/``, ``metrics.json``, ``loss.png``.
 
-    A run is stopped and resumed as a pre-training is. Returns the content of ``metrics.json``.
+    A run can be stopped and resumed like a pre-training. Returns the content of ``metrics.json``.
 
     Raises:
         FastplmError: a model, the corpus, the output folder or a setting is wrong.
@@ -66,7 +66,7 @@ def distill(args: DistillArguments) -> dict[str, Any]:
 
 
 class DistillationTrainer(PretrainingTrainer):
-    """``PretrainingTrainer`` of a model that may have no labels."""
+    """``PretrainingTrainer`` for models whose batches may have no labels."""
 
     where = "distill"
 
@@ -77,7 +77,7 @@ class DistillationTrainer(PretrainingTrainer):
 
     @property
     def items(self) -> torch.Tensor:  # type: ignore[override]
-        # With a number, the Trainer does not divide the loss by the accumulated batches again.
+        # Given a number, Trainer does not also divide the loss by the number of micro-batches.
         return self._in_step["num_tokens_in_batch"]
 
 
@@ -85,7 +85,7 @@ class Distilling(StreamRun):
     """A run of ``fastplm distill``."""
 
     title = "{args.recipe}: distillation"
-    # The files of folders are compared, see ``facts``.
+    # ``facts`` compares the files of these, not their paths.
     free = StreamRun.free | {"teacher", "student", "generator", "translation"}
     args: DistillArguments
     teacher_tokenizer: Any = None
@@ -107,7 +107,10 @@ class Distilling(StreamRun):
         return {**super().facts(), **models, "translation": self._translation}
 
     def flops_a_token(self, model: Any) -> float | None:
-        """The student's, and a forward of the teacher; None if lengths or heads are others."""
+        """The FLOPs of the student's training and of the teacher's forward.
+
+        None for recipes with other sequence lengths or heads.
+        """
         if self.args.recipe in ("electra", "multilingual"):
             return None
         masked = MASKED if self.args.recipe == "distilbert" else 0.0
@@ -115,12 +118,12 @@ class Distilling(StreamRun):
             flops_a_token(part.config, self.args.block_size, masked=masked)
             for part in (model.student, model.teacher)
         )
-        return student + teacher / 3  # which has a forward alone
+        return student + teacher / 3  # the teacher has no backward
 
     # --- text ---
 
     def read(self) -> RunData:
-        # Models that do not fit are found before the text is tokenized.
+        # The models are loaded and checked before the text is tokenized, which may take long.
         causal = _is_causal(self.teacher.config)
         needs = ("eos",) if causal else ("pad", "cls", "sep")
         self.teacher_tokenizer = load_tokenizer(self.args.teacher, needs)
@@ -188,7 +191,7 @@ class Distilling(StreamRun):
         return self.trainer_of(DistillationTrainer, self._model, collator, **settings), collator
 
     def make_model(self, tokenizer: PreTrainedTokenizerBase) -> Distillation:
-        """The student and its teacher before the first step."""
+        """The untrained model of the recipe, with student and teacher."""
         from transformers import set_seed
 
         args, teacher = self.args, self.teacher
@@ -253,7 +256,7 @@ def make_student(
     tokenizer: PreTrainedTokenizerBase,
     teacher_tokenizer: PreTrainedTokenizerBase,
 ) -> Any:
-    """The student of a run: a checkpoint, layers of the teacher, or one with new weights."""
+    """The student of a run: from a checkpoint, from layers of the teacher, or with new weights."""
     if args.student is not None:
         student = load_model(args, "student", args.dropout)
         if args.recipe != "multilingual":
@@ -286,9 +289,9 @@ def make_student(
 
 
 def spread_layers(count: int, of: int) -> list[int]:
-    """``count`` of ``of`` layers at equal distances, the first and the last among them.
+    """Choose ``count`` of ``of`` layers at equal distances, including the first and the last.
 
-    6 of 12 are DistilBERT's 0, 2, 4, 7, 9 and 11.
+    For 6 of 12 these are DistilBERT's layers 0, 2, 4, 7, 9 and 11.
     """
     return [round(index * (of - 1) / max(count - 1, 1)) for index in range(count)]
 
@@ -297,8 +300,8 @@ def copy_weights(student: nn.Module, teacher: nn.Module, layers: list[int]) -> N
     """Give a student the weights of a teacher of the same width.
 
     Args:
-        student, teacher: of one class.
-        layers: for each layer of the student that of the teacher.
+        student, teacher: models of the same class.
+        layers: for each layer of the student, the index of the teacher's layer.
     """
     source = teacher.state_dict()
 
@@ -320,9 +323,10 @@ def change_vocabulary(
     """Give a student the embeddings of another vocabulary.
 
     Args:
-        student: with the teacher's vocabulary.
-        tokenizer, teacher_tokenizer: of the new vocabulary and of the old one.
-        copied: tokens of both keep their embedding; the others are drawn like new weights.
+        student: a model with the teacher's vocabulary.
+        tokenizer, teacher_tokenizer: the tokenizers of the new and of the old vocabulary.
+        copied: whether tokens in both vocabularies keep their embedding. All other embeddings are
+            initialized like new weights.
     """
     ours, theirs = tokenizer.get_vocab(), teacher_tokenizer.get_vocab()
     if ours == theirs:
@@ -353,7 +357,7 @@ def _change_width(args: DistillArguments, config: Any) -> None:
 
 
 def load_model(args: DistillArguments, argument: str, dropout: float | None = None) -> Any:
-    """The model in the folder that an argument names, with the head that the recipe needs.
+    """Load the model from the folder in an argument, with the head that the recipe needs.
 
     Raises:
         DataError: there is no such checkpoint, or it lacks weights.
@@ -372,7 +376,7 @@ def load_model(args: DistillArguments, argument: str, dropout: float | None = No
 
 
 def hash_of_model(folder: str | Path) -> str:
-    """A hash of the files that a model and its tokenizer are read from."""
+    """A hash of the files of a model and its tokenizer."""
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted({path for pattern in _READ for path in Path(folder).glob(pattern)}):
         digest.update(f"{path.name} {file_hash(path)} ".encode())
@@ -399,7 +403,7 @@ def _class_for(args: DistillArguments, argument: str, config: Any) -> Any:
 
 
 def _without_pooler(kind: Any) -> dict[str, bool]:
-    """The argument of a backbone that leaves its pooler out: no recipe would train it."""
+    """The argument that builds a backbone without a pooler, as no recipe would train it."""
     inits = (inspect.signature(base.__init__) for base in kind.__mro__[:-1])
     takes = any("add_pooling_layer" in init.parameters for init in inits)
     return {"add_pooling_layer": False} if takes else {}
@@ -421,7 +425,7 @@ def _check_vocabulary(
 
 
 def _check_pair(args: DistillArguments, student: Any, teacher: Any) -> None:
-    """Check the positions of both, and the sizes that the recipe compares."""
+    """Check that ``block_size`` fits both models, and the sizes that the recipe compares."""
     ours, theirs = student.config, teacher.config
     (heads, layers, width), (their_heads, their_layers, their_width) = (
         (each.num_attention_heads, each.num_hidden_layers, each.hidden_size)
@@ -429,7 +433,7 @@ def _check_pair(args: DistillArguments, student: Any, teacher: Any) -> None:
     )
 
     def of_student(setting: str) -> str:
-        """The setting that the student's size comes from."""
+        """The name of the setting that determined this size of the student."""
         return "student" if args.student is not None else setting
 
     for config in (ours, theirs):

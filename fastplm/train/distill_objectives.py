@@ -1,7 +1,7 @@
-"""What a student learns from a teacher, by recipe: models whose ``forward`` is the loss.
+"""The losses of distillation: for each recipe a model whose ``forward`` computes the loss.
 
-The teacher is a constant. It is no submodule of these models, so that it is not trained, not saved
-in checkpoints and stays in evaluation mode.
+The teacher is a constant. It is not a submodule of these models, so it is not trained, not saved
+in checkpoints, and stays in evaluation mode.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Parts = Mapping[str, tuple[float | None, Tensor]]
 
 
 class Distillation(PreTrainedModel):
-    """Base of the recipes: a student, what is trained beside it, and the teacher.
+    """Base of the recipes: a student, the teacher, and modules that are trained with the student.
 
     Attributes:
         student: the model that is trained and saved.
@@ -48,7 +48,7 @@ class Distillation(PreTrainedModel):
     """
 
     base_model_prefix = "student"
-    #: ``forward`` divides by ``num_items_in_batch``: the Trainer is to pass it.
+    #: ``forward`` divides its loss by ``num_items_in_batch``. Trainer reads this attribute.
     accepts_loss_kwargs = True
     supports_gradient_checkpointing = True
     _supports_sdpa = True
@@ -56,7 +56,7 @@ class Distillation(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
 
-    # Models of many classes; mypy would assume tensors.
+    # They have many classes. Without this, mypy assumes tensors.
     student: Any
     teacher: Any
 
@@ -78,10 +78,10 @@ class Distillation(PreTrainedModel):
         return [self.teacher]
 
     def add_modules(self) -> None:
-        """Add what is trained beside the student."""
+        """Add the modules that are trained with the student."""
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Nothing: the student has its weights, and what is added is new already."""
+        """Do nothing: the student has its weights, and added modules are initialized already."""
 
     def get_input_embeddings(self) -> nn.Module:
         return self.student.get_input_embeddings()
@@ -104,11 +104,11 @@ class Distillation(PreTrainedModel):
         Args:
             input_ids, attention_mask: int64 [B, T], the student's tokens.
             labels, masked_positions: int64 [B, T] and [P], as collators make them.
-            sample_index: int64 [B], for what is drawn.
-            teacher_input_ids, teacher_attention_mask: int64 [B / 2, T'], the teacher's tokens where
-                they are others.
+            sample_index: int64 [B], the sample indices, on which random choices depend.
+            teacher_input_ids, teacher_attention_mask: int64 [B / 2, T'], the teacher's tokens, if
+                they are not those of the student.
             num_items_in_batch, num_tokens_in_batch, num_sequences_in_batch: the denominators of
-                means over labels, tokens and sequences: those of all batches of a step.
+                means over labels, tokens and sequences: their numbers in all batches of a step.
 
         Returns:
             ``loss`` and parts that end with ``_loss``, fp32 [].
@@ -120,14 +120,14 @@ class Distillation(PreTrainedModel):
         return self.losses(Batch(*inputs, *teachers, *normalizers))
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        """What ``forward`` returns."""
+        """Compute what ``forward`` returns."""
         raise NotImplementedError
 
 
 class Batch(NamedTuple):
     """The arguments of ``Distillation.forward``; ``items``, ``tokens`` and ``sequences`` are 0-d.
 
-    ``labels`` are there for recipes that have some, ``teacher_…`` where the teacher reads others.
+    ``labels`` are None in recipes without labels, ``teacher_…`` if the teacher reads ``input_ids``.
     """
 
     input_ids: Tensor
@@ -143,7 +143,7 @@ class Batch(NamedTuple):
 
     @property
     def mask(self) -> Tensor:
-        """bool [B, T], the tokens."""
+        """bool [B, T], True = token."""
         return self.attention_mask.bool()
 
 
@@ -154,7 +154,7 @@ def constant(owner: nn.Module, **models: nn.Module) -> None:
 
 
 def weighted(parts: Parts) -> dict[str, Tensor]:
-    """The sum of losses by their weights, and the losses."""
+    """The weighted sum of the losses, and each loss without its weight."""
     total = sum(weight * value for weight, value in parts.values() if weight)
     return {"loss": total, **{name: value for name, (_, value) in parts.items()}}  # type: ignore
 
@@ -163,10 +163,10 @@ def weighted(parts: Parts) -> dict[str, Tensor]:
 
 
 class VocabularyDistillation(Distillation):
-    """The labels, the teacher's predictions at the labelled tokens, and its last hidden states.
+    """The student learns from labels, the teacher's predictions and its last hidden states.
 
-    ``hard CE(labels) + soft T^2 D(teacher, student) + hidden (1 - cos)``: the first two are means
-    over the labelled tokens, the last one over all tokens. Also for causal models.
+    ``hard CE(labels) + soft T^2 D(teacher, student) + hidden (1 - cos)``: the first two terms are
+    means over the labelled tokens, the last one is a mean over all tokens. Causal models work, too.
 
     Source: Sanh et al. 2019 (arXiv 1910.01108); Hinton et al. 2015 (arXiv 1503.02531), §2.
     """
@@ -174,7 +174,7 @@ class VocabularyDistillation(Distillation):
     def add_modules(self) -> None:
         self.projection = projection(self.student, self.teacher)
         if shifts_labels(self.student):
-            self.loss_type = "ForCausalLM"  # the Trainer counts labels by it
+            self.loss_type = "ForCausalLM"  # Trainer then counts labels as the shifted loss does
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         args: Any = self.settings
@@ -198,7 +198,7 @@ class VocabularyDistillation(Distillation):
             return hidden, ops.gather_rows(hidden.flatten(0, 1), positions)
 
         def to_vocabulary(model: Any, rows: Tensor) -> tuple[Tensor, nn.Linear]:
-            """What the projection to the vocabulary reads, and that."""
+            """(the input of the projection to the vocabulary, that projection)."""
             transform, decoder = model._head()
             return rows if transform is None else transform(rows), decoder
 
@@ -207,7 +207,7 @@ class VocabularyDistillation(Distillation):
         chosen, decoder = to_vocabulary(self.student, chosen)
         expected: Any = None
         taught: Any = None
-        if args.soft_weight or args.hidden_weight:  # else there might be no teacher
+        if args.soft_weight or args.hidden_weight:  # only these read the teacher
             with torch.no_grad():
                 expected, taught = computed(self.teacher)
         if args.soft_weight:
@@ -241,7 +241,7 @@ class VocabularyDistillation(Distillation):
 
 
 def projection(student: Any, teacher: Any) -> nn.Module:
-    """A learned map from the student's width to the teacher's; the identity for equal ones."""
+    """A learned map from the student's width to the teacher's; the identity if they are equal."""
     ours, theirs = student.config.hidden_size, teacher.config.hidden_size
     return nn.Identity() if ours == theirs else nn.Linear(ours, theirs, bias=False)
 
@@ -250,17 +250,17 @@ def projection(student: Any, teacher: Any) -> nn.Module:
 
 
 class LayerDistillation(Distillation):
-    """Base of recipes that read layers, and not what the models predict."""
+    """Base of recipes that compare layers of student and teacher, not their predictions."""
 
-    #: Whether the hidden states are read, too.
+    #: Whether the recipe also compares hidden states.
     hidden_states = False
 
     def chosen(self) -> tuple[Sequence[int], Sequence[int]]:
-        """The layers of student and teacher that are read, counted from 0."""
+        """The indices of the compared layers of the student and of the teacher, from 0."""
         raise NotImplementedError
 
     def parts(self, student: LayerOutputs, teacher: LayerOutputs, mask: Tensor | None) -> Parts:
-        """(weight, sum over tokens) of each loss."""
+        """{name of a loss: (its weight, its sum over tokens)}."""
         raise NotImplementedError
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
@@ -279,11 +279,11 @@ class LayerDistillation(Distillation):
 
 @dataclass
 class LayerOutputs:
-    """What layers computed.
+    """The tensors of an encoder's layers that a recipe compares.
 
     Args:
-        projected: (queries, keys, values), [B, T, W] each, of each chosen layer.
-        hidden_states: [B, T, E], of the embeddings and of all layers; empty if not asked for.
+        projected: for each chosen layer its (queries, keys, values), [B, T, W] each.
+        hidden_states: [B, T, E] of the embeddings and of every layer; empty if not requested.
     """
 
     projected: list[tuple[Tensor, Tensor, Tensor]]
@@ -293,9 +293,9 @@ class LayerOutputs:
 def layer_outputs(
     model: Any, chosen: Sequence[int], batch: Batch, ragged: RaggedBatch | None, hidden_states: bool
 ) -> LayerOutputs:
-    """Run an encoder without its head, and keep what hooks see of some of its layers.
+    """Run an encoder without its head, and record outputs of the chosen layers by hooks.
 
-    Where padding was left out the values are 0.
+    The values of padding that was left out are 0.
     """
     layers = layers_of(model)
     watched = {module for index in chosen for module in projections_of(layers[index])}
@@ -340,10 +340,11 @@ def projections_of(layer: Any) -> tuple[nn.Module, nn.Module, nn.Module]:
 
 
 class TinyBert(LayerDistillation):
-    """Attention scores and hidden states of several layers, and the embeddings.
+    """The student learns attention scores and hidden states of several layers, and the embeddings.
 
-    Layer m of N learns from layer ``round(m L / N)`` of L of the teacher. Where the widths differ,
-    two learned projections lead from the student's hidden states and embeddings to the teacher's.
+    The student's layer m of N learns from the teacher's layer ``round(m L / N)`` of L, counted from
+    1. If the widths differ, two learned projections map the student's hidden states and embeddings
+    to the teacher's width.
 
     Source: Jiao et al. 2020 (arXiv 1909.10351), §3.1, without the prediction layer, as in its
     general distillation.
@@ -378,9 +379,9 @@ class TinyBert(LayerDistillation):
 
 
 class MiniLM(LayerDistillation):
-    """Attention and the relations of values of the last layer of both.
+    """The student's last layer learns attention and value relations of the teacher's last layer.
 
-    What follows the values in the student's last layer has no gradient, and keeps its weights.
+    Modules after the values in the student's last layer get no gradient and keep their weights.
 
     Source: Wang et al. 2020 (arXiv 2002.10957), §3.1 and §3.2.
     """
@@ -403,7 +404,9 @@ class MiniLM(LayerDistillation):
 
 
 class MiniLMv2(MiniLM):
-    """The relations of queries, of keys and of values, with heads of their own number.
+    """The student learns query, key and value relations of one teacher layer.
+
+    The number of relation heads may differ from the number of attention heads.
 
     Source: Wang et al. 2021 (arXiv 2012.15828), §3.
     """
@@ -422,7 +425,7 @@ class MiniLMv2(MiniLM):
 
 
 def uniform_layers(count: int, of: int) -> list[int]:
-    """The last of each of ``count`` parts of ``of`` layers, counted from 0."""
+    """Split ``of`` layers into ``count`` parts; the index, from 0, of the last layer of each."""
     return [round((index + 1) * of / count) - 1 for index in range(count)]
 
 
@@ -433,7 +436,7 @@ class DetectionDistillation(Distillation):
     """A discriminator learns from a larger one, on tokens that a frozen generator replaces.
 
     ``hard L_Disc + soft T^2 KL(teacher || student) + hidden (1 - cos)``, each a mean over all
-    tokens. Temperature and KL are those of "replaced" against "original".
+    tokens. The KL compares the probabilities of "replaced" and "original", at a temperature T.
 
     Source: Clark et al. 2020 (arXiv 2003.10555), §2, for the data and L_Disc.
     """
@@ -500,19 +503,18 @@ class DetectionDistillation(Distillation):
 
 
 class SentenceDistillation(Distillation):
-    """The student's vectors of a sentence and of its translation are drawn to the teacher's vector
-    of the sentence.
+    """The student learns the teacher's vector of a sentence, for the sentence and its translation.
 
-    The batch has B / 2 sentences for the teacher; for the student first the same sentences, in its
-    own tokens, then their translations. ``mean over sentences of mean over the width of
-    (student - teacher)^2``, half of the paper's sum.
+    The teacher reads B / 2 sentences. The student reads the same sentences, in its own tokens, and
+    then their translations. The loss is the mean over these B texts, and over the width, of
+    ``(student - teacher)^2``. That is half of the paper's sum.
 
     Source: Reimers and Gurevych 2020 (arXiv 2004.09813), §3.
     """
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         pooling, index = self.settings.pooling, batch.sample_index
-        if index is not None:  # a sentence and its translation drop different things
+        if index is not None:  # dropout of a sentence and of its translation must differ
             index = 2 * index + torch.arange(2, device=index.device).repeat_interleave(
                 len(index) // 2
             )
@@ -536,16 +538,16 @@ def sentence_vectors(
     pooling: str = "mean",
     sample_index: Tensor | None = None,
 ) -> Tensor:
-    """fp32 [B, E]: the mean of the last hidden states of the tokens, or the first one's.
+    """fp32 [B, E]: the mean of the last hidden states of the tokens, or that of the first token.
 
     Args:
-        model: its ``base_model`` is a drop-in encoder.
+        model: a model whose ``base_model`` is a drop-in encoder.
         input_ids, attention_mask: int64 [B, T].
         pooling: "mean" | "cls".
-        sample_index: int64 [B], of which dropout is drawn.
+        sample_index: int64 [B], the sample indices, on which dropout depends.
     """
     inputs: dict[str, Any] = {"attention_mask": attention_mask, "return_dict": True}
-    if sample_index is not None:  # which models of Transformers do not take
+    if sample_index is not None:  # models of Transformers do not take this argument
         inputs["sample_index"] = sample_index
     if pooling == "cls":
         inputs["output_rows"] = "first"

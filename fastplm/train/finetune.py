@@ -60,13 +60,14 @@ def finetune(
     """Fine-tune once for each seed; write models, predictions, scores and ``metrics.json``.
 
     ``out/seed-0/`` … hold ``model/``, which loads in Transformers, ``predictions.json`` and
-    ``result.json``; with several ``max_samples`` they are in ``out/samples-100/`` …. Order of the
-    samples, initial head and steps depend on the seed alone, so that both libraries are given the
-    same. Under torchrun every process calls it; the first one writes.
+    ``result.json``; with several ``max_samples`` they are in ``out/samples-100/`` …. The order of
+    the samples, the initial weights of the head and the steps depend only on the seed, so fastplm
+    and Transformers get the same. Under torchrun every process calls this function, and the first
+    process writes the files.
 
     Args:
         args: the settings.
-        print_fn: is called with a line for each seed.
+        print_fn: called with one line of text for each seed.
 
     Returns:
         The content of ``metrics.json``.
@@ -78,7 +79,7 @@ def finetune(
 
 
 class Point(NamedTuple):
-    """A fine-tuning with one number of examples."""
+    """One point of the learning curve: the fine-tuning with one number of examples."""
 
     folder: Path
     args: FinetuneArguments
@@ -89,14 +90,14 @@ class Finetuning(Run):
     """A run of ``fastplm finetune``: a training for each seed and number of examples.
 
     Attributes:
-        processes: those of torchrun.
-        points: the numbers of examples; the last one's is that of ``task``.
-        trains: the examples to train on of each.
-        ready: the models that were built already, by the folders of their seeds.
+        processes: Accelerate's ``PartialState``: the processes of torchrun.
+        points: one for each number of examples. ``task`` is the task of the last one.
+        trains: the training features of each point.
+        ready: models that are already built, by the folder of their seed.
         trained: the seeds that this call has trained.
     """
 
-    #: More seeds are further runs.
+    #: ``seeds`` is among them: a resumed run may have more seeds.
     free = frozenset("resume overwrite out save_every log_every seeds threads report_to".split())
     args: FinetuneArguments
 
@@ -145,15 +146,15 @@ class Finetuning(Run):
     def build(self) -> None:
         self.trains = [FeatureDataset(task.features(task.train)[0]) for _, _, task in self.points]
         for (folder, each, _), train in zip(self.points, self.trains, strict=True):
-            # Now, as its errors would otherwise come after the first model was built.
+            # Called here for its checks: an error is raised before the first model is built.
             _training_arguments(each, len(train), self.args.seed, folder)
-        if self.before is None:  # so is the first model, before what the folder holds is moved
+        if self.before is None:  # a model that cannot be built leaves the folder as it was
             (folder, each, task), seed = self.points[0], self.args.seed
             model = build_model(each, task, seed, self.trains[0].kept)
             self.ready[folder / f"seed-{seed}"] = model
 
     def train(self) -> dict[str, Any]:
-        self.processes.wait_for_everyone()  # till what the folder held is moved
+        self.processes.wait_for_everyone()  # the first process moves the old files of the folder
         points = [
             self._train_seeds(point, train)
             for point, train in zip(self.points, self.trains, strict=True)
@@ -239,7 +240,7 @@ def _source(args: FinetuneArguments) -> str:
 
 
 def _finished(out: Path, processes: Any) -> dict[str, Any] | None:
-    """The result of a seed that was trained before, if what it wrote is complete."""
+    """The result of a seed that an earlier call trained, if all its files are complete."""
     if not (out / MANIFEST).exists():
         return None
     wrong = damage(out)
@@ -254,9 +255,9 @@ def _finished(out: Path, processes: Any) -> dict[str, Any] | None:
 
 
 def summary(metrics: dict[str, Any]) -> str:
-    """The last line of a run: each score's mean and half the width of its interval.
+    """The last line that a run prints: each score's mean and half the width of its interval.
 
-    A run with several numbers of examples has a line for each of them.
+    A run with several numbers of examples prints a line for each of them.
     """
     count = len(metrics["seeds"])
     what = "1 seed, no interval" if count == 1 else f"95 % interval of {count} seeds"
@@ -278,10 +279,10 @@ def summary(metrics: dict[str, Any]) -> str:
 
 
 def interval(values: Sequence[float]) -> dict[str, float | None]:
-    """Mean of some runs' scores, and half the width of its 95 % confidence interval.
+    """The mean of one score over seeds, and half the width of its 95 % confidence interval.
 
-    ``half_width = t * s / sqrt(n)``, s with n - 1 in its denominator and t the quantile of
-    Student's t with n - 1 degrees of freedom; None for one value alone.
+    ``half_width = t * s / sqrt(n)``, where s is the standard deviation with n - 1 in its
+    denominator, and t the quantile of Student's t with n - 1 degrees of freedom; None if n is 1.
     """
     half_width = None
     if len(values) > 1:
@@ -322,7 +323,7 @@ def _within(t: float, degrees: int) -> float:
 
 
 def prepare_task(args: FinetuneArguments) -> Task:
-    """The examples of a run and the tokenizer."""
+    """The task of a run, with its examples and tokenizer."""
     _check_other_files(args)
     tokenizer, config = read_tokenizer(args), read_config(args)
     columns = (args.text_columns, args.label_column)
@@ -352,14 +353,14 @@ def _check_other_files(args: FinetuneArguments) -> None:
         try:
             same = None not in paths and os.path.samefile(*paths)
         except (OSError, ValueError):
-            continue  # what is wrong with the path is said when it is read
+            continue  # reading the file will raise an error about its path
         expected = "a file of examples that the model is not trained on"
         fix = "Give another file, or leave it out: a tenth of --data is then held out."
         args.check(name, not same, expected, fix, f"{paths[0]}, the file of --{other}")
 
 
 class FeatureDataset(Dataset):
-    """Features, how long each one is, and what a frozen backbone knows of them."""
+    """Features, their lengths, and the outputs that a frozen backbone has computed for them."""
 
     def __init__(self, features: list[Feature]) -> None:
         self.features = features
@@ -379,8 +380,8 @@ class FeatureDataset(Dataset):
 class FinetuningTrainer(RunTrainer):
     """``RunTrainer`` whose batches depend on the seed alone.
 
-    Samples of similar length share a batch, as with ``group_by_length``, but drawn from a generator
-    of their own: what a model draws for its dropout does not change the next epoch.
+    Samples of similar length share a batch, as with ``group_by_length``. The order comes from a
+    separate generator, so random numbers drawn for dropout do not change the next epoch.
     """
 
     where = "finetune"
@@ -401,7 +402,7 @@ class FinetuningTrainer(RunTrainer):
         return tokens
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Score the model as it is, log and print that; the training continues as if it had not."""
+        """Score the model and log and print the scores; the training is not affected."""
         with self.outside_window():
             scores, _ = self.task.evaluate(self)
         self.model.train()
@@ -412,7 +413,7 @@ class FinetuningTrainer(RunTrainer):
 
 
 class _ScoreEvery(TrainerCallback):
-    """Scores the model every so many steps; the last step's score is that of the run."""
+    """Scores the model every ``steps`` steps, but not at the last one: ``_run`` scores that."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -430,9 +431,9 @@ class _LengthSampler(LengthGroupedSampler):
         self.trainer = trainer
 
     def __iter__(self) -> Iterator[int]:
-        # After a resume, too, the step tells the epoch.
+        # The step gives the epoch also after a resume.
         epoch = self.trainer.state.global_step // math.ceil(len(self.lengths) / self.batch_size)
-        # PyTorch's generator looks at 32 bits of a seed, so seed and epoch do not fit side by side.
+        # PyTorch's generator uses 32 bits of a seed, which cannot hold both seed and epoch.
         seeds = torch.Generator().manual_seed(self.trainer.args.seed)
         seed = int(torch.randint(1 << 32, (epoch + 1,), generator=seeds)[-1])
         self.generator = torch.Generator().manual_seed(seed)
@@ -447,7 +448,7 @@ def make_trainer(
     seed: int,
     out: Path,
 ) -> FinetuningTrainer:
-    """What trains a model of ``build_model`` on ``features``."""
+    """The Trainer that trains a model of ``build_model`` on ``features``."""
     settings = _training_arguments(args, len(features), seed, out)
     if args.learning_rate is None:
         settings.learning_rate = usual_learning_rate(args, model.config)
@@ -471,9 +472,9 @@ def make_trainer(
 
 
 def _numbered(collator: Collator, *, takes_index: bool) -> Collator:
-    """Batches of numbered features, of whose numbers a model of ours draws its dropout.
+    """A collator that adds ``sample_index`` if ``takes_index``: fastplm's dropout depends on it.
 
-    ``sample_index`` is int64 [B], or [B, C] where an example is C sequences.
+    ``sample_index`` is int64 [B], or [B, C] if an example consists of C sequences.
     """
 
     def collate(features: list[Feature]) -> Any:
@@ -515,7 +516,7 @@ def _run(
         "most_frequent_prediction": task.most_frequent(predictions),
         "steps": trainer.state.global_step,
         "loss": history[-1]["loss"],
-        # The time of all steps of the run, those before it was resumed among them.
+        # The time of all steps, including those before a resume.
         "train_seconds": trainer.train_seconds,
         "tokens_per_second": trainer.tokens_per_second,
         "learning_rate": trainer.args.learning_rate,
@@ -541,18 +542,19 @@ def scores_by_step(trainer: Trainer, metric: str) -> list[dict[str, float]]:
 
 
 def _write_predictions(path: Path, args: FinetuneArguments, records: list[Any]) -> None:
-    """Write JSON with one example a line; the folder's manifest says whether all of it is there."""
+    """Write JSON with one example a line; the folder's manifest says whether it is complete."""
     file = args.data if args.eval_data is None else args.eval_data
     lines = ",\n".join(json.dumps(record, ensure_ascii=False) for record in records)
     text = f'{{"file": {json.dumps(str(file))},\n"predictions": [\n{lines}\n]}}\n'
-    # Half a surrogate pair, which JSON may hold and UTF-8 may not, is written as its escape.
+    # JSON may hold half a surrogate pair, UTF-8 may not: it is written as an escape.
     path.write_bytes(text.encode("utf-8", "backslashreplace"))
 
 
 def _compute_once(trainer: FinetuningTrainer, frozen: Frozen, features: FeatureDataset) -> None:
-    """Let a frozen backbone compute all examples, if the run reads them all.
+    """Let a frozen backbone compute all examples before the training, if the run reads them all.
 
-    At once and in one order: what a run that is resumed reads does not depend on where it stopped.
+    They are always computed in the same order, so the outputs that a resumed run reads do not
+    depend on where it stopped.
     """
     if trainer.args.max_steps * trainer.args.train_batch_size < len(features) or features.kept:
         return

@@ -25,15 +25,15 @@ from fastplm.train.finetune_data import doubtful_labels, essence, number
 from fastplm.train.finetune_settings import FinetuneArguments
 
 Feature = dict[str, Any]
-#: Makes a padded batch of features.
+#: A function that makes a padded batch of features.
 Collator = Callable[[list[Feature]], Any]
-#: One feature's outputs of the model.
+#: The outputs of the model for one feature.
 Logits = tuple[Tensor, ...]
 #: Features, and for each of them a note that ``Task.score`` needs.
 Featured = tuple[list[Feature], list[Any]]
-#: The characters of each token of a text; None for all other tokens.
+#: For each token its (start, end) characters in the text; None for a token outside the text.
 Places = Sequence[tuple[int, int] | None]
-#: Scores by name, and the predictions to be written.
+#: Scores by name, and the predictions for ``predictions.json``.
 Scored = tuple[dict[str, float], Any]
 #: A function from an example to its labels.
 Labels = Callable[[Example], Collection[str]]
@@ -41,7 +41,7 @@ Labels = Callable[[Example], Collection[str]]
 _WHERE = "finetune"
 #: The families with a causal backbone, whose classifiers read the last token.
 CAUSAL = ("gpt2", "openai-gpt")
-#: The largest score, so that its square is a number of fp32.
+#: The largest absolute value of a score: its square is still finite in fp32.
 _MOST_SCORE = 1e18
 _BOOKKEEPING = ("overflow_to_sample_mapping", "offset_mapping", "special_tokens_mask")
 
@@ -49,29 +49,29 @@ _BOOKKEEPING = ("overflow_to_sample_mapping", "offset_mapping", "special_tokens_
 class Task:
     """One kind of labelled example: how a model reads it, what it learns and how it is scored.
 
-    A task whose model generates text overrides ``evaluate``; one whose loss is not the model's,
-    ``outputs``.
+    A task whose model generates text overrides ``evaluate``. A task that does not call the model
+    in the plain way, or whose loss is not the model's own, overrides ``_outputs``.
 
     Args:
         args: the settings of the run.
         config: the model's configuration, as the checkpoint has it.
         train, test: the examples.
-        tokenizer: a fast one.
-        max_length: tokens of a feature at most.
-        known: the examples whose labels the model will know; by default those to train on.
+        tokenizer: a fast tokenizer.
+        max_length: the maximum number of tokens of a feature.
+        known: the examples whose labels become the classes of the model. Default: ``train``.
     """
 
-    #: The classes of Transformers that pick the model's, and that pad a batch.
+    #: The names of two Transformers classes: the Auto class of the model, and the data collator.
     auto: str
     collator_class = "DataCollatorWithPadding"
     #: The names of the scores; the first is the main one.
     metrics: tuple[str, ...] = ("accuracy",)
-    #: A model that gives the same answer to this share of the examples has most likely learned
-    #: nothing of them; None where answers are numbers, which are seldom equal.
+    #: If at least this share of the predictions is the same answer, the model has most likely
+    #: learned nothing. None if the answers are numbers, which are seldom equal.
     same_answer: float | None = 1.0
-    #: The tokens of a feature at most, where no length is given.
+    #: The default of the argument ``max_length``.
     max_length = 128
-    #: The labels of a feature, and the outputs of the model that ``score`` reads.
+    #: The names of the labels in a feature, and of the model outputs that ``score`` reads.
     label_names: tuple[str, ...] = ("labels",)
     output_names: tuple[str, ...] = ("logits",)
 
@@ -99,17 +99,17 @@ class Task:
 
     @classmethod
     def labels(cls, examples: list[Example], args: FinetuneArguments) -> Labels:
-        """What ``hold_out`` needs, so that each label is seen in training."""
+        """A function for ``hold_out``, which keeps each of its labels in the training examples."""
         return lambda example: ()
 
     @property
     def config(self) -> dict[str, Any]:
-        """What the model's configuration must say."""
+        """The fields to set in the model's configuration."""
         return {}
 
     @property
     def tokenizers(self) -> dict[str, Any]:
-        """What is saved beside the model, by its folder in that of the model."""
+        """The tokenizers to save with the model: {subfolder of the model's folder: tokenizer}."""
         return {"": self.tokenizer}
 
     def features(self, examples: list[Example]) -> Featured:
@@ -117,15 +117,15 @@ class Task:
         raise NotImplementedError
 
     def collator(self) -> Collator:
-        """Makes a padded batch of features."""
+        """A function that makes a padded batch of features."""
         return getattr(transformers, self.collator_class)(self.tokenizer)
 
     def new_model(self) -> Any:
-        """A model that is not that of one checkpoint; None if it is."""
+        """A model made of several checkpoints; None if the model comes from a single one."""
         return None
 
     def adapted(self, model: Any) -> Any:
-        """The model of a checkpoint, with what the task changes of it."""
+        """Change the model of a checkpoint as the task needs it, and return it."""
         return model
 
     def outputs(self, model: Any, **batch: Any) -> Any:
@@ -135,7 +135,7 @@ class Task:
         return self._outputs(model, **batch)
 
     def _outputs(self, model: Any, **batch: Any) -> Any:
-        """The same, without the loss of a language model beside it."""
+        """``outputs`` without the additional loss of a language model."""
         return model(**batch)
 
     def score(self, examples: list[Example], notes: list[Any], logits: list[Logits]) -> Scored:
@@ -143,7 +143,7 @@ class Task:
         raise NotImplementedError
 
     def evaluate(self, trainer: Any) -> Scored:
-        """Score the trained model on the examples to judge by."""
+        """Score the trained model on the evaluation examples."""
         features, notes = self.features(self.test)
         return self.score(self.test, notes, predict(trainer, self, features))
 
@@ -152,30 +152,30 @@ class Task:
         return 0.0
 
     def right(self, example: Example) -> Any:
-        """The right answer, in the form of a prediction."""
+        """The right answer, in the same form as a prediction."""
         return example.target
 
     def counted(self, answer: Any) -> list[Any]:
-        """The single answers in a right answer or a prediction, as they are counted."""
+        """The parts of a right answer or a prediction that are counted one by one, such as tags."""
         return [answer]
 
     def baseline(self) -> dict[str, Any] | None:
-        """The most frequent answer of the examples to judge by, and the accuracy of always
-        giving it; None where the score is no accuracy."""
+        """The most frequent right answer of the evaluation examples, and the accuracy of always
+        predicting it; None if the first metric is not the accuracy."""
         if self.metrics[0] != "accuracy":
             return None
         usual, share = self._most_frequent(map(self.right, self.test))
         return {"label": usual, "accuracy": share}
 
     def most_frequent(self, predictions: Any) -> dict[str, Any] | None:
-        """The most frequent of the predictions, and its share; None where that says nothing."""
+        """The most frequent prediction and its share; None if ``same_answer`` is None."""
         if self.same_answer is None:
             return None
         answer, share = self._most_frequent(self._listed(predictions))
         return {"prediction": answer, "share": share}
 
     def warning(self, most_frequent: Mapping[str, Any] | None) -> str:
-        """A line about a model that gives one answer to all examples, where several are right."""
+        """A warning if the model gives (nearly) all examples one answer, and the targets differ."""
         if self.same_answer is None or most_frequent is None:
             return ""
         share = most_frequent["share"]
@@ -190,7 +190,7 @@ class Task:
         )
 
     def _share_of(self, answer: Any) -> float:
-        """How often an answer is right."""
+        """The share of the right answers that are this answer."""
         right = [each for example in self.test for each in self.counted(self.right(example))]
         return right.count(answer) / len(right)
 
@@ -201,11 +201,11 @@ class Task:
 
     @staticmethod
     def _listed(predictions: Any) -> list[Any]:
-        """One prediction for each example to judge by."""
+        """One prediction for each evaluation example."""
         return list(predictions.values() if isinstance(predictions, dict) else predictions)
 
     def records(self, predictions: Any) -> list[dict[str, Any]]:
-        """What is written of each example: where it is in its file, its texts and its answers."""
+        """For each example: its place in the file, its texts, the right answer, the prediction."""
         return [
             {
                 "id" if isinstance(example.place, str) else "line": example.place,
@@ -217,7 +217,7 @@ class Task:
         ]
 
     def label_counts(self, examples: list[Example]) -> dict[str, int] | None:
-        """How often each label occurs; None of a task without."""
+        """How often each label occurs; None for a task without labels."""
         return None
 
     def doubts(self) -> list[str]:
@@ -247,7 +247,7 @@ def predict(trainer: Any, task: Task, features: list[Feature]) -> list[Logits]:
 
 
 def feature_length(feature: Feature) -> int:
-    """The tokens of a feature, or of the longest of several texts."""
+    """The number of tokens of a feature, or of its longest text if it holds several."""
     ids = feature["input_ids"]
     return max(map(len, ids)) if isinstance(ids[0], list) else len(ids)
 
@@ -280,12 +280,12 @@ class Labelled(Task):
         return accuracy([usual] * len(right), right)
 
     def check_label(self, label: str, example: Example, kind: str) -> None:
-        """Check that a label to judge by is one of those to train on."""
+        """Check that the label of an evaluation example is one that the model knows."""
         if label not in self.names:
             expected = f"one of the training {kind}s, {', '.join(self.names[:20])}"
             got = f"the {kind} {label!r}"
             alike = [name for name in self.names if essence(name) == essence(label)]
-            if alike:  # they may look the same
+            if alike:  # two spellings that may look the same on a screen
                 other = f"which is written otherwise than {ascii(alike[0])}"
                 got = f"the {kind} {ascii(label)}, {other}"
             raise _data_error(example.where, got, expected, "eval_data")
@@ -297,7 +297,7 @@ class Labelled(Task):
         return doubtful_labels(self.label_counts([*self.known, *self._others()]) or {})
 
     def _others(self) -> list[Example]:
-        """The examples to judge by that are not among those whose labels the model knows."""
+        """The evaluation examples that are not in ``known``."""
         known = {id(example) for example in self.known}
         return [example for example in self.test if id(example) not in known]
 
@@ -328,7 +328,7 @@ class SequenceTask(Task):
         return self.tokenizer(*columns, truncation=True, max_length=self.limit)
 
     def collator(self) -> Collator:
-        """With both orders, batches are [B, 2, T]; scores stay what they are."""
+        """With ``both_orders``, input ids are [B, 2, T]; labels that are scores stay floats."""
         if not self.args.both_orders:
             return super().collator()
         pairs = transformers.DataCollatorForMultipleChoice(self.tokenizer)
@@ -344,7 +344,11 @@ class SequenceTask(Task):
 
 
 class Classification(SequenceTask, Labelled):
-    """One label for a text. With ``threshold``, labels are scores, which become two classes."""
+    """One label for a text.
+
+    With ``threshold``, labels are scores: those above it become the class "positive", the others
+    "negative".
+    """
 
     metrics: tuple[str, ...] = ("accuracy", "matthews")
 
@@ -361,7 +365,7 @@ class Classification(SequenceTask, Labelled):
         self._check_classes()
 
     def _check_classes(self) -> None:
-        """Check that there are two classes to train on, and name the argument that is wrong."""
+        """Check that the training examples have two classes; else name the wrong argument."""
         if len({self.targets[id(example)] for example in self.train}) > 1:
             return
         expected = "two classes at least"
@@ -383,7 +387,7 @@ class Classification(SequenceTask, Labelled):
         if threshold is None:
             _check_names(args, examples)
             return lambda example: (example.target,)
-        # A label that is not a number is refused by ``_target``.
+        # ``_target`` raises an error for a label that is not a number.
         return lambda example: (str((number(example.target) or 0.0) > threshold),)
 
     def _target(self, example: Example) -> int:
@@ -408,7 +412,7 @@ class Classification(SequenceTask, Labelled):
 
 
 class Pair(Classification):
-    """One label for two texts. F1 is that of the second of two classes, else the classes' mean."""
+    """One label for two texts. F1 is that of the second class if there are two, else the mean."""
 
     metrics = ("accuracy", "f1", "matthews")
 
@@ -420,7 +424,7 @@ class Regression(SequenceTask):
     same_answer = None
 
     def prepare(self) -> None:
-        # What is no number is refused now, and not after the training.
+        # A label that is not a number is an error now, not after the training.
         self.answers([*self.known, *self.test])
         able = not self.args.both_orders or len(self.train[0].texts) == 2
         fix = "Leave the option out, or name --text-columns."
@@ -449,9 +453,9 @@ class Regression(SequenceTask):
 
 
 class Tagging(Labelled):
-    """One tag for each word: its first token has the label.
+    """One tag for each word. The first token of the word gets the label.
 
-    Sentences that are too long continue in further features, so that no word is left out.
+    A sentence that is too long is split into several features, so that no word is left out.
     """
 
     auto = "AutoModelForTokenClassification"
@@ -495,7 +499,7 @@ class Tagging(Labelled):
         return features, notes
 
     def score(self, examples: list[Example], notes: list[Any], logits: list[Logits]) -> Scored:
-        # A word without a token has no prediction, which is a wrong one.
+        # A word without a token has no prediction. It counts as wrong.
         tags: list[list[str | None]] = [[None] * len(example.texts) for example in examples]
         for places, (scores,) in zip(notes, logits, strict=True):
             chosen = scores.argmax(-1).tolist()
@@ -512,14 +516,14 @@ class Tagging(Labelled):
 
 
 class QuestionAnswering(Task):
-    """The place of the answer in a text (SQuAD 1.1 and 2.0), see docs/finetuning.md."""
+    """Find where the answer stands in a text (SQuAD 1.1 and 2.0); see docs/finetuning.md."""
 
     auto = "AutoModelForQuestionAnswering"
     metrics: tuple[str, ...] = ("f1", "exact_match")
     max_length = 384
     label_names = ("start_positions", "end_positions")
     output_names = ("start_logits", "end_logits")
-    # Most questions of a file may have no answer.
+    # The answer that is given too often is "none", which may be right for most questions.
     same_answer = 0.95
     #: The longest span in tokens, and the number of spans that are written.
     span_tokens, best = 30, 20
@@ -541,7 +545,7 @@ class QuestionAnswering(Task):
             self.metrics += tuple(names[kind] for kind in sorted(kinds, reverse=True))
 
     def collator(self) -> Collator:
-        """Our models leave padding out of the softmax, too."""
+        """Models of fastplm also get ``exclude_padding``: their softmax leaves padding out."""
         collator, ours = super().collator(), self.args.library == "fastplm"
         return (lambda f: {**collator(f), "exclude_padding": True}) if ours else collator
 
@@ -578,7 +582,7 @@ class QuestionAnswering(Task):
         return features, notes
 
     def _shortened(self, question: str, tokens: int) -> str:
-        """The beginning of a question that leaves the text no room."""
+        """The question, cut to its first ``tokens`` tokens, so that the text has room."""
         encoded = self.tokenizer(question, add_special_tokens=False, return_offsets_mapping=True)
         offsets = encoded["offset_mapping"]
         return question if len(offsets) <= tokens else question[: offsets[tokens - 1][1]]
@@ -596,7 +600,7 @@ class QuestionAnswering(Task):
             texts.append(list(dict.fromkeys(words))[: self.best] or [""])
         given: dict[str, float] = {}
         if self.may_be_null:
-            # A window has a span unless all of it is the question.
+            # ``found`` is empty if no window of an example holds a token of its text.
             differences = [
                 null - (found[0][0] if found else -math.inf)
                 for null, found in zip(nulls, spans, strict=True)
@@ -625,16 +629,16 @@ class QuestionAnswering(Task):
         return [words for _, words in example.target] or [""]
 
     def counted(self, answer: Any) -> list[Any]:
-        return answer[:1]  # the best one
+        return answer[:1]  # the best answer
 
 
 def _best(metric: Callable[[str, str], float], answer: str, example: Example) -> float:
-    """The best score of an answer with one of the right ones; where there is none, that is ''."""
+    """The best score of an answer over all right answers; '' is right if a question has none."""
     return max(metric(answer, words) for words in [w for _, w in example.target] or [""])
 
 
 class Choice(Task):
-    """The right one of several answers, each read after the question."""
+    """Choose one of several answers. The model reads the question with each of them."""
 
     auto = "AutoModelForMultipleChoice"
     collator_class = "DataCollatorForMultipleChoice"
@@ -646,12 +650,12 @@ class Choice(Task):
             self.auto, self.output_names = _DOUBLE_HEADS[self.family], ("mc_logits",)
 
     def collator(self) -> Collator:
-        """For a double head, the last token, the extract token, is classified."""
+        """A double-heads GPT classifies the last token of each choice, its extract token."""
         collator = super().collator()
 
         def collate(features: list[Feature]) -> Any:
             batch = collator(features)
-            # With labels our model computes no logits of its language model.
+            # Given ``mc_labels``, fastplm's model computes no logits over the vocabulary.
             batch["mc_labels"] = batch.pop("labels")
             batch["mc_token_ids"] = batch["attention_mask"].sum(-1) - 1
             return batch
@@ -664,7 +668,8 @@ class Choice(Task):
         if not self.with_lm_head:
             return model(**batch)
         if self.args.library == "transformers":
-            # Its GPT takes no mask of choices; padding follows the text, which does not see it.
+            # Transformers' GPT takes no mask [B, C, T]. It needs none: attention is causal, and
+            # padding comes after the text.
             batch.pop("attention_mask")
         outputs = model(**batch)
         outputs["loss"] = outputs.get("mc_loss")
@@ -690,7 +695,7 @@ class Choice(Task):
         return 1 / (len(self.test[0].texts) - 1)
 
 
-#: The classes of the families that are not known to ``AutoModelForMultipleChoice``.
+#: The model classes of the families that ``AutoModelForMultipleChoice`` does not know.
 _DOUBLE_HEADS = {"gpt2": "GPT2DoubleHeadsModel", "openai-gpt": "OpenAIGPTDoubleHeadsModel"}
 
 
@@ -715,10 +720,10 @@ def in_both_orders(
     output_hidden_states: bool = False,
     **batch: Tensor,
 ) -> dict[str, Any]:
-    """Classify pairs [B, 2, T], given in both orders, by the sum of the states of both.
+    """Classify pairs of texts, given in both orders [B, 2, T], by the sum of their two states.
 
-    The sum of the logits is the logit of the sum, as the classifier of a GPT is linear and has no
-    bias.
+    The code adds the logits of the two orders. Their sum equals the logits of the summed states, as
+    the classifier of a GPT is linear and has no bias.
 
     Source: Radford et al. 2018, §3.3, Similarity.
     """
@@ -738,10 +743,10 @@ def in_both_orders(
 def with_language_model(
     model: Any, batch: dict[str, Any], weight: float, run: Callable[..., Any]
 ) -> Any:
-    """The outputs of ``run``, with ``weight`` times a language model's loss added to theirs.
+    """The outputs of ``run``, with ``weight`` times a language-model loss added to their loss.
 
-    Every token is predicted from those before it. The model needs no head for it: the table of a
-    GPT's tokens is its last layer, too.
+    Every token is predicted from the tokens before it. No language-model head is needed: the token
+    embeddings of a GPT are also the weight of its output projection.
 
     Source: Radford et al. 2018, §3.2, equation 5.
     """
@@ -780,7 +785,7 @@ def f1(found: Sequence[int], right: Sequence[int], classes: int) -> float:
 
 
 def matthews(found: Sequence[int], right: Sequence[int]) -> float:
-    """Matthews' correlation of classes, of two or more; 0 if all answers are one class.
+    """Matthews' correlation of two or more classes; 0 if all answers or all targets are one class.
 
     ``(c s - sum_k p_k t_k) / sqrt((s^2 - sum_k p_k^2) (s^2 - sum_k t_k^2))`` with s examples, c
     right answers, and p_k answers and t_k targets of class k.
@@ -841,8 +846,8 @@ def answer_tokens(places: Places, start: int, end: int) -> tuple[int, int]:
     """The first and last token of an answer; (0, 0) if the window does not hold all of it.
 
     Args:
-        places: characters of each token of the text; None for all other tokens.
-        start, end: characters of the answer.
+        places: (start, end) characters of each token of the text; None for all other tokens.
+        start, end: the characters of the answer.
     """
     text = [(place, token) for token, place in enumerate(places) if place is not None]
     if not text or text[0][0][0] > start or text[-1][0][1] < end:
@@ -856,8 +861,9 @@ def best_spans(
 ) -> list[tuple[float, int, int]]:
     """The ``count`` best spans of a window: (score, first character, last character + 1).
 
-    ``start`` and ``end`` are the logits [T] of a span's first and last token, ``places`` (see
-    ``answer_tokens``) may be shorter, and ``longest`` is the most tokens of a span.
+    ``start`` and ``end`` are the logits [T] of a span's first and last token. ``places`` (see
+    ``answer_tokens``) may be shorter than T: padding has no entry. ``longest`` is the maximum
+    number of tokens of a span.
     """
     inside = torch.tensor([place is not None for place in places])
     allowed = inside[:, None] & inside & torch.ones(len(places), len(places)).bool().triu()
@@ -876,15 +882,16 @@ def best_spans(
 def null_threshold(differences: Sequence[float], gains: Sequence[float]) -> float:
     """The threshold on the null score difference that gives the highest sum of scores.
 
-    A question is answered if its difference, the score of no answer less that of the best span, is
-    not above the threshold.
+    The null score difference is the score of "no answer" minus that of the best span. A question
+    is answered if its difference is not above the threshold.
 
     Args:
-        differences: of each question.
+        differences: the null score difference of each question.
         gains: what each question's score gains if it is answered.
 
     Returns:
-        The lowest of the best: the difference of a question, or 1 below all of them.
+        The lowest threshold with the highest sum: the difference of one of the questions, or 1 less
+        than the lowest difference, so that no question is answered.
 
     Source: Devlin et al. 2019, §4.3; the evaluation script of SQuAD 2.0.
     """
@@ -909,7 +916,7 @@ def _unzipped(encoded: Any) -> list[Feature]:
 
 
 def _score(example: Example) -> float:
-    """A label that is a score."""
+    """The label as a number; an error if it is not one."""
     score = number(example.target)
     if score is None or abs(score) > _MOST_SCORE:
         expected = 'a number, such as 1200.5: finite, up to 1e18, and without "_" or ","'
@@ -918,7 +925,7 @@ def _score(example: Example) -> float:
 
 
 def _check_names(args: FinetuneArguments, examples: list[Example]) -> None:
-    """Check that no label is a score, of which every value would be a class of its own."""
+    """Check that no label has a fraction: each value of a score would become a class."""
     expected = "names or whole numbers as labels"
     fix = "For scores give --task regression, or make two classes of them with --threshold, such "
     fix += "as --threshold 0."
@@ -929,7 +936,7 @@ def _check_names(args: FinetuneArguments, examples: list[Example]) -> None:
 
 
 def _label_order(name: str) -> tuple[float, str]:
-    """Numbers by size, before words."""
+    """A sort key: first numbers by their value, then words."""
     value = number(name)
     return (float("inf") if value is None else value, name)
 
