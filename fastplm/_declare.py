@@ -167,7 +167,7 @@ class Signature:
             ArgumentValueError, ArgumentTypeError: with the name of the argument.
         """
         fits = self._fits_traced if torch.compiler.is_compiling() else self._fits
-        if not fits[packed](call):
+        if not fits[1 if packed else 0](call):  # torch 2.11 cannot trace a bool as an index
             self._explain(where, call, packed)
 
     def check_dimensions(self, where: str, call: Any, *names: str) -> None:

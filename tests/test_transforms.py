@@ -113,9 +113,10 @@ def test_a_graph_of_kernels_does_not_lose_a_tangent():
     function, x = FUNCTIONS["gather_rows"]
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     compiled(x)
+    refused = (fastplm.FastplmError, torch._dynamo.exc.Unsupported)  # torch 2.15 refuses it itself
     with (
         forward_ad.dual_level(),
-        pytest.raises(fastplm.FastplmError, match=r"use_backend\('eager', 'gather_rows'\)"),
+        pytest.raises(refused, match=r"use_backend\('eager', 'gather_rows'\)|AD tangent"),
     ):
         compiled(forward_ad.make_dual(x, x))
     torch._dynamo.reset()
