@@ -32,8 +32,9 @@ from fastplm._declare import Signature
 from fastplm.errors import UnsupportedError
 
 _LIBRARY = torch.library.Library("fastplm", "DEF")
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
 #: Argument types that need no dispatch: no tensor subclasses and no symbolic sizes.
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str))
+_PLAIN = frozenset((*_TENSORS, type(None), bool, int, float, str))
 
 # Every call uses these, so they are looked up once. A tensor is "batched" inside of
 # autograd.grad(…, is_grads_batched=True).
@@ -160,6 +161,8 @@ class Op:
     ) -> None:
         """Add ``function(call)``, which calls PyTorch's own function, as the backend "stock"."""
         self.add(Backend("stock", rejects, lambda: (function, None)))
+        # As for "eager": torch.compile traces it and cannot enter the property.
+        assert self.backends["stock"].forward is function
 
     def add(self, backend: Backend) -> None:
         """Add a backend. It may import its functions later (see ``Backend``)."""
@@ -223,7 +226,7 @@ class Op:
         if (
             cpp is None
             or (wanted != "auto" and wanted != "cpp")
-            or type(arguments[0]) not in _PLAIN  # a subclass, whose sizes may be unknown
+            or type(arguments[0]) not in _TENSORS  # whose sizes may be unknown
         ):
             return None
         if not is_traced():
@@ -241,7 +244,7 @@ class Op:
             return None
         call = self.call(*arguments)
         if (
-            not _PLAIN.issuperset(map(type, arguments))
+            any(isinstance(one, torch.Tensor) and type(one) not in _TENSORS for one in arguments)
             or cpp.refuses(self.name, call, forced=wanted == "cpp", for_layer=True) is not None
         ):
             return None

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import math
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -363,6 +366,43 @@ def test_what_pytorch_has_itself_is_a_backend(measured):
             ops.rms_norm(x, x[0, 0, 0].double())
         with pytest.raises(_backends.BackendError, match="no implementation"):
             ops.dropout(x)
+
+
+_COMPILED = """
+import torch
+from fastplm import ops
+x = torch.randn(2, 3, 5, 16, dtype=torch.float64)
+for call in (
+    lambda x: ops.gelu(x),
+    lambda x: ops.linear(x, x[0, 0]),
+    lambda x: ops.rms_norm(x, x[0, 0, 0]),
+    lambda x: ops.attention(x, x, x),
+):
+    compiled = torch.compile(call, fullgraph=True, backend="eager")(x)
+    torch.testing.assert_close(compiled, call(x))
+"""
+
+
+def test_a_backend_that_did_not_run_yet_can_be_traced():
+    """The process is a new one: what ran before would have filled the properties of backends."""
+    run = subprocess.run([sys.executable, "-c", _COMPILED], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def test_stock_rms_norm_leaves_autocast_to_the_reference(measured):
+    """On a GPU autocast would make its result fp32."""
+    x = torch.randn(4, 16).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16), record_decisions() as decisions:
+        assert ops.rms_norm(x, x[0]).dtype is torch.bfloat16
+    assert [decision.backend for decision in decisions] == ["eager"]
+
+
+@needs_csrc
+def test_numbers_of_numpy_take_the_op_too(measured):
+    measured.ours = lambda *call: True
+    out = OPS["dropout"].layer(torch.ones(64), np.float64(0.25), None, None, None)
+    assert out is not None
+    assert OPS["gelu"].layer(3, "tanh") is None  # PyTorch says what is wrong
 
 
 def test_a_cold_cell(monkeypatch):

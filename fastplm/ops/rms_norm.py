@@ -111,6 +111,8 @@ def _cpp_backward(grad: Tensor, saved: Call) -> tuple[Tensor, Tensor]:
 def _stock_rejects(call: Call, *, forced: bool) -> str | None:
     if call.input.dtype is not call.weight.dtype:
         return "PyTorch's takes one dtype"
+    if torch._C._is_any_autocast_enabled():
+        return "autocast makes the result of PyTorch's fp32 on a GPU"
     return None
 
 
