@@ -414,6 +414,12 @@ class Short:
             return self.stock(*arguments)  # type: ignore[misc]
         return self.csrc(*arguments)
 
+    def by_csrc(self, *arguments: Any) -> Any:
+        """The result by csrc/, for a caller that has read the table; None as in ``__call__``."""
+        if is_recorded() or (self.fits is not None and not self.fits(*arguments)):
+            return None
+        return self.csrc(*arguments)
+
 
 def is_traced() -> bool:
     """Whether a call is traced, by any of PyTorch's tracers."""

@@ -234,10 +234,9 @@ class Op:
                 measured = cpp.measured(*arguments)
                 if measured and _measured.table().slower(self.name, *measured) is not None:
                     return None
-            if self.short is not None:
-                out = self.short(*arguments)
-                if out is not None:
-                    return out
+            out = None if self.short is None else self.short.by_csrc(*arguments)
+            if out is not None:
+                return out
             if is_transformed():
                 return None
         elif not torch.compiler.is_compiling() or cpp.compiled is None:
