@@ -65,7 +65,11 @@ class GPT2Model(CausalModel, transformers.GPT2Model):
         return super().forward(**inputs)
 
 
-class GPT2LMHeadModel(CausalLM, transformers.GPT2LMHeadModel): ...
+class GPT2LMHeadModel(CausalLM, transformers.GPT2LMHeadModel):
+    """``transformers.GPT2LMHeadModel``, whose loss computes only labelled tokens.
+
+    Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
+    """
 
 
 class GPT2DoubleHeadsModel(DoubleHeads, transformers.GPT2DoubleHeadsModel):

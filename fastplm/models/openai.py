@@ -155,7 +155,11 @@ class OpenAIGPTModel(CausalModel, _FusedLayers, transformers.OpenAIGPTModel):
         return True
 
 
-class OpenAIGPTLMHeadModel(CausalLM, transformers.OpenAIGPTLMHeadModel): ...
+class OpenAIGPTLMHeadModel(CausalLM, transformers.OpenAIGPTLMHeadModel):
+    """``transformers.OpenAIGPTLMHeadModel``, whose loss computes only labelled tokens.
+
+    Source: Radford et al. 2018, "Improving Language Understanding by Generative Pre-Training".
+    """
 
 
 class OpenAIGPTDoubleHeadsModel(DoubleHeads, transformers.OpenAIGPTDoubleHeadsModel):
