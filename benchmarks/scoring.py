@@ -1,6 +1,8 @@
 """Scores of texts, against minicons: ``python benchmarks/scoring.py --model DIR --texts FILE``.
 
-fastplm is also run with ``torch.set_float32_matmul_precision("high")``.
+fastplm is also run with ``torch.set_float32_matmul_precision("high")``. With ``--pairs FILE`` in
+place of ``--texts`` the texts are the sentences of minimal pairs, drawn evenly from the file, and a
+score is the sum of a sentence; the decoder reads the beginning of text first, in both libraries.
 
 The texts and the weights are the same, and each run has its own process: first the tokenizer and
 the model are loaded and a short text is scored, then the clock starts. Memory is the highest
@@ -37,6 +39,14 @@ def lines_of(path: Path, count: int) -> list[str]:
     return [line for line in lines if line.strip()][:count]
 
 
+def sentences_of(path: Path, count: int) -> list[str]:
+    """The sentences of minimal pairs that are drawn evenly from a file, pair by pair."""
+    from fastplm.data.minimal_pairs import read_pairs
+
+    pairs = [pair for pair in read_pairs(path) if pair.good != pair.bad]
+    return [text for i in range(count) for text in pairs[i * len(pairs) // count][:2]]
+
+
 # --- a run, in a process of its own ---------------------------------------------------------------
 
 
@@ -46,13 +56,26 @@ def memory(name: str) -> int:
     return int(status.split(f"{name}:")[1].split()[0]) << 10
 
 
-def ours(folder: str, metric: str, batch: int) -> Any:
+def ours(folder: str, metric: str, batch: int, pairs: bool) -> Any:
     from transformers import AutoTokenizer
 
+    from fastplm.inference.minimal_pairs import minimal_pairs
     from fastplm.inference.score import log_likelihood, pseudo_log_likelihood
     from fastplm.models import AutoModelForCausalLM, AutoModelForMaskedLM
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    if pairs:
+        causal = metric == "log-likelihood"
+        kind, method = (AutoModelForCausalLM, None) if causal else (AutoModelForMaskedLM, metric)
+        judge = kind.from_pretrained(folder)
+
+        def run(texts: list[str]) -> list[list[float]]:
+            of = zip(texts[::2], texts[1::2], strict=True)
+            scores = minimal_pairs(judge, tokenizer, of, method=method)
+            both = zip(scores.good.tolist(), scores.bad.tolist(), strict=True)
+            return [[value] for pair in both for value in pair]
+
+        return run
     if metric == "log-likelihood":
         decoder = AutoModelForCausalLM.from_pretrained(folder)
         return lambda texts: [
@@ -65,7 +88,7 @@ def ours(folder: str, metric: str, batch: int) -> Any:
     ]
 
 
-def minicons(folder: str, metric: str, batch: int) -> Any:
+def minicons(folder: str, metric: str, batch: int, pairs: bool) -> Any:
     import transformers
     from minicons import scorer
 
@@ -74,9 +97,10 @@ def minicons(folder: str, metric: str, batch: int) -> Any:
     if not hasattr(base, "batch_encode_plus"):
         base.batch_encode_plus = base.__call__
 
-    options: dict[str, str] = {}
+    options: dict[str, Any] = {}
     if metric == "log-likelihood":
         model = scorer.IncrementalLMScorer(folder, "cpu")
+        options = {"bos_token": True} if pairs else {}
     else:
         model = scorer.MaskedLMScorer(folder, "cpu", PLL_metric=metric)
         options = {"PLL_metric": metric}
@@ -87,7 +111,8 @@ def minicons(folder: str, metric: str, batch: int) -> Any:
             for text in model.token_score(texts[start : start + batch], **options):
                 scores = [score for _, score in text]
                 # minicons gives a decoder's first token the score 0.
-                found.append(scores[1:] if metric == "log-likelihood" else scores)
+                scores = scores[1:] if metric == "log-likelihood" else scores
+                found.append([sum(scores)] if pairs else scores)
         return found
 
     return run
@@ -97,12 +122,12 @@ def child(settings: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(settings["threads"])
-    texts = lines_of(Path(settings["texts"]), settings["count"])
+    texts = settings["texts"]
     make = minicons if settings["system"] == "minicons" else ours
     if settings["system"] == HIGH:
         torch.set_float32_matmul_precision("high")
-    run = make(settings["folder"], settings["metric"], settings["batch"])
-    run([_WARM_UP])
+    run = make(*(settings[name] for name in ("folder", "metric", "batch", "pairs")))
+    run([_WARM_UP, _WARM_UP[:-2]])
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to VmRSS
     before, began = memory("VmRSS"), time.perf_counter()
     scores = run(texts)
@@ -113,8 +138,13 @@ def child(settings: dict[str, Any]) -> dict[str, Any]:
 # --- all runs -------------------------------------------------------------------------------------
 
 
-def make_models(checkpoint: Path, texts: list[str], folder: Path) -> tuple[str, str]:
-    """Folders with a masked language model and with a decoder."""
+def make_models(
+    checkpoint: Path, texts: list[str], folder: Path, plain: bool = False
+) -> tuple[str, str]:
+    """Folders with a masked language model and with a decoder.
+
+    The decoder's tokenizer adds special tokens unless it is ``plain``.
+    """
     import torch
     import transformers
 
@@ -129,6 +159,13 @@ def make_models(checkpoint: Path, texts: list[str], folder: Path) -> tuple[str, 
     for part in (masked, tokenizer):
         part.save_pretrained(folder / "masked")
     letters = train_tokenizer(texts, _VOCABULARY, folder / "cache", "bytelevel")
+    if plain:
+        from tokenizers.processors import ByteLevel
+
+        letters.backend_tokenizer.post_processor = ByteLevel()
+        letters = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=letters.backend_tokenizer, bos_token="<s>", eos_token="</s>"
+        )
     decoder = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
             vocab_size=_VOCABULARY,
@@ -154,7 +191,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="folder of a BERT and its tokenizer")
     parser.add_argument("--texts", type=Path, help="texts, one a line")
-    parser.add_argument("--count", type=int, default=200, help="the first lines that are scored")
+    parser.add_argument("--pairs", type=Path, help="minimal pairs, in place of --texts")
+    parser.add_argument("--count", type=int, default=200, help="how many lines or pairs are scored")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="texts for minicons")
     parser.add_argument("--metrics", nargs="+", choices=METRICS, default=METRICS)
@@ -162,10 +200,10 @@ def main() -> int:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        print(json.dumps(child(json.loads(args.child))))
+        print(json.dumps(child(json.load(sys.stdin))))
         return 0
-    if args.model is None or args.texts is None:
-        parser.error("--model and --texts are needed")
+    if args.model is None or (args.texts is None) == (args.pairs is None):
+        parser.error("--model is needed, and either --texts or --pairs")
     systems = [("fastplm", 0), (HIGH, 0)]
     if importlib.util.find_spec("minicons"):
         print(f"minicons {importlib.metadata.version('minicons')}")
@@ -174,16 +212,21 @@ def main() -> int:
         print("minicons is not installed, and is left out: pip install minicons==0.3.39")
 
     def run(**settings: Any) -> dict[str, Any]:
-        command = [sys.executable, __file__, "--child", json.dumps(settings)]
-        done = subprocess.run(command, capture_output=True, text=True)
+        command = [sys.executable, __file__, "--child", "-"]
+        given = json.dumps(settings)
+        done = subprocess.run(command, input=given, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
     print("| metric | threads | system | seconds | MB | times the seconds | times the MB | apart |")
     print("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as scratch:
-        lines = lines_of(args.texts, args.count)
-        masked, decoder = make_models(args.model, lines, Path(scratch))
+        if args.pairs is None:
+            lines = lines_of(args.texts, args.count)
+        else:
+            lines = sentences_of(args.pairs, args.count)
+        pairs = args.pairs is not None
+        masked, decoder = make_models(args.model, lines, Path(scratch), pairs)
         for metric in args.metrics:
             for threads in args.threads:
                 folder = decoder if metric == "log-likelihood" else masked
@@ -196,8 +239,8 @@ def main() -> int:
                             metric=metric,
                             threads=threads,
                             folder=folder,
-                            texts=str(args.texts),
-                            count=args.count,
+                            texts=lines,
+                            pairs=pairs,
                         )
                         found.setdefault((system, batch), []).append(measured)
                 best = found[systems[0]]

@@ -24,7 +24,7 @@ class Mutation(NamedTuple):
     file: str
     old: str
     new: str
-    tests: str  # pytest's arguments
+    tests: str  # pytest's arguments; with `-m slow` among them, slow tests
     group: int = 0  # bugs of csrc/ in one group share a build
 
 
@@ -35,6 +35,8 @@ def attention(cases: str) -> str:
 CONTRACT = "tests/models/test_contract.py -k"
 REPLACED = "tests/ops/test_replaced_token_loss.py -k"
 LOSS = "tests/ops/test_linear_cross_entropy.py -k"
+CHOICES = "tests/train/test_finetune_choices.py -k"
+OPTIONS = "tests/train/test_pretrain_options.py -k"
 TORCH = "fastplm/ops/_attention_torch.py"
 HF = "fastplm/hf.py"
 RAGGED = "fastplm/models/_ragged.py"
@@ -129,7 +131,7 @@ MUTATIONS = (
         "triton_kernels/attention/backward.py",
         "attn_mask.ptr + b * attn_mask.stride_b + h * attn_mask.stride_h",
         "attn_mask.ptr + b * attn_mask.stride_h + h * attn_mask.stride_b",
-        "tests/ops/test_attention.py -k 'triton and lengths_with_a_dense_mask'",
+        "tests/ops/test_attention.py -k 'triton and layouts_of_a_dense_mask'",
     ),
     # --- ops: gather_rows
     Mutation(
@@ -477,9 +479,51 @@ MUTATIONS = (
     ),
     Mutation(
         "fastplm/train/presets.py",
-        'Family("bytelevel", 50265, {"mlm": "RobertaForMaskedLM"})',
-        'Family("bytelevel", 30522, {"mlm": "RobertaForMaskedLM"})',
+        '"bytelevel", 50265, {"mlm": "RobertaForMaskedLM"',
+        '"bytelevel", 30522, {"mlm": "RobertaForMaskedLM"',
         "tests/train/test_presets.py",
+    ),
+    Mutation(
+        "fastplm/train/flops.py",
+        "pairs = _triangles(lengths) if getattr",
+        "pairs = _squares(lengths) if getattr",
+        f"{OPTIONS} 'left_to_right and bert'",
+    ),
+    Mutation(
+        "fastplm/train/pretrain_settings.py",
+        "int(self.flops // (least * flops_a_step)) * least",
+        "int(self.flops // flops_a_step)",
+        f"{OPTIONS} budget_of_two_stages",
+    ),
+    Mutation(
+        "fastplm/train/pretrain_settings.py",
+        '"temperature": self.temperature,',
+        '"temperature": 1.0,',
+        f"{OPTIONS} a_temperature",
+    ),
+    Mutation(
+        "fastplm/train/pretrain_model.py",
+        "theirs.is_decoder = ours.is_decoder",
+        "",
+        f"{OPTIONS} second_stage",
+    ),
+    Mutation(
+        "fastplm/train/evaluate.py",
+        "kinds = np.maximum(different[first], 1)",
+        "kinds = np.maximum(different[second], 1)",
+        f"{OPTIONS} ngram",
+    ),
+    Mutation(
+        "fastplm/run/checkpoint.py",
+        'argument == "generator" or (where in _LANGUAGE_MODELS and joint.detects)',
+        "where in _LANGUAGE_MODELS and joint.detects",
+        f"{OPTIONS} joint_checkpoint",
+    ),
+    Mutation(
+        "fastplm/run/folder.py",
+        "old = [] if keep is None else before",
+        "old = before[:-1] if keep is None else before",
+        f"{OPTIONS} are_kept",
     ),
     Mutation(
         "fastplm/train/flops.py",
@@ -504,6 +548,55 @@ MUTATIONS = (
         '_PAIR_LOGITS = ("seq_relationship_logits", "sop_logits")',
         '_PAIR_LOGITS = ("seq_relationship_logits",)',
         "tests/train/test_evaluate.py",
+    ),
+    # --- fine-tuning: rates, scores, pairs, teachers, mixtures
+    Mutation(
+        "fastplm/train/finetune.py",
+        "prepare_task(rates[0][1], choosing=True) if rates",
+        "self.task if rates",
+        f"{CHOICES} best_rate",
+    ),
+    Mutation(
+        "fastplm/train/finetune_layers.py",
+        "decay ** (top - depth)",
+        "decay ** (top - 1 - depth)",
+        f"{CHOICES} rates_by_layer",
+    ),
+    Mutation(
+        "fastplm/train/finetune_pairs.py",
+        "while other.group == examples[index].group:",
+        "while other is examples[index]:",
+        f"{CHOICES} 'pairs_of_text and nsp'",
+    ),
+    Mutation(
+        "fastplm/train/finetune_scores.py",
+        '(this != kind or before in "ES")',
+        "(not kind)",
+        "tests/train/test_finetune_scores.py -k by_hand",
+    ),
+    Mutation(
+        "fastplm/train/finetune_scores.py",
+        "scorer.score_multi(right, text)",
+        "scorer.score(right[0], text)",
+        "tests/train/test_finetune_scores.py -k several_references",
+    ),
+    Mutation(
+        "fastplm/train/finetune_teacher.py",
+        ".sum(-1) * temperature**2",
+        ".sum(-1)",
+        "tests/train/test_finetune_teacher.py -k predictions_of_the_teacher",
+    ),
+    Mutation(
+        "fastplm/train/finetune_models.py",
+        "found = [tuple(x[..., order] for x in each) for each in found]",
+        "pass",
+        "tests/train/test_finetune_teacher.py -m slow -k student_of_a_run",
+    ),
+    Mutation(
+        "fastplm/train/finetune_mixture.py",
+        "part[(epoch * count + i) % len(part)]",
+        "part[i]",
+        "tests/train/test_finetune_mixture.py -k cap_reads",
     ),
     Mutation(
         "fastplm/train/stream.py",
@@ -747,7 +840,7 @@ MUTATIONS = (
         HF,
         'if attention == "own":',
         "if False:",
-        "tests/models/test_survey.py -k 'mpnet or bloom or deberta'",
+        "tests/models/test_survey.py -m slow -k 'a_sample and (mpnet or bloom or deberta)'",
     ),
     Mutation(
         HF,
@@ -808,8 +901,8 @@ MUTATIONS = (
     ),
     Mutation(
         SCORE,
-        "pad_sequence([text.ids[shift:] for",
-        "pad_sequence([text.ids[: len(text.ids) - shift] for",
+        "= labels[:, 1:].to(model.device)",
+        "= labels[:, :-1].to(model.device)",
         f"{SCORES} decoder",
     ),
     Mutation(SCORE, "        finish()\n    nothing", "    nothing", f"{SCORES} pseudo"),
@@ -847,8 +940,8 @@ MUTATIONS = (
     ),
     Mutation(
         "fastplm/inference/_checkpoint.py",
-        "expected, kind, dtype=dtype)",
-        "expected, kind, lambda model, name: True, dtype=dtype)",
+        "expected, kind, part=part, dtype=dtype)",
+        "expected, kind, lambda model, name: True, part=part, dtype=dtype)",
         "tests/inference/test_score_command.py -k one_line",
     ),
     Mutation(

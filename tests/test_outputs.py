@@ -29,6 +29,7 @@ COMMANDS = {
     "score": "score --model MODEL --data DATA",
     "bertscore": "score --metric bertscore --model MODEL --data DATA --references MORE "
     "--baseline OTHER",
+    "pairs": "score --metric minimal-pairs --model MODEL --data DATA --published OTHER",
     "prompt": "prompt --model MODEL --prompt OTHER --data DATA --shots 1 --shots-data MORE",
     "pretrain": "pretrain --arch bert-tiny --steps 1 --corpus DATA --tokenizer MODEL",
     "finetune": "finetune --task classification --model MODEL --data DATA --eval-data MORE",
@@ -37,7 +38,7 @@ COMMANDS = {
     "distill": "distill --recipe distilbert --teacher MODEL --corpus DATA --steps 1",
     "classic": "classic --system elmo --corpus DATA --steps 1",
 }
-FILES = ("embed", "score", "bertscore", "prompt")
+FILES = ("embed", "score", "bertscore", "pairs", "prompt")
 INPUTS = [
     (command, word)
     for command, words in COMMANDS.items()

@@ -60,7 +60,7 @@ def load_tokenizer(
     if not path.is_dir():
         _refuse(path, "", expected, "Check the path.")
     with _reading(path, expected):
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, **_config_of(path))
     # Without such a file Transformers makes a tokenizer that knows no word.
     files = sorted({"tokenizer.json", *tokenizer.vocab_files_names.values()})
     if tokenizer.vocab_files_names and not any((path / file).is_file() for file in files):
@@ -90,6 +90,17 @@ def load_tokenizer(
             )
             _refuse(path, got, f"a tokenizer with {', '.join(needs)}", fix)
     return tokenizer
+
+
+def _config_of(path: Path) -> dict[str, Any]:
+    """An empty configuration for a model of fastplm's own: Transformers would warn of its type."""
+    from transformers import PreTrainedConfig
+
+    try:
+        kind = json.loads((path / "config.json").read_text())["model_type"]
+    except (OSError, ValueError, RecursionError, TypeError, KeyError):
+        return {}
+    return {"config": PreTrainedConfig()} if str(kind).startswith("fastplm-") else {}
 
 
 def _refuse(

@@ -196,11 +196,11 @@ def limit_of(where: str, tokenizer: Any, config: Any, max_length: int | None) ->
     return max_length
 
 
-def progress_bar(total: int | None, what: str, show: bool) -> Any:
+def progress_bar(total: int | None, what: str, show: bool, unit: str = "tokens") -> Any:
     """A bar on stderr: tokens done, and the time that is left; None = ``total`` is set later.
 
     Use it as a context, and call ``update(tokens)`` after each batch.
     """
     each = 0.2 if sys.stderr.isatty() else 30.0  # seconds; a log gets few lines
-    options: dict[str, Any] = {"unit": " tokens", "unit_scale": True, "mininterval": each}
+    options: dict[str, Any] = {"unit": f" {unit}", "unit_scale": True, "mininterval": each}
     return tqdm(total=total, desc=what, disable=not show, **options)

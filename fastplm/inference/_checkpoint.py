@@ -33,10 +33,18 @@ def _is_pooler(model: Any, name: str) -> bool:
     return "pooler." in name
 
 
-def load_model(where: str, folder: str | Path, head: str = "", *, bf16: bool = False) -> Any:
+def load_model(
+    where: str,
+    folder: str | Path,
+    head: str = "",
+    *,
+    bf16: bool = False,
+    part: str | None = None,
+) -> Any:
     """The model of a checkpoint, in fp32 unless ``bf16``, on a GPU if there is one.
 
     Without a ``head`` (see ``head_of``) it is the model below it, whose pooler may be missing.
+    ``part`` is that of ``config_at``.
     """
     dtype = torch.bfloat16 if bf16 else torch.float32
     if not head:
@@ -45,7 +53,7 @@ def load_model(where: str, folder: str | Path, head: str = "", *, bf16: bool = F
     else:
         kind = getattr(models, f"AutoModelFor{head}")
         expected = f"a checkpoint with all weights of a model {head}, its head among them"
-        model, _ = weights_at(where, "model", folder, expected, kind, dtype=dtype)
+        model, _ = weights_at(where, "model", folder, expected, kind, part=part, dtype=dtype)
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -6,17 +6,20 @@
 Under a masked language model a text of n tokens is computed n times, each time with another token
 masked. The last layer and the head compute only the masked tokens, and there are no full logits.
 The head computes the masked tokens of several batches at once, as it reads the whole vocabulary.
+Tokens that several texts begin with are scored once by a decoder, as it reads nothing after them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 from torch.nn.utils.rnn import pad_sequence
 
 from fastplm._checks import check_int
@@ -26,6 +29,7 @@ from fastplm.inference.score_settings import METHODS
 from fastplm.models._base import most_positions
 from fastplm.models._heads import CausalLM, MaskedLM, requested_rows
 from fastplm.models._seq2seq import ConditionalGeneration
+from fastplm.models.electra import ElectraForPreTraining
 from fastplm.models.encoder_decoder import EncoderDecoderModel
 from fastplm.nn._rows import IGNORE_INDEX, vocabulary_loss
 from fastplm.run.settings import BATCH_TOKENS
@@ -36,6 +40,8 @@ _ENCODED_TOGETHER = 1024
 _SHOWN = 30
 # Masked tokens that the head computes at once; with fewer it waits for the vocabulary's weights.
 _HEAD_ROWS = 256
+#: What T5's encoder reads in place of the first span of its pre-training.
+_SENTINEL = "<extra_id_0>"
 
 
 class TextScore(NamedTuple):
@@ -88,17 +94,25 @@ def pseudo_log_likelihood(
     truncate: bool = False,
     progress: Callable[[int, int], object] | None = None,
 ) -> list[TextScore]:
-    """The pseudo-log-likelihood of texts under a masked language model.
+    """The pseudo-log-likelihood of texts under a model that fills in masked tokens.
 
     ``PLL(w) = sum over t of log p(w_t | the other tokens)``. With "original" w_t alone is masked;
     with "within_word_l2r" the tokens after w_t in its word are masked, too, because a word of many
     tokens would else get too high a score: each token is easy to guess from the others.
 
+    - A masked language model (BERT, RoBERTa, ALBERT, ELECTRA's generator) computes a copy of the
+      text for each token.
+    - BART and T5 fill in what is masked as in their pre-training. Their encoder reads the text with
+      one mask token in place of a span: of w_t, or with "within_word_l2r" of a whole word, whose
+      tokens the decoder then writes from left to right. BART's mask token is ``<mask>``, and its
+      decoder is given the text up to the span; T5's is ``<extra_id_0>``, and its decoder is given
+      that alone.
+
     Tokens that the tokenizer adds, such as [CLS] and [SEP], are not scored.
 
     Args:
-        model: a masked language model of ``fastplm.models``, such as ``BertForMaskedLM``; of
-            ELECTRA it is the generator, ``ElectraForMaskedLM``.
+        model: a masked language model of ``fastplm.models``, such as ``BertForMaskedLM`` (of
+            ELECTRA it is the generator, ``ElectraForMaskedLM``), or BART or T5.
         tokenizer: that of the checkpoint, with a mask token; for "within_word_l2r" a fast one.
         texts: any number. An empty one has no tokens and the sum 0.
         method: "original" or "within_word_l2r".
@@ -114,43 +128,37 @@ def pseudo_log_likelihood(
             that is longer than the model's positions, without ``truncate``.
 
     Source: Salazar et al. 2020 (arXiv 1910.14659), section 2; Kauf and Ivanova 2023 (arXiv
-        2305.10588), PLL-word-l2r.
+        2305.10588), PLL-word-l2r. BART and T5 fill in masks in their pre-training (Lewis et al.
+        2020, arXiv 1910.13461, section 2.2, text infilling; Raffel et al. 2020, arXiv 1910.10683,
+        section 3.1.4), and BabyLM's evaluation of 2025 masks their tokens one by one.
     """
     where = "pseudo_log_likelihood"
     check_choice(where, "method", method, METHODS)
+    paired = isinstance(model, ConditionalGeneration)
     got, fix = f"a {type(model).__name__}", "Use log_likelihood for other language models."
-    expected = "a masked language model of fastplm.models, such as BertForMaskedLM"
-    check(isinstance(model, MaskedLM), where, "model", got, expected, fix)
+    expected = "a masked language model of fastplm.models, such as BertForMaskedLM, or BART or T5"
+    check(paired or isinstance(model, MaskedLM), where, "model", got, expected, fix)
     mask_id: Any = getattr(tokenizer, "mask_token_id", None)
+    sentinel = paired and _SENTINEL in tokenizer.get_vocab()
+    if sentinel:
+        mask_id = tokenizer.convert_tokens_to_ids(_SENTINEL)
     slow = method == "within_word_l2r" and not tokenizer.is_fast
     lacks = "without a mask token" if mask_id is None else "that is not a fast one" if slow else ""
     got, fix = f"a {type(tokenizer).__name__} {lacks}", "Use that of the checkpoint."
     check(not lacks, where, "tokenizer", got, "a fast tokenizer with a mask token", fix)
-    encoded = _encoded(where, "texts", tokenizer, texts, most_positions(model.config), truncate)
-
-    def rows(parts: list[_Part]) -> Tensor:
-        """[P, E]: the last hidden state of the masked token of each copy."""
-        copies: list[Tensor] = []
-        for text, chosen in parts:
-            hidden = _hidden(text, text.scored[chosen], method)
-            copies += text.ids.expand_as(hidden).masked_fill(hidden, mask_id)
-        inputs = _padded(copies, tokenizer, model.device)
-        places = torch.cat([text.scored[chosen] for text, chosen in parts])
-        places += torch.arange(len(copies)) * inputs["input_ids"].shape[1]
-        places = places.to(model.device)
-        outputs = model.base_model(**inputs, output_rows=places, return_dict=True)
-        return requested_rows(model, outputs.last_hidden_state, places)
-
-    transform, decoder = model._head()
-
-    def losses(rows: Tensor, parts: list[_Part]) -> Tensor:
-        labels = torch.cat([text.ids[text.scored[chosen]] for text, chosen in parts])
-        rows = rows if transform is None else transform(rows)
-        labels = labels.to(rows.device)
-        return vocabulary_loss(rows, decoder, labels, None, dense=True, reduction="none")
-
-    sizes = [(len(text.scored), len(text.ids)) for text in encoded]
-    return _scores(where, model, tokenizer, encoded, rows, losses, sizes, batch_tokens, progress)
+    limit = most_positions(model.config)
+    encoded = _encoded(where, "texts", tokenizer, texts, limit, truncate)
+    if not paired:
+        masked = _masked(model, tokenizer, encoded, mask_id, method)
+        return _scores(where, model, tokenizer, encoded, *masked, batch_tokens, progress)
+    copies = [_infilled(text, method, mask_id, sentinel) for text in encoded]
+    each = [copy for of_one in copies for copy in of_one]
+    scored = _written(model, tokenizer, each)
+    found = iter(_scores(where, model, tokenizer, each, *scored, batch_tokens, progress))
+    return [
+        _joined([next(found) for _ in of_one], text.truncated, _empty(model))
+        for text, of_one in zip(encoded, copies, strict=True)
+    ]
 
 
 def log_likelihood(
@@ -160,6 +168,7 @@ def log_likelihood(
     *,
     sources: Sequence[str] | None = None,
     bos: bool = False,
+    special_tokens: bool = True,
     batch_tokens: int = BATCH_TOKENS,
     truncate: bool = False,
     progress: Callable[[int, int], object] | None = None,
@@ -174,13 +183,17 @@ def log_likelihood(
     - An encoder-decoder (BART, T5, BERT2BERT) scores all tokens that its tokenizer makes of the
       text, also those that it adds, such as </s>: they are the labels of its training.
 
+    What texts begin with is scored once: if two begin with the same tokens (and have the same
+    source), so do their log-probabilities, exactly.
+
     Args:
         model: a decoder or an encoder-decoder of ``fastplm.models`` with a language-model head.
         tokenizer: that of the checkpoint.
         texts: any number.
         sources: of an encoder-decoder, one for each text; None = empty texts, of which the encoder
             reads the tokens that the tokenizer adds.
-        bos: put the tokenizer's beginning-of-text token before each text of a decoder.
+        bos: put the beginning-of-text token (see ``start_token``) before each text of a decoder.
+        special_tokens: False = without the tokens that the tokenizer adds to a decoder's text.
         batch_tokens: the most tokens of a batch, those of the sources among them; a longer text is
             a batch of its own.
         truncate: cut texts and sources that are longer than the model's positions.
@@ -206,15 +219,18 @@ def log_likelihood(
     expected = "a decoder or an encoder-decoder of fastplm.models with a language-model head"
     fix = "Use pseudo_log_likelihood for masked language models."
     check(paired or causal, where, "model", got, expected, fix)
-    start = getattr(tokenizer, "bos_token_id", None)
+    start = start_token(model, tokenizer)
     fix = "Leave it out."
     check(paired or sources is None, where, "sources", "some for a decoder", "None", fix)
     check(not (paired and bos), where, "bos", "True for an encoder-decoder", "False", fix)
+    got, expected = "False for an encoder-decoder", "True, as they are labels of its training"
+    check(special_tokens or not paired, where, "special_tokens", got, expected, fix)
     expected = "a tokenizer with a beginning-of-text token"
     check(not bos or start is not None, where, "bos", "True for another", expected, fix)
     limit = most_positions(getattr(model.config, "decoder", model.config))
     before = [start] if bos and start is not None else []
-    encoded = _encoded(where, "texts", tokenizer, texts, limit, truncate, before)
+    options: dict[str, Any] = {"before": before, "special": special_tokens}
+    encoded = _encoded(where, "texts", tokenizer, texts, limit, truncate, **options)
     if paired:
         given = [""] * len(texts) if sources is None else sources
         fix = "Give one for each text."
@@ -222,31 +238,87 @@ def log_likelihood(
         limit = most_positions(getattr(model.config, "encoder", model.config))
         read = _encoded(where, "sources", tokenizer, given, limit, truncate)
         encoded = [
-            _Text(text.ids, torch.arange(len(text.ids)), text.words, source.ids, cut)
+            _Text(text.ids, text.scored, text.words, source.ids, text.truncated or source.truncated)
             for text, source in zip(encoded, read, strict=True)
-            for cut in [text.truncated or source.truncated]
         ]
         empty = [i for i, source in enumerate(read) if not len(source.ids)]
         got = f"no token in text {empty[:1]}"
         check(not empty, where, "sources", got, "a token or more", "Give other sources.")
-    else:
-        encoded = [text._replace(scored=torch.arange(1, len(text.ids))) for text in encoded]
+    first = 0 if paired else 1
+    order, known = _known_prefixes(encoded, first)
+    encoded = [
+        text._replace(scored=torch.arange(first + shared, max(first, len(text.ids))))
+        for text, shared in zip(encoded, known, strict=True)
+    ]
+    scored = _written(model, tokenizer, encoded)
+    found = _scores(where, model, tokenizer, encoded, *scored, batch_tokens, progress)
+    last = TextScore([], _empty(model))
+    for i in order:
+        begin = TextScore(last.tokens[: known[i]], last.log_probs[: known[i]])
+        found[i] = last = _joined([begin, found[i]], found[i].truncated, _empty(model))
+    return found
+
+
+def originality(
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    *,
+    batch_tokens: int = BATCH_TOKENS,
+    truncate: bool = False,
+    progress: Callable[[int, int], object] | None = None,
+) -> list[TextScore]:
+    """How much ELECTRA's discriminator takes the tokens of texts for the original ones.
+
+    ``sum over t of log(1 - sigmoid(D(w, t)))``, where ``D(w, t)`` is the discriminator's logit of
+    "replaced" for token t. It is no likelihood: it is no distribution over texts. A text is
+    computed once, without masks. Tokens that the tokenizer adds are not scored.
+
+    Args:
+        model: ``fastplm.models.ElectraForPreTraining``.
+        tokenizer, texts, batch_tokens, truncate, progress: as of ``pseudo_log_likelihood``.
+
+    Returns:
+        One ``TextScore`` a text, whose ``log_probs`` are those of "original".
+
+    Raises:
+        ArgumentValueError, ArgumentTypeError: as ``pseudo_log_likelihood``.
+
+    Source: Clark et al. 2020 (arXiv 2003.10555), section 2, D. To compare texts by it, without
+        training: Ni and Kao 2022 (arXiv 2207.08141), section 3; Xia et al. 2022 (arXiv 2205.15223),
+        who add up the tokens of a phrase.
+    """
+    where = "originality"
+    got, fix = f"a {type(model).__name__}", "Load the discriminator with AutoModelForPreTraining."
+    expected = "an ElectraForPreTraining of fastplm.models"
+    check(isinstance(model, ElectraForPreTraining), where, "model", got, expected, fix)
+    limit = most_positions(model.config)
+    encoded = _encoded(where, "texts", tokenizer, texts, limit, truncate)
 
     def losses(parts: list[_Part]) -> Tensor:
-        texts = [text for text, _ in parts]
-        shift = 0 if paired else 1
-        read = [text.source if paired else text.ids[:-1] for text in texts]
-        labels = pad_sequence([text.ids[shift:] for text in texts], True, IGNORE_INDEX)
-        labels = labels.to(model.device)
-        inputs = _padded(read, tokenizer, model.device)
-        inputs["labels" if paired else "shift_labels"] = labels
-        # Where labels are not counted, those of unused slots come last.
-        count = sum(len(text.scored) for text in texts)
-        return model(**inputs, reduction="none").loss[:count]
+        inputs = _padded([text.ids for text, _ in parts], tokenizer, model.device)
+        logits = model(**inputs).logits
+        places = [text.scored + row * logits.shape[1] for row, (text, _) in enumerate(parts)]
+        logits = logits.flatten()[torch.cat(places).to(model.device)]
+        # -log(1 - sigmoid(x)) = log(1 + e^x)
+        return softplus(logits.to(torch.promote_types(logits.dtype, torch.float32)))
 
-    # A text without tokens to score is not computed.
-    sizes = [(1 if len(text.scored) else 0, len(text.ids) + len(text.source)) for text in encoded]
+    sizes = [(1 if len(text.scored) else 0, len(text.ids)) for text in encoded]
     return _scores(where, model, tokenizer, encoded, losses, None, sizes, batch_tokens, progress)
+
+
+def start_token(model: Any, tokenizer: Any) -> int | None:
+    """The token that stands before a text of a decoder, its beginning-of-text token; or None.
+
+    It is the tokenizer's, of BERT's [CLS], unless the model's configuration names another one of
+    its special tokens: a model that read documents with an end between them knows the end alone.
+    """
+    start: int | None = getattr(model.config, "bos_token_id", None)
+    special = getattr(tokenizer, "all_special_ids", ())
+    if start in special:
+        return start
+    roles = (getattr(tokenizer, f"{role}_token_id", None) for role in ("bos", "cls"))
+    return next((each for each in roles if each is not None), None)
 
 
 # --- texts as tokens ------------------------------------------------------------------------------
@@ -266,6 +338,12 @@ class _Text(NamedTuple):
 _Part = tuple[_Text, slice]
 #: The number of a text, its first copy in a batch, and its last one + 1.
 _Copies = tuple[int, int, int]
+#: ``compute``, ``head`` and ``sizes`` of ``_scores``.
+_Work = tuple[
+    Callable[[list[_Part]], Tensor],
+    Callable[[Tensor, list[_Part]], Tensor] | None,
+    list[tuple[int, int]],
+]
 
 
 def _encoded(
@@ -276,13 +354,17 @@ def _encoded(
     limit: int | None,
     truncate: bool,
     before: Sequence[int] = (),
+    special: bool = True,
 ) -> list[_Text]:
-    """The tokens of texts; scored are those that neither the tokenizer nor ``before`` adds."""
+    """The tokens of texts; scored are those that neither the tokenizer nor ``before`` adds.
+
+    Without ``special`` the tokenizer adds none.
+    """
     check_texts(where, argument, texts)
     found: list[_Text] = []
     for start in range(0, len(texts), _ENCODED_TOGETHER):
         some = list(texts[start : start + _ENCODED_TOGETHER])
-        options = {"return_special_tokens_mask": True, **ONLY_IDS}
+        options = {"return_special_tokens_mask": True, "add_special_tokens": special, **ONLY_IDS}
         together = tokenizer(some, **options)
         for i, text in enumerate(some):
             encoding, index = together, i
@@ -313,6 +395,115 @@ def _hidden(text: _Text, scored: Tensor, method: str) -> Tensor:
     if method == "original":
         return places == scored
     return (text.words == text.words[scored]) & (places >= scored)
+
+
+def _infilled(text: _Text, method: str, mask_id: int, sentinel: bool) -> list[_Text]:
+    """A copy of a text for each token or word: the encoder reads one mask token in its place.
+
+    What the decoder writes ends with the span, which alone is scored. It begins with the sentinel,
+    or with the text before the span.
+    """
+    place = text.scored
+    if method == "original":
+        starts = torch.arange(len(place))
+    else:
+        words = text.words[place]
+        begins = (words[1:] != words[:-1]) | (place[1:] != place[:-1] + 1)
+        starts = torch.cat([place.new_zeros(min(1, len(place))), begins.nonzero().flatten() + 1])
+    mask = torch.tensor([mask_id])
+    copies = []
+    for some in place.tensor_split(starts[1:]) if len(place) else ():
+        first, end = int(some[0]), int(some[-1]) + 1
+        source = torch.cat([text.ids[:first], mask, text.ids[end:]])
+        ids = torch.cat([mask, text.ids[first:end]]) if sentinel else text.ids[:end]
+        scored = torch.arange(len(ids) - len(some), len(ids))
+        copies.append(_Text(ids, scored, text.words[:0], source, text.truncated))
+    return copies
+
+
+def _known_prefixes(texts: list[_Text], first: int) -> tuple[list[int], list[int]]:
+    """(an order of the texts, of each text how many scored tokens the one before it has, too).
+
+    A decoder scores tokens by those before them alone, so these have the same log-probabilities.
+    Scored are the tokens from ``first`` on.
+    """
+    ids = [text.ids.tolist() for text in texts]
+    sources = [text.source.tolist() for text in texts]
+    order = sorted(range(len(texts)), key=lambda i: (sources[i], ids[i]))
+    known = [0] * len(texts)
+    for before, i in pairwise(order):
+        if sources[before] == sources[i]:
+            both = zip(ids[before], ids[i], strict=False)
+            alike = takewhile(lambda pair: pair[0] == pair[1], both)
+            known[i] = max(0, sum(1 for _ in alike) - first)
+    return order, known
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
+
+def _masked(model: Any, tokenizer: Any, texts: list[_Text], mask_id: int, method: str) -> _Work:
+    """What a masked language model computes, a copy of the text for each token."""
+
+    def rows(parts: list[_Part]) -> Tensor:
+        """[P, E]: the last hidden state of the masked token of each copy."""
+        copies: list[Tensor] = []
+        for text, chosen in parts:
+            hidden = _hidden(text, text.scored[chosen], method)
+            copies += text.ids.expand_as(hidden).masked_fill(hidden, mask_id)
+        inputs = _padded(copies, tokenizer, model.device)
+        places = torch.cat([text.scored[chosen] for text, chosen in parts])
+        places += torch.arange(len(copies)) * inputs["input_ids"].shape[1]
+        places = places.to(model.device)
+        outputs = model.base_model(**inputs, output_rows=places, return_dict=True)
+        return requested_rows(model, outputs.last_hidden_state, places)
+
+    transform, decoder = model._head()
+
+    def losses(rows: Tensor, parts: list[_Part]) -> Tensor:
+        labels = torch.cat([text.ids[text.scored[chosen]] for text, chosen in parts])
+        rows = rows if transform is None else transform(rows)
+        labels = labels.to(rows.device)
+        return vocabulary_loss(rows, decoder, labels, None, dense=True, reduction="none")
+
+    return rows, losses, [(len(text.scored), len(text.ids)) for text in texts]
+
+
+def _written(model: Any, tokenizer: Any, texts: list[_Text]) -> _Work:
+    """What a decoder computes, which scores the last tokens of each text."""
+    causal = isinstance(model, CausalLM)
+
+    def losses(parts: list[_Part]) -> Tensor:
+        texts = [text for text, _ in parts]
+        ids = pad_sequence([text.ids for text in texts], True, IGNORE_INDEX)
+        first = torch.tensor([int(text.scored[0]) for text in texts])
+        labels = ids.masked_fill(torch.arange(ids.shape[1]) < first[:, None], IGNORE_INDEX)
+        read = [text.ids[:-1] if causal else text.source for text in texts]
+        inputs = _padded(read, tokenizer, model.device)
+        if causal:
+            inputs["shift_labels"] = labels[:, 1:].to(model.device)
+        else:
+            shifted = model.prepare_decoder_input_ids_from_labels(ids)
+            inputs["decoder_input_ids"] = shifted.to(model.device)
+            inputs["labels"] = labels.to(model.device)
+        # Where labels are not counted, those of unused slots come last.
+        count = sum(len(text.scored) for text in texts)
+        return model(**inputs, reduction="none").loss[:count]
+
+    # A text without tokens to score is not computed.
+    sizes = [(1 if len(text.scored) else 0, len(text.ids) + len(text.source)) for text in texts]
+    return losses, None, sizes
+
+
+def _empty(model: Any) -> Tensor:
+    """[0], of the type of log-probabilities."""
+    return torch.empty(0, dtype=torch.promote_types(model.dtype, torch.float32))
+
+
+def _joined(parts: list[TextScore], truncated: bool, empty: Tensor) -> TextScore:
+    """The scores of the parts of a text as one."""
+    tokens = [token for part in parts for token in part.tokens]
+    return TextScore(tokens, torch.cat([empty, *(part.log_probs for part in parts)]), truncated)
 
 
 # --- batches --------------------------------------------------------------------------------------
@@ -399,7 +590,7 @@ def _scores(
             if progress is not None:
                 progress(done, total)
         finish()
-    nothing = torch.empty(0, dtype=torch.promote_types(model.dtype, torch.float32))
+    nothing = _empty(model)
     return [
         TextScore(
             tokenizer.convert_ids_to_tokens(text.ids[text.scored].tolist()),

@@ -20,16 +20,27 @@ from fastplm.data import load_tokenizer
 from fastplm.data._files import lines_of
 from fastplm.data._folder import say
 from fastplm.data._output import whole
+from fastplm.data.minimal_pairs import read_pairs, read_published
 from fastplm.errors import DataError
 from fastplm.inference._batches import progress_bar
 from fastplm.inference._checkpoint import fp32_name, head_of, load_model, results
 from fastplm.inference._encoder import load_encoder
 from fastplm.inference.bertscore import bert_score
+from fastplm.inference.minimal_pairs import (
+    Accuracy,
+    PairScores,
+    draw,
+    minimal_pairs,
+    published_means,
+)
 from fastplm.inference.score import TextScore, log_likelihood, perplexity, pseudo_log_likelihood
-from fastplm.inference.score_settings import METHODS, ScoreArguments
+from fastplm.inference.score_settings import METHODS, PAIRS, ScoreArguments
 from fastplm.run.checkpoint import config_at
-from fastplm.run.report import block, counted
+from fastplm.run.report import block, counted, drawn
 from fastplm.run.threads import fp32_products, using_threads
+
+#: The encoder-decoders that have learned to fill in what is masked.
+_INFILLING = ("bart", "t5")
 
 
 @dataclass(frozen=True)
@@ -58,7 +69,10 @@ def score_file(args: ScoreArguments) -> str:
         FastplmError: a file, the model or a setting is wrong.
     """
     out = None if args.out is None else Path(args.out)
-    with results(args, out):
+    picture = out.with_suffix(".png") if out is not None and args.picture else None
+    with results(args, out, picture):
+        if args.metric == PAIRS:
+            return _score_pairs(args, out, picture)
         return _score_file(args, out)
 
 
@@ -67,10 +81,11 @@ def _score_file(args: ScoreArguments, out: Path | None) -> str:
     usual = "pseudo-log-likelihood" if head_of(config) == "MaskedLM" else "log-likelihood"
     metric = args.metric or usual
     likelihood = metric.endswith("log-likelihood")
+    able = {usual} | ({"pseudo-log-likelihood"} if config.model_type in _INFILLING else set())
     fix = "Leave the option out."
     expected = f"{usual}, the one for a {config.model_type} model of this kind"
-    args.check("metric", metric == usual or not likelihood, expected, fix)
-    lines = read_lines(args, paired=likelihood and config.is_encoder_decoder)
+    args.check("metric", metric in able or not likelihood, expected, fix)
+    lines = read_lines(args, paired=metric == "log-likelihood" and config.is_encoder_decoder)
     with using_threads(args.threads), fp32_products(args.matmul_precision):
         begun = time.perf_counter()
         report = _METRICS[metric](args, lines, config)
@@ -86,7 +101,13 @@ def _score_file(args: ScoreArguments, out: Path | None) -> str:
     head = {"model": str(args.model), "data": str(args.data), "metric": metric}
     if metric == "pseudo-log-likelihood":
         head["method"] = args.method or METHODS[0]
+    assert args.by is not None
     text = (_json if args.format == "json" else _table)(args.by, lines, report, head)
+    return _given(text, out)
+
+
+def _given(text: str, out: Path | None) -> str:
+    """The results, or nothing when they were written to ``out``."""
     if out is None:
         return text
     with whole(out) as part:
@@ -135,7 +156,8 @@ def _likelihood(
     expected, fix = "none, as only pseudo-log-likelihood masks tokens", "Leave it out."
     args.check("method", pseudo or args.method is None, expected, fix)
     args.check("bos", causal and not pseudo or not args.bos, "a GPT or GPT-2", fix, "another model")
-    tokenizer: Any = load_tokenizer(args.model, needs=("mask",) if pseudo else ())
+    needs = ("mask",) if pseudo and causal else ()  # T5 has a sentinel
+    tokenizer: Any = load_tokenizer(args.model, needs=needs)
     model = load_model("score", args.model, head_of(config))
     _say_what(args, model)
     texts = [line.text for line in lines]
@@ -149,12 +171,7 @@ def _likelihood(
     elif lines[0].source is not None:
         options["sources"] = [line.source for line in lines]
     with progress_bar(None, "score", True) as bar, _precision(args, model.device):
-
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        scores = metric(model, tokenizer, texts, progress=show, **options)
+        scores = metric(model, tokenizer, texts, progress=_shown_in(bar), **options)
     prefix = "pseudo_" if pseudo else ""
     names = "tokens", f"{prefix}log_likelihood", f"{prefix}perplexity"
 
@@ -205,6 +222,94 @@ def _bertscore(args: ScoreArguments, lines: list[Line], config: Any) -> Report:
     return Report(found, [], {"texts": len(lines), **means})
 
 
+# --- minimal pairs --------------------------------------------------------------------------------
+
+
+def _score_pairs(args: ScoreArguments, out: Path | None, picture: Path | None) -> str:
+    """The accuracies of minimal pairs, or their scores, as ``score_file`` gives them."""
+    config = config_at("score", "model", args.model, part=args.part)
+    pairs = read_pairs(args.data)
+    published = {} if args.published is None else read_published(args.published)
+    there = not published or any(pair.paradigm in published for pair in pairs)
+    got, fix = f"{args.published}, with no UID of {args.data}", "Check both files."
+    args.check("published", there, "rows for the same paradigms", fix, got, DataError)
+    tokenizer: Any = load_tokenizer(args.model, needs=())
+    discriminates = (config.architectures or [""])[0] == "ElectraForPreTraining"
+    head_name = "PreTraining" if discriminates else head_of(config)
+    model = load_model("score", args.model, head_name, part=args.part)
+    _say_what(args, model)
+    options: dict[str, Any] = {"method": args.method, "bos": not args.no_bos}
+    options |= {name: getattr(args, name) for name in ("normalize", "batch_tokens", "truncate")}
+    begun = time.perf_counter()
+    with (
+        using_threads(args.threads),
+        fp32_products(args.matmul_precision),
+        progress_bar(None, "score", True, "sentences") as bar,
+        _precision(args, model.device),
+    ):
+        scores = minimal_pairs(model, tokenizer, pairs, progress=_shown_in(bar), **options)
+    seconds = time.perf_counter() - begun
+    finite = bool((scores.good + scores.bad).isfinite().all())
+    got, fix = f"{args.model}, which gives NaN or infinity", "Check its config.json and weights."
+    args.check("model", finite, "a model that gives numbers", fix, got, DataError)
+    if scores.truncated:
+        say(f"distinct sentences longer than the model takes, cut: {scores.truncated}")
+    rows, others = scores.accuracies(), published_means(scores, published)
+    say(_summary(rows[0], others, scores.scorer, seconds))
+    head = {"model": str(args.model), "data": str(args.data), "metric": PAIRS}
+    head["scorer"] = scores.scorer
+    if picture is not None:
+
+        def paint() -> None:
+            with whole(picture) as part:
+                draw(part, f"minimal pairs, {Path(args.model).name}", rows, others)
+
+        if drawn(picture, paint):
+            say(f"drawn as {picture}")
+    return _given(_pairs_as(args, scores, rows, others, head), out)
+
+
+def _summary(
+    row: Accuracy, others: dict[str, list[float | None]], scorer: str, seconds: float
+) -> str:
+    beside = ", ".join(f"{name} {of[0]:.3f}" for name, of in others.items() if of[0] is not None)
+    return (
+        f"accuracy {row.accuracy:.3f} (95 % interval {row.low:.3f} to {row.high:.3f}) of "
+        f"{counted(row.pairs, 'pair')}, {counted(row.paradigms, 'paradigm')}, "
+        f"{counted(row.ties, 'tie')}, by {scorer}; "
+        f"{f'published: {beside}; ' if beside else ''}{seconds:.1f} s"
+    )
+
+
+def _pairs_as(
+    args: ScoreArguments,
+    scores: PairScores,
+    rows: list[Accuracy],
+    others: dict[str, list[float | None]],
+    head: dict[str, str],
+) -> str:
+    """The table or JSON of accuracies, or of each pair."""
+    shown = [
+        row._asdict() | {system: of[i] for system, of in others.items()}
+        for i, row in enumerate(rows)
+        if args.by != "corpus" or row.level == "overall"
+    ]
+    each = []
+    if args.by == "pair":
+        known = zip(scores.pairs, scores.good.tolist(), scores.bad.tolist(), strict=True)
+        each = [
+            {"paradigm": pair.paradigm, "number": number, "good": good, "bad": bad}
+            | {"correct": int(good > bad), "sentence_good": pair.good, "sentence_bad": pair.bad}
+            for number, (pair, good, bad) in enumerate(known, 1)
+        ]
+    if args.format == "tsv":
+        return _rows(each or shown)
+    content: dict[str, Any] = {**head, "accuracies": shown}
+    if each:
+        content["pairs"] = each
+    return _written(content)
+
+
 #: What computes the report of a metric from the lines of a file.
 _METRICS: dict[str, Callable[[ScoreArguments, list[Line], Any], Report]] = {
     "log-likelihood": _likelihood,
@@ -223,6 +328,16 @@ def _say_what(args: ScoreArguments, model: Any) -> None:
     say(block(rows))
 
 
+def _shown_in(bar: Any) -> Callable[[int, int], None]:
+    """What shows (done, all) in a bar of progress."""
+
+    def show(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+
+    return show
+
+
 def _precision(args: ScoreArguments, device: torch.device) -> Any:
     return torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
 
@@ -236,6 +351,11 @@ def _table(by: str, lines: Sequence[Line], report: Report, head: dict[str, str])
         found = [[row] for row in report.texts] if by == "text" else report.tokens
         each = zip(lines, found, strict=True)
         rows = [{"line": line.number, **row} for line, some in each for row in some]
+    return _rows(rows)
+
+
+def _rows(rows: Sequence[dict[str, Any]]) -> str:
+    """A header and rows, separated by tabs."""
     shown = io.StringIO()
     table = csv.writer(shown, delimiter="\t", lineterminator="\n")
     table.writerow(rows[0] if rows else ("line",))
@@ -256,6 +376,11 @@ def _json(by: str, lines: Sequence[Line], report: Report, head: dict[str, str]) 
     if by == "token":
         for text, some in zip(content["texts"], report.tokens, strict=True):
             text["by_token"] = some
+    return _written(content)
+
+
+def _written(content: dict[str, Any]) -> str:
+    """As JSON."""
     return json.dumps(_finite(content), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 

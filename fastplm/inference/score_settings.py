@@ -8,12 +8,20 @@ from pathlib import Path
 
 from fastplm.run.settings import Settings, common, setting, whole
 
-METRICS = ("log-likelihood", "pseudo-log-likelihood", "bertscore")
+PAIRS = "minimal-pairs"
+METRICS = ("log-likelihood", "pseudo-log-likelihood", "bertscore", PAIRS)
 #: How tokens are masked where one of them is scored.
 METHODS = ("original", "within_word_l2r")
-UNITS = ("token", "text", "corpus")
+#: BART and T5 without masks: the source is an empty text.
+EMPTY_SOURCE = "empty_source"
+PAIR_METHODS = (*METHODS, EMPTY_SOURCE)
+#: What has a row of its own; of minimal pairs, the last three.
+UNITS = ("token", "text", "corpus", "pair", "paradigm")
+_PAIR_UNITS = UNITS[2:]
 FORMATS = ("tsv", "json")
 _OF_BERTSCORE = ("references", "idf", "layer", "baseline")
+_OF_PAIRS = ("part", "no_bos", "normalize", "published", "picture")
+_PARTS = ("generator", "discriminator")
 
 
 @dataclass
@@ -29,24 +37,31 @@ class ScoreArguments(Settings):
     model: str | Path = common("model")
     data: str | Path = setting(
         "file of texts, one a line, plain or compressed; for an encoder-decoder also a source, a "
-        "tab and its text in each line",
+        "tab and its text in each line; for minimal-pairs BLiMP's zip, or a .jsonl, .tsv or .csv "
+        "file with the columns sentence_good and sentence_bad",
         path="FILE",
     )
     metric: str | None = setting(
         "what is computed (default: that of the model: pseudo-log-likelihood for BERT, RoBERTa, "
         "ALBERT and ELECTRA's generator, log-likelihood for GPT, GPT-2, BART and T5); bertscore "
-        "compares the texts with --references",
+        "compares the texts with --references; minimal-pairs is how often the acceptable one of "
+        "two sentences is found more probable",
         None,
         choices=METRICS,
     )
     method: str | None = setting(
         "of pseudo-log-likelihood: mask only the token that is scored (original, the default), or "
-        "also the tokens after it in its word (within_word_l2r)",
+        "also the tokens after it in its word (within_word_l2r); of minimal-pairs with BART and T5 "
+        "also the log-likelihood after an empty text (empty_source)",
         None,
-        choices=METHODS,
+        choices=PAIR_METHODS,
     )
-    by: str = setting(
-        "a score for each token, for each text, or one for all", "text", choices=UNITS
+    by: str | None = setting(
+        "a score for each token, for each text (the default), or one for all (corpus); for "
+        "minimal-pairs the accuracy of each paradigm, term and field (paradigm, the default), the "
+        "scores of each pair, or one accuracy for all (corpus)",
+        None,
+        choices=UNITS,
     )
     format: str = setting("tsv: a header and rows; json: one object", "tsv", choices=FORMATS)
     out: str | Path | None = setting(  # type: ignore[assignment]
@@ -74,6 +89,32 @@ class ScoreArguments(Settings):
         "has a score, too",
         False,
     )
+    part: str | None = setting(
+        "minimal-pairs with a checkpoint of ELECTRA's pre-training, which holds two models: the "
+        "one that is scored (default: generator)",
+        None,
+        choices=_PARTS,
+    )
+    no_bos: bool = setting(
+        "minimal-pairs with GPT and GPT-2: put no beginning-of-text token before the sentences, "
+        "and do not score their first token",
+        False,
+    )
+    normalize: bool = setting(
+        "minimal-pairs: compare the means over the tokens of the sentences in place of the sums",
+        False,
+    )
+    published: str | Path | None = setting(
+        "minimal-pairs: table of the accuracies of other systems, with a column UID and one for "
+        "each system, which are shown beside (BLiMP's models_summary.jsonl)",
+        None,
+        path="FILE",
+    )
+    picture: bool = setting(
+        "minimal-pairs: draw the accuracies of terms with their intervals, as OUT with the ending "
+        ".png beside --out",
+        False,
+    )
     truncate: bool = setting(
         "cut texts that are longer than the model takes; without it they are an error", False
     )
@@ -81,10 +122,29 @@ class ScoreArguments(Settings):
     bf16: bool = setting("compute under autocast to bfloat16: faster, with rounder scores", False)
     matmul_precision: str = common("matmul_precision")
     threads: int | None = common("threads")
-    overwrite: bool = setting("replace the file --out", False)
+    overwrite: bool = setting("replace the file --out, and its picture", False)
 
     def __post_init__(self) -> None:
         self.check_values()
+        pairs = self.metric == PAIRS
+        units = _PAIR_UNITS if pairs else UNITS[:3]
+        if self.by is None:
+            self.by = "paradigm" if pairs else "text"
+        fix = f"Choose one of them{'' if pairs else f', or give --metric {PAIRS}'}."
+        self.check("by", self.by in units, " | ".join(units), fix)
+        for name in _OF_PAIRS:
+            given = getattr(self, name) not in (None, False)
+            fix = f"Leave the option out, or give --metric {PAIRS}."
+            self.check(name, pairs or not given, "nothing with another metric", fix)
+        expected, fix = "false with minimal-pairs, which put it there", "Leave it out."
+        self.check("bos", not (pairs and self.bos), expected, fix)
+        fix = f"Choose one of them, or give --metric {PAIRS}."
+        masks = self.method in (None, *METHODS)
+        self.check("method", pairs or masks, " | ".join(METHODS), fix)
+        named = self.out is not None and Path(self.out).suffix not in ("", ".png")
+        expected, fix = "--out FILE with another ending than .png", "Name one."
+        got = f"true with --out {self.out}"
+        self.check("picture", named or not self.picture, expected, fix, got)
         compares = self.metric == "bertscore"
         for name in _OF_BERTSCORE:
             given = getattr(self, name) not in (None, False)

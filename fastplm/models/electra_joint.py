@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import ElectraConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, ElectraConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 from transformers.utils.generic import can_return_tuple
 
@@ -196,6 +196,10 @@ class ElectraJointConfig(PreTrainedConfig):
             discriminator=ElectraConfig(**discriminator.to_dict()),
             **kwargs,
         )
+
+
+# So that Transformers' AutoConfig and AutoTokenizer know the checkpoints of a pre-training.
+AutoConfig.register(ElectraJointConfig.model_type, ElectraJointConfig, exist_ok=True)
 
 
 @dataclass

@@ -25,43 +25,93 @@ _ABSOLUTE = ("albert", "bert", "electra", "roberta")
 _SIZES = ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 _LAYER = re.compile(r"\.\d+\.")
 
-#: The commands that need a model of a language; ELECTRA's discriminator is none.
+#: The model type of ELECTRA's pre-training, whose checkpoints hold two models.
+JOINT = "fastplm-electra-joint"
+#: The commands that need a model of a language; a discriminator that detects tokens is none.
 _LANGUAGE_MODELS = ("score", "prompt")
-_DROPOUTS = (
+#: Every dropout of a configuration.
+DROPOUTS = (
     *("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob"),
     *("classifier_dropout", "dropout", "dropout_rate", "attention_dropout", "activation_dropout"),
     *("summary_last_dropout", "summary_first_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"),
 )
 
 
-def config_at(where: str, argument: str, path: str | Path, **settings: Any) -> Any:
+def config_at(
+    where: str, argument: str, path: str | Path, *, part: str | None = None, **settings: Any
+) -> Any:
     """The configuration in a folder, which ``argument`` of the command ``where`` names.
 
+    A checkpoint of ELECTRA's pre-training holds two models, and is read as one of them. That is the
+    generator for an argument of this name, and for ``score`` and ``prompt`` unless the
+    discriminator predicts tokens; else the discriminator.
+
+    Args:
+        where, argument: the command, and its setting that names the folder.
+        path: the folder.
+        part: "generator" or "discriminator", to choose one; give ``weights_at`` the same.
+        settings: fields to change.
+
     Raises:
-        DataError: there is none.
+        DataError: there is none; or the generator draws tokens by frequency, and is no model; or
+            the discriminator is not trained yet.
     """
     from transformers import AutoConfig
 
     expected = "a checkpoint with its config.json"
-    _refuse_joint(where, argument, path, expected)
-    load = functools.partial(AutoConfig.from_pretrained, path, local_files_only=True, **settings)
-    config = loaded(where, argument, path, expected, load)
+    if kind_of(path) == JOINT:
+        name, joint = _part_of_joint(where, argument, path, expected, part)
+        config = getattr(joint, name)
+        config = type(config).from_dict(config.to_diff_dict(), **settings)
+        predicts = name == "generator" or not joint.detects
+        config.architectures = ["ElectraForMaskedLM" if predicts else "ElectraForPreTraining"]
+    else:
+        load = functools.partial(
+            AutoConfig.from_pretrained, path, local_files_only=True, **settings
+        )
+        config = loaded(where, argument, path, expected, load)
     _check_config(where, argument, path, config)
     return config
 
 
-def _refuse_joint(where: str, argument: str, path: str | Path, expected: str) -> None:
-    """Say of a checkpoint of ELECTRA's pre-training where its models are."""
+def kind_of(path: str | Path) -> str | None:
+    """The model type that the config.json of a folder names; None without one."""
     try:
-        kind = json.loads((Path(path) / "config.json").read_text())["model_type"]
+        return json.loads((Path(path) / "config.json").read_text())["model_type"]
     except (OSError, ValueError, RecursionError, TypeError, KeyError):
-        return  # who loads it says what is wrong
-    if kind == "fastplm-electra-joint":
-        name = "generator" if where in _LANGUAGE_MODELS else "discriminator"
-        model = Path(path).resolve().parent / name
-        got = f"{path}, a state of ELECTRA's pre-training, which is two models in one"
-        there = "" if model.is_dir() else ", which the run writes when it ends"
-        fail(where, argument, got, expected, f"Give its {name}: {model}{there}.", DataError)
+        return None  # who loads it says what is wrong
+
+
+def _part_of_joint(
+    where: str, argument: str, path: str | Path, expected: str, part: str | None
+) -> tuple[str, Any]:
+    """(the model of a checkpoint of ELECTRA's pre-training that is read, its configuration)."""
+    from fastplm.models.electra_joint import ElectraJointConfig
+
+    load = functools.partial(ElectraJointConfig.from_pretrained, path, local_files_only=True)
+    joint = loaded(where, argument, path, expected, load)
+    generates = argument == "generator" or (where in _LANGUAGE_MODELS and joint.detects)
+    name = part or ("generator" if generates else "discriminator")
+    fix = "Choose another checkpoint."
+    if name == "generator" and joint.generator_type != "model":
+        got = f"{path}, whose generator draws tokens by their frequency"
+        fail(where, argument, got, "a generator that is a model", fix, DataError)
+    if name == "discriminator" and joint.stage == 1:
+        got = f"{path}, of the first stage, in which the generator alone is trained"
+        fail(where, argument, got, "a discriminator that was trained", fix, DataError)
+    return name, joint
+
+
+def _weights_of_joint(
+    where: str, argument: str, path: str | Path, expected: str, part: str | None
+) -> dict[str, Any]:
+    """``config`` and ``state_dict`` of the model that is read, for ``from_pretrained``."""
+    from fastplm.models.electra_joint import ElectraForJointPreTraining
+
+    name, _ = _part_of_joint(where, argument, path, expected, part)
+    both, _ = weights_at(where, argument, path, expected, ElectraForJointPreTraining)
+    config = config_at(where, argument, path, part=name)
+    return {"config": config, "state_dict": getattr(both, name).state_dict()}
 
 
 def _check_config(where: str, argument: str, path: str | Path, config: Any) -> None:
@@ -83,7 +133,7 @@ def _check_config(where: str, argument: str, path: str | Path, config: Any) -> N
     check(config, "architectures", are_names, "a list of names of classes", fix)
     for each in (config, getattr(config, "encoder", None), getattr(config, "decoder", None)):
         _check_sizes(functools.partial(check, each, fix="Correct it, or convert it."), each)
-        for name in _DROPOUTS:
+        for name in DROPOUTS:
             check(each, name, is_rate, "a probability from 0 to 1", "Correct it.")
 
 
@@ -115,6 +165,8 @@ def weights_at(
     expected: str,
     kind: Any,
     may_lack: Callable[[Any, str], bool] = lambda model, name: False,
+    *,
+    part: str | None = None,
     **options: Any,
 ) -> tuple[Any, list[str]]:
     """(a model of the class ``kind`` from a folder, the names of the weights that it lacks).
@@ -128,6 +180,7 @@ def weights_at(
         expected: what is to be there, for errors.
         kind: a class with ``from_pretrained``.
         may_lack: whether a model may lack the weight of this name: that of a new head, say.
+        part: of a checkpoint of ELECTRA's pre-training, see ``config_at``.
         options: of ``from_pretrained``.
 
     Raises:
@@ -136,14 +189,22 @@ def weights_at(
     """
     from transformers.utils import logging
 
-    _refuse_joint(where, argument, path, expected)
-    if (Path(path) / "config.json").is_file():  # its sizes, before a model is made of them
-        config_at(where, argument, path)
+    source: str | Path | None = path
+    joint = kind_of(path) == JOINT
+    reads_both = getattr(getattr(kind, "config_class", None), "model_type", "") == JOINT
+    if joint and not reads_both:
+        source = None
+        options = _weights_of_joint(where, argument, path, expected, part) | options
+        # Transformers' Auto classes ask for a folder, even for weights that are given.
+        if hasattr(kind, "_model_mapping"):
+            kind = kind._model_mapping[type(options["config"])]
+    elif not joint and (Path(path) / "config.json").is_file():
+        config_at(where, argument, path)  # its sizes, before a model is made of them
     options |= {"local_files_only": True, "output_loading_info": True}
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        load = functools.partial(_load, kind, path, options)
+        load = functools.partial(_load, kind, source, options)
         model, info = loaded(where, argument, path, expected, load)
     finally:
         logging.set_verbosity(verbosity)
@@ -187,7 +248,7 @@ def _of_whole_numbers(path: Path) -> tuple[str, str] | None:
     return None
 
 
-def _load(kind: Any, path: str | Path, options: dict[str, Any]) -> Any:
+def _load(kind: Any, path: str | Path | None, options: dict[str, Any]) -> Any:
     """``kind.from_pretrained``, which names a weight of another shape."""
     try:
         return kind.from_pretrained(path, **options)
@@ -251,6 +312,6 @@ def set_dropout(config: Any, rate: float | None) -> None:
     if rate is None:
         return
     for each in (config, getattr(config, "encoder", None), getattr(config, "decoder", None)):
-        for name in _DROPOUTS:
+        for name in DROPOUTS:
             if hasattr(each, name):
                 setattr(each, name, rate)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from fastplm.data._folder import say
 
 
 def curve(log_history: list[dict[str, float]], name: str = "loss") -> list[dict[str, float]]:
@@ -47,3 +51,17 @@ def block(rows: dict[str, str]) -> str:
     """Two columns of names and texts."""
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows.items())
+
+
+def drawn(path: Path, draw: Callable[[], None]) -> bool:
+    """Draw a picture; returns whether it was drawn.
+
+    Where matplotlib fails, a line on stderr says why, as a result is worth more than its picture.
+    """
+    try:
+        draw()
+    except Exception as error:  # of whatever kind, from its settings to the fonts of the system
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        say(f"fastplm: {path} was not drawn, as matplotlib failed: {reason:.200}")
+        return False
+    return True

@@ -90,9 +90,12 @@ FAMILIES: Mapping[str, Family] = {
             "mlm+nsp": "BertForPreTraining",
             "mlm+sop": "BertForPreTraining",
             "mlm": "BertForMaskedLM",
+            "clm": "BertLMHeadModel",
         },
     ),
-    "roberta": Family("bytelevel", 50265, {"mlm": "RobertaForMaskedLM"}),
+    "roberta": Family(
+        "bytelevel", 50265, {"mlm": "RobertaForMaskedLM", "clm": "RobertaForCausalLM"}
+    ),
     "albert": Family(
         "wordpiece",
         30000,
@@ -104,7 +107,13 @@ FAMILIES: Mapping[str, Family] = {
         unit="ngram",
     ),
     "electra": Family(
-        "wordpiece", 30522, {"rtd": "ElectraForJointPreTraining", "mlm": "ElectraForMaskedLM"}
+        "wordpiece",
+        30522,
+        {
+            "rtd": "ElectraForJointPreTraining",
+            "mlm": "ElectraForMaskedLM",
+            "clm": "ElectraForCausalLM",
+        },
     ),
     "gpt": Family("bytelevel", 40478, {"clm": "OpenAIGPTLMHeadModel"}),
     "gpt2": Family("bytelevel", 50257, {"clm": "GPT2LMHeadModel"}),
@@ -151,8 +160,10 @@ def _published(
 
 _TURC = {"tiny": (2, 128, 2), "mini": (4, 256, 4), "small": (4, 512, 8), "medium": (8, 512, 8)}
 _BASE, _LARGE = {"base": (12, 768, 12)}, {"large": (24, 1024, 16)}
+_XLARGE, _XXLARGE = {"xlarge": (24, 2048, 16)}, {"xxlarge": (12, 4096, 64)}
 _CLARK, _RAFFEL = "Clark et al. 2020", "Raffel et al. 2020"
 _LAMB: dict[str, Any] = {"optimizer": "lamb", "embedding": 128}
+_NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0}
 _LEWIS = "Lewis et al. 2020; rate of Liu et al. 2019"
 _RADFORD = "Radford et al. 2019; rate of Brown et al. 2020"
 
@@ -171,7 +182,8 @@ PRESETS = {
     **_published("Liu et al. 2019", "roberta", _LARGE, 4e-4, 8192),
     "albert-tiny": Preset("albert", 2, 128, 2, 1e-3, embedding=64, initializer_range=_NARROW),
     "albert-mini": Preset("albert", 4, 256, 4, 5e-4, embedding=128),
-    **_published("Lan et al. 2020", "albert", _BASE | _LARGE, 1.76e-3, 4096, **_LAMB),
+    **_published("Lan et al. 2020", "albert", _BASE | _LARGE | _XLARGE, 1.76e-3, 4096, **_LAMB),
+    **_published("Lan et al. 2020", "albert", _XXLARGE, 1.76e-3, 4096, **_LAMB, **_NO_DROPOUT),
     "gpt-tiny": Preset("gpt", 2, 128, 2, 1e-3, initializer_range=_NARROW),
     **_published("Radford et al. 2018", "gpt", {"": (12, 768, 12)}, 2.5e-4, 64),
     "gpt2-tiny": Preset("gpt2", 2, 128, 2, 1e-3, initializer_range=_NARROW),
@@ -256,7 +268,8 @@ def configuration(
             own; that of the preset by default.
         attention_dropout: of attention weights; that of the preset by default.
         tokenizer: gives the ids of padding, beginning and end; without it the family's usual ones.
-        objective: with "mlm" an ELECTRA is one encoder, the discriminator's.
+        objective: with "mlm" or "clm" an ELECTRA is one encoder, the discriminator's; with "clm"
+            an encoder has a causal mask, by ``is_decoder``.
         joint: of ELECTRA, fields of ``ElectraJointConfig``.
 
     Returns:
@@ -284,6 +297,9 @@ def configuration(
         "attention_probs_dropout_prob": attention_dropout,
         "max_position_embeddings": max(512, block_size),
     }
+    if objective == "clm":
+        # With a cache in every forward, padding would be computed.
+        encoder |= {"is_decoder": True, "use_cache": False}
     if chosen.family == "bert":
         return transformers.BertConfig(**encoder)
     if chosen.family == "roberta":
@@ -299,7 +315,7 @@ def configuration(
             classifier_dropout_prob=dropout,  # of the head for the order of segments, too
         )
     electra = transformers.ElectraConfig(**encoder)
-    return electra if objective == "mlm" else _joint(chosen, electra, joint or {})
+    return electra if objective in ("mlm", "clm") else _joint(chosen, electra, joint or {})
 
 
 def _gpt(chosen: Preset, common: _Ids, block_size: int, dropout: float, attention: float) -> Any:
@@ -307,8 +323,10 @@ def _gpt(chosen: Preset, common: _Ids, block_size: int, dropout: float, attentio
 
     first = chosen.family == "gpt"
     kind = transformers.OpenAIGPTConfig if first else transformers.GPT2Config
+    # In training the end of a document is what stands before a text, as in OpenAI's GPT-2.
+    ids = common | {"bos_token_id": common["eos_token_id"]}
     return kind(
-        **common,
+        **ids,
         n_layer=chosen.layers,
         n_embd=chosen.hidden,
         n_head=chosen.heads,

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fastplm.data._folder import say
-from fastplm.run.report import block
+from fastplm.run.report import block, drawn
 
 #: How a summary calls the figures of ``evaluate.detection_at_base_rate``, and what they are.
 _BY_SHARE = "by share"
@@ -33,17 +32,12 @@ def plot_losses(
 ) -> bool:
     """One panel for the loss, or one for each part where it has parts; held-out text as a point.
 
-    Returns whether the picture was drawn: where matplotlib fails, a line on stderr says why, as the
-    result of a run is worth more than its picture.
+    Returns whether the picture was drawn.
     """
-    try:
-        _draw_losses(path, title, history, held_out)
-    except Exception as error:  # of whatever kind, from its settings to the fonts of the system
-        path.unlink(missing_ok=True)
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        say(f"fastplm: {path} was not drawn, as matplotlib failed: {reason:.200}")
-        return False
-    return True
+    if drawn(path, lambda: _draw_losses(path, title, history, held_out)):
+        return True
+    path.unlink(missing_ok=True)
+    return False
 
 
 def _draw_losses(

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import shutil
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,6 +153,14 @@ def write_files(folder: Path) -> None:
     sentences = [sentence(i) for i in range(6)]
     (folder / "sentences.txt").write_text("\n".join(sentences))
     (folder / "pairs.tsv").write_text("\n".join(f"{text}\t{text}" for text in sentences))
+    pair = {"UID": "order", "linguistics_term": "order", "field": "syntax"}
+    pair |= {"sentence_good": sentences[0], "sentence_bad": sentences[1]}
+    (folder / "pairs.jsonl").write_text(json.dumps(pair))
+    with zipfile.ZipFile(folder / "blimp.zip", "w") as archive:
+        archive.writestr("data/order.jsonl", json.dumps(pair))
+    (folder / "models_summary.jsonl").write_text(json.dumps({"UID": "order", "lstm": 0.7}))
+    page = (ROOT / "docs/studies.md").read_text(encoding="utf-8")
+    (folder / "grid.yaml").write_text(page.split("```text\n")[1].split("```")[0])
     # The files of benchmarks/finetuning.py and benchmarks/distillation.py.
     for name, source in {
         "sentiment/movie.train.tsv": "scores.tsv",
