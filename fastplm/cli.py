@@ -207,8 +207,11 @@ class _Command:
 def _pretrain(args: Any) -> Any:
     from fastplm.train import dry_run, report
     from fastplm.train.pretrain import pretrain
+    from fastplm.train.pretrain_seeds import summary
 
-    return (dry_run.dry_run, dry_run.summary) if args.dry_run else (pretrain, report.summary)
+    if args.dry_run:
+        return dry_run.dry_run, dry_run.summary
+    return pretrain, summary if args.seeds > 1 else report.summary
 
 
 def _distill(args: Any) -> Any:
@@ -255,6 +258,13 @@ def _demo(**settings: Any) -> int:
     from fastplm.train.demo import demo
 
     return 0 if demo(**settings) else 1
+
+
+def _study(**settings: Any) -> int:
+    from fastplm.study.study import study
+
+    _show(study(settings.pop("study"), **settings).removesuffix("\n"))
+    return 0
 
 
 class _Parser(argparse.ArgumentParser):
@@ -332,7 +342,8 @@ def _commands() -> Iterator[_Command]:
     yield _Command(
         *(ScoreArguments, _score, "how probable a language model finds texts"),
         "Print the log-likelihood, or under a masked language model the pseudo-log-likelihood, and "
-        "the perplexity of the texts in a file. More: docs/scoring.md.",
+        "the perplexity of the texts in a file; or how often a model finds the acceptable one of "
+        "two sentences more probable (BLiMP). More: docs/scoring.md.",
     )
     yield _Command(
         *(DistillArguments, _distill, "train a small model to answer as a larger one does"),
@@ -378,4 +389,9 @@ def _parser() -> argparse.ArgumentParser:
             told = {"action": "store_const", "const": "mlm", "default": argparse.SUPPRESS}
             help = "the same as --objective mlm"
             groups["objective"].add_argument("--no-nsp", dest="objective", help=help, **told)
+    from fastplm.study.options import add_options
+
+    help = "a grid of trainings and judges, to one table with intervals"
+    told = {"description": f"Run {help}. How to write a grid: docs/studies.md."}
+    add_options(add("study", _study, help, **told, formatter_class=shown))
     return parser

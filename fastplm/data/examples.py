@@ -57,7 +57,10 @@ class Example:
             empty for a question without one; the index of the right choice; the target text.
         group: examples of one group stay together when some examples are held out.
         where: for messages: the file and the line or the question's id.
-        place: the line (for tagged words the first line of the sentence), or the question's id.
+        place: the line (for tagged words the first line of the sentence), the question's id, or
+            of running text the document and the pair in it.
+        others: for "seq2seq": further right targets, which are judged by and not trained on.
+        part, prefix: in a mixture of tasks, the name of its task and what it has before a source.
     """
 
     texts: tuple[str, ...]
@@ -65,6 +68,9 @@ class Example:
     group: int
     where: str
     place: int | str = 0
+    others: tuple[str, ...] = ()
+    part: str = ""
+    prefix: str = ""
 
 
 def read_examples(
@@ -72,12 +78,13 @@ def read_examples(
     path: str | Path,
     text_columns: Sequence[str] | None = None,
     label_column: str | None = None,
-    targets: str | Path | None = None,
+    targets: str | Path | Sequence[str | Path] | None = None,
 ) -> list[Example]:
     """The examples of a file.
 
     Args:
-        task: "classification", "pair", "regression", "tagging", "qa", "choice" or "seq2seq".
+        task: "classification", "pair", "regression", "tagging", "qa", "choice", "seq2seq", or
+            "sop" and "nsp", which read text and give the two segments of each pair in order.
         path: a UTF-8 file, with or without byte order mark. The first three tasks and "seq2seq"
             read JSON lines, or a header and rows, separated by tabs (without quotes) or commas.
             "tagging" reads lines token<TAB>tag, with a blank line between sentences. "qa" reads
@@ -85,14 +92,16 @@ def read_examples(
         text_columns, label_column: names of columns of a table. Default: the first usual names
             that the table has. For "seq2seq" the two text columns are source and target.
         targets: for "seq2seq": a file with one target in each line; the file at ``path`` then has
-            one source in each line. Both may be compressed.
+            one source in each line; several files hold several right targets of each source. All
+            may be compressed. In JSON lines a list of texts in the target column is the same.
 
     Raises:
         DataError: the file is wrong; the message names the line.
     """
     path = Path(path)
     if targets is not None:
-        return list(_aligned(path, Path(targets)))
+        files = [targets] if isinstance(targets, str | Path) else targets
+        return list(_aligned(path, [Path(file) for file in files]))
     text = _read(path)
     if task == "seq2seq":
         source, target = _source_and_target(path, text, text_columns)
@@ -127,11 +136,25 @@ def _rows(
         if not columns:
             columns = _columns(path, list(row), counts, text_columns, label_column)
         where, last = f"{path}:{line}", len(columns) - 1
+        others: tuple[str, ...] = ()
+        if task == "seq2seq" and isinstance(row.get(columns[-1]), list):
+            row, others = _several_targets(where, columns[-1], row)
         *texts, label = (
             _value(where, column, row.get(column), is_text=task == "seq2seq" or number < last)
             for number, column in enumerate(columns)
         )
-        yield Example(tuple(texts), label, group, where, line)
+        yield Example(tuple(texts), label, group, where, line, others)
+
+
+def _several_targets(
+    where: str, column: str, row: dict[str, Any]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The row with the first of its right targets, and the other ones."""
+    targets = row[column]
+    if not targets:
+        _refuse(where, f"an empty list in column {column!r}", "one target at least")
+    first, *others = (_value(where, column, each, is_text=True) for each in targets)
+    return {**row, column: first}, tuple(others)
 
 
 def _value(where: str, column: str, value: Any, *, is_text: bool) -> str:
@@ -260,15 +283,17 @@ def _source_and_target(path: Path, text: str, columns: Sequence[str] | None) -> 
     return source, target
 
 
-def _aligned(path: Path, targets: Path) -> Iterator[Example]:
-    """One example for each line of the two files: a source and its target."""
-    pairs = itertools.zip_longest(lines_of(path), lines_of(targets))
-    for line, (source, target) in enumerate(pairs, 1):
-        for file, text in ((path, source), (targets, target)):
+def _aligned(path: Path, targets: list[Path]) -> Iterator[Example]:
+    """One example for each line of the files: a source and its targets."""
+    files = [path, *targets]
+    for line, texts in enumerate(itertools.zip_longest(*map(lines_of, files)), 1):
+        for file, text in zip(files, texts, strict=True):
             if text is None or not text.strip():
                 got = "no such line" if text is None else "an empty line"
-                _refuse(f"{file}:{line}", got, f"as many lines as {path} and {targets} have texts")
-        yield Example((source.strip(),), target.strip(), line, f"{path}:{line}", line)
+                expected = f"as many lines as {' and '.join(map(str, files))} have texts"
+                _refuse(f"{file}:{line}", got, expected)
+        source, target, *others = (text.strip() for text in texts)
+        yield Example((source,), target, line, f"{path}:{line}", line, tuple(others))
 
 
 # --- sentences of tagged words --------------------------------------------------------------------
@@ -392,9 +417,16 @@ def _choices(path: Path, text: str) -> Iterator[Example]:
 # --- files ----------------------------------------------------------------------------------------
 
 
+#: The first bytes of a file compressed by gzip.
+_GZIP = b"\x1f\x8b"
+
+
 def _read(path: Path) -> str:
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        data = path.read_bytes()
+        if data.startswith(_GZIP):
+            return "".join(lines_of(path))
+        text = data.decode("utf-8-sig")
         # As in ``lines_of``, a "\r" ends a line only in a file without "\n".
         return text if "\n" in text else text.replace("\r", "\n")
     except UnicodeDecodeError as error:

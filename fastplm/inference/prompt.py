@@ -140,11 +140,30 @@ class Prompt:
 
 
 def read_prompt(path: str | Path) -> Prompt:
-    """Read a prompt from a JSON file with the fields of ``Prompt``; ``examples`` are lists
-    [text, label] or [text1, text2, label].
+    """``read_prompts`` of a file with one template.
 
     Raises:
         DataError: the file does not hold such a prompt.
+    """
+    first, *others = read_prompts(path)
+    got, fix = f"{path} with {1 + len(others)} templates", "Call read_prompts."
+    check(not others, _WHERE, "prompt", got, "one template", fix, DataError)
+    return first
+
+
+def read_prompts(path: str | Path, templates: Sequence[str] | None = None) -> list[Prompt]:
+    """Read prompts from a JSON file with the fields of ``Prompt``, one for each template.
+
+    ``examples`` are lists [text, label] or [text1, text2, label], and ``template`` is one or a
+    list of several.
+
+    Args:
+        path: the file.
+        templates: in place of those of the file, which then needs none.
+
+    Raises:
+        DataError: the file does not hold such a prompt.
+        ArgumentValueError: a template or another field is wrong, or templates read other texts.
     """
     expected = 'JSON: {"template": "...", "labels": {"...": ["..."]}}'
     try:
@@ -156,12 +175,23 @@ def read_prompt(path: str | Path) -> Prompt:
         content["examples"] = [
             (tuple(texts), label) for *texts, label in content.get("examples", [])
         ]
-        return Prompt(**content)
+        given = content.pop("template", None) if templates is None else templates
+        content.pop("template", None)
+        if given is None or len(given) == 0:
+            raise ValueError("no template")
+        given = [given] if isinstance(given, str) else given
+        prompts = [Prompt(template, **content) for template in given]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         fix = "See docs/prompting.md."
         got = f"{path} ({reason})"
         raise DataError(message(_WHERE, "prompt", got, expected, fix)) from error
+    other = next((p for p in prompts if p.fields != prompts[0].fields), prompts[0])
+    same, got = other is prompts[0], f"{prompts[0].template!r} and {other.template!r}"
+    check(same, _WHERE, "template", got, "templates of the same texts", "Change one of them.")
+    twice = [p.template for i, p in enumerate(prompts) if p in prompts[:i]]
+    check(not twice, _WHERE, "template", f"{twice[:1]} twice", "each once", "Leave one out.")
+    return prompts
 
 
 class LabelScores(NamedTuple):
@@ -459,11 +489,13 @@ def run_prompt(args: PromptArguments) -> str:
 
 
 def _run_prompt(args: PromptArguments, out: Path | None) -> str:
-    prompt = read_prompt(args.prompt)
-    examples = subset(_examples(args, args.data, prompt), args.max_samples)
+    prompts = read_prompts(args.prompt, args.template)
+    examples = subset(_examples(args, args.data, prompts[0]), args.max_samples)
     if args.shots is not None and args.shots_data is not None:
-        shots = _shots(_examples(args, args.shots_data, prompt), args.shots, args.seed)
-        prompt = replace(prompt, examples=[(e.texts, e.target) for e in shots])
+        shots = _shots(_examples(args, args.shots_data, prompts[0]), args.shots, args.seed)
+        known = [(e.texts, e.target) for e in shots]
+        prompts = [replace(prompt, examples=known) for prompt in prompts]
+    prompt, several = prompts[0], len(prompts) > 1
     tokenizer: Any = load_tokenizer(args.model, needs=())
     head = head_of(config_at(_WHERE, "model", args.model))
     model = load_model(_WHERE, args.model, head, bf16=args.bf16)
@@ -471,25 +503,53 @@ def _run_prompt(args: PromptArguments, out: Path | None) -> str:
     rows = {
         "data": f"{args.data}: {len(examples):,} examples",
         "model": f"{args.model}: {type(model).__name__}, {'bf16' if args.bf16 else 'fp32'}",
-        "prompt": f"{args.prompt}: {len(names)} labels, {len(prompt.examples)} examples shown",
+        "prompt": f"{args.prompt}: {len(names)} labels, {len(prompt.examples)} examples shown"
+        + (f", {len(prompts)} templates" if several else ""),
         "device": device_name(args, model),
     }
     say(block(rows | ({"results": str(out)} if out else {})))
     texts = [example.texts for example in examples]
     options: dict[str, Any] = {"batch_tokens": args.batch_tokens, "progress": True}
-    with using_threads(args.threads), warnings.catch_warnings(record=True) as warned:
-        scores = score_labels(model, tokenizer, prompt, texts, **options)
-    for warning in warned:
-        say(str(warning.message))
     right = np.array([names.index(example.target) for example in examples])
-    chosen = {kind: scores.chosen(kind) for kind in CALIBRATIONS}
+    lines, tables = [], []
+    accuracies: dict[str, list[float]] = {kind: [] for kind in CALIBRATIONS}
+    for number, prompt in enumerate(prompts, 1):
+        with using_threads(args.threads), warnings.catch_warnings(record=True) as warned:
+            scores = score_labels(model, tokenizer, prompt, texts, **options)
+        for warning in warned:
+            say(str(warning.message))
+        chosen = {kind: scores.chosen(kind) for kind in CALIBRATIONS}
+        for kind, found in chosen.items():
+            accuracies[kind].append(float(np.mean(found == right)))
+        shown = "  ".join(f"{kind} {values[-1]:.4f}" for kind, values in accuracies.items())
+        lines.append(f"{f'template {number}' if several else 'accuracy'}: {shown}")
+        lines[-1] += f"  {prompt.template!r}" if several else ""
+        tables.append(_table(examples, names, chosen, scores))
     if out is not None:
         with whole(out) as part:
-            table = _table(examples, names, chosen, scores)
-            part.write_text(table, encoding="utf-8")
+            part.write_text(_joined(tables), encoding="utf-8")
     usual = np.bincount(right).max() / len(right)
-    shown = "  ".join(f"{kind} {np.mean(found == right):.4f}" for kind, found in chosen.items())
-    return f"accuracy: {shown}  ({len(right):,} texts; the most frequent label: {usual:.4f})"
+    if several:
+        parts = [f"{kind} {_spread(values)}" for kind, values in accuracies.items()]
+        lines.append(f"accuracy of {len(prompts)} templates: {'  '.join(parts)}")
+    lines[-1] += f"  ({len(right):,} texts; the most frequent label: {usual:.4f})"
+    return "\n".join(lines)
+
+
+def _spread(values: list[float]) -> str:
+    """Mean, standard deviation (n - 1 in its denominator), lowest and highest of several values."""
+    deviation = np.std(values, ddof=1)
+    return f"{np.mean(values):.4f} ± {deviation:.4f} ({min(values):.4f} to {max(values):.4f})"
+
+
+def _joined(tables: list[str]) -> str:
+    """One table of several, with the number of the template first; a single one as it is."""
+    if len(tables) == 1:
+        return tables[0]
+    rows = [table.split("\n")[:-1] for table in tables]
+    lines = [f"template\t{rows[0][0]}"]
+    lines += [f"{number}\t{line}" for number, of_one in enumerate(rows, 1) for line in of_one[1:]]
+    return "\n".join(lines) + "\n"
 
 
 def _examples(args: PromptArguments, path: str | Path, prompt: Prompt) -> list[Example]:

@@ -113,6 +113,12 @@ class PromptArguments(Settings):
     data: str | Path = setting(
         "labelled examples, as finetune --task classification or pair reads them", path="FILE"
     )
+    template: Sequence[str] | None = setting(
+        "templates in place of that of --prompt; several are each scored, and the mean, the ends "
+        "and the standard deviation of their accuracies are printed (default: those of --prompt)",
+        None,
+        metavar="TEXT",
+    )
     out: str | Path | None = setting(  # type: ignore[assignment]
         "table of the predictions and scores (default: none)", None, path="FILE.tsv"
     )

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 FEATURES = ("last", "mix", "last-four")
 HEADS = ("linear", "bilstm")
-POOLINGS = ("cls", "mean", "max")
+POOLINGS = ("cls", "mean", "max", "last")

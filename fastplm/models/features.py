@@ -31,7 +31,8 @@ class FeaturesConfig(PreTrainedConfig):
             states, one behind the other [B, T, 4 E].
         head: "linear" (default) | "bilstm": a bidirectional LSTM of two layers, as wide as the
             encoder (half of it in each direction), and then a linear layer.
-        pooling: of the states of a text: "cls": the first one | "mean" (default) | "max".
+        pooling: of the states of a text: "cls": the first one | "mean" (default) | "max" |
+            "last": the last one, which of a left-to-right encoder alone has seen the whole text.
         dropout: of the states before the LSTM and before the linear layer.
 
     Raises:
@@ -199,6 +200,9 @@ def pooled(states: Tensor, mask: Tensor, pooling: str) -> Tensor:
     """One state for each text: [B, T, W] -> [B, W]; the tokens that ``mask`` [B, T] has count."""
     if pooling == "cls":
         return states[:, 0]
+    if pooling == "last":
+        last = mask.sum(1).clamp(min=1) - 1
+        return states[torch.arange(len(states), device=states.device), last.long()]
     kept = mask.bool()[..., None]
     if pooling == "max":
         return states.masked_fill(~kept, -torch.inf).amax(1)

@@ -63,7 +63,7 @@ def with_config(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[s
     }
     added: list[str] = []
     seen = set()
-    for name, value in _read(command, path).items():
+    for name, value in read(command, path).items():
         option = f"--{name.replace('_', '-')}"
         if option not in actions:
             close = difflib.get_close_matches(option, actions, n=1)
@@ -105,17 +105,24 @@ def _plain(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, Path) else value
 
 
-def _read(command: str, path: str) -> Mapping[str, Any]:
+def read(command: str, path: str, argument: str = "config") -> Mapping[str, Any]:
     """The mapping in a file, which holds each name once; numbers are texts, as on a command line.
 
     YAML would take 010 for 8 and 1:30 for 90.
+
+    Args:
+        command, argument: what names the file, for errors.
+        path: of the file.
+
+    Raises:
+        ArgumentValueError: the file cannot be read, or holds something else.
     """
     expected = "a YAML or JSON file of settings"
     try:
         there = os.stat(path)
         if not stat.S_ISREG(there.st_mode) or there.st_size > _LARGEST:
             got = f"{path!r}, which is no regular file, or larger than {_LARGEST:,} bytes"
-            fail(command, "config", got, expected, "Check the path.")
+            fail(command, argument, got, expected, "Check the path.")
         text = Path(path).read_text("utf-8-sig")
         if path.endswith(".json"):
             found = json.loads(text, object_pairs_hook=_once, parse_int=str, parse_float=str)
@@ -125,9 +132,9 @@ def _read(command: str, path: str) -> Mapping[str, Any]:
         raise
     except Exception as error:  # explicit tags of YAML raise whatever their contents lead to
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        fail(command, "config", f"{path!r} ({reason:.200})", expected, "Check the file.")
+        fail(command, argument, f"{path!r} ({reason:.200})", expected, "Check the file.")
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-        fail(command, "config", f"{path}, which holds no settings", expected, "Write 'steps: 100'.")
+        fail(command, argument, f"{path}, which holds no settings", expected, "Write 'steps: 100'.")
     return found
 
 

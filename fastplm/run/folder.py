@@ -180,7 +180,7 @@ def checkpoints(out: Path) -> list[tuple[int, Path]]:
 
 def can_resume(out: Path) -> bool:
     """Whether a run has something to continue from: a checkpoint, or a seed of a fine-tuning."""
-    seeds = (*out.glob("seed-*"), *out.glob("samples-*/seed-*"))
+    seeds = (*out.glob("seed-*"), *out.glob("samples-*/seed-*"), *out.glob("rate-*/seed-*"))
     return bool(checkpoints(out)) or bool(seeds) or (out / MANIFEST).is_file()
 
 
@@ -218,8 +218,10 @@ def checkpoint_to_resume(where: str, out: Path) -> Path:
     return checkpoint
 
 
-def place_checkpoint(scratch: Path, out: Path, step: int, keep: int) -> None:
+def place_checkpoint(scratch: Path, out: Path, step: int, keep: int | None) -> None:
     """Seal a checkpoint and move it to its name; then remove all but the newest ``keep``.
+
+    None keeps all.
 
     Checkpoints of later steps, which were not complete when the run was resumed, are removed too.
     """
@@ -230,7 +232,8 @@ def place_checkpoint(scratch: Path, out: Path, step: int, keep: int) -> None:
     _sync_folder(out)
     before = [path for at, path in checkpoints(out) if at < step]
     after = [path for at, path in checkpoints(out) if at > step]
-    for path in (*before[: max(0, len(before) + 1 - keep)], *after):
+    old = [] if keep is None else before[: max(0, len(before) + 1 - keep)]
+    for path in (*old, *after):
         shutil.rmtree(path, ignore_errors=True)
 
 

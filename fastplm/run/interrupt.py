@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fastplm.data._folder import first_process, say
-from fastplm.run.folder import RECORD, checkpoints
+from fastplm.run.folder import RECORD, can_resume
 
 #: What ends a command: of Ctrl-C, and of ``kill``, a batch system or a container that stops.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -141,8 +141,8 @@ def _how_to_go_on(words: Sequence[str], out: Path, began: float) -> str:
     if not own:
         begun, option = "nothing was written. Start again", "--overwrite"
         option *= option in words
-    elif checkpoints(out) or words[:1] == ["finetune"]:
-        # A fine-tuning continues after its last finished seed, a pre-training at a checkpoint.
+    elif can_resume(out) or words[:1] == ["finetune"]:
+        # A run of several seeds continues after its last finished one, others at a checkpoint.
         begun, option = f"what was made so far is in {out}. Continue", "--resume"
     else:
         begun, option = "there is no checkpoint yet. Start again", "--overwrite"

@@ -63,6 +63,29 @@ class Numbers:
         return all(map(self.each.holds, value if isinstance(value, list | tuple) else [value]))
 
 
+@dataclass(frozen=True)
+class NumberOr:
+    """A number, or a word in its place."""
+
+    each: Number
+    word: str
+
+    @property
+    def expected(self) -> str:
+        return f"{self.each.expected}, or {self.word}"
+
+    def __call__(self, text: str) -> Any:
+        try:
+            return text if text == self.word else self.each(text)
+        except argparse.ArgumentTypeError:
+            got = f"got {text[:40]!r}; expected {self.expected}"
+            raise argparse.ArgumentTypeError(got) from None
+
+    def holds(self, value: Any) -> bool:
+        """Whether the value is the word, or a number in the range."""
+        return value == self.word if isinstance(value, str) else self.each.holds(value)
+
+
 def whole(low: int = 1, high: int = 10**9) -> Number:
     """Whole numbers in a range; by default of sizes, and no memory holds more than that."""
     return Number(int, low, high, f"a whole number from {low} to {high}")
@@ -94,7 +117,7 @@ def setting(
     help: str,
     default: Any = MISSING,
     *,
-    number: Number | Numbers | None = None,
+    number: Number | Numbers | NumberOr | None = None,
     choices: Sequence[str] | None = None,
     metavar: str | None = None,
     path: str | None = None,
@@ -102,6 +125,7 @@ def setting(
     of: Sequence[str] = (),
     on_command_line: Any = None,
     default_factory: Any = MISSING,
+    required: bool = False,
 ) -> Any:
     """A field of the arguments of a command.
 
@@ -116,6 +140,8 @@ def setting(
         of: the families of architectures that it is for; without any it is for all.
         on_command_line: the default of an option whose field has none.
         default_factory: of the field.
+        required: whether the option must be given although the field has a default; of a group of
+            options, one of them.
     """
     metadata = {
         "help": help,
@@ -126,6 +152,7 @@ def setting(
         "excludes": excludes,
         "of": of,
         "default": on_command_line,
+        "required": required,
     }
     return field(default=default, default_factory=default_factory, metadata=metadata)
 
@@ -152,14 +179,17 @@ def add_settings(parser: argparse.ArgumentParser, arguments: type[Settings]) -> 
             options = {"type": known["number"], "choices": known["choices"]}
             options["metavar"] = known["metavar"]
             options["nargs"] = "+" if "Sequence" in str(each.type) else None
-            options["required"] = default is MISSING and each.default_factory is MISSING
+            options["required"] = known["required"] and group is None
+            options["required"] |= default is MISSING and each.default_factory is MISSING
         # Without a default of its own an option has none to show: its help says what happens.
         shown = each.type != "bool" and default not in (None, "", MISSING)
         name = f"--{each.name.replace('_', '-')}"
         (groups[group] if group else topic).add_argument(
             name, help=known["help"], default=default if shown else argparse.SUPPRESS, **options
         )
-        if options.get("required"):
+        if group is not None:
+            groups[group].required |= known["required"]
+        if known["required"] or options.get("required"):
             needed.append(f"{name} {known['metavar'] or each.name.upper()}")
     parser.usage = f"%(prog)s {' '.join(needed)} [option ...]"
     return groups
@@ -344,6 +374,12 @@ class _Common:
     )
     seed: int = setting("seed of weights, order, masks and samples", 0, number=SEED)
     save_every: int = setting("steps between checkpoints", 1000, number=COUNT)
+    keep_checkpoints: int | str = setting(
+        "checkpoints that the run keeps, the newest ones; or all of them",
+        2,
+        number=NumberOr(whole(), "all"),
+        metavar="N|all",
+    )
     log_every: int = setting("steps between logged losses", 10, number=COUNT)
     report_to: str = setting(
         "where losses and scores are logged, as the Trainer of Transformers does it, beside "

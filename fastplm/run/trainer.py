@@ -335,7 +335,7 @@ class RunTrainer(Trainer):
                 super()._save_checkpoint(model, trial)
                 self.accelerator.wait_for_everyone()
                 if self.args.should_save:
-                    keep = self.args.save_total_limit or 1
+                    keep = self.args.save_total_limit
                     place_checkpoint(scratch / f"checkpoint-{step}", output, step, keep)
         finally:
             self._scratch = None

@@ -45,7 +45,7 @@ def _rows(
         "precision": _precision(args, run.settings),
         "device": f"{_device(run.settings)}, {processes} process{'es' if processes > 1 else ''}",
         "backends": _backends_here(run.settings.device),
-        "results": f"{args.out} (a checkpoint each {args.save_every:,} steps)",
+        "results": f"{args.out} (a checkpoint each {args.save_every:,} steps, {_kept(args)})",
     }
     return block(rows)
 
@@ -62,12 +62,41 @@ def pretraining(run: Pretraining) -> str:
         tail = f"the last {held_out:,} tokens ({share:.1%}), judged by {samples:,} samples of them"
     model = model_line(args, data, run.trainer.model)
     before = {"held out": tail, "vocabulary": vocabulary(args, data), "model": model}
+    if args.start_from is not None:
+        before["begun with"] = _begun(args, run.trainer.model)
+    if args.flops is not None:
+        before["budget"] = budget(args, data)
     return _rows(run, before, {"learning rate": learning_rate(args), **_pairs(data)})
+
+
+def _kept(args: Any) -> str:
+    """How many checkpoints a run keeps."""
+    kept = args.keep_checkpoints
+    return "of which all are kept" if kept == "all" else f"of which the last {kept} are kept"
+
+
+def _begun(args: PretrainArguments, model: Any) -> str:
+    """Where the weights come from, and which are new."""
+    new = model.new_weights
+    what = f"; {counted(len(new), 'weight')} of new heads, such as {new[0]}" if new else ""
+    return f"the weights of {args.start_from}{what}"
+
+
+def budget(args: PretrainArguments, data: RunData) -> str:
+    """The budget, and what it pays for."""
+    from fastplm.train.pretrain_model import flops_a_step
+
+    a_step = flops_a_step(args, data.tokenizer)
+    spent = a_step * args.steps
+    return (
+        f"{args.flops:.4g} FLOPs pay for {args.steps:,} steps of {a_step:.4g}, {spent:.4g} in all"
+    )
 
 
 def nothing_held_out(args: PretrainArguments, data: RunData) -> str:
     """Why there is no held-out text."""
-    from fastplm.train.pretrain_data import HELD_OUT, objective_of
+    from fastplm.train.objectives import objective_of
+    from fastplm.train.pretrain_data import HELD_OUT
 
     objective = objective_of(args)(args, data.tokenizer)
     rest, tail = data.all.split(HELD_OUT)
@@ -78,7 +107,7 @@ def nothing_held_out(args: PretrainArguments, data: RunData) -> str:
 
 def model_line(args: PretrainArguments, data: RunData, model: PreTrainedModel) -> str:
     """The size of a model, and what a token costs."""
-    from fastplm.train.pretrain_data import objective_of
+    from fastplm.train.objectives import objective_of
 
     size = f"{sum(weight.numel() for weight in model.parameters()):,}"
     flops = objective_of(args)(args, data.tokenizer).flops_a_token(model.config)
@@ -100,10 +129,9 @@ def _pairs(data: RunData) -> dict[str, str]:
 def vocabulary(args: PretrainArguments, data: RunData) -> str:
     """The tokens of a vocabulary, and whether the corpus was too small for those asked for."""
     size = len(data.tokenizer)
-    trained = args.tokenizer is None
-    few = f" instead of {args.vocab_size:,}, as this text gives no more"
-    assert args.vocab_size is not None
-    missing = few if trained and size < args.vocab_size else ""
+    trained = args.tokenizer is None and args.start_from is None
+    few = f" instead of {args.vocab_size or 0:,}, as this text gives no more"
+    missing = few if trained and size < (args.vocab_size or 0) else ""
     return f"{size:,} tokens{missing}{_from_cache('vocabulary', args, data)}"
 
 

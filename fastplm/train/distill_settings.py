@@ -84,7 +84,8 @@ class DistillArguments(Settings):
         ),
         "how it learns": ("warmup", "gradient_accumulation", "dropout", "precision", "seed"),
         "the machine, and what is written": (
-            *("threads", "workers", "cache", "save_every", "log_every", "report_to"),
+            *("threads", "workers", "cache", "save_every", "keep_checkpoints", "log_every"),
+            "report_to",
         ),
     }
 
@@ -189,6 +190,7 @@ class DistillArguments(Settings):
     dropout: float | None = common("dropout")
     seed: int = common("seed")
     save_every: int = common("save_every")
+    keep_checkpoints: int | str = common("keep_checkpoints")
     log_every: int = common("log_every")
     report_to: str = common("report_to")
     resume: bool = common("resume")

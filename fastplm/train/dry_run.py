@@ -49,10 +49,13 @@ def summary(figures: dict[str, Any]) -> str:
 
 def _dry_run(args: PretrainArguments, folder: Path) -> dict[str, Any]:
     from fastplm.train import announce, pretrain
-    from fastplm.train.pretrain_data import objective_of, open_corpus
+    from fastplm.train.objectives import objective_of
+    from fastplm.train.pretrain_data import open_corpus
+    from fastplm.train.pretrain_model import flops_a_step
 
     text, letters = _beginning(open_corpus(args.corpus))
-    changes: dict[str, Any] = {"steps": max(args.steps, _STEPS), "save_every": 1 << 40}
+    many = max(args.steps or 0, _STEPS)
+    changes: dict[str, Any] = {"steps": many, "flops": None, "save_every": 1 << 40}
     changes |= {"dry_run": False, "out": folder / "out", "cache": folder / "cache"}
     rehearsed = replace(args, **changes)
     # The stages of a training have equal shares of its steps, and a time each.
@@ -62,6 +65,8 @@ def _dry_run(args: PretrainArguments, folder: Path) -> dict[str, Any]:
     ]
     trainer, data = rehearsals[-1].trainer, rehearsals[-1].data
     a_step_takes = sum(each.seconds for each in rehearsals) / len(rehearsals)
+    if args.steps is None:
+        args.pay(flops_a_step(args, data.tokenizer))
     objective = objective_of(args)(args, data.tokenizer)
     flops = objective.flops_a_token(trainer.model.config)
     a_step = args.samples_a_step * (args.block_size + objective.target_length)
@@ -95,6 +100,7 @@ def _dry_run(args: PretrainArguments, folder: Path) -> dict[str, Any]:
         f"{tokens:,} tokens, the text {epochs:,.{1 if epochs < 10 else 0}f} times",
         "learning rate": announce.learning_rate(args),
         "FLOPs": f"{flops * tokens:.3g}",
+        **({} if args.flops is None else {"budget": announce.budget(args, data)}),
         "memory": _bytes_of(memory),
         "precision": announce._precision(args, trainer.args),
         "device": announce._device(trainer.args),
@@ -102,6 +108,7 @@ def _dry_run(args: PretrainArguments, folder: Path) -> dict[str, Any]:
         f"{figures['tokens_per_second']:,.0f} tokens/s, "
         f"{flops * figures['tokens_per_second'] / 1e9:,.1f} GFLOP/s",
         "time": f"{_duration(seconds)} at this speed, without checkpoints",
+        **({} if args.seeds == 1 else {"seeds": f"{args.seeds} runs; the figures are of one"}),
         "written": "nothing",
     }
     return figures if first_process() else {}

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from fastplm.models._heads import MaskedLM, SequencePairPreTraining
+from fastplm.nn._rows import labelled_positions
 from fastplm.train.losses import (
     PAIR_LABELS,
     check_counts_all_batches,
@@ -18,6 +22,11 @@ from fastplm.train.losses import (
     tokens_and_sequences,
 )
 from fastplm.train.trainer import DETECTION_COUNTS, detection
+
+#: Rows whose logits are in memory at once.
+_ROWS = 1024
+#: Tokens that are counted at most, in either text.
+_COUNTED = 1 << 24
 
 
 @torch.no_grad()
@@ -34,7 +43,9 @@ def evaluate(
 
     Returns:
         The loss over tokens (nats a label; not of a unigram generator) and the number of samples,
-        of packed rows the sequences in them; a loss that nothing has a label for is left out;
+        of packed rows the sequences in them; a loss that nothing has a label for is left out; of a
+        masked model, ELECTRA's generator too, ``mlm_accuracy``: the share of the masked tokens that
+        it finds most probable;
         for ELECTRA also ``rtd_loss`` and ``detection``'s values, and under "words" those of
         ``detection_at_base_rate`` for the tokens that could have been replaced, or, where its
         discriminator predicts tokens, ``discriminator_mlm_loss``; with pairs of segments also
@@ -46,6 +57,7 @@ def evaluate(
     check_counts_all_batches("evaluate", model)
     module: Any = model  # mypy takes the attributes of a module for tensors
     was_training, device = model.training, next(model.parameters()).device
+    masked = module.generator if _is_joint(model) else module
     model.eval()
     sums: dict[str, float] = {}
     word_scores: list[torch.Tensor] = []
@@ -61,11 +73,13 @@ def evaluate(
         }
         pair_labels = {name: batch.pop(name) for name in PAIR_LABELS if name in batch}
         # Divided by 1, the means are sums.
+        ones = {"num_items_in_batch": 1}
         if _is_joint(model):
-            ones = {"num_items_in_batch": 1, "num_tokens_in_batch": 1}
-            outputs = model(**batch, **ones, output_replaced_ids=True)
-        else:
-            outputs = model(**batch, num_items_in_batch=1)
+            ones |= {"num_tokens_in_batch": 1, "output_replaced_ids": True}
+        with _kept_rows(masked) as rows:
+            outputs = model(**batch, **ones)
+        if rows:
+            add("correct_tokens", _correct(masked, rows[0], batch))
         tokens, sequences = tokens_and_sequences(batch)
         add("samples", sequences)
         add("labels", counted_labels(model, batch["labels"]).ne(-100).sum())
@@ -97,6 +111,8 @@ def evaluate(
             result[name] = sums[name] / sums[count]
 
     add_mean(token_loss, "labels")
+    if "correct_tokens" in sums and sums["labels"] > 0:
+        result["mlm_accuracy"] = sums["correct_tokens"] / sums["labels"]
     if "discriminator_mlm_loss" in sums:
         predicted = "tokens" if module.config.objective == "all_tokens_mlm" else "labels"
         add_mean("discriminator_mlm_loss", predicted)
@@ -145,6 +161,77 @@ def detection_at_base_rate(scores: torch.Tensor, replaced: torch.Tensor) -> dict
         "balanced_accuracy_error": variance**0.5 / 2,
         "loss": loss.item(),
         "loss_of_best_constant": entropy,
+    }
+
+
+@contextmanager
+def _kept_rows(model: Any) -> Iterator[list[torch.Tensor]]:
+    """In this block the rows [P, 1, E] that the head of a masked model reads are kept."""
+    rows: list[torch.Tensor] = []
+    if not isinstance(model, MaskedLM | SequencePairPreTraining):
+        yield rows
+        return
+
+    def keep(module: Any, given: Any, output: Any) -> None:
+        rows.append(output.last_hidden_state)
+
+    handle = model.base_model.register_forward_hook(keep)
+    try:
+        yield rows
+    finally:
+        handle.remove()
+
+
+def _correct(model: Any, rows: torch.Tensor, batch: dict[str, torch.Tensor]) -> int:
+    """How many labels are the most probable tokens, by the rows that the head has read."""
+    labels, positions = batch["labels"].flatten(), batch.get("masked_positions")
+    if positions is None:
+        positions = labelled_positions(batch["labels"])
+    used = positions >= 0
+    transform, decoder = model._head()
+    rows = rows.to(next(model.parameters()).dtype)  # under autocast they are of another one
+    correct = 0
+    for part, wanted in zip(
+        rows[:, 0][used].split(_ROWS), labels[positions[used]].split(_ROWS), strict=True
+    ):
+        logits = decoder(part if transform is None else transform(part))
+        correct += int((logits.argmax(-1) == wanted).sum())
+    return correct
+
+
+def ngram_losses(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> dict[str, float]:
+    """How well counts of a training text predict a held-out text: what a model has to beat.
+
+    ``p(w) = (c(w) + 1) / (N + V)`` and
+    ``p(w | v) = (c(v, w) + t(v) p(w)) / (c(v) + t(v))``, where t(v) is the number of different
+    tokens that follow v. The first token of the held-out text has no one before it.
+
+    Args:
+        train: int [N], the token ids of the training text; the last 2^24 are counted.
+        held_out: int [M], two or more; the first 2^24 count.
+        vocab_size: V.
+
+    Returns:
+        ``unigram_loss`` and ``bigram_loss``, the mean of ``-log p`` in nats a token.
+
+    Source: Witten and Bell 1991 ("The Zero-Frequency Problem"), method C; Chen and Goodman 1998.
+    """
+    train, held_out = train[-_COUNTED:].astype(np.int64), held_out[:_COUNTED].astype(np.int64)
+    alone = (np.bincount(train, minlength=vocab_size) + 1) / (len(train) + vocab_size)
+    pairs, counts = np.unique(train[:-1] * vocab_size + train[1:], return_counts=True)
+    before = pairs // vocab_size
+    follow = np.bincount(before, weights=counts, minlength=vocab_size)
+    different = np.bincount(before, minlength=vocab_size)
+    first, second = held_out[:-1], held_out[1:]
+    wanted = first * vocab_size + second
+    place = np.searchsorted(pairs, wanted).clip(max=max(len(pairs) - 1, 0))
+    seen = np.where(pairs[place] == wanted, counts[place], 0) if len(pairs) else 0
+    # What nothing followed has the probabilities of single tokens.
+    kinds = np.maximum(different[first], 1)
+    together = (seen + kinds * alone[second]) / (follow[first] + kinds)
+    return {
+        "unigram_loss": float(-np.log(alone[held_out]).mean()),
+        "bigram_loss": float(-np.log(together).mean()),
     }
 
 

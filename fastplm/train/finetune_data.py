@@ -17,6 +17,7 @@ def hold_out(
     examples: Sequence[Example],
     share: float,
     labels: Callable[[Example], Collection[str]] = lambda example: (),
+    fix: str = "Give --eval-data.",
 ) -> tuple[list[Example], list[Example]]:
     """Examples to train on, and about ``share`` of them to judge by; the same ones every time.
 
@@ -27,6 +28,7 @@ def hold_out(
         examples: all of a file.
         share: of the groups.
         labels: of an example; the rarest is the one that it counts for.
+        fix: what the error advises.
 
     Raises:
         DataError: there is one group alone, or none without which all labels are there.
@@ -56,7 +58,7 @@ def hold_out(
             held.add(names[index])
     why = " of one kind of origin" if len(names) == 1 else ", each the only one with its label"
     got, expected = f"{len(examples)} examples{why}", "enough to hold some out"
-    check(bool(held), "read_examples", "data", got, expected, "Give --eval-data.", DataError)
+    check(bool(held), "read_examples", "data", got, expected, fix, DataError)
     rest = [example for example in examples if example.group not in held]
     return rest, [example for example in examples if example.group in held]
 

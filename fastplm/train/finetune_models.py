@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,17 +16,25 @@ from transformers import PreTrainedModel
 
 import fastplm.models
 from fastplm.data import load_tokenizer
+from fastplm.data._folder import say
 from fastplm.errors import DataError
 from fastplm.models._base import most_positions
 from fastplm.run.checkpoint import check_vocabulary_fits, config_at, set_dropout, weights_at
 from fastplm.run.folder import loaded
+from fastplm.train.finetune_layers import check_layers
+from fastplm.train.finetune_pairs import check_own_head
 from fastplm.train.finetune_settings import ENCODERS, FinetuneArguments
-from fastplm.train.finetune_tasks import CAUSAL, Task
+from fastplm.train.finetune_tasks import CAUSAL, Labelled, Logits, Task, predict
 from fastplm.train.frozen import Frozen, Kept
 
 #: What a GPT reads around its texts.
 START, DELIMITER, EXTRACT = "<|start|>", "<|delimiter|>", "<|extract|>"
 _PADDING = "<|padding|>"
+#: Settings of the student that its teacher does not have.
+_OF_STUDENTS = (
+    *("teacher_weight", "teacher_temperature", "from_scratch", "layer_decay", "lm_weight"),
+    *ENCODERS,
+)
 
 
 def read_config(args: FinetuneArguments, **settings: Any) -> Any:
@@ -41,11 +52,27 @@ def read_config(args: FinetuneArguments, **settings: Any) -> Any:
         default = args.__dataclass_fields__[name].default
         got = f"{value} with --model {args.model}, a {config.model_type}"
         args.check(name, able or value == default, expected, "Leave the option out.", got)
+    if encodes and getattr(config, "is_decoder", False):  # ALBERT has no such setting
+        _read_the_last(args)
+    check_layers(args, config)
+    check_own_head(args, config)
     able = config.is_encoder_decoder or args.task != "seq2seq" or args.encoder is not None
     expected = "a model that writes texts from texts, such as T5 or BART"
     fix = "Choose another, or start one from an encoder: --encoder in place of --model."
     args.check("model", able, expected, fix, f"{args.model}, a {config.model_type}")
     return config
+
+
+def _read_the_last(args: FinetuneArguments) -> None:
+    """Let the classifier of a left-to-right encoder read the last token, not the first one.
+
+    The first one sees nothing but itself.
+    """
+    expected = "an encoder that reads in both directions, as this task reads the first token"
+    fix, got = "Choose another one.", f"{args.model}, which reads from left to right"
+    args.check("model", args.task != "choice" and not args.own_head, expected, fix, got)
+    if args.pooling is None and args.task in args.tasks_of["pooling"]:
+        args.pooling = "last"
 
 
 # --- the tokenizer --------------------------------------------------------------------------------
@@ -165,6 +192,8 @@ def _plain(args: FinetuneArguments, auto: str, config: Any) -> tuple[Any, set[st
     options = {"config": config, "dtype": torch.float32, "ignore_mismatched_sizes": True}
 
     def is_new(model: Any, name: str) -> bool:
+        if args.own_head:
+            return False
         # A model without a head is the backbone itself.
         backbone = "" if auto == "AutoModel" else f"{model.base_model_prefix}."
         return "pooler." in name or not name.startswith(backbone)
@@ -233,6 +262,81 @@ def _ours(args: FinetuneArguments, plain: Any) -> Any:
     )
     ours.load_state_dict(plain.state_dict())
     return ours
+
+
+# --- the teacher ----------------------------------------------------------------------------------
+
+
+def check_teacher(args: FinetuneArguments, task: Task) -> list[int]:
+    """The number that each label of a task has in the head of the teacher.
+
+    Raises:
+        DataError: there is no such checkpoint, or it has other labels.
+    """
+    config = config_at("finetune", "teacher", str(args.teacher))
+    if not isinstance(task, Labelled):
+        outputs = getattr(config, "num_labels", 1)
+        able = args.task != "regression" or outputs == 1
+        got = f"{args.teacher}, which has {outputs} outputs"
+        fix = "Fine-tune it with --task regression."
+        args.check("teacher", able, "one output", fix, got, DataError)
+        return []
+    numbers = {str(name): number for number, name in config.id2label.items()}
+    got = f"{args.teacher}, with the labels {', '.join(sorted(numbers))}"
+    expected = f"those of this run: {', '.join(task.names)}"
+    fix = "Fine-tune it on labels that are called so."
+    args.check("teacher", {*numbers} == {*task.names}, expected, fix, got, DataError)
+    return [numbers[name] for name in task.names]
+
+
+def teacher_logits(
+    args: FinetuneArguments, task: Task, features: list[Any], device: torch.device
+) -> list[Logits]:
+    """What the teacher says of the training examples of a task, once and without dropout.
+
+    It reads them with its own tokenizer; for tags and answers this must be the model's, as these
+    are predicted for tokens.
+
+    Args:
+        args: the settings.
+        task: that of the model.
+        features: of ``task.train``.
+        device: where the teacher computes.
+
+    Raises:
+        DataError: the teacher has no head for this task, or other tokens.
+    """
+    order = check_teacher(args, task)
+    own: dict[str, Any] = {"model": args.teacher, "library": "transformers", "teacher": None}
+    own |= {name: FinetuneArguments.__dataclass_fields__[name].default for name in _OF_STUDENTS}
+    settings = replace(args, **own)
+    tokenizer, config = read_tokenizer(settings), read_config(settings)
+    length = longest(settings, task.max_length, config, tokenizer)
+    theirs = type(task)(settings, config, task.train, task.train, tokenizer, length, task.known)
+    kind = getattr(transformers, theirs.auto)
+    expected = f"a checkpoint that was fine-tuned with --task {args.task}"
+    model, _ = weights_at(
+        "finetune", "teacher", str(args.teacher), expected, kind, dtype=torch.float32
+    )
+    read, _ = theirs.features(task.train)
+    of_tokens = args.task in ("tagging", "qa")
+    same = not of_tokens or [f["input_ids"] for f in read] == [f["input_ids"] for f in features]
+    got, fix = f"{args.teacher}, whose tokens are others", "Choose another teacher."
+    args.check("teacher", same, "the tokenizer of the model", fix, got, DataError)
+    trainer = SimpleNamespace(
+        model=model.to(device),
+        args=SimpleNamespace(eval_batch_size=args.batch_size, device=device),
+        data_collator=theirs.collator(),
+        compute_loss_context_manager=contextlib.nullcontext,
+    )
+    say(f"The teacher reads {len(read):,} training samples, once.")
+    found = predict(trainer, theirs, read)
+    if of_tokens:  # without the padding of the batches
+        lengths = [len(feature["input_ids"]) for feature in read]
+        found = [tuple(x[:n] for x in each) for each, n in zip(found, lengths, strict=True)]
+    if order:
+        found = [tuple(x[..., order] for x in each) for each in found]
+    return found
 
 
 def usual_learning_rate(args: FinetuneArguments, config: Any) -> float:

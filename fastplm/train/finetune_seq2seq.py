@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import statistics
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from fastplm.errors import DataError
 from fastplm.models._base import most_positions
 from fastplm.nn._rows import IGNORE_INDEX
 from fastplm.run.checkpoint import config_at, set_dropout, weights_at
+from fastplm.train.finetune_mixture import indices_of_parts
+from fastplm.train.finetune_scores import text_scores
 from fastplm.train.finetune_settings import FinetuneArguments
 from fastplm.train.finetune_tasks import Collator, Feature, Featured, Scored, Task
 
@@ -38,13 +41,17 @@ class Seq2Seq(Task):
     """A text for a text. See ``Task``, whose ``tokenizer`` is that of the sources."""
 
     auto = "AutoModelForSeq2SeqLM"
-    metrics = ("bleu", "chrf", "rouge1", "rouge2", "rougeLsum")
+    metrics: tuple[str, ...] = ("bleu", "chrf", "rouge1", "rouge2", "rougeLsum", "exact_match")
     # A few texts may differ, such as those of the longest sources.
     same_answer = 0.9
+    #: A model that writes few texts, each for this many sources, hardly reads the source either.
+    sources_of_a_text = 10
 
     def prepare(self) -> None:
         """Find the tokenizers, some of which are trained on the texts."""
         args = self.args
+        names = indices_of_parts(self.test)
+        self.metrics += tuple(f"{name}/{metric}" for name in names for metric in Seq2Seq.metrics)
         for library in ("sacrebleu", "rouge_score"):  # now, and not after the training
             there = importlib.util.find_spec(library) is not None
             got = f"seq2seq, without {library}"
@@ -129,7 +136,7 @@ class Seq2Seq(Task):
 
     def sources(self, examples: list[Example]) -> Any:
         """The sources as tokens, with the prefix; a line says how many were too long."""
-        texts = [self.args.prefix + example.texts[0] for example in examples]
+        texts = [(e.prefix or self.args.prefix) + e.texts[0] for e in examples]
         encoded = self.tokenizer(texts, truncation=True, max_length=self.limit)
         full = [i for i, ids in enumerate(encoded["input_ids"]) if len(ids) == self.limit]
         longer = self.tokenizer([texts[i] for i in full])["input_ids"] if full else []
@@ -180,7 +187,39 @@ class Seq2Seq(Task):
 
     def evaluate(self, trainer: Any) -> Scored:
         written = self.generate(trainer)
-        return text_scores(written, [example.target for example in self.test]), written
+        references = [(example.target, *example.others) for example in self.test]
+        score = functools.partial(text_scores, stemmer=self.args.stemmer)
+        of_each = {
+            name: score([written[i] for i in part], [references[i] for i in part])
+            for name, part in indices_of_parts(self.test).items()
+        }
+        if not of_each:
+            return score(written, references), written
+        scores = {m: statistics.fmean(x[m] for x in of_each.values()) for m in Seq2Seq.metrics}
+        for name, its in of_each.items():
+            scores |= {f"{name}/{metric}": value for metric, value in its.items()}
+        return scores, written
+
+    def most_frequent(self, predictions: Any) -> dict[str, Any] | None:
+        """Also a sign if there are few different texts, and many different targets."""
+        found = super().most_frequent(predictions)
+        written = self._listed(predictions)
+        texts, targets = len({*written}), len({example.target for example in self.test})
+        few = texts * self.sources_of_a_text <= len(written) and 2 * targets > len(written)
+        if found is None or found["share"] >= self.same_answer or not few:
+            return found
+        sign = f"there are {texts} different texts for {len(written):,} sources"
+        return {**found, "sign": sign}
+
+    def records(self, predictions: Any) -> list[dict[str, Any]]:
+        """The label of an example with several targets is the list of them."""
+        records = super().records(predictions)
+        for record, example in zip(records, self.test, strict=True):
+            if example.part:
+                record["task"] = example.part
+            if example.others:
+                record["label"] = [example.target, *example.others]
+        return records
 
     def new_model(self) -> Any:
         return None if self.args.encoder is None else warm_started(self.args, self)
@@ -196,31 +235,6 @@ class Seq2Seq(Task):
 def _rows(encoded: Any, indices: Iterable[int]) -> list[Feature]:
     """Some of the texts that a tokenizer has encoded."""
     return [{name: encoded[name][index] for name in encoded} for index in indices]
-
-
-def text_scores(written: list[str], references: list[str]) -> dict[str, float]:
-    """BLEU and chrF of a corpus (sacreBLEU), and the mean F1 of ROUGE-1, -2 and -Lsum, in percent.
-
-    Args:
-        written: what a model wrote.
-        references: one for each.
-
-    Source: Papineni et al. 2002; Popović 2015; Lin 2004; Post 2018 (arXiv 1804.08771).
-    """
-    import sacrebleu
-    from rouge_score.rouge_scorer import RougeScorer
-
-    names = ("rouge1", "rouge2", "rougeLsum")
-    scorer = RougeScorer(names)
-    rouge = dict.fromkeys(names, 0.0)
-    for text, reference in zip(written, references, strict=True):
-        for name, score in scorer.score(reference, text).items():
-            rouge[name] += 100 * score.fmeasure / len(written)
-    return {
-        "bleu": sacrebleu.corpus_bleu(written, [references]).score,
-        "chrf": sacrebleu.corpus_chrf(written, [references]).score,
-        **rouge,
-    }
 
 
 def _trained(texts: list[str], size: int) -> Any:

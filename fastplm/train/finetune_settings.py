@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,17 +27,33 @@ from fastplm.run.settings import (
 
 #: The tasks of fine-tuning, with the usual size of their batches.
 BATCH_SIZES = dict.fromkeys("classification pair regression tagging".split(), 32)
-BATCH_SIZES |= {"qa": 16, "choice": 16, "seq2seq": 32}
+BATCH_SIZES |= {"qa": 16, "choice": 16, "seq2seq": 32, "sop": 32, "nsp": 32}
 #: Settings of fine-tuning that only an encoder has.
 ENCODERS = ("freeze", "features", "head", "pooling")
 LIBRARIES = ("fastplm", "transformers")
 _TABLES = ("classification", "pair", "regression")
+#: Settings that mean nothing where nothing is trained.
+_OF_A_TRAINING = (
+    *("steps", "epochs", "learning_rate", "layer_decay", "optimizer", "eval_every", "teacher"),
+)
+_OF_A_TEACHER = ("teacher_weight", "teacher_temperature")
+#: The tasks whose pairs are made of running text.
+_OF_TEXT = ("sop", "nsp")
 _WARM_START = ("decoder", "warm", "share", "target_vocab_size")
 _SOURCE_ENCODER = ("source_encoder_layers", "source_vocab_size", "source_encoder_steps")
 _SEQ2SEQ = (
     *("targets", "eval_targets", "prefix", "max_target_length", "beams", "length_penalty"),
-    *("encoder", *_WARM_START, *_SOURCE_ENCODER),
+    *("stemmer", "mixture_cap", "encoder", *_WARM_START, *_SOURCE_ENCODER),
 )
+
+
+def _is_of_its_task(name: str, args: FinetuneArguments) -> bool:
+    return args.usual(name) or not args.is_mixture
+
+
+def _are_different_rates(args: FinetuneArguments) -> bool:
+    rates = args.learning_rate if isinstance(args.learning_rate, list) else []
+    return len({f"{rate:g}" for rate in rates}) == len(rates) != 1
 
 
 @dataclass
@@ -58,11 +75,12 @@ class FinetuneArguments(Settings):
             *("threshold", "null_threshold"),
         ),
         "the model": (
-            *("from_scratch", "freeze", "features", "head", "pooling", "both_orders", "lm_weight"),
-            "library",
+            *("from_scratch", "freeze", "own_head", "features", "head", "pooling", "both_orders"),
+            *("lm_weight", "library"),
         ),
         "how it learns": (
-            *("optimizer", "warmup", "weight_decay", "dropout", "bf16", "seed", "eval_every"),
+            *("optimizer", "warmup", "weight_decay", "layer_decay", "dropout", "bf16", "seed"),
+            *("eval_every", "teacher", "teacher_weight", "teacher_temperature"),
         ),
         "seq2seq: texts to be written": _SEQ2SEQ,
         "the machine, and what is written": ("threads", "save_every", "log_every", "report_to"),
@@ -71,10 +89,15 @@ class FinetuneArguments(Settings):
     task: str = setting(
         "a label for a text (classification) or for two (pair), a score for one text or two "
         "(regression), a tag for each word (tagging), the place of an answer in a text (qa), the "
-        "right one of several answers (choice), or a text for a text (seq2seq)",
+        "right one of several answers (choice), a text for a text (seq2seq); or of running text, "
+        "whether two segments were swapped (sop) or the second is a random one (nsp)",
         choices=tuple(BATCH_SIZES),
     )
-    data: str | Path = setting("file of examples to train on", path="FILE")
+    data: str | Path = setting(
+        "file of examples to train on; text, as pretrain reads it, for sop and nsp; for seq2seq "
+        "perhaps a .yaml file of several tasks, each with its data and prefix",
+        path="FILE",
+    )
     out: str | Path = common("out")
     model: str | Path | None = setting(
         "folder of the checkpoint and its tokenizer; needed unless there is --encoder",
@@ -122,6 +145,11 @@ class FinetuneArguments(Settings):
         "example once",
         False,
     )
+    own_head: bool = setting(
+        "sop and nsp: train nothing, and judge the head for pairs that the pre-training of --model "
+        "has left",
+        False,
+    )
     features: str = setting(
         "states that the head reads: those of the last layer, a learned weighted sum of all "
         "layers' (mix), or the last four layers' one behind the other",
@@ -134,18 +162,35 @@ class FinetuneArguments(Settings):
         choices=_features_options.HEADS,
     )
     pooling: str | None = setting(
-        "the state of a text: its first token's (cls), or the mean or maximum over tokens "
-        "(default: that of the model's class; mean with --features or --head)",
+        "the state of a text: its first token's (cls), the mean or maximum over tokens, or its "
+        "last token's (default: that of the model's class; mean with --features or --head; last of "
+        "an encoder that reads from left to right)",
         None,
         choices=_features_options.POOLINGS,
+    )
+    teacher: str | Path | None = setting(
+        "folder of a checkpoint that was fine-tuned for the same task and labels: the model learns "
+        "its predictions, too",
+        None,
+        path="DIR",
+    )
+    teacher_weight: float = setting(
+        "with --teacher: weight of its predictions in the loss; the labels have the rest",
+        0.5,
+        number=Number(float, 0, 1, "a number from 0 to 1"),
+    )
+    teacher_temperature: float = setting(
+        "with --teacher: what the logits of both are divided by", 2.0, number=POSITIVE
     )
     targets: str | Path | None = setting(
         "seq2seq: file of the targets of --data, line by line (default: --data is a table)",
         None,
         path="FILE",
     )
-    eval_targets: str | Path | None = setting(
-        "seq2seq: file of the targets of --eval-data", None, path="FILE"
+    eval_targets: Sequence[str | Path] | None = setting(
+        "seq2seq: file of the targets of --eval-data; several files hold several right answers",
+        None,
+        path="FILE",
     )
     prefix: str = setting(
         "seq2seq: text before each source, such as 'translate English to German: '", ""
@@ -158,6 +203,16 @@ class FinetuneArguments(Settings):
         "seq2seq: the power of the length by which a beam's log-probability is divided",
         1.0,
         number=ANY,
+    )
+    stemmer: bool = setting(
+        "seq2seq: ROUGE compares the stems of English words (Porter), as many papers do", False
+    )
+    mixture_cap: int | None = setting(
+        "seq2seq, several tasks in --data: an epoch reads N examples of each task at most, the "
+        "next ones each time (default: all)",
+        None,
+        number=COUNT,
+        metavar="N",
     )
     encoder: str | Path | None = setting(
         "seq2seq: in place of --model, folder of the checkpoint that starts the encoder of a new "
@@ -221,11 +276,13 @@ class FinetuneArguments(Settings):
     batch_size: int | None = setting(
         "samples of a batch (default: 32; 16 for qa and choice)", None, number=BATCH
     )
-    learning_rate: float | None = setting(
-        "peak learning rate (default: 1e-4 for models narrower than 768, else 5e-5; 2e-5 from 1024 "
-        "on; 1e-3 with --freeze or adafactor)",
+    learning_rate: float | list[float] | None = setting(
+        "peak learning rate; of several, such as 5e-5,1e-4,2e-4, the best one on a tenth of --data "
+        "is taken for all seeds (default: 1e-4 for models narrower than 768, else 5e-5; 2e-5 from "
+        "1024 on; 1e-3 with --freeze or adafactor)",
         None,
-        number=POSITIVE,
+        number=Numbers(POSITIVE),
+        metavar="RATE",
     )
     optimizer: str = setting(
         "adamw, with a rate that falls to 0; or adafactor, as T5 was fine-tuned: a constant rate, "
@@ -238,6 +295,12 @@ class FinetuneArguments(Settings):
     )
     weight_decay: float | None = setting(
         "weight decay of AdamW (default: 0.01)", None, number=NOT_NEGATIVE
+    )
+    layer_decay: float = setting(
+        "the rate of each layer as a share of that of the layer above it, as ELECTRA is fine-tuned "
+        "with 0.8; 1: all layers have one rate",
+        1.0,
+        number=Number(float, math.nextafter(0, 1), 1.0, "a number above 0, 1 at most"),
     )
     max_length: int | None = setting(
         "most tokens of a sample (default: 128; qa 384, choice 64)", None, number=whole(16)
@@ -341,6 +404,46 @@ class FinetuneArguments(Settings):
             "two growing numbers or more",
             fix="Sort them.",
         ),
+        Rule(
+            "learning_rate",
+            _are_different_rates,
+            "two different rates or more, or one without a list",
+            fix="Leave out those that are there twice.",
+        ),
+        Rule(
+            "learning_rate",
+            lambda args: (
+                not isinstance(args.learning_rate, list) or not isinstance(args.max_samples, list)
+            ),
+            "one rate, as several numbers of examples have a curve at one rate",
+            "max_samples",
+            "Choose the rate first, in a run of its own.",
+        ),
+        Rule(
+            "mixture_cap",
+            lambda args: args.mixture_cap is None or args.is_mixture,
+            "a .yaml file of several tasks in --data",
+            "data",
+            "Leave it out.",
+        ),
+        *(
+            Rule(
+                name,
+                functools.partial(_is_of_its_task, name),
+                "nothing, as each task in the file of --data has its own",
+                "data",
+                "Write it there.",
+            )
+            for name in ("prefix", "targets", "eval_data", "text_columns")
+        ),
+        apart("teacher", "both_orders", "one order, as the teacher reads one"),
+        apart("layer_decay", "freeze", "no --freeze, as only layers that are trained have a rate"),
+        *(
+            apart("own_head", name, f"no --{name.replace('_', '-')}, as nothing is trained")
+            for name in (*ENCODERS, "from_scratch", "eval_data", "max_samples", *_OF_A_TRAINING)
+        ),
+        apart("own_head", "seeds", "one seed, as nothing is drawn"),
+        apart("own_head", "library", "--library fastplm"),
     )
     #: The settings that only some tasks have, with these tasks.
     tasks_of = {
@@ -349,9 +452,11 @@ class FinetuneArguments(Settings):
         "label_column": _TABLES,
         "threshold": _TABLES[:2],
         "null_threshold": ("qa",),
-        "pooling": _TABLES,
-        "features": (*_TABLES, "tagging"),
-        "head": (*_TABLES, "tagging"),
+        "own_head": _OF_TEXT,
+        "pooling": (*_TABLES, *_OF_TEXT),
+        "features": (*_TABLES, *_OF_TEXT, "tagging"),
+        "head": (*_TABLES, *_OF_TEXT, "tagging"),
+        "teacher": tuple(task for task in BATCH_SIZES if task != "seq2seq"),
         "both_orders": ("pair", "regression"),
         "lm_weight": (*_TABLES, "choice"),
     }
@@ -359,6 +464,7 @@ class FinetuneArguments(Settings):
     needs = {
         **dict.fromkeys(_WARM_START, "encoder"),
         **dict.fromkeys(_SOURCE_ENCODER[1:], "source_encoder_layers"),
+        **dict.fromkeys(_OF_A_TEACHER, "teacher"),
     }
 
     def __post_init__(self) -> None:
@@ -373,6 +479,10 @@ class FinetuneArguments(Settings):
             self.check(name, given, f"{option} beside it", f"Leave it out, or give {option}.")
         if isinstance(self.max_samples, list | tuple):
             self.max_samples = list(self.max_samples)
+        if isinstance(self.learning_rate, list | tuple):
+            self.learning_rate = list(self.learning_rate)
+        if isinstance(self.eval_targets, str | Path):
+            self.eval_targets = [self.eval_targets]
         self.check_rules()
         self.batch_size = self.batch_size or BATCH_SIZES[self.task]
         if self.weight_decay is None:
@@ -385,11 +495,24 @@ class FinetuneArguments(Settings):
         sizes = self.max_samples
         return [(f"samples-{size}", replace(self, max_samples=size)) for size in sizes]
 
+    def rates(self) -> list[tuple[str, FinetuneArguments]]:
+        """(folder inside ``out``, settings) for each learning rate to choose from, if several."""
+        if not isinstance(self.learning_rate, list):
+            return []
+        return [
+            (f"rate-{rate:g}", replace(self, learning_rate=rate)) for rate in self.learning_rate
+        ]
+
+    @property
+    def is_mixture(self) -> bool:
+        """Whether ``data`` is a file of several tasks."""
+        return self.task == "seq2seq" and str(self.data).endswith((".yaml", ".yml"))
+
     @property
     def needs_features(self) -> bool:
         """Whether the head is one that Transformers' classes do not have."""
         others = self.features != "last" or self.head != "linear"
-        return others or self.pooling in ("mean", "max")
+        return others or self.pooling not in (None, "cls")
 
     @property
     def checkpoint(self) -> str | Path:

@@ -22,7 +22,9 @@ from fastplm.errors import ArgumentValueError, DataError, message, shown
 from fastplm.models._heads import shifted
 from fastplm.nn._rows import IGNORE_INDEX, batch_share
 from fastplm.train.finetune_data import doubtful_labels, essence, number
+from fastplm.train.finetune_scores import ENTITY_SCORES, entity_scores, mark_entities
 from fastplm.train.finetune_settings import FinetuneArguments
+from fastplm.train.finetune_teacher import with_teacher
 
 Feature = dict[str, Any]
 #: A function that makes a padded batch of features.
@@ -67,8 +69,8 @@ class Task:
     #: The names of the scores; the first is the main one.
     metrics: tuple[str, ...] = ("accuracy",)
     #: If at least this share of the predictions is the same answer, the model has most likely
-    #: learned nothing. None if the answers are numbers, which are seldom equal.
-    same_answer: float | None = 1.0
+    #: learned nothing.
+    same_answer = 1.0
     #: The default of the argument ``max_length``.
     max_length = 128
     #: The names of the labels in a feature, and of the model outputs that ``score`` reads.
@@ -130,12 +132,17 @@ class Task:
 
     def outputs(self, model: Any, **batch: Any) -> Any:
         """Run a model: ``loss``, if the batch has labels, and what ``output_names`` lists."""
+        teacher = batch.pop("teacher", None)
         if self.args.lm_weight:
-            return with_language_model(model, batch, self.args.lm_weight, self._outputs)
-        return self._outputs(model, **batch)
+            outputs = with_language_model(model, batch, self.args.lm_weight, self._outputs)
+        else:
+            outputs = self._outputs(model, **batch)
+        if teacher is None:
+            return outputs
+        return with_teacher(self.args, self.output_names, outputs, teacher, batch)
 
     def _outputs(self, model: Any, **batch: Any) -> Any:
-        """``outputs`` without the additional loss of a language model."""
+        """``outputs`` without the additional losses of a language model and of a teacher."""
         return model(**batch)
 
     def score(self, examples: list[Example], notes: list[Any], logits: list[Logits]) -> Scored:
@@ -168,26 +175,37 @@ class Task:
         return {"label": usual, "accuracy": share}
 
     def most_frequent(self, predictions: Any) -> dict[str, Any] | None:
-        """The most frequent prediction and its share; None if ``same_answer`` is None."""
-        if self.same_answer is None:
-            return None
+        """The most frequent prediction and its share; None if predictions are seldom equal.
+
+        A task that knows of another sign that the model tells no example from another adds it in
+        words, under "sign".
+        """
         answer, share = self._most_frequent(self._listed(predictions))
         return {"prediction": answer, "share": share}
 
-    def warning(self, most_frequent: Mapping[str, Any] | None) -> str:
-        """A warning if the model gives (nearly) all examples one answer, and the targets differ."""
-        if self.same_answer is None or most_frequent is None:
+    def one_answer(self, most_frequent: Mapping[str, Any] | None) -> str:
+        """In words, that (nearly) all examples have one answer and the targets differ; else ""."""
+        if most_frequent is None:
             return ""
+        if "sign" in most_frequent:
+            return most_frequent["sign"]
         share = most_frequent["share"]
         _, right = self._most_frequent(map(self.right, self.test))
         if share < self.same_answer or right >= self.same_answer:
             return ""
         how_many = "all predictions are" if share == 1 else f"{share:.0%} of the predictions are"
-        return (
-            f"Warning: {how_many} {shown(most_frequent['prediction'])}, which is the right answer "
-            f"of {self._share_of(most_frequent['prediction']):.0%} of the examples: the model "
-            "tells none from another. Train longer, or with another --learning-rate."
-        )
+        return f"{how_many} {shown(most_frequent['prediction'])}"
+
+    def warning(self, most_frequent: Mapping[str, Any] | None) -> str:
+        """A warning if ``one_answer`` has something to say."""
+        said = self.one_answer(most_frequent)
+        if not said or most_frequent is None:
+            return ""
+        if "sign" not in most_frequent:
+            right = self._share_of(most_frequent["prediction"])
+            said += f", which is the right answer of {right:.0%} of the examples"
+        advice = "Train longer, or with another --learning-rate."
+        return f"Warning: {said}: the model tells none from another. {advice}"
 
     def _share_of(self, answer: Any) -> float:
         """The share of the right answers that are this answer."""
@@ -414,14 +432,15 @@ class Classification(SequenceTask, Labelled):
 class Pair(Classification):
     """One label for two texts. F1 is that of the second class if there are two, else the mean."""
 
-    metrics = ("accuracy", "f1", "matthews")
+    metrics: tuple[str, ...] = ("accuracy", "f1", "matthews")
 
 
 class Regression(SequenceTask):
     """A score for a text or a pair of texts; the loss is the mean squared error."""
 
     metrics = ("pearson", "spearman", "mse")
-    same_answer = None
+    #: Predictions are one value if they vary less than this share of what the scores do.
+    spread = 1e-4
 
     def prepare(self) -> None:
         # A label that is not a number is an error now, not after the training.
@@ -443,6 +462,16 @@ class Regression(SequenceTask):
     def right(self, example: Example) -> float:
         return _score(example)
 
+    def most_frequent(self, predictions: Any) -> dict[str, Any] | None:
+        """None, unless all predictions are one value but for rounding, and the scores are not."""
+        if statistics.pstdev(predictions) > self.spread * statistics.pstdev(
+            self.answers(self.test)
+        ):
+            return None
+        value = statistics.fmean(predictions)
+        sign = f"all predictions are {value:.4g}, so no correlation is defined: it is given as 0"
+        return {"prediction": value, "share": 1.0, "sign": sign}
+
     def score(self, examples: list[Example], notes: list[Any], logits: list[Logits]) -> Scored:
         found = [float(score) for (score,) in logits]
         right = self.answers(examples)
@@ -455,7 +484,8 @@ class Regression(SequenceTask):
 class Tagging(Labelled):
     """One tag for each word. The first token of the word gets the label.
 
-    A sentence that is too long is split into several features, so that no word is left out.
+    A sentence that is too long is split into several features, so that no word is left out. Tags
+    that mark entities (B-PER, I-PER, O) are scored by entity, and by word.
     """
 
     auto = "AutoModelForTokenClassification"
@@ -463,6 +493,8 @@ class Tagging(Labelled):
 
     def prepare(self) -> None:
         self.names = sorted({tag for example in self.known for tag in example.target})
+        if mark_entities(self.names):
+            self.metrics = (*ENTITY_SCORES, *self.metrics)
         for example in self.test:
             for tag in example.target:
                 self.check_label(tag, example, "tag")
@@ -506,10 +538,19 @@ class Tagging(Labelled):
             for sample, word, place in places:
                 tags[sample][word] = self.names[chosen[place]]
         found = [tag for sentence in tags for tag in sentence]
-        return {"accuracy": accuracy(found, self.answers(examples))}, tags
+        of_words = {"accuracy": accuracy(found, self.answers(examples))}
+        if self.metrics[0] == "accuracy":
+            return of_words, tags
+        by_sentence = [[tag or "O" for tag in sentence] for sentence in tags]
+        right = [example.target for example in examples]
+        return entity_scores(by_sentence, right) | of_words, tags
 
     def answers(self, examples: list[Example]) -> list[str]:
         return [tag for example in examples for tag in example.target]
+
+    def chance(self) -> float:
+        """The tag of most words, which is "O" where tags mark entities, finds none of these."""
+        return super().chance() if self.metrics[0] == "accuracy" else 0.0
 
     def counted(self, answer: Any) -> list[Any]:
         return list(answer)
@@ -627,6 +668,18 @@ class QuestionAnswering(Task):
 
     def right(self, example: Example) -> list[str]:
         return [words for _, words in example.target] or [""]
+
+    def most_frequent(self, predictions: Any) -> dict[str, Any] | None:
+        """Also a sign if the answers are different words, but always the first ones of the text."""
+        found = super().most_frequent(predictions)
+        pairs = list(zip(self.test, self._listed(predictions), strict=True))
+        first = [bool(given[0]) and e.texts[1].startswith(given[0]) for e, given in pairs]
+        share = sum(first) / len(first)
+        if found is None or share < self.same_answer or found["share"] >= self.same_answer:
+            return found
+        if sum(start == 0 for e in self.test for start, _ in e.target[:1]) / len(first) >= share:
+            return found  # they are right
+        return {**found, "sign": f"{share:.0%} of the answers are the beginning of their text"}
 
     def counted(self, answer: Any) -> list[Any]:
         return answer[:1]  # the best answer

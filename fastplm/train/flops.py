@@ -34,7 +34,8 @@ def training_flops(
 
     Args:
         config: of a BERT, RoBERTa, ALBERT, ELECTRA, GPT, GPT-2, T5 or BART, or
-            ``ElectraJointConfig``; with two stages it is the mean of both.
+            ``ElectraJointConfig``; with two stages it is the mean of both. An encoder whose
+            ``is_decoder`` is True reads from left to right, and predicts each token.
         lengths: tokens of each sequence, padding left out.
         target_lengths: of the decoder's, where there is one.
         masked: the share of the tokens that a masked model predicts.
@@ -46,7 +47,10 @@ def training_flops(
         return _TRAINED * _translated(config, lengths, target_lengths)
     if config.model_type in ("gpt2", "openai-gpt"):
         return _TRAINED * _causal(config, lengths)
-    return _TRAINED * (_encoder(config, lengths) + _head(config, _share(lengths, masked)))
+    predicted = _share(lengths, masked)
+    if getattr(config, "is_decoder", False):
+        predicted = sum(lengths) - len(lengths)
+    return _TRAINED * (_encoder(config, lengths) + _head(config, predicted))
 
 
 def flops_a_token(
@@ -81,9 +85,8 @@ def _encoder(config: Any, lengths: Sequence[int]) -> int:
     """Embeddings of another width are projected to that of the layers."""
     rows, width = sum(lengths), config.hidden_size
     embedded = getattr(config, "embedding_size", width)
-    layers = _layers(
-        config.num_hidden_layers, width, config.intermediate_size, rows, _squares(lengths)
-    )
+    pairs = _triangles(lengths) if getattr(config, "is_decoder", False) else _squares(lengths)
+    layers = _layers(config.num_hidden_layers, width, config.intermediate_size, rows, pairs)
     return layers + (rows * embedded * width if embedded != width else 0)
 
 

@@ -27,7 +27,7 @@ from fastplm.data import (
     SentenceOrderPairs,
     TokenStore,
 )
-from fastplm.data.blocks import check_enough_tokens
+from fastplm.data.blocks import check_enough_tokens, room_for_text
 from fastplm.train.flops import flops_a_token
 from fastplm.train.presets import FAMILIES, NOISES
 
@@ -49,25 +49,37 @@ class DocumentBlocks(Dataset):
 
     Args:
         store: the tokens.
-        block_size: tokens a block, the ends included.
+        block_size: tokens a block, the ends and the special tokens around it included.
         eos_token_id: the id that ends a document.
+        cls_token_id, sep_token_id: the ids put before and after each block; none by default.
 
     Raises:
         DataError: fewer tokens than one block needs; or see ``TokenStore.validate``.
     """
 
-    def __init__(self, store: TokenStore, block_size: int, eos_token_id: int) -> None:
+    def __init__(
+        self,
+        store: TokenStore,
+        block_size: int,
+        eos_token_id: int,
+        *,
+        cls_token_id: int | None = None,
+        sep_token_id: int | None = None,
+    ) -> None:
         self.store, self.block_size, self.eos_token_id = store, block_size, eos_token_id
-        check_enough_tokens("DocumentBlocks", store, block_size)
+        around = ((cls_token_id,), (sep_token_id,))
+        self._around = [[i for i in ids if i is not None] for ids in around]
+        self._text = room_for_text("DocumentBlocks", block_size, cls_token_id, sep_token_id)
+        check_enough_tokens("DocumentBlocks", store, self._text)
         store.validate()
 
     def __len__(self) -> int:
-        return (len(self.store) + len(self.store.documents) - 1) // self.block_size
+        return (len(self.store) + len(self.store.documents) - 1) // self._text
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        first, last = index * self.block_size, (index + 1) * self.block_size
+        first, last = index * self._text, (index + 1) * self._text
         documents = range(len(self.store.documents) - 1)
         # The documents that end before the block, and those that end before the next one.
         before, within = (
@@ -77,6 +89,9 @@ class DocumentBlocks(Dataset):
         ends = [self._place_of_end(document) - first for document in documents[before:within]]
         # An end goes before the token that has its place, not counting the other ends.
         block = np.insert(text, np.array(ends, np.int64) - np.arange(len(ends)), self.eos_token_id)
+        before_it, after_it = self._around
+        if before_it or after_it:
+            block = np.concatenate([before_it, block, after_it]).astype(np.int64)
         return {"input_ids": torch.from_numpy(block)}
 
     def _place_of_end(self, document: int) -> int:
@@ -143,8 +158,6 @@ class MaskedTokens(Objective):
     token_loss = "mlm_loss"
     collator_class = DataCollatorForMaskedTokens
     special = 2
-    #: The share of the chosen tokens that becomes ``[MASK]``.
-    mask_replace_prob = 0.8
 
     @property
     def ends(self) -> dict[str, int]:
@@ -153,22 +166,19 @@ class MaskedTokens(Objective):
         return {name: getattr(self.tokenizer, name) for name in names}
 
     def source(self, store: TokenStore) -> Dataset:
-        return BlockDataset(store, self.args.block_size, **self.ends)
+        size, ends = self.args.block_size, self.ends
+        if self.args.separators:
+            return DocumentBlocks(store, size, ends["sep_token_id"], **ends)
+        return BlockDataset(store, size, **ends)
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {
-            "mlm_probability": self.args.preset.mlm_probability,
-            "mask_replace_prob": self.mask_replace_prob,
-            "random_replace_prob": 0.1 if self.mask_replace_prob < 1 else 0.0,
-            "unit": self.args.unit,
-        }
+        names = ("mlm_probability", "mask_replace_prob", "random_replace_prob")
+        return dict(zip(names, self.args.mask_shares, strict=True)) | {"unit": self.args.unit}
 
 
 class ReplacedTokens(MaskedTokens):
-    """ELECTRA: every token chosen for the generator becomes ``[MASK]``."""
-
-    mask_replace_prob = 1.0
+    """ELECTRA: every token chosen for the generator becomes ``[MASK]``, unless asked otherwise."""
 
 
 class SentenceOrder(MaskedTokens):
@@ -207,10 +217,28 @@ class CausalTokens(Objective):
 
     token_loss = "clm_loss"
     collator_class = DataCollatorForCausalTokens
-    needs = ("eos",)
+    needs: tuple[str, ...] = ("eos",)
 
     def source(self, store: TokenStore) -> Dataset:
         return DocumentBlocks(store, self.args.block_size, self.tokenizer.eos_token_id)
+
+
+class LeftToRight(CausalTokens):
+    """The same for an encoder with a causal mask: ``[CLS] …``, each document ended by ``[SEP]``.
+
+    So a block begins and ends its texts with the tokens that fine-tuning puts around them.
+
+    Source: Devlin et al. 2019 (arXiv 1810.04805), §5.1, "LTR & No NSP".
+    """
+
+    special = 1
+    needs = ("pad", "cls", "sep")
+
+    def source(self, store: TokenStore) -> Dataset:
+        ids = self.tokenizer
+        return DocumentBlocks(
+            store, self.args.block_size, ids.sep_token_id, cls_token_id=ids.cls_token_id
+        )
 
 
 class Spans(Objective):
@@ -269,6 +297,13 @@ OBJECTIVES: Mapping[str, type[Objective]] = {
     "spans": Spans,
     "denoise": Denoising,
 }
+
+
+def objective_of(args: PretrainArguments) -> type[Objective]:
+    """How the model of a run learns."""
+    kind = OBJECTIVES[str(args.objective)]
+    encoder = "mlm" in FAMILIES[args.preset.family].classes
+    return LeftToRight if kind is CausalTokens and encoder else kind
 
 
 def build_model(family: str, objective: str, config: Any) -> PreTrainedModel:

@@ -7,32 +7,31 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastplm.train.objectives import build_model
-from fastplm.train.presets import configuration
-from fastplm.train.pretrain_data import (
-    RunData,
-    count_tokens,
-    make_collator,
-    objective_of,
-    prepare_data,
-)
+from fastplm.train.objectives import objective_of
+from fastplm.train.pretrain_data import RunData, count_tokens, make_collator, prepare_data
+from fastplm.train.pretrain_model import make_model
 from fastplm.train.pretrain_settings import PretrainArguments
 from fastplm.train.stream import StreamRun
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
+    from transformers import TrainerCallback, TrainingArguments
 
 
 def pretrain(args: PretrainArguments) -> dict[str, Any]:
     """Run a pre-training; write checkpoints, ``metrics.json``, ``loss.png``, and logs.
 
     Under torchrun every process calls it and the first one writes. Returns the content of
-    ``metrics.json``.
+    ``metrics.json``. With several ``seeds`` each has a run of its own in ``out/seed-0`` …, and
+    ``out/metrics.json`` has the means and 95 % intervals of their losses.
 
     Raises:
         FastplmError: the corpus, the tokenizer, the output folder or a setting is wrong.
     """
     args.check("dry_run", not args.dry_run, "False", "Call fastplm.train.dry_run.dry_run.")
+    if args.seeds > 1:
+        from fastplm.train.pretrain_seeds import Seeds
+
+        return Seeds(args, lambda part: Pretraining(part).run()).run()
     return Pretraining(args).run()
 
 
@@ -63,7 +62,8 @@ class Pretraining(StreamRun):
 
     def facts(self) -> dict[str, Any]:
         # Version 2: the pair of a run of one sentence is a random one.
-        return super().facts() | {"pairs": 2 if self.args.objective == "mlm+nsp" else None}
+        pairs = 2 if self.args.objective == "mlm+nsp" else None
+        return super().facts() | {"pairs": pairs, "flops": self.args.flops}
 
     def lines(self) -> str:
         from fastplm.train.announce import pretraining
@@ -82,10 +82,13 @@ class Pretraining(StreamRun):
         return objective_of(self.args)(self.args, self.data.tokenizer).flops_a_token(model.config)
 
     def held_out(self, model: Any, samples: Any) -> dict[str, Any]:
-        from fastplm.train.evaluate import evaluate
+        from fastplm.train.evaluate import evaluate, ngram_losses
 
-        loss = objective_of(self.args).token_loss
-        return evaluate(model, samples, self.collator, self.args.batch_size, loss)
+        args, data = self.args, self.data
+        loss = objective_of(args).token_loss
+        found = evaluate(model, samples, self.collator, args.batch_size, loss)
+        tail = data.all.tokens[len(data.store) :]
+        return found | ngram_losses(data.store.tokens, tail, len(data.tokenizer))
 
     def make_trainer(self, *callbacks: TrainerCallback) -> tuple[Any, Any]:
         from transformers import set_seed
@@ -152,19 +155,3 @@ def rehearse(
         trainer.model.start_second_stage()
     trainer.train()
     return Rehearsal(trainer, training.data, stopwatch.median, stopwatch.timed)
-
-
-def make_model(args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The untrained model of a run."""
-    family = args.preset.family
-    config = configuration(
-        args.preset,
-        vocab_size=len(tokenizer),
-        block_size=args.block_size,
-        dropout=args.dropout,
-        attention_dropout=args.attention_dropout,
-        tokenizer=tokenizer,
-        objective=args.objective,
-        joint=args.joint_settings() if family == "electra" else None,
-    )
-    return build_model(family, str(args.objective), config)

@@ -21,8 +21,9 @@ from fastplm.data import (
     train_tokenizer,
 )
 from fastplm.errors import DataError, check
-from fastplm.train.objectives import OBJECTIVES, Objective
+from fastplm.train.objectives import objective_of
 from fastplm.train.presets import FAMILIES
+from fastplm.train.pretrain_model import flops_a_step
 from fastplm.train.pretrain_settings import PretrainArguments
 
 if TYPE_CHECKING:
@@ -72,13 +73,15 @@ def prepare_data(
         if documents is None:
             documents = open_corpus(args.corpus, args.cache)
         tokenizer = _tokenizer(args, checkpoint, documents)
+        if args.steps is None:
+            args.pay(flops_a_step(args, tokenizer))
         everything = tokenize(documents, tokenizer, args.cache)
         store, held_out = hold_out(args, everything, tokenizer)
         samples = args.steps * args.gradient_accumulation * args.batch_size
         train_dataset = make_dataset(
             args, store, tokenizer, length=samples * training_arguments.world_size
         )
-        trained = args.tokenizer is None and checkpoint is None
+        trained = args.tokenizer is None and args.start_from is None and checkpoint is None
         kind = f"{FAMILIES[args.preset.family].tokenizer}-"
         new = {path.name for path in cache.iterdir()} - there
         if isinstance(documents, TextFiles):
@@ -154,15 +157,15 @@ def count_tokens(store: TokenStore, tokenizer: PreTrainedTokenizerBase) -> torch
     return counts
 
 
-def objective_of(args: PretrainArguments) -> type[Objective]:
-    return OBJECTIVES[str(args.objective)]
-
-
 def _tokenizer(
     args: PretrainArguments, checkpoint: Path | None, documents: Iterable[str]
 ) -> PreTrainedTokenizerBase:
     needs = objective_of(args).needs
-    given = args.tokenizer if checkpoint is None else checkpoint
+    if args.start_from is not None:
+        there = (Path(args.start_from) / "config.json").is_file()
+        expected, got = "a folder with a checkpoint", f"{args.start_from}, without a config.json"
+        args.check("start_from", there, expected, "Check the path.", got, DataError)
+    given = (args.start_from or args.tokenizer) if checkpoint is None else checkpoint
     if given is not None:
         return load_tokenizer(given, needs)
     kind = FAMILIES[args.preset.family].tokenizer

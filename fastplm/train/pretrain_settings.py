@@ -11,6 +11,7 @@ from typing import Any
 
 from fastplm.models import _electra_options
 from fastplm.run.settings import (
+    COUNT,
     POSITIVE,
     SHARE,
     Number,
@@ -43,6 +44,8 @@ _DETECTION = ("rtd", "rtd_masked")
 UNITS = ("token", "word", "ngram")
 #: Samples of a run; beyond it the libraries below end the process.
 _MOST_SAMPLES = 1 << 62
+_PART = Number(float, 0, 1, "a number from 0 to 1")
+_SOME = Number(float, math.nextafter(0, 1), 1, "a number above 0, 1 at most")
 
 
 _USUAL_OBJECTIVES = ", ".join(
@@ -63,10 +66,13 @@ class PretrainArguments(Settings):
     where = "pretrain"
     topics = {
         "the run": (
-            *("arch", "corpus", "out", "steps", "batch_size", "lr", "vocab_size", "tokenizer"),
-            *("resume", "overwrite", "dry_run"),
+            *("arch", "corpus", "out", "steps", "flops", "batch_size", "lr", "vocab_size"),
+            *("tokenizer", "start_from", "seeds", "resume", "overwrite", "dry_run"),
         ),
-        "what it learns": ("objective", "unit", "static_masks", "noise", "block_size"),
+        "what it learns": (
+            *("objective", "unit", "mlm_probability", "mask_replace_prob", "random_replace_prob"),
+            *("static_masks", "separators", "noise", "block_size"),
+        ),
         "how it learns": (
             *("optimizer", "warmup", "gradient_accumulation", "dropout", "attention_dropout"),
             *("precision", "seed"),
@@ -76,10 +82,11 @@ class PretrainArguments(Settings):
         ),
         "of ELECTRA": (
             *("electra_objective", "electra_sharing", "electra_generator", "generator_size"),
-            *("rtd_weight", "adversarial", "two_stage", "second_stage_from"),
+            *("temperature", "rtd_weight", "adversarial", "two_stage", "second_stage_from"),
         ),
         "the machine, and what is written": (
-            *("threads", "workers", "cache", "save_every", "log_every", "report_to"),
+            *("threads", "workers", "cache", "save_every", "keep_checkpoints", "log_every"),
+            "report_to",
         ),
     }
 
@@ -88,8 +95,18 @@ class PretrainArguments(Settings):
         choices=tuple(PRESETS),
     )
     corpus: Sequence[str | Path] = common("corpus")
-    steps: int = common("steps")
-    out: str | Path = common("out")
+    #: None where ``flops`` is given, until the vocabulary is known and ``pay`` sets it.
+    steps: int = setting(
+        "optimizer steps of the run", None, number=COUNT, excludes="budget", required=True
+    )
+    out: str | Path = setting("folder of all results", "", path="DIR", required=True)
+    flops: float | None = setting(
+        "in the place of --steps: as many steps as a budget of floating-point operations pays for, "
+        "by the count of docs/pretraining.md",
+        None,
+        number=POSITIVE,
+        excludes="budget",
+    )
     tokenizer: str | Path | None = setting(
         "folder of a saved tokenizer (default: train one)", None, path="DIR", excludes="vocabulary"
     )
@@ -98,6 +115,13 @@ class PretrainArguments(Settings):
         f"{_USUAL_VOCABULARIES})",
         None,
         number=whole(6, 2**22),
+        excludes="vocabulary",
+    )
+    start_from: str | Path | None = setting(
+        "folder of a checkpoint of this architecture, whose weights and tokenizer the run begins "
+        "with; its optimizer and its schedule are new",
+        None,
+        path="DIR",
         excludes="vocabulary",
     )
     block_size: int = common("block_size")
@@ -115,7 +139,15 @@ class PretrainArguments(Settings):
         number=whole(0, 2**40),
     )
     seed: int = common("seed")
+    seeds: int = setting(
+        "runs, each with a seed of its own from --seed on; with several ones they are in "
+        "OUT/seed-0, OUT/seed-1, ...",
+        1,
+        number=whole(1, 10_000),
+        metavar="N",
+    )
     save_every: int = common("save_every")
+    keep_checkpoints: int | str = common("keep_checkpoints")
     log_every: int = common("log_every")
     report_to: str = common("report_to")
     resume: bool = common("resume")
@@ -149,6 +181,23 @@ class PretrainArguments(Settings):
         "token; for ALBERT ngram)",
         None,
         choices=UNITS,
+    )
+    mlm_probability: float | None = setting(
+        "share of the tokens that is chosen to be predicted (default: 0.15; 0.25 for the objective "
+        "rtd of electra-large)",
+        None,
+        number=_SOME,
+    )
+    mask_replace_prob: float | None = setting(
+        "share of the chosen tokens that becomes [MASK] (default: 0.8; 1 for the objective rtd)",
+        None,
+        number=_PART,
+    )
+    random_replace_prob: float | None = setting(
+        "share of the chosen tokens that becomes a random token; the rest stays as it is (default: "
+        "0.1, or less where --mask-replace-prob leaves less)",
+        None,
+        number=_PART,
     )
     optimizer: str | None = setting(
         "default: that of the published run: lamb for ALBERT, adafactor with a rate that falls by "
@@ -192,6 +241,11 @@ class PretrainArguments(Settings):
         number=whole(),
         metavar="N",
     )
+    separators: bool = setting(
+        "put the separator token between two documents of a block, as RoBERTa does; without it "
+        "they follow each other",
+        False,
+    )
     noise: Sequence[str] | None = setting(
         "of BART: the transformations of the text (default: text_infilling and "
         f"sentence_permutation, as published): {', '.join(NOISES)}",
@@ -223,7 +277,13 @@ class PretrainArguments(Settings):
         "width and heads of ELECTRA's generator as a share of the discriminator's (default: that "
         "of --arch)",
         None,
-        number=Number(float, math.nextafter(0, 1), 1, "a number above 0, 1 at most"),
+        number=_SOME,
+        of=("electra",),
+    )
+    temperature: float = setting(
+        "of the softmax from which ELECTRA's generator draws tokens",
+        1.0,
+        number=POSITIVE,
         of=("electra",),
     )
     rtd_weight: float | None = setting(
@@ -258,7 +318,39 @@ class PretrainArguments(Settings):
         apart(
             "dry_run", "overwrite", "no --dry-run, or no --overwrite, as a dry run writes nothing"
         ),
-        needs("unit", "objective", MASKED, "no unit, as this objective does not mask tokens"),
+        Rule(
+            "steps",
+            lambda args: args.steps is not None or args.flops is not None,
+            "a number of steps, or a budget (flops) in its place",
+            fix="Give --steps N, or --flops F.",
+        ),
+        apart("flops", "steps", "one of the two, as the budget says how many steps there are"),
+        apart("start_from", "tokenizer", "no tokenizer beside it, as the checkpoint has its own"),
+        apart("start_from", "vocab_size", "no vocab_size beside it, as the checkpoint has its own"),
+        *(
+            needs(name, "objective", MASKED, f"no {name}, as this objective does not mask tokens")
+            for name in ("unit", "mlm_probability", "mask_replace_prob", "random_replace_prob")
+        ),
+        Rule(
+            "random_replace_prob",
+            lambda args: sum(args.mask_shares[1:]) <= 1 + 2**-32,
+            "a share of what --mask-replace-prob leaves, {args.mask_shares[1]}",
+            "mask_replace_prob",
+            "The two are shares of the chosen tokens; the rest stays as it is.",
+        ),
+        needs(
+            "separators",
+            "objective",
+            ("mlm", "rtd"),
+            "mlm or rtd, whose blocks may be of several documents",
+        ),
+        Rule(
+            "seeds",
+            lambda args: args.seed + args.seeds <= 1 << 32,
+            "seeds below 2^32",
+            "seed",
+            "Lower one of the two.",
+        ),
         Rule(
             "heads",
             lambda args: args.preset.hidden % args.preset.heads == 0,
@@ -271,6 +363,7 @@ class PretrainArguments(Settings):
                 ("adversarial", "electra_generator", ("model",), "which can be trained"),
                 ("adversarial", "electra_objective", _DETECTION, "whose loss is the reward"),
                 ("generator_size", "electra_generator", ("model",), "which has a size"),
+                ("temperature", "electra_generator", ("model",), "which has a softmax"),
             )
         ),
         Rule(
@@ -311,7 +404,7 @@ class PretrainArguments(Settings):
         ),
         Rule(
             "steps",
-            lambda args: not args.two_stage or args.steps > 1,
+            lambda args: args.steps is None or not args.two_stage or args.steps > 1,
             "2 or more, for two stages",
             fix="Raise it.",
         ),
@@ -323,13 +416,13 @@ class PretrainArguments(Settings):
         ),
         Rule(
             "batch_size",
-            lambda args: args.samples <= _MOST_SAMPLES,
+            lambda args: args.steps is None or args.samples <= _MOST_SAMPLES,
             f"a run of {_MOST_SAMPLES} samples at most, and not of {{args.samples}}",
             fix="Lower it.",
         ),
         Rule(
             "warmup",
-            lambda args: args.warmup <= args.first_stage,
+            lambda args: args.steps is None or args.warmup <= args.first_stage,
             "0 to {args.first_stage}, the steps of the run or of its first stage",
             fix="Choose a number of steps in between.",
         ),
@@ -348,7 +441,8 @@ class PretrainArguments(Settings):
         self.check_values()
         chosen, family = self.preset, FAMILIES[self.preset.family]
         self.corpus = [str(path) for path in self.corpus]
-        self.vocab_size = self.vocab_size or family.vocab_size
+        if self.start_from is None:
+            self.vocab_size = self.vocab_size or family.vocab_size
         self.optimizer = self.optimizer or chosen.optimizer
         self.objective = self.objective or next(iter(family.classes))
         self._check_families(family)
@@ -361,15 +455,35 @@ class PretrainArguments(Settings):
         if chosen.family == "electra" and self.objective == "rtd" and not self.electra_sharing:
             self.electra_sharing = "none" if self.two_stage else "embeddings"
         self.usual_warmup = self.warmup is None
-        if self.warmup is None:
-            self.warmup = min(10_000, self.first_stage // 10)
-        self.check_rules()
+        self._settle()
         if chosen.family == "t5":
             self.attention_dropout = self.dropout
         self.peak: Peak | None = None
         if self.lr is None:
             self.peak = usual_peak(chosen, self.optimizer)
             self.lr = self.peak.scaled(self.samples_a_step)
+
+    def _settle(self) -> None:
+        """What depends on the number of steps, once it is known; and the rules."""
+        if self.warmup is None and self.steps is not None:
+            self.warmup = min(10_000, self.first_stage // 10)
+        self.check_rules()
+
+    def pay(self, flops_a_step: float) -> None:
+        """Set the steps that the budget pays for; with two stages as many for each.
+
+        Raises:
+            ArgumentValueError: it pays for none, or for more than a run may have.
+        """
+        assert self.flops is not None
+        least = 2 if self.two_stage else 1
+        steps = int(self.flops // (least * flops_a_step)) * least
+        enough = least * flops_a_step * 1.0005  # what is shown, rounded, pays for it, too
+        expected = f"{enough:.4g} or more, the FLOPs of {least} of its steps"
+        self.check("flops", steps > 0, expected, "Raise it, or take a smaller model or batch.")
+        self.check("flops", COUNT.holds(steps), f"{COUNT.high} steps at most", "Lower it.")
+        self.steps = steps
+        self._settle()
 
     def _check_families(self, family: Family) -> None:
         """Check that the architecture can learn the objective, and that each setting is for it."""
@@ -414,7 +528,20 @@ class PretrainArguments(Settings):
             changes["source"] = f"{named.source}, with other {', '.join(changes)}"
         if self.objective == "mlm":  # ELECTRA-Large masks more for its generator
             changes["mlm_probability"] = 0.15
+        if self.mlm_probability is not None:
+            changes["mlm_probability"] = self.mlm_probability
         return replace(named, **changes)
+
+    @property
+    def mask_shares(self) -> tuple[float, float, float]:
+        """The share of the tokens that is chosen; of these, the masked and the random ones."""
+        masked = self.mask_replace_prob
+        if masked is None:
+            masked = 1.0 if self.objective == "rtd" else 0.8
+        random = self.random_replace_prob
+        if random is None:
+            random = 0.0 if self.objective == "rtd" else min(0.1, 1 - masked)
+        return self.preset.mlm_probability, masked, random
 
     @property
     def first_stage(self) -> int:
@@ -431,5 +558,6 @@ class PretrainArguments(Settings):
             "sampling_seed": self.seed,
             "discriminator_weight": self.rtd_weight,
             "adversarial": self.adversarial,
+            "temperature": self.temperature,
             "second_stage_from": self.second_stage_from,
         }

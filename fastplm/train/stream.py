@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +39,7 @@ class StreamRun(Run):
     # become longer.
     free = frozenset(
         "resume overwrite dry_run out cache workers save_every log_every threads report_to corpus "
-        "tokenizer vocab_size steps".split()
+        "tokenizer vocab_size steps flops seeds keep_checkpoints".split()
     )
     #: The title of the picture of the losses; ``{args.steps}`` in it is the run's own value.
     title: str
@@ -64,10 +65,12 @@ class StreamRun(Run):
         args = self.args
         usual = {
             "bf16": hardware_has_bf16() if args.precision == "auto" else args.precision == "bf16",
-            "max_steps": args.steps,
+            # Where a budget says how many, they are set when the data is read.
+            "max_steps": args.steps or -1,
             "gradient_accumulation_steps": args.gradient_accumulation,
             "learning_rate": args.lr,
-            "warmup_steps": args.warmup,
+            "warmup_steps": args.warmup or 0,
+            "save_total_limit": None if args.keep_checkpoints == "all" else args.keep_checkpoints,
             "weight_decay": 0.01,
             "adam_epsilon": 1e-6,
             "train_sampling_strategy": "sequential",
@@ -123,9 +126,9 @@ class StreamRun(Run):
             self._wrong = damage(self.out)
             self.checkpoint = checkpoint_to_resume(args.where, self.out)
             self.done = step_of(self.checkpoint)
-            expected = f"{self.done} or more, the steps that are done"
-            args.check("steps", args.steps >= self.done, expected, "Raise it.")
-            self.resumed(self.before)
+        known = args.steps is not None  # the budget of a pre-training says it when it is read
+        if known:
+            self._check_resumed()
         self.settings = self.trainer_settings()
         slow = "Preparing the data: a vocabulary is trained or the text tokenized ..."
         timer = threading.Timer(_A_WHILE, say, [slow])
@@ -134,6 +137,17 @@ class StreamRun(Run):
             self.data = self.read()
         finally:
             timer.cancel()
+        if not known:
+            self._check_resumed()
+            self.settings.max_steps, self.settings.warmup_steps = args.steps, args.warmup
+
+    def _check_resumed(self) -> None:
+        """Check a resumed run's steps, and the settings that depend on them."""
+        if self.before is None:
+            return
+        expected = f"{self.done} or more, the steps that are done"
+        self.args.check("steps", self.args.steps >= self.done, expected, "Raise it.")
+        self.resumed(self.before)
 
     def facts(self) -> dict[str, Any]:
         """What the loss curve depends on, and some of what it does not."""
@@ -162,7 +176,10 @@ class StreamRun(Run):
         same, fix = ours["hash"] == theirs["hash"], "Give the same text, or another --out."
         expected = f"{_described(theirs)}, as in the run that is resumed"
         args.check("corpus", same, expected, fix, _described(ours, changed))
-        apart = {"corpus", "held_out", "steps", "threads"}
+        apart = {"corpus", "held_out", "steps", "flops", "threads"}
+        # A run of before these settings were there has had their defaults.
+        later = {each.name for each in fields(args)} - before.keys()
+        apart |= {name for name in later if args.usual(name)}
         check_same(args.where, {name: record[name] for name in record if name not in apart}, before)
         samples, kept = record["held_out"]["samples"], before["held_out"]["samples"]
         expected = f"{kept}, as in the run that is resumed"
@@ -207,21 +224,27 @@ class StreamRun(Run):
         metrics = {}
         with trained(self.trainer, self.checkpoint, self.args.report_to):
             if first_process():
+                held_out = self._judged()  # an error of it is none of the disk
                 with writing(self.args.where, self.out):
-                    metrics = self._results()
+                    metrics = self._results(held_out)
         self.trainer.accelerator.wait_for_everyone()
         return metrics
 
-    def _results(self) -> dict[str, Any]:
+    def _judged(self) -> dict[str, Any]:
+        """The losses of held-out text, which are finite; nothing if there is no such text."""
+        if self.data.held_out is None:
+            return {}
+        held_out = self.held_out(self.trainer.model, self.data.held_out)
+        self.trainer.check_held_out(held_out)
+        return held_out
+
+    def _results(self, held_out: dict[str, Any]) -> dict[str, Any]:
         from fastplm.run.report import curve, versions
         from fastplm.train.report import numbers_of, plot_losses
 
         args, out, data, trainer = self.args, self.out, self.data, self.trainer
         model: Any = trainer.model
-        models, held_out = self.models(model), {}
-        if data.held_out is not None:
-            held_out = self.held_out(model, data.held_out)
-            trainer.check_held_out(held_out)
+        models = self.models(model)
         save_models(out, models, {"": data.tokenizer})
         history = curve(trainer.state.log_history)
         flops = self.flops_a_token(model)

@@ -52,6 +52,7 @@ SMALL = {
     "embed": "--batch-tokens 512",
     "prompt": "--max-samples 4",
     "score": "--threads 1",
+    "study": "--dry-run",
     "distill": "--steps 2 --batch-size 2 --block-size 32 --precision fp32",
 }
 
@@ -375,6 +376,9 @@ def check_fastplm(words: list[str]) -> list[str]:
     if "--arch" in words:
         family = words[words.index("--arch") + 1].split("-")[0]
         small += ["--arch", f"{family}-tiny"]
+    if "--start-from" in words:  # whose vocabulary is that of the checkpoint
+        at = small.index("--vocab-size")
+        del small[at : at + 2]
     return [*words[1:], *small]
 
 
@@ -387,7 +391,8 @@ def parser_of(command: str) -> tuple[set[str], set[str]]:
     )
     actions = choices[command]._actions
     options = {option for action in actions for option in action.option_strings}
-    return options, {action.option_strings[0] for action in actions if action.required}
+    named = [action for action in actions if action.required and action.option_strings]
+    return options, {action.option_strings[0] for action in named}
 
 
 def check_torchrun(words: list[str]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import statistics
 
 import numpy as np
 import pytest
@@ -14,7 +15,14 @@ import transformers
 from fastplm import cli
 from fastplm.data import train_tokenizer
 from fastplm.errors import ArgumentTypeError, ArgumentValueError, DataError
-from fastplm.inference.prompt import CONTENT_FREE, LabelScores, Prompt, read_prompt, score_labels
+from fastplm.inference.prompt import (
+    CONTENT_FREE,
+    LabelScores,
+    Prompt,
+    _spread,
+    read_prompt,
+    score_labels,
+)
 from fastplm.models import GPT2LMHeadModel
 
 from ..models.conftest import FAMILIES, LANGUAGE_MODELS, pair
@@ -246,6 +254,52 @@ def test_the_command_writes_predictions(folder, capsys):
     right = sum(row[0] == row[1] for row in rows) / 9
     assert float(found[1]) == pytest.approx(right, abs=1e-4)
     assert all((row[1] == "1") == (float(row[5]) > float(row[4])) for row in rows)
+
+
+def test_several_templates(folder, capsys):
+    """Each is scored as in a run of its own; the last line has their mean and spread."""
+    templates = ["{text} a {label} b", "k {label} {text}", "{text} {label}"]
+    alone = []
+    for template in templates:
+        assert cli.main([*COMMAND.split(), "--template", template]) == 0
+        line = capsys.readouterr().out
+        alone.append([float(x) for x in re.findall(r"(?:none|contextual|pmi) (\S+)", line)])
+    words = ["--out", "found.tsv", "--template", *templates]
+    assert cli.main([*COMMAND.split(), *words]) == 0
+    shown = capsys.readouterr()
+    *lines, last = shown.out.splitlines()
+    assert "2 labels, 0 examples shown, 3 templates" in shown.err
+    for number, (line, values) in enumerate(zip(lines, alone, strict=True), 1):
+        start = "template {}: none {:.4f}  contextual {:.4f}  pmi {:.4f}  ".format(number, *values)
+        assert line == f"{start}{templates[number - 1]!r}"
+    none = [round(9 * values[0]) / 9 for values in alone]
+    spread = f"none {statistics.fmean(none):.4f} ± {statistics.stdev(none):.4f}"
+    expected = f"accuracy of 3 templates: {spread} ({min(none):.4f} to {max(none):.4f})  contextual"
+    assert last.startswith(expected) and last.endswith("(9 texts; the most frequent label: 0.5556)")
+    assert _spread([0.25, 0.5, 0.75]) == "0.5000 ± 0.2500 (0.2500 to 0.7500)"
+    head, *rows = [line.split("\t") for line in (folder / "found.tsv").read_text().splitlines()]
+    assert head[:3] == ["template", "label", "none"]
+    assert [row[0] for row in rows] == [*"111111111222222222333333333"]
+    content = json.loads((folder / "prompt.json").read_text()) | {"template": templates}
+    (folder / "prompt.json").write_text(json.dumps(content))
+    assert cli.main(COMMAND.split()) == 0
+    assert capsys.readouterr().out == shown.out
+    with pytest.raises(DataError, match="prompt.json with 3 templates; expected one template"):
+        read_prompt(folder / "prompt.json")
+
+
+@pytest.mark.parametrize(
+    "templates, said",
+    [
+        (["{text} {label}", "{text1} {text2} {label}"], "templates of the same texts"),
+        (["{text} {label}", "{text} {label}"], "`template` got .* twice; expected each once"),
+        (["{text}"], r"`template` got places \['text'\]"),
+    ],
+)
+def test_bad_templates(templates, said, folder, capsys):
+    assert cli.main([*COMMAND.split(), "--template", *templates]) == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("fastplm: error: ") and re.search(said, line), line
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import fastplm
 from fastplm.cli import _parser, main
 from fastplm.train.demo import LEAST_STEPS
 
-COMMANDS = "info measure demo pretrain finetune distill classic embed prompt score".split()
+COMMANDS = "info measure demo pretrain finetune distill classic embed prompt score study".split()
 
 
 @pytest.mark.parametrize("words", ["--version", "--help", *(f"{name} --help" for name in COMMANDS)])

@@ -16,7 +16,7 @@ from fastplm.classic.settings import ClassicArguments
 from fastplm.inference.score_settings import ScoreArguments
 from fastplm.inference.settings import EmbedArguments, PromptArguments
 from fastplm.run import config_file
-from fastplm.run.settings import CALL, Numbers
+from fastplm.run.settings import CALL, NumberOr, Numbers
 from fastplm.train.distill_settings import DistillArguments
 from fastplm.train.finetune_settings import FinetuneArguments
 from fastplm.train.pretrain_settings import PretrainArguments
@@ -41,6 +41,7 @@ def a_value(each: dataclasses.Field) -> object:
         return True
     if isinstance(number, Numbers):
         return [3, 5]
+    number = number.each if isinstance(number, NumberOr) else number
     if choices is not None:
         value = list(choices)[-1]
     elif number is not None:
@@ -52,19 +53,26 @@ def a_value(each: dataclasses.Field) -> object:
 @pytest.mark.parametrize("form", ["yaml", "json"])
 def test_every_setting_of_every_command(arguments, form, tmp_path):
     """A file gives each option the same value as the command line."""
+    known = {each.name: each for each in dataclasses.fields(arguments)}
     needed = {
         each.name: a_value(each)
-        for each in dataclasses.fields(arguments)
-        if each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
+        for each in known.values()
+        if each.metadata["required"]
+        or (each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING)
     }
-    for each in dataclasses.fields(arguments):
+    for each in known.values():
         if each.name in CALL:
             continue
-        settings = needed | {each.name: a_value(each)}
+        group = each.metadata["excludes"]
+        settings = {each.name: a_value(each)} | {
+            name: value
+            for name, value in needed.items()
+            if group is None or known[name].metadata["excludes"] != group
+        }
         words = []
         for name, value in settings.items():
             option = f"--{name.replace('_', '-')}"
-            if isinstance(value, list) and each.name == "max_samples" == name:
+            if isinstance(value, list) and isinstance(known[name].metadata["number"], Numbers):
                 words += [option, ",".join(map(str, value))]
             elif isinstance(value, list):
                 words += [option, *value]

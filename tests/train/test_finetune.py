@@ -659,6 +659,18 @@ def test_questions_without_an_answer(arguments, tmp_path):
     assert scores["no_answer_f1"] == 0.5
 
 
+def test_answers_that_are_always_the_beginning(arguments):
+    """A model whose states are all the same gives the first words of each text."""
+    task = prepare_task(arguments("qa"))
+    starts = [[" ".join(e.texts[1].split()[:2]), "x"] for e in task.test]
+    said = task.one_answer(task.most_frequent(dict(enumerate(starts))))
+    assert said == "100% of the answers are the beginning of their text"
+    right = [task.right(example) for example in task.test]
+    assert "sign" not in task.most_frequent(dict(enumerate(right)))
+    task.test = [replace(e, target=((0, "the"),)) for e in task.test]  # where it is right
+    assert "sign" not in task.most_frequent(dict(enumerate(starts)))
+
+
 def _id(example):
     return example.where.rpartition(", question ")[2]
 
@@ -1039,19 +1051,22 @@ def test_one_answer_for_all_is_said(arguments, tmp_path, capsys, monkeypatch):
     def constant(self, examples, notes, logits):
         return score(self, examples, notes, [(torch.tensor([0.0, 1.0]),)] * len(logits))
 
-    path = tmp_path / "data.tsv"
+    path, printed = tmp_path / "data.tsv", []
     rows = (f"{sentence(i)}\t{'bad' if i % 4 else 'good'}" for i in range(COUNT))
     path.write_text("\n".join(("text\tlabel", *rows)))
     args = arguments("classification", data=path, eval_data=copied(path), steps=1)
     with monkeypatch.context() as patched:
         patched.setattr(TASKS["classification"], "score", constant)
-        metrics = finetune(args)
+        metrics = finetune(args, printed.append)
     assert metrics["most_frequent_label"] == {"label": "bad", "accuracy": 0.75}
     (result,) = metrics["seeds"]
     assert result["most_frequent_prediction"] == {"prediction": "good", "share": 1.0}
     assert json.loads((tmp_path / "out" / "seed-0" / "result.json").read_text()) == result
-    shown = "(1 seed, no interval; always the most frequent label: accuracy 0.7500)"
-    assert summary(metrics).endswith(shown)
+    shown = "(1 seed, no interval; always the most frequent label: accuracy 0.7500; "
+    assert summary(metrics).endswith(f"{shown}1 of 1 seed gave one answer to all)")
+    assert result["one_answer"] == "all predictions are 'good'"
+    assert metrics["seeds_with_one_answer"] == 1
+    assert "matthews 0.0000  [all predictions are 'good']  loss" in "".join(printed)
     said = capsys.readouterr().err
     expected = "all predictions are 'good', which is the right answer of 25% of the examples"
     assert f"Warning: {expected}" in said and said.count("Warning") == 1
@@ -1067,11 +1082,15 @@ def test_one_answer_of_each_task(task, arguments):
     one = [
         [right[0][0]] * len(each) if isinstance(each, list | tuple) else right[0] for each in right
     ]
-    if isinstance(task, Regression):
-        assert task.most_frequent(one) is None
-        return
     assert task.most_frequent(one)["share"] == 1
     assert "Warning: all predictions are " in task.warning(task.most_frequent(one))
+    assert task.one_answer(task.most_frequent(one)).startswith("all predictions are ")
+    if isinstance(task, Regression):  # a value that is the same but for rounding
+        one[0] *= 1 + 1e-6
+        assert "so no correlation is defined" in task.one_answer(task.most_frequent(one))
+        one[0] *= 1.01
+        assert task.one_answer(task.most_frequent(one)) == ""
+        return
     if not isinstance(task, Tagging):  # one example of Tagging has several answers
         task.test = task.test[:1]
         assert task.warning(task.most_frequent(one[:1])) == ""
@@ -1240,6 +1259,6 @@ def test_command_line_knows_every_task_and_setting():
         if isinstance(action, argparse._SubParsersAction)
     )
     options = {action.dest: action for action in commands.choices["finetune"]._actions}
-    assert set(options["task"].choices) == {*TASKS, "seq2seq"}
+    assert set(options["task"].choices) == {*TASKS, "seq2seq", "sop", "nsp"}
     assert set(options["library"].choices) == set(LIBRARIES)
     assert options.keys() - {"help", "config"} == FinetuneArguments.__dataclass_fields__.keys()

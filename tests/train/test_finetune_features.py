@@ -121,6 +121,7 @@ def test_pooling_by_hand():
     assert pooled(states, mask, "cls").tolist() == [[1, -9], [2, 4]]
     assert pooled(states, mask, "mean").tolist() == [[2, -7], [2, 4]]
     assert pooled(states, mask, "max").tolist() == [[3, -5], [2, 4]]
+    assert pooled(states, mask, "last").tolist() == [[3, -5], [2, 4]]
 
 
 def test_a_scalar_mix_by_hand():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -184,6 +185,11 @@ def test_one_text_for_all_is_said(arguments):
         said = task.warning(task.most_frequent(written))
         assert (f"{share} of the predictions are 'der'" in said) if share else said == ""
     assert "all predictions are ''" in task.warning(task.most_frequent([""] * 5))
+    task.test = task.train[:40]
+    few = [f"text {i % 4}" for i in range(40)]
+    assert task.one_answer(task.most_frequent(few)) == "there are 4 different texts for 40 sources"
+    task.test = [replace(example, target="one") for example in task.test]
+    assert task.one_answer(task.most_frequent(few)) == ""  # the targets are few, too
 
 
 def test_targets_to_judge_by_are_others(arguments, folder, tmp_path):

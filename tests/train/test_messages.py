@@ -178,16 +178,6 @@ def test_a_weight_of_another_shape(edited):
     assert "above report" not in said
 
 
-@pytest.mark.parametrize("where, model", [("finetune", "discriminator"), ("score", "generator")])
-def test_the_state_of_electras_pretraining(edited, where, model):
-    folder = edited(model_type="fastplm-electra-joint")
-    with pytest.raises(DataError, match=f"Give its {model}: .*/run/{model}, which the run writes"):
-        config_at(where, "model", folder)
-    (folder.parent / model).mkdir()
-    with pytest.raises(DataError, match=rf"Give its {model}: .*/run/{model}\.$"):
-        weights_at(where, "model", folder, "a checkpoint", None)
-
-
 def test_too_many_open_files_say_nothing_about_a_folder(tmp_path, monkeypatch):
     path = tmp_path / "tokens.bin"
     np.arange(4).tofile(path)

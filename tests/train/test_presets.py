@@ -49,9 +49,9 @@ def test_electra_sizes(arch, expected, generator):
 
 
 # Published models, without their heads: google/bert_uncased_L-*_H-*, bert-base-uncased and
-# bert-large-uncased, roberta-base and -large, albert-base-v1 and -large-v1, gpt2 and gpt2-medium,
-# t5-small, t5-base, facebook/bart-base and -large. Each has the configuration of Transformers that
-# is the published one, except the fields named.
+# bert-large-uncased, roberta-base and -large, albert-{base,large,xlarge,xxlarge}-v1, gpt2 and
+# gpt2-medium, t5-small, t5-base, facebook/bart-base and -large. Each has the configuration of
+# Transformers that is the published one, except the fields named.
 SIZES = [
     ("bert-tiny", 4_385_920, transformers.BertConfig, (2, 128, 2)),
     ("bert-mini", 11_170_560, transformers.BertConfig, (4, 256, 4)),
@@ -63,6 +63,8 @@ SIZES = [
     ("roberta-large", 355_359_744, transformers.RobertaConfig, (24, 1024, 16)),
     ("albert-base", 11_683_584, transformers.AlbertConfig, (12, 768, 12)),
     ("albert-large", 17_683_968, transformers.AlbertConfig, (24, 1024, 16)),
+    ("albert-xlarge", 58_724_864, transformers.AlbertConfig, (24, 2048, 16)),
+    ("albert-xxlarge", 222_595_584, transformers.AlbertConfig, ()),
     ("gpt", 116_534_784, transformers.OpenAIGPTConfig, ()),
     ("gpt2-small", 124_439_808, transformers.GPT2Config, ()),
     ("gpt2-medium", 354_823_168, transformers.GPT2Config, None),
@@ -125,6 +127,19 @@ def test_the_published_batch_has_the_published_rate(arch, rate, samples, optimiz
     assert quarter.lr == pytest.approx(rate / 2, rel=1e-12)
     given = PretrainArguments(arch, ["-"], 9, "out", batch_size=samples // 4, lr=0.5)
     assert given.lr == 0.5
+
+
+def test_the_largest_albert_has_no_dropout():
+    """As the published albert-xxlarge-v1; the paper rounds its parameters to 235 and 60 million."""
+    for arch, dropout, millions in (("albert-xlarge", 0.1, 60), ("albert-xxlarge", 0.0, 235)):
+        args = PretrainArguments(arch, ["-"], 9, "out")
+        assert (args.dropout, args.attention_dropout) == (dropout, dropout)
+        config = configuration(args.preset, vocab_size=30000)
+        assert config.hidden_dropout_prob == config.attention_probs_dropout_prob == dropout
+        assert config.embedding_size == 128
+        with torch.device("meta"):
+            model = build_model("albert", "mlm+sop", config)
+        assert parameters(model) == pytest.approx(1e6 * millions, rel=0.06)
 
 
 def test_what_is_fastplms_own_says_so():
