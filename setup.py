@@ -30,6 +30,7 @@ PACKAGES = [
     "fastplm.train",
     "fastplm.classic",
     "fastplm.inference",
+    "fastplm.study",
     "fastplm.triton_kernels",
     "fastplm.triton_kernels.attention",
     "fastplm.triton_kernels.linear_cross_entropy",

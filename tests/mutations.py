@@ -131,7 +131,7 @@ MUTATIONS = (
         "triton_kernels/attention/backward.py",
         "attn_mask.ptr + b * attn_mask.stride_b + h * attn_mask.stride_h",
         "attn_mask.ptr + b * attn_mask.stride_h + h * attn_mask.stride_b",
-        "tests/ops/test_attention.py -k 'triton and layouts_of_a_dense_mask'",
+        "tests/ops/test_attention.py -m slow -k 'triton and lengths_with_a_dense_mask'",
     ),
     # --- ops: gather_rows
     Mutation(
@@ -157,25 +157,25 @@ MUTATIONS = (
         MAXSIM,
         "torch.cat([index[:queries] + queries, index[queries:]])",
         "torch.cat([index[:queries], index[queries:]])",
-        "tests/ops/test_maxsim.py -k 'shapes and torch'",
+        "tests/ops/test_maxsim.py -m slow -k 'shapes and torch'",
     ),
     Mutation(
         MAXSIM,
         "torch.cat([_wide(query), _wide(key)]).masked_fill_(alone[:, None], 0.0)",
         "torch.cat([_wide(query), _wide(key)])",
-        "tests/ops/test_maxsim.py -k 'shapes and torch'",
+        "tests/ops/test_maxsim.py -m slow -k 'shapes and torch'",
     ),
     Mutation(
         MAXSIM,
         "total.sub_(rows.mul_(along)).mul_(scale)",
         "total.mul_(scale)",
-        "tests/ops/test_maxsim.py -k 'shapes and torch'",
+        "tests/ops/test_maxsim.py -m slow -k 'shapes and torch'",
     ),
     Mutation(
         "triton_kernels/maxsim.py",
         "tl.where(later, start + at, place)",
         "tl.where(later, at, place)",
-        "tests/ops/test_maxsim.py -k 'shapes and triton'",
+        "tests/ops/test_maxsim.py -m slow -k 'shapes and triton'",
     ),
     Mutation(
         "triton_kernels/maxsim.py",

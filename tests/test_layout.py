@@ -17,7 +17,9 @@ from fastplm._registry import OPS
 ROOT = Path(__file__).parent.parent
 #: The upper storey from top to bottom: a package or module may import those of the lines below its
 #: own, none of the same line and none above.
-RECIPES = (("__main__",), ("cli",), ("train", "inference", "classic"), ("run",), ("data",))
+RECIPES = (
+    *(("__main__",), ("cli",), ("study",), ("train", "inference", "classic"), ("run",), ("data",)),
+)
 #: The core, in the same way.
 CORE = (
     *(("models",), ("hf", "_explain", "_measure"), ("nn",), ("ops",)),

@@ -115,6 +115,9 @@ def test_wheel_holds_every_module_and_nothing_else(wheel):
     assert any(name.startswith("fastplm/triton_kernels/") for name in modules)
     tables = {name for name in files(wheel) if name.endswith(".json")}
     assert tables == {f"fastplm/measured/{p.name}" for p in (ROOT / "fastplm/measured").glob("*")}
+    studies = {name for name in files(wheel) if name.endswith(".yaml")}
+    there = (ROOT / "fastplm/study/studies").glob("*")
+    assert studies == {f"fastplm/study/studies/{p.name}" for p in there}
 
 
 def test_wheel_carries_the_license(wheel):

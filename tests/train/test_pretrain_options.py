@@ -40,6 +40,9 @@ CLASSES = {
 }
 
 
+_STAGES = ("first", "second")
+
+
 @pytest.fixture
 def settings(arguments):
     """The settings of a command line."""
@@ -340,8 +343,13 @@ def test_shares_that_do_not_fit(arguments, refused, tmp_path):
         ({"mlm_probability": 0}, "--mlm-probability", "above 0"),
         (
             {"mask_replace_prob": 0.9, "random_replace_prob": 0.2},
-            "random_replace_prob",
-            "leaves, 0.9",
+            "`random_replace_prob` got 0.2; expected 1 at most",
+            "mask_replace_prob, which is 0.9",
+        ),
+        (
+            {"random_replace_prob": 0.3},
+            "`random_replace_prob` got 0.3; expected 1 at most",
+            "mask_replace_prob, which is 0.8",
         ),
         ({"arch": "gpt2-tiny", "mlm_probability": 0.3}, "mlm_probability", "objective clm"),
         ({"arch": "gpt2-tiny", "separators": True}, "separators", "mlm or rtd"),
@@ -528,6 +536,31 @@ def test_a_second_stage_of_longer_sequences(run, tmp_path, capsys):
     assert "4 weights of new heads, such as bert.pooler.dense.bias" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arch", ["roberta", "albert", "gpt", "gpt2", "t5", "bart"])
+def test_each_family_begins_with_a_checkpoint(run, tmp_path, arch):
+    options = {"arch": f"{arch}-tiny", "vocab_size": 300}
+    run(tmp_path / "first", steps=8, **options)
+    options |= {"vocab_size": None, "start_from": tmp_path / "first" / "model"}
+    metrics = run(tmp_path / "second", steps=1, **options)
+    before = json.loads((tmp_path / "first" / "metrics.json").read_text())
+    assert metrics["held_out"].keys() == before["held_out"].keys()
+    name = next(name for name in before["held_out"] if name.endswith("_loss"))
+    assert metrics["held_out"][name] < before["held_out"][name] + 0.1
+    parts = [json.loads((tmp_path / out / "model/config.json").read_text()) for out in _STAGES]
+    assert parts[0] == parts[1]
+
+
+def test_what_an_albert_shares_is_that_of_its_checkpoint(run, tmp_path, refused, arguments):
+    """Any of three choices has as many groups as layers."""
+    first = tmp_path / "first"
+    run(first, arch="albert-tiny", parameter_sharing="none", steps=1)
+    options = {"arch": "albert-tiny", "vocab_size": None, "start_from": first / "model"}
+    run(tmp_path / "second", parameter_sharing="none", steps=1, **options)
+    line = "`parameter_sharing` got attention with albert-tiny; expected none, the parameter_shar"
+    options |= {"parameter_sharing": "attention"}
+    refused(arguments(tmp_path / "other", **options), line)
+
+
 def test_a_joint_training_that_begins_with_another(run, tmp_path, electra, refused, arguments):
     options = {"arch": "electra-tiny", "vocab_size": None, "steps": 2}
     joint = {"start_from": electra / "checkpoint-6", "electra_objective": "rtd", "temperature": 0.5}
@@ -544,9 +577,19 @@ def test_a_joint_training_that_begins_with_another(run, tmp_path, electra, refus
             {"electra_objective": "all_tokens_mlm"},
         ),
         (
-            "`hidden` got 64 .* expected 32, the hidden_size",
+            "`generator_size` got 64 .* expected 32, the hidden_size of the generator",
             electra / "checkpoint-6",
             {"generator_size": 0.5},
+        ),
+        (
+            "`generator_size` got 128 .* expected 32, the hidden_size of the generator",
+            electra / "checkpoint-6",
+            {"two_stage": True},
+        ),
+        (
+            "`hidden` got 64 .* expected 128, the hidden_size of the discriminator",
+            electra / "checkpoint-6",
+            {"hidden": 64},
         ),
     ):
         line = refused(arguments(tmp_path / "no", **options, start_from=start_from, **more))

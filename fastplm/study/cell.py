@@ -1,0 +1,217 @@
+"""What the engine runs for a cell: its command, and then its figures in ``done.json``.
+
+``python -m fastplm.study.cell FOLDER PLAN``. A cell that is finished is left alone, one that was
+killed continues with the command's own ``--resume``, and of one that another process runs the end
+is awaited.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastplm.data._folder import lock, say, unlock
+from fastplm.run.folder import RECORD, can_resume, last_checkpoint, read_hashed, write_hashed
+from fastplm.study.progress import DONE, clock, progress, seconds_of
+
+_CELL, _LOG, _LOCK = "cell.json", "log.txt", "cell.lock"
+#: Losses that are no part of what a training minimises.
+_BESIDE = ("unigram_loss", "bigram_loss", "words_loss")
+_RTD_WEIGHT = 50.0
+#: What a row of accuracies holds beside those of published systems.
+_OURS = ("level", "name", "paradigms", "pairs", "ties", "accuracy", "low", "high")
+#: The last lines of a log that are shown when a command fails.
+_SHOWN = 12
+_DIVERGED = 1
+#: Exit codes after Ctrl-C and SIGTERM, heard or not.
+_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
+#: The figures of a training that diverged, and of what would have judged it.
+_NOTHING: Mapping[str, Any] = {"held_out": {}, "held_out_total": math.inf, "flops": None}
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the cell in a folder, unless it is finished; returns the exit code."""
+    folder, plan = (Path(word).resolve() for word in words)
+    cell = json.loads((folder / _CELL).read_text())
+    # The lock ends with this process and the command, whichever lives longer.
+    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        if lock(descriptor) is False:
+            say(f"{cell['label']}: another process runs it; its end is awaited.")
+            lock(descriptor, wait=True)
+        done = read_hashed(folder / DONE)
+        if done is None:
+            code = _run(folder, cell, descriptor)
+            if code != 0:
+                return code
+            done = read_hashed(folder / DONE)
+            assert done is not None
+    finally:
+        unlock(descriptor)
+    finished, of_all, to_go = progress(plan)
+    left = "" if to_go is None or finished == of_all else f"; about {clock(to_go)} to go"
+    say(f"[{finished} of {of_all}] {cell['label']}: {clock(seconds_of(done))}{left}")
+    return 0
+
+
+def _run(folder: Path, cell: Mapping[str, Any], descriptor: int) -> int:
+    """Run the command of a cell, and write its figures; returns its exit code."""
+    content: dict[str, Any] = {name: cell[name] for name in ("label", "command", "code")}
+    before = [read_hashed(folder.parent / key / DONE) or {} for key in cell["needs"]]
+    if any(each.get("diverged") for each in before):  # there is no model to go on with
+        _finish(folder, content, _NOTHING, None, (0.0, 0.0))
+        return 0
+    out = folder / cell["out"]
+    words = [cell["command"], *cell["words"], "--out", str(out), *_again(cell["command"], out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(cell["threads"])}
+    begun = time.perf_counter()
+    with (folder / _LOG).open("ab") as log:
+        log.write(f"\n$ fastplm {' '.join(words)}\n".encode())
+        log.flush()
+        child = subprocess.Popen(
+            [sys.executable, "-m", "fastplm", *words],
+            cwd=cell["folder"],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            pass_fds=(descriptor,),
+        )
+        code = _awaited(child)
+    seconds, used = time.perf_counter() - begun, resource.getrusage(resource.RUSAGE_CHILDREN)
+    tail = (folder / _LOG).read_text(errors="replace").rstrip().splitlines()[-_SHOWN:]
+    # A bug ends with the same code as a loss that is not finite, but with a traceback.
+    diverged = code == _DIVERGED and bool(tail) and tail[-1].startswith("fastplm: error: ")
+    if code in _STOPPED:
+        say(f"{cell['label']}: stopped; the same command goes on.")
+        return code
+    if code != 0 and not diverged:
+        say("\n".join([f"{cell['label']}: exit code {code}. {folder / _LOG} ends:", *tail]))
+        return code
+    figures, train_seconds = _NOTHING, None
+    if diverged:
+        say(f"{cell['label']}: it diverged. {tail[-1]}")
+    else:
+        figures, train_seconds = FIGURES[cell["command"]](out)
+    _finish(folder, content, figures, train_seconds, (seconds, used.ru_utime + used.ru_stime))
+    if cell["command"] == "finetune":  # no cell reads these models, and there are many
+        for model in out.glob("**/seed-*/model"):
+            shutil.rmtree(model, ignore_errors=True)
+    return 0
+
+
+def _finish(
+    folder: Path,
+    content: Mapping[str, Any],
+    figures: Mapping[str, Any],
+    train_seconds: float | None,
+    used: tuple[float, float],
+) -> None:
+    """Write the figures of a cell; ``used``: seconds, and processor seconds."""
+    times = dict(zip(("seconds", "cpu_seconds"), used, strict=True))
+    whole = {"diverged": figures is _NOTHING, **content, **figures}
+    write_hashed(folder / DONE, {**whole, "times": {**times, "train_seconds": train_seconds}})
+
+
+def _again(command: str, out: Path) -> list[str]:
+    """The options by which a command goes on with what an earlier call of it left."""
+    if command == "score":
+        return ["--overwrite"] if out.exists() else []
+    if (out / RECORD).is_file() and can_resume(out):
+        if command == "finetune" or last_checkpoint(out) is not None:
+            return ["--resume"]
+    shutil.rmtree(out, ignore_errors=True)  # it was killed before it had anything to keep
+    return []
+
+
+def _awaited(child: subprocess.Popen) -> int:
+    """The exit code of a command; a signal lets it write a checkpoint first."""
+
+    def hand_on(number: int, frame: Any) -> None:
+        # Ctrl-C reaches the command by itself, as it is of the same terminal.
+        if number == signal.SIGTERM:
+            child.send_signal(number)
+
+    before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return child.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+
+def _of_training(out: Path) -> tuple[dict[str, Any], float]:
+    from fastplm.train.report import numbers_of
+
+    metrics = json.loads((out / "metrics.json").read_text())
+    held_out = numbers_of(metrics.get("held_out", {}))
+    weight = metrics["arguments"].get("rtd_weight") or _RTD_WEIGHT
+    losses = [
+        value * (weight if name == "rtd_loss" else 1.0)
+        for name, value in held_out.items()
+        if name.endswith("_loss") and name not in _BESIDE
+    ]
+    record = json.loads((out / RECORD).read_text())
+    figures = {
+        "held_out": held_out,
+        "held_out_total": sum(losses) if losses else None,
+        "steps": record["steps"],
+        "flops": metrics["flops"],
+        "parameters": metrics["parameters"],
+        "vocab_size": metrics["vocab_size"],
+        "tokenizer": record["tokenizer"],
+        "versions": metrics["versions"],
+    }
+    return figures, metrics["train_seconds"]
+
+
+def _of_finetuning(out: Path) -> tuple[dict[str, Any], float]:
+    metrics = json.loads((out / "metrics.json").read_text())
+    points = [
+        {
+            "examples": point["train_examples"],
+            "scores": {
+                name: [each["scores"][name] for each in point["seeds"]] for name in point["scores"]
+            },
+        }
+        for point in metrics.get("curve", [metrics])
+    ]
+    seconds = sum(each["train_seconds"] for each in metrics["seeds"])
+    figures = {"points": points, "chance": metrics["chance"], "versions": metrics["versions"]}
+    return figures, seconds
+
+
+def _of_scoring(out: Path) -> tuple[dict[str, Any], None]:
+    content = json.loads(out.read_text())
+    if content["metric"] == "minimal-pairs":
+        rows = content["accuracies"]
+        pairs = {each["name"]: each["accuracy"] for each in rows if each["level"] == "paradigm"}
+        overall = next(each for each in rows if each["level"] == "overall")
+        others = {name: value for name, value in overall.items() if name not in _OURS}
+        return {"pairs": pairs, "scorer": content["scorer"], "published": others}, None
+    return {"corpus": content["corpus"]}, None
+
+
+#: Reads the figures and the seconds of training from what each command wrote.
+FIGURES: dict[str, Any] = {
+    "pretrain": _of_training,
+    "distill": _of_training,
+    "finetune": _of_finetuning,
+    "score": _of_scoring,
+}
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,461 @@
+"""The cells of a study: the commands that it takes, each under a key of all that it depends on.
+
+A cell is one of the ordinary commands with its settings. Its folder ``cells/<key>`` holds
+``cell.json`` (what it is), ``run/`` or ``scores.json`` (what the command writes), ``log.txt`` (what
+it prints) and, when it is finished, ``done.json`` (its figures).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import fastplm
+from fastplm.data._folder import file_hash
+from fastplm.errors import ArgumentValueError, DataError, fail
+from fastplm.run.folder import checkpoints, read_hashed
+from fastplm.study.costs import config_at_folder, configuration_of, cost_of
+from fastplm.study.grid import (
+    COMMANDS,
+    Grid,
+    Judge,
+    Variant,
+    is_path,
+    resolved,
+    settings_of,
+    words_of,
+)
+from fastplm.study.progress import DONE
+
+#: The file that says what a cell is.
+CELL = "cell.json"
+#: The code that matters, by command. A change that may change a result of a command raises its
+#: number, and so makes new cells; every other change of the code keeps the nights that are done.
+RECIPES = {"pretrain": 1, "distill": 1, "finetune": 1, "score": 1}
+#: Settings that change no figure of a run.
+_FREE = frozenset(
+    "out cache resume overwrite dry_run workers save_every log_every report_to format by".split()
+)
+#: Settings that say which model a training begins with; the others are how it learns.
+_SHAPE = (
+    *("arch", "layers", "hidden", "heads", "embedding_size", "parameter_sharing", "vocab_size"),
+    *("tokenizer", "corpus", "block_size", "dropout", "attention_dropout", "start_from"),
+)
+_FIRST_SEED = 0
+
+
+@dataclass(frozen=True)
+class Model:
+    """A folder that a command reads: of a checkpoint that is there, or of another cell.
+
+    Args:
+        folder: of it.
+        cell: that writes it, or None.
+        name: of the folder inside that cell.
+        part: of a state of ELECTRA's training, which holds two models, the one that is judged.
+    """
+
+    folder: str
+    cell: Cell | None = None
+    name: str = ""
+    part: str | None = None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One command.
+
+    Args:
+        command: its name.
+        label: what it is, for people.
+        key: the hash of all that its figures depend on.
+        words: of its command line, but ``--out`` and what may change without a new key.
+        needs: the cells that come before.
+        cost: its FLOPs, about; see ``costs``.
+        folder: in which it runs: that of the study's data.
+        threads: of it.
+        facts: what the key is the hash of.
+        provisional: a choice that it depends on is not made yet, so neither is its key.
+        config: the configuration of the model that it makes, for the cost of others.
+    """
+
+    command: str
+    label: str
+    key: str
+    words: tuple[str, ...]
+    needs: tuple[Cell, ...]
+    cost: float
+    folder: Path
+    threads: int
+    facts: Mapping[str, Any]
+    provisional: bool = False
+    config: Any = None
+
+    @property
+    def out(self) -> str:
+        """What the command writes, inside the cell's folder."""
+        return "scores.json" if self.command == "score" else "run"
+
+
+class Store:
+    """The folder of all cells, of this study and of others.
+
+    Args:
+        folder: of them.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).resolve()
+
+    def at(self, cell: Cell) -> Path:
+        """The folder of a cell."""
+        return self.folder / cell.key
+
+    def done(self, cell: Cell) -> dict[str, Any] | None:
+        """The figures of a cell; None if it is not finished."""
+        return None if cell.provisional else read_hashed(self.at(cell) / DONE)
+
+    def checkpoints(self, cell: Cell) -> list[tuple[int, Path]]:
+        """(step, folder) of the states that a training kept."""
+        return checkpoints(self.at(cell) / cell.out)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The cells of one variant.
+
+    Args:
+        variant: it.
+        rate: the learning rate that was chosen, or the only one; None: the command's own.
+        tried: held-out loss by learning rate, as far as it is known.
+        trainings: the cell of each seed; empty where nothing is trained.
+        judged: by judge and state (the share of the training in steps, 1: the end) a cell for each
+            training, or one where nothing is trained.
+        scratch: by judge a cell that trains the same model without pre-training.
+    """
+
+    variant: Variant
+    rate: str | None
+    tried: Mapping[str, float | None]
+    trainings: tuple[Cell, ...]
+    judged: Mapping[tuple[str, float], tuple[Cell, ...]]
+    scratch: Mapping[str, Cell]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All cells of a study, as far as its choices are made.
+
+    Args:
+        variants: the cells by variant.
+        cells: all of them by key, each after those that it needs.
+    """
+
+    variants: Mapping[str, Planned]
+    cells: Mapping[str, Cell]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every choice is made."""
+        return not any(cell.provisional for cell in self.cells.values())
+
+
+class Planner:
+    """Makes the cells of a study; what depends on figures reads those of finished cells.
+
+    Args:
+        grid: the study.
+        store: its cells.
+        data: the folder of relative paths.
+        threads: of each cell.
+        cache: of vocabularies and token ids.
+    """
+
+    def __init__(
+        self, grid: Grid, store: Store, data: str | Path | None, threads: int, cache: str | Path
+    ) -> None:
+        self.grid, self.store, self.data = grid, store, data
+        self.threads, self.cache = threads, str(cache)
+        self.folder = Path(data or grid.path.parent).resolve()
+        self._cells: dict[str, Cell] = {}
+        self._trainings: dict[str, tuple[str | None, dict[str, float | None], list[Cell]]] = {}
+
+    def plan(self) -> Plan:
+        """The cells, by what is finished now."""
+        self._cells.clear()
+        self._trainings.clear()
+        found = {name: self._planned(each) for name, each in self.grid.variants.items()}
+        return Plan(found, dict(self._cells))
+
+    def _planned(self, variant: Variant) -> Planned:
+        rate, tried, trainings = self._training(variant)
+        judged: dict[tuple[str, float], tuple[Cell, ...]] = {}
+        scratch = {}
+        for judge in self.grid.judges.values():
+            if variant.judges is not None and judge.name not in variant.judges:
+                continue
+            for share, models in self._states(variant, judge, trainings):
+                cells = [self._judge(variant, judge, model, share) for model in models]
+                judged[judge.name, share] = tuple(cells)
+            if judge.scratch:
+                model = self._models(variant, judge.part, trainings)[0]
+                with suppress(ArgumentValueError):  # options that need a model that is trained
+                    scratch[judge.name] = self._judge(variant, judge, model, 1.0, scratch=True)
+        return Planned(variant, rate, tried, tuple(trainings), judged, scratch)
+
+    # --- trainings --------------------------------------------------------------------------------
+
+    def _training(self, variant: Variant) -> tuple[str | None, dict[str, float | None], list[Cell]]:
+        """The rate, what was tried, and a cell for each seed of a variant, or of its model's."""
+        own = self.grid.variants[variant.model_of] if variant.model_of else variant
+        if own.name not in self._trainings:
+            self._trainings[own.name] = (None, {}, []) if own.model else self._train(own)
+        return self._trainings[own.name]
+
+    def _train(self, variant: Variant) -> tuple[str | None, dict[str, float | None], list[Cell]]:
+        rates: tuple[str | None, ...] = variant.rates or (None,)
+        sweep = {rate: self._trained(variant, rate, _FIRST_SEED) for rate in rates}
+        if len(sweep) == 1:
+            rate, waits, tried = rates[0], False, {}
+        else:
+            tried = {str(rate): self._loss(cell) for rate, cell in sweep.items()}
+            waits = None in tried.values()
+            # The smaller one of two rates with equal losses is taken.
+            known = [(loss, float(rate), rate) for rate, loss in tried.items() if loss is not None]
+            rate = rates[0] if waits else min(known)[2]
+            if not waits and min(known)[0] == math.inf:
+                expected = "a learning rate at which it does not diverge"
+                got = f"{variant.name}, which diverged at {', '.join(tried)}"
+                fail("study", "lr", got, expected, "Lower the rates.", DataError)
+        others = range(_FIRST_SEED + 1, _FIRST_SEED + variant.seeds)
+        # The first seed is a cell that chooses the rate; which one is not known until then.
+        cells = [replace(sweep[rate], provisional=waits)]
+        cells += [self._trained(variant, rate, seed, waits) for seed in others]
+        return rate, tried, cells
+
+    def _trained(self, variant: Variant, rate: str | None, seed: int, waits: bool = False) -> Cell:
+        options = {**variant.options, "lr": rate} if rate else dict(variant.options)
+        options = resolved(options, variant.command, self.data, self.grid)
+        for name, value in options.items():
+            if isinstance(value, Mapping):  # the model of another variant, of the same seed
+                options[name] = self._model_of(value["variant"], seed, name)
+        options |= {"seed": str(seed), "cache": self.cache}
+        if self.grid.curve > 1 and variant.command == "pretrain":
+            options["keep_checkpoints"] = str(self.grid.curve)
+        at = f" at {rate}" if len(variant.rates) > 1 else ""
+        return self._add(variant.command, f"{variant.name}{at}, seed {seed}", options, waits)
+
+    def _model_of(self, name: str, seed: int, option: str) -> Model:
+        variant = self.grid.variants[name]
+        trainings = self._training(variant)[2]
+        if option == "tokenizer" and trainings:
+            return self._inside(trainings[min(seed, len(trainings) - 1)], "tokenizer")
+        models = self._models(variant, None, trainings)
+        return models[min(seed, len(models) - 1)]
+
+    def _loss(self, cell: Cell) -> float | None:
+        """The loss of held-out text that a learning rate is chosen by; infinite if it diverged."""
+        done = self.store.done(cell)
+        if done is None:
+            return None
+        loss = done["held_out_total"]
+        if loss is None:
+            got = f"{cell.label}, whose text is too short to hold some out"
+            fail("study", "lr", got, "more text to choose a rate by", "Name one rate.", DataError)
+        return loss
+
+    # --- models -----------------------------------------------------------------------------------
+
+    def _models(self, variant: Variant, part: str | None, trainings: list[Cell]) -> list[Model]:
+        own = self.grid.variants[variant.model_of] if variant.model_of else variant
+        if own.model is not None:
+            options = resolved({"model": own.model}, "finetune", self.data, self.grid)
+            return [Model(options["model"])]
+        return [self._inside(cell, part or _part_of(own)) for cell in trainings]
+
+    def _inside(self, cell: Cell, name: str) -> Model:
+        return Model(str(self.store.at(cell) / cell.out / name), cell, name)
+
+    def _states(
+        self, variant: Variant, judge: Judge, trainings: list[Cell]
+    ) -> Iterator[tuple[float, list[Model]]]:
+        """(share of the training, its model of each seed): the states that are judged."""
+        if self.grid.curve > 1 and variant.command == "pretrain" and variant.seeds:
+            last = [self.store.checkpoints(cell) for cell in trainings]
+            ready = all(self.store.done(cell) is not None for cell in trainings)
+            for number in range(1, self.grid.curve):
+                share = round(number / self.grid.curve, 4)
+                if ready:
+                    states = [_nearest(kept, share) for kept in last]
+                    part = judge.part or _part_of(variant)
+                    models = [
+                        replace(self._inside(cell, path.name), part=part)
+                        for cell, path in zip(trainings, states, strict=True)
+                    ]
+                else:
+                    models = [self._inside(cell, f"checkpoint-{share}") for cell in trainings]
+                yield share, models
+        yield 1.0, self._models(variant, judge.part, trainings)
+
+    # --- judges -----------------------------------------------------------------------------------
+
+    def _judge(
+        self, variant: Variant, judge: Judge, model: Model, share: float, scratch: bool = False
+    ) -> Cell:
+        options = {**judge.options, **variant.judged.get(judge.command, {})}
+        options = resolved(options, judge.command, self.data, self.grid)
+        options[judge.model_as] = model
+        if judge.command == "score" and model.part not in (None, "model"):
+            options["part"] = model.part
+        if scratch:
+            options["from_scratch"] = True
+        waits = share < 1 and model.cell is not None and self.store.done(model.cell) is None
+        of = variant.name if model.cell is None else model.cell.label
+        if variant.model_of is not None and model.cell is not None:
+            of = f"{variant.name} of {of}"
+        state = f" after {share:.0%}" if share < 1 else ""
+        label = f"{of}{state}: {judge.name}{', from scratch' if scratch else ''}"
+        return self._add(judge.command, label, options, waits, scratch=scratch)
+
+    # --- keys -------------------------------------------------------------------------------------
+
+    def _add(
+        self,
+        command: str,
+        label: str,
+        options: Mapping[str, Any],
+        waits: bool,
+        *,
+        scratch: bool = False,
+    ) -> Cell:
+        models = {name: each for name, each in options.items() if isinstance(each, Model)}
+        needs = tuple(each.cell for each in models.values() if each.cell is not None)
+        waits = waits or any(cell.provisional for cell in needs)
+        plain = {name: getattr(each, "folder", each) for name, each in options.items()}
+        if not scratch or not needs:
+            identities = {name: _identity(each) for name, each in models.items()}
+        else:  # of a model without pre-training only its shape matters
+            identities = {name: {"shape of": _shape(each)} for name, each in models.items()}
+        plain |= {"threads": str(self.threads)}
+        if command != "score":
+            plain["report_to"] = "none"
+        else:
+            plain["format"] = "json"
+        args = settings_of(command, {**plain, "out": str(self.store.folder / "out")})
+        facts = {
+            "command": command,
+            "recipe": RECIPES[command],
+            "version": ".".join(fastplm.__version__.split(".")[:2]),
+            "settings": _facts(command, args, identities, self.folder),
+        }
+        text = json.dumps(facts, sort_keys=True)
+        key = hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
+        if waits:
+            key = f"later-{key}"
+        if key not in self._cells:
+            words = tuple(words_of(command, plain))
+            config = _config_of(command, args, models)
+            cost = cost_of(command, args, config)
+            cell = Cell(
+                *(command, label, key, words, needs, cost, self.folder, self.threads, facts),
+                *(waits, config),
+            )
+            self._cells[key] = cell
+        return self._cells[key]
+
+
+def _part_of(variant: Variant) -> str:
+    """The folder of a variant's model inside its run."""
+    arch, objective = str(variant.options.get("arch", "")), variant.options.get("objective")
+    electra = variant.command == "pretrain" and arch.startswith("electra")
+    return "discriminator" if electra and objective in (None, "rtd") else "model"
+
+
+def _nearest(kept: list[tuple[int, Path]], share: float) -> Path:
+    """The state that a training kept nearest to a share of its steps."""
+    if not kept:
+        fail("study", "curve", "a training that kept no states", "states", "", DataError)
+    last = kept[-1][0]
+    return min(kept, key=lambda each: abs(each[0] - share * last))[1]
+
+
+def _config_of(command: str, args: Any, models: Mapping[str, Model]) -> Any:
+    """The configuration of the model that a command makes or reads."""
+    if command == "pretrain" and args.start_from is None:
+        return configuration_of(args)
+    model = models.get("start_from") or next(iter(models.values()), None)
+    if model is None:
+        names = {"distill": "teacher", "pretrain": "start_from"}
+        return config_at_folder(Path(getattr(args, names.get(command, "model"))))
+    if model.cell is None:
+        return config_at_folder(Path(model.folder))
+    config = model.cell.config  # ELECTRA's has those of two models
+    return config if command == "pretrain" else getattr(config, model.name, config)
+
+
+def _identity(model: Model) -> Any:
+    if model.cell is not None:
+        return {"cell": model.cell.key, "name": model.name}
+    return {"model": _hash_of(Path(model.folder))}
+
+
+def _shape(model: Model) -> Any:
+    """What a model without its weights depends on: the shape of what is trained."""
+    assert model.cell is not None
+    if model.cell.command != "pretrain":
+        return _identity(model)
+    settings = model.cell.facts["settings"]
+    found = {name: settings[name] for name in _SHAPE if name in settings}
+    return {**found, "name": model.name}
+
+
+def _facts(command: str, args: Any, identities: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The settings that matter: those that differ from their defaults, files by their contents."""
+    found: dict[str, Any] = {}
+    for each in fields(COMMANDS[command]):  # type: ignore[arg-type]
+        name = each.name
+        if name in _FREE or name not in args.given:
+            continue
+        value = args.given[name]
+        if name in identities:
+            found[name] = identities[name]
+        elif is_path(command, name):
+            several = isinstance(value, list | tuple)
+            parts = value if several else [value]
+            found[name] = [_hash_of(Path(part), folder) for part in parts]
+        else:
+            found[name] = json.loads(json.dumps(value))
+    return found
+
+
+@functools.cache
+def _hash_at(path: Path, size: int, changed: int) -> str:
+    return file_hash(path)
+
+
+def _hash_of(path: Path, folder: Path | None = None) -> Any:
+    """The hash of a file, or of the files of a folder with their names.
+
+    Args:
+        path: of it.
+        folder: of the files that a .yaml file of several tasks names, which count, too.
+    """
+    if str(path) == "embedded":
+        return f"embedded in Python {platform.python_version()}"
+    if path.is_dir():
+        inside = sorted(each for each in path.rglob("*") if each.is_file())
+        return [[each.relative_to(path).as_posix(), _hash_of(each)] for each in inside]
+    stat = path.stat()
+    own = _hash_at(path, stat.st_size, stat.st_mtime_ns)
+    if folder is None or path.suffix not in (".yaml", ".yml"):
+        return own
+    words = sorted({word.strip("\"',{}[]") for word in path.read_text().split()})
+    return [own, *(_hash_of(folder / word) for word in words if (folder / word).is_file())]

@@ -1,0 +1,97 @@
+"""The picture of a study: a panel for each judge, with means and intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fastplm.study.grid import HELD_OUT
+from fastplm.study.results import Results
+
+_MOST_PANELS = 12
+
+
+def panels(results: Results) -> list[str]:
+    """The columns that are drawn: those of judges, or of held-out text where there is no judge."""
+    judged = [name for name in results.columns if not name.startswith(HELD_OUT)]
+    return (judged or results.columns)[:_MOST_PANELS]
+
+
+def draw(path: Path, results: Results) -> None:
+    """Draw a study: against FLOPs where several states of a training were judged, else by variant.
+
+    Filled marks are past their plateau; empty ones are too early to tell.
+    """
+    from matplotlib.figure import Figure
+
+    names = panels(results)
+    curves = any(row.states for row in results.rows.values())
+    across = min(3, len(names))
+    down = -(-len(names) // across)
+    height = 3.2 if curves else 1.1 + 0.32 * len(results.rows)
+    figure = Figure(figsize=(4.4 * across, height * down + 0.5), layout="constrained")
+    axes = list(figure.subplots(down, across, squeeze=False).flat)
+    for axis, name in zip(axes, names, strict=False):
+        (_curves if curves else _points)(axis, results, name)
+        _published(axis, results.published.get(name, {}), curves)
+        axis.set_title(name, fontsize=10)
+        axis.grid(alpha=0.3)
+    for axis in axes[len(names) :]:
+        axis.set_axis_off()
+    if curves:
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
+    title = results.grid.name + (f", size {results.grid.size}" if results.grid.size else "")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120, format="png")
+
+
+def _published(axis: Any, others: Mapping[str, float], curves: bool) -> None:
+    """Dotted lines of other systems, their names at three places, as some have equal scores."""
+    for number, (system, value) in enumerate(others.items()):
+        at = 0.01 + number % 3 / 3
+        style = {"color": "grey", "fontsize": 7}
+        if curves:
+            axis.axhline(value, color="grey", linestyle=":", linewidth=1)
+            axis.text(at, value, f" {system}", transform=axis.get_yaxis_transform(), **style)
+        else:
+            axis.axvline(value, color="grey", linestyle=":", linewidth=1)
+            style["rotation"] = 90
+            axis.text(value, at, f" {system}", transform=axis.get_xaxis_transform(), **style)
+
+
+def _points(axis: Any, results: Results, name: str) -> None:
+    rows = list(results.rows.values())
+    for place, row in enumerate(rows):
+        scores = row.scores.get(name)
+        if scores is None:
+            continue
+        found = scores.interval
+        if found.low is not None:
+            axis.plot([found.low, found.high], [place, place], color=f"C{place % 10}")
+        fill = "none" if scores.early else f"C{place % 10}"
+        axis.plot([found.mean], [place], "o", color=f"C{place % 10}", markerfacecolor=fill)
+    axis.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
+    axis.set_ylim(len(rows) - 0.5, -0.5)
+
+
+def _curves(axis: Any, results: Results, name: str) -> None:
+    for number, row in enumerate(results.rows.values()):
+        scores, flops = row.scores.get(name), row.flops or 0.0
+        if scores is None:
+            continue
+        states = [*row.states.get(name, ()), (1.0, scores)]
+        places = [share * flops for share, _ in states]
+        found = [each.interval for _, each in states]
+        means = [each.mean for each in found]
+        color = f"C{number % 10}"
+        fill = "none" if scores.early else color
+        axis.plot(
+            places, means, "o-", color=color, label=row.name, markersize=4, markerfacecolor=fill
+        )
+        if all(each.low is not None for each in found):
+            low = [float(each.low or 0.0) for each in found]
+            high = [float(each.high or 0.0) for each in found]
+            axis.fill_between(places, low, high, color=color, alpha=0.15)
+    axis.set_xlabel("FLOPs of the training", fontsize=8)

@@ -1,0 +1,210 @@
+"""The files of a finished study: table.tsv, table.json, study.md and times.tsv.
+
+The first two depend on the figures alone: they are the same bit for bit however often the study was
+interrupted. Times are of the machine and the day, so they have a file of their own; study.md has
+both.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fastplm.data._output import whole
+from fastplm.study.claims import Comparison
+from fastplm.study.results import Results, Row, Scores
+
+EARLY = "too early to tell"
+_NONE = "–"
+
+
+def write_tables(out: Path, results: Results, claims: Sequence[Comparison], picture: bool) -> None:
+    """Write the files of a study to its folder."""
+    files = {
+        "table.tsv": _tsv(results),
+        "table.json": json.dumps(content(results, claims), indent=1) + "\n",
+        "times.tsv": _times(results),
+        "study.md": page(results, claims, picture),
+    }
+    for name, text in files.items():
+        with whole(out / name) as part:
+            part.write_text(text, encoding="utf-8")
+
+
+def content(results: Results, claims: Sequence[Comparison]) -> dict[str, Any]:
+    """All figures, as JSON has them."""
+    grid = results.grid
+    return {
+        "study": grid.name,
+        "size": grid.size,
+        "question": grid.question,
+        "paper": grid.paper,
+        "tokenizers": results.tokenizers,
+        "published": {name: dict(each) for name, each in results.published.items()},
+        "variants": [_variant(row) for row in results.rows.values()],
+        "claims": [
+            {
+                "better": each.claim.better,
+                "than": each.claim.than,
+                "on": each.on,
+                "paper": each.claim.paper,
+                "difference": each.difference and _numbers(each.difference.interval),
+                "p": each.difference and each.difference.p,
+                "p_holm": each.p,
+                "early": list(each.early),
+                "verdict": each.verdict,
+                "text": each.text,
+            }
+            for each in claims
+        ],
+    }
+
+
+def _variant(row: Row) -> dict[str, Any]:
+    def scores(each: Scores) -> dict[str, Any]:
+        return {
+            **_numbers(each.interval),
+            "values": each.values.tolist(),
+            "lower_is_better": each.lower,
+            "early": list(each.early),
+        }
+
+    return {
+        "name": row.name,
+        "flops": _flops(row),
+        **row.facts,
+        "scores": {name: scores(each) for name, each in row.scores.items()},
+        "states": {
+            name: [{"share": share, **scores(each)} for share, each in states]
+            for name, states in row.states.items()
+        },
+    }
+
+
+def _numbers(interval: Any) -> dict[str, float | None]:
+    return {"mean": interval.mean, "low": interval.low, "high": interval.high}
+
+
+def _flops(row: Row) -> float | None:
+    """The FLOPs of a training with four digits: the count is a product with a measured speed."""
+    return None if row.flops is None else float(f"{row.flops:.4g}")
+
+
+def _tsv(results: Results) -> str:
+    shown = io.StringIO()
+    table = csv.writer(shown, delimiter="\t", lineterminator="\n")
+    columns = results.columns
+    head = ["variant", "flops", "parameters", "vocab_size", "learning_rate", "seeds"]
+    table.writerow(
+        [*head, *(f"{name}{end}" for name in columns for end in ("", " low", " high", " early"))]
+    )
+    for row in results.rows.values():
+        facts = [row.facts[name] for name in head[2:]]
+        cells: list[Any] = []
+        for name in columns:
+            each = row.scores.get(name)
+            numbers = [None] * 3 if each is None else list(_numbers(each.interval).values())
+            cells += [*("" if n is None else f"{n:.6g}" for n in numbers)]
+            cells.append(EARLY if each is not None and each.early else "")
+        flops = _flops(row)
+        values = [row.name, flops, *facts, *cells]
+        table.writerow(["" if value is None else value for value in values])
+    return shown.getvalue()
+
+
+def _times(results: Results) -> str:
+    shown = io.StringIO()
+    table = csv.writer(shown, delimiter="\t", lineterminator="\n")
+    names = ("train_seconds", "train_cpu_seconds", "judge_cpu_seconds")
+    table.writerow(["variant", "flops", *names])
+    for row in results.rows.values():
+        times = [row.times[name] for name in names]
+        table.writerow(
+            [row.name, _flops(row) or "", *("" if t is None else f"{t:.1f}" for t in times)]
+        )
+    return shown.getvalue()
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+def page(results: Results, claims: Sequence[Comparison], picture: bool) -> str:
+    """The study as a page of Markdown: question, table, picture, claims."""
+    grid = results.grid
+    size = f", size {grid.size}" if grid.size else ""
+    lines = [f"# {grid.name}{size}", ""]
+    lines += [grid.question, ""] if grid.question else []
+    lines += [f"Paper: {grid.paper}.", ""] if grid.paper else []
+    lines += [*_table(results), ""]
+    if picture:
+        lines += ["![scores with their 95 % intervals](picture.png)", ""]
+    lines += [*(each.text + "\n" for each in claims)]
+    lines += [*_notes(results), ""]
+    return "\n".join(lines)
+
+
+def _table(results: Results) -> list[str]:
+    columns = results.columns
+    head = ["variant", "FLOPs", "CPU s", "rate", *columns]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for row in results.rows.values():
+        cpu, flops = row.times["train_cpu_seconds"], _flops(row)
+        cells = [
+            row.name,
+            _NONE if flops is None else f"{flops:.3g}",
+            _NONE if cpu is None else f"{cpu:,.0f}",
+            row.facts["learning_rate"] or _NONE,
+            *(_cell(row.scores.get(name)) for name in columns),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _cell(scores: Scores | None) -> str:
+    if scores is None:
+        return _NONE
+    found = scores.interval
+    text = f"{found.mean:.3f}"
+    if found.low is not None:
+        text += f" [{found.low:.3f}, {found.high:.3f}]"
+    return f"{text} ({EARLY})" if scores.early else text
+
+
+def _notes(results: Results) -> list[str]:
+    notes = [
+        "FLOPs and CPU seconds are those of one training. In brackets: the 95 % interval of a "
+        "bootstrap over pre-training seeds and fine-tuning seeds, or paradigms of minimal pairs; "
+        "without one there is one seed.",
+    ]
+    early = {
+        f"{row.name}: {reason}"
+        for row in results.rows.values()
+        for each in row.scores.values()
+        for reason in each.early
+    }
+    for name, others in results.published.items():
+        shown = ", ".join(f"{system} {value:.3f}" for system, value in others.items())
+        notes.append(f"{name}, as published: {shown}.")
+    notes += [f"Too early to tell, {reason}." for reason in sorted(early)]
+    rates = {row.name: row.facts["rates"] for row in results.rows.values() if row.facts["rates"]}
+    for name, tried in rates.items():
+        shown = ", ".join(
+            f"{rate}: {_NONE if loss is None else format(loss, '.4f')}"
+            for rate, loss in tried.items()
+        )
+        notes.append(f"Held-out loss of {name} by learning rate (seed 0): {shown}.")
+    if results.tokenizers > 1:
+        notes.append(f"The variants have {results.tokenizers} different tokenizers.")
+    if len(results.codes) > 1:
+        notes.append(
+            f"The cells were made by {len(results.codes)} states of the code, "
+            f"{', '.join(results.codes)}: see docs/studies.md."
+        )
+    if results.versions:
+        shown = ", ".join(f"{name} {value}" for name, value in results.versions.items())
+        notes.append(f"Made with {shown}.")
+    return [line for note in notes for line in (note, "")]

@@ -1,0 +1,260 @@
+"""The cells of a study: which there are, and what their keys depend on."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from fastplm.cli import main
+from fastplm.errors import DataError
+from fastplm.run.folder import write_hashed
+from fastplm.study import cells
+from fastplm.study.cells import Planner, Store
+from fastplm.study.code import meaning
+from fastplm.study.engine import rules, words_of
+from fastplm.study.grid import read_grid
+from fastplm.study.progress import DONE, Speeds, progress, write_plan
+
+
+def planner(threads=1, data=None, size=None):
+    grid = read_grid("grid.yaml", size)
+    return Planner(grid, Store("cells"), data, threads, "cache")
+
+
+def finish(cell, **figures):
+    """Write what a finished cell has."""
+    folder = Store("cells").at(cell)
+    folder.mkdir(parents=True, exist_ok=True)
+    times = {"seconds": 10.0, "cpu_seconds": 9.0, "train_seconds": 8.0}
+    content = {"label": cell.label, "diverged": False, "code": "0", "flops": 1e9, "times": times}
+    write_hashed(folder / DONE, {**content, **figures})
+
+
+def keys(**options):
+    return sorted(planner(**options).plan().cells)
+
+
+def changed(place, before, after):
+    file = place / "grid.yaml"
+    text = file.read_text()
+    assert before in text
+    file.write_text(text.replace(before, after))
+
+
+def test_the_cells_of_a_grid(place):
+    plan = planner().plan()
+    labels = [cell.label for cell in plan.cells.values() if not cell.provisional]
+    assert labels[:2] == ["15 % at 5.0e-4, seed 0", "15 % at 1.0e-3, seed 0"]
+    assert "40 %, seed 0" in labels and "40 %, seed 1: pairs" in labels
+    # The judges of 15 % wait for its learning rate.
+    assert not plan.complete and not any(label.startswith("15 %, ") for label in labels)
+    first = next(cell for cell in plan.cells.values() if cell.label == "40 %, seed 0")
+    assert first.words == (
+        *("--arch=bert-tiny", "--objective=mlm", "--corpus", str(place / "stories.txt")),
+        *("--steps=3", "--batch-size=4", "--block-size=32", "--vocab-size=120"),
+        *("--precision=fp32", "--mlm-probability=0.40", "--lr=1.0e-3", "--seed=0"),
+        *(f"--cache={'cache'}", "--threads=1", "--report-to=none"),
+    )
+
+
+def test_the_rate_with_the_lowest_loss_is_taken(place):
+    plan = planner().plan()
+    by_label = {cell.label: cell for cell in plan.cells.values() if not cell.provisional}
+    finish(by_label["15 % at 5.0e-4, seed 0"], held_out_total=4.0)
+    assert not planner().plan().complete, "one rate is not known yet"
+    finish(by_label["15 % at 1.0e-3, seed 0"], held_out_total=3.5)
+    plan = planner().plan()
+    assert plan.complete and plan.variants["15 %"].rate == "1.0e-3"
+    assert plan.variants["15 %"].tried == {"5.0e-4": 4.0, "1.0e-3": 3.5}
+    # The first seed is the cell that was tried.
+    assert plan.variants["15 %"].trainings[0].key == by_label["15 % at 1.0e-3, seed 0"].key
+    finish(by_label["15 % at 1.0e-3, seed 0"], held_out_total=math.inf, diverged=True)
+    assert planner().plan().variants["15 %"].rate == "5.0e-4", "a rate that diverges loses"
+    finish(by_label["15 % at 5.0e-4, seed 0"], held_out_total=math.inf, diverged=True)
+    with pytest.raises(DataError, match="15 %, which diverged at 5.0e-4, 1.0e-3"):
+        planner().plan()
+
+
+def test_keys_stay_where_nothing_that_matters_changes(place):
+    before = keys()
+    changed(place, "question: Is", "question: Truly, is")
+    changed(place, "lr: 1.0e-3}", "lr: 0.001, block_size: 32}")  # another spelling of the same
+    changed(place, "40 %", "two fifths")
+    os.utime(place / "stories.txt", (1, 1))
+    assert keys() == before
+    elsewhere = place / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("stories.txt", "train.tsv", "pairs.jsonl"):
+        (elsewhere / name).write_bytes((place / name).read_bytes())
+    assert keys(data=elsewhere) == keys(), "files count by their contents"
+
+
+@pytest.mark.parametrize(
+    "name, before, after, changes",
+    [
+        ("grid.yaml", "steps: 3\n  batch", "steps: 4\n  batch", "pretrain finetune score"),
+        ("grid.yaml", "mlm_probability: 0.40", "mlm_probability: 0.30", "pretrain finetune score"),
+        ("grid.yaml", "{seeds: 2, steps", "{seeds: 3, steps", "finetune"),
+        ("stories.txt", "teacher", "preacher", "pretrain finetune score"),
+        ("train.tsv", "yes", "no", "finetune"),
+        ("pairs.jsonl", "house", "home", "score"),
+    ],
+)
+def test_keys_change_with_what_matters(name, before, after, changes, place):
+    """In the variant 40 %: a training that changes makes new cells of all that reads its model."""
+
+    def found():
+        planned = planner().plan().variants["40 %"]
+        judged = [cell for each in planned.judged.values() for cell in each]
+        return {(cell.command, cell.label): cell.key for cell in (*planned.trainings, *judged)}
+
+    old = found()
+    file = place / name
+    file.write_text(file.read_text().replace(before, after))
+    new = found()
+    assert old.keys() == new.keys()
+    assert {key[0] for key in old if old[key] != new[key]} == set(changes.split())
+    assert all(old[key] != new[key] for key in old if key[0] in changes)
+
+
+def test_keys_change_with_threads_and_recipes(place, monkeypatch):
+    before = keys()
+    assert not {*before} & {*keys(threads=2)}
+    monkeypatch.setitem(cells.RECIPES, "score", 2)
+    after = {cell.key: cell for cell in planner().plan().cells.values()}
+    new = [cell for key, cell in after.items() if key not in before]
+    assert new and {cell.command for cell in new} == {"score"}
+
+
+def test_variants_of_one_shape_share_the_model_without_pretraining(place):
+    """A masking rate does not change new weights; a vocabulary does."""
+    changed(place, "lr: [5.0e-4, 1.0e-3]", "lr: 5.0e-4")
+
+    def scratch():
+        return {v.scratch["sentiment"].key for v in planner().plan().variants.values()}
+
+    assert len(scratch()) == 1
+    changed(place, "0.40, lr", "0.40, vocab_size: 130, lr")
+    assert len(scratch()) == 2
+
+
+def test_a_model_of_another_variant(place):
+    second = '  second: {start_from: {variant: "40 %"}, vocab_size: null}'
+    changed(place, "judges:", f"{second}\njudges:")
+    plan = planner().plan()
+    ours, theirs = plan.variants["second"].trainings, plan.variants["40 %"].trainings
+    assert [cell.needs for cell in ours] == [(each,) for each in theirs]
+    folder = Store("cells").at(theirs[1]) / "run/model"
+    assert f"--start-from={folder}" in ours[1].words
+
+
+def test_variants_that_share_their_models(place):
+    """Nothing is trained for a variant that takes another one's models, and few may judge it."""
+    frozen = '  frozen: {model_of: "40 %", finetune: {freeze: true}, judges: [sentiment]}'
+    changed(place, "judges:", f"{frozen}\njudges:")
+    planned = planner().plan().variants
+    theirs, ours = planned["40 %"], planned["frozen"]
+    assert ours.trainings == theirs.trainings and list(ours.judged) == [("sentiment", 1.0)]
+    cells = ours.judged["sentiment", 1.0]
+    assert [cell.label for cell in cells] == [
+        f"frozen of 40 %, seed {seed}: sentiment" for seed in (0, 1)
+    ]
+    assert not ours.scratch and theirs.scratch, "new weights cannot be frozen"
+    assert all("--freeze" in cell.words and cell.config is not None for cell in cells)
+
+
+def test_states_of_a_training_are_judged(place):
+    """They are known when the training is finished: those nearest to equal shares of its steps."""
+    changed(place, "question:", "curve: 2\nquestion:")
+    changed(place, "arch: bert-tiny\n  objective: mlm", "arch: electra-tiny")
+    states = [cell for cell in planner().plan().cells.values() if "after 50%" in cell.label]
+    assert states and all(cell.provisional for cell in states)
+    trainings = planner().plan().variants["40 %"].trainings
+    for cell in trainings:
+        assert "--keep-checkpoints=2" in cell.words
+        finish(cell, held_out={})
+        for step in (1, 2, 3, 4):
+            (Store("cells").at(cell) / f"run/checkpoint-{step}").mkdir(parents=True)
+    judged = planner().plan().variants["40 %"].judged
+    for cell, training in zip(judged["pairs", 0.5], trainings, strict=True):
+        state = Store("cells").at(training) / "run/checkpoint-2"
+        assert {f"--model={state}", "--part=discriminator"} <= {*cell.words}
+    for cell, training in zip(judged["pairs", 1.0], trainings, strict=True):
+        assert f"--model={Store('cells').at(training) / 'run/discriminator'}" in cell.words
+
+
+def test_the_rules_of_the_engine(place):
+    plan = planner().plan()
+    ready = [cell for cell in plan.cells.values() if not cell.provisional]
+    text = rules(ready, Path("plan.json"))
+    compile(text.split("rule all")[0], "Snakefile", "exec")
+    assert text.count("\nrule ") == len(ready)
+    judge = next(cell for cell in ready if cell.command == "score")
+    rule = text.split(f"rule score_{judge.key}:")[1].split("rule ")[0]
+    assert f'ancient("{judge.needs[0].key}/done.json")' in rule
+    assert f'output: "{judge.key}/done.json"' in rule
+
+
+@pytest.mark.parametrize("options, cores", [([], True), (["--executor", "slurm"], False)])
+def test_the_words_of_the_engine(options, cores):
+    """On a cluster the cores of this machine are no limit."""
+    words = words_of(Path("a/Snakefile"), Path("cells"), 2, options)
+    assert ("--cores" in words) == cores and words[len(words) - len(options) :] == options
+    assert {"--nolock", "--ignore-incomplete", "--keep-going"} <= {*words}
+
+
+def test_time_to_go(place):
+    ready = [cell for cell in planner().plan().cells.values() if not cell.provisional]
+    write_plan(Path("plan.json"), ready, Path("cells"), jobs=2)
+    assert progress(Path("plan.json")) == (0, len(ready), None)
+    finish(ready[0])
+    done, of_all, seconds = progress(Path("plan.json"))
+    rest = sum(cell.cost for cell in ready[1:])
+    assert (done, of_all) == (1, len(ready))
+    assert seconds == pytest.approx(10.0 * rest / ready[0].cost / 2)
+    speeds = Speeds([("pretrain", 100.0, 5.0), ("score", 10.0, 5.0)])
+    assert speeds.seconds("pretrain", 40.0) == 2.0 and speeds.seconds("finetune", 11.0) == 1.0
+
+
+def test_a_dry_run_writes_nothing(place, capsys):
+    before = sorted(place.iterdir())
+    assert main(["study", "grid.yaml", "--dry-run", "--jobs", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert sorted(place.iterdir()) == before
+    assert "pretrain" in shown and "40 %, seed 1: pairs" in shown
+    assert "at least: at the speed of a matrix product" in shown and "with 2 jobs" in shown
+
+
+def test_a_file_that_is_not_there(place, capsys):
+    (place / "pairs.jsonl").unlink()
+    assert main(["study", "grid.yaml", "--dry-run"]) == 2
+    assert f"`data` got {place / 'pairs.jsonl'}; expected a file" in capsys.readouterr().err
+    assert main(["study", "masking", "--dry-run"]) == 2
+    assert "Give --data DIR" in capsys.readouterr().err
+
+
+def test_without_the_engine(place, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["study", "grid.yaml"]) == 2
+    assert "pip install 'fastplm[study]'" in capsys.readouterr().err
+    assert not (place / "runs").exists()
+
+
+def test_docstrings_and_comments_are_not_the_code():
+    code = 'def f(x):\n    """One."""\n    return x + 1\n'
+    assert meaning(code) == meaning('# A comment.\ndef f(x):\n    """Two."""\n    return x + 1')
+    assert meaning(code) != meaning(code.replace("+ 1", "+ 2"))
+
+
+def test_what_a_cell_says_it_is(place):
+    from fastplm.study.engine import describe
+
+    cell = next(iter(planner().plan().cells.values()))
+    describe(cell, Store("cells"))
+    content = json.loads((Store("cells").at(cell) / "cell.json").read_text())
+    assert content["facts"]["settings"]["mlm_probability"] == 0.15
+    assert content["words"] == list(cell.words) and len(content["code"]) == 16

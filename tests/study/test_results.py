@@ -1,0 +1,153 @@
+"""What is said of figures: budgets that cannot speak, claims, and the files of a study."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fastplm.study.claims import AGREES, CANNOT, DISAGREES, compare
+from fastplm.study.grid import Claim, read_grid
+from fastplm.study.picture import draw, panels
+from fastplm.study.results import Results, Row, Scores, _not_above, too_early
+from fastplm.study.statistics import interval
+from fastplm.study.table import content, page, write_tables
+
+PAST = {"mlm_loss": 3.0, "unigram_loss": 6.0, "bigram_loss": 4.5}
+
+
+@pytest.mark.parametrize(
+    "held_out, said",
+    [
+        ([PAST, PAST], ""),
+        ([PAST, PAST | {"mlm_loss": 4.48}], "its mlm_loss is not clearly below the bigram loss"),
+        ([PAST | {"mlm_loss": 6.1}], "below the unigram loss"),
+        ([PAST | {"words_balanced_accuracy": 0.53}], "balanced accuracy is not clearly above .5"),
+        ([PAST | {"words_balanced_accuracy": 0.71}], ""),
+        ([{"spans_loss": 3.0}], ""),
+        ([{}], "it diverged, or no text was held out"),
+    ],
+)
+def test_a_budget_that_cannot_speak(held_out, said):
+    reasons = too_early(held_out)
+    assert bool(reasons) == bool(said) and said in " ".join(reasons)
+
+
+def test_fine_tuning_must_be_better_than_from_new_weights():
+    model = np.array([[0.80, 0.81, 0.79], [0.82, 0.80, 0.81], [0.81, 0.80, 0.80]])
+    assert not _not_above(model, np.array([0.55, 0.58, 0.60]), lower=False)
+    assert _not_above(model, np.array([0.70, 0.95, 0.75]), lower=False), "too much noise"
+    assert _not_above(model, np.array([0.81, 0.80, 0.82]), lower=False)
+    assert _not_above(np.full((1, 1), 0.5), np.array([0.5]), lower=False), "the same is no gain"
+    assert not _not_above(-model, np.array([-0.55, -0.58, -0.60]), lower=True)
+
+
+@pytest.fixture
+def study(place):
+    """A function that makes the results of two variants from scores."""
+    grid = read_grid("grid.yaml")
+
+    def make(ours, theirs, on="sentiment", **options):
+        claims = (Claim("40 %", "15 %", (on,), "Wettig et al. 2023"),)
+        facts = dict.fromkeys(("steps", "parameters", "vocab_size", "learning_rate"), None)
+        facts |= {"tokenizer": "a", "rates": {"1e-3": 3.5, "1e-2": None}, "seeds": 3}
+        times = dict.fromkeys(("train_seconds", "train_cpu_seconds", "judge_cpu_seconds"), 60.0)
+        rows = {
+            name: Row(
+                name, None, {on: Scores(np.array(values), **options)}, {}, 2.00001e13, facts, times
+            )
+            for name, values in {"15 %": theirs, "40 %": ours}.items()
+        }
+        return Results(replace(grid, claims=claims), rows, ("c0de",), {"torch": "2.13"})
+
+    return make
+
+
+BASE = [[0.70, 0.71], [0.72, 0.71], [0.69, 0.70]]
+BETTER = [[0.80, 0.81], [0.82, 0.81], [0.79, 0.80]]
+
+
+def test_a_claim_that_holds(study):
+    (found,) = compare(study(BETTER, BASE))
+    assert found.verdict == AGREES and found.difference.interval.mean == pytest.approx(0.1)
+    assert "The paper found 40 % better than 15 % (Wettig et al. 2023)" in found.text
+    assert "+0.1000" in found.text and found.text.endswith(f"{AGREES}.")
+
+
+def test_a_claim_that_does_not_hold(study):
+    (found,) = compare(study(BASE, BETTER))
+    assert found.verdict == DISAGREES
+    (loss,) = compare(study(BASE, BETTER, on="held out: mlm_loss", lower=True))
+    assert loss.verdict == AGREES, "of a loss, less is more"
+
+
+@pytest.mark.parametrize(
+    "ours, theirs, options",
+    [
+        ([[0.70, 0.70], [0.75, 0.74], [0.69, 0.71]], BASE, {}),  # inside the noise
+        (BASE, BASE, {}),
+        ([[0.9, 0.9]], [[0.7, 0.7]], {}),  # one seed
+        (BETTER, BASE, {"early": ("its mlm_loss is not clearly below the unigram loss",)}),
+        (BETTER[:2], BASE, {}),  # not as many seeds
+    ],
+)
+def test_what_cannot_be_told(ours, theirs, options, study):
+    (found,) = compare(study(ours, theirs, **options))
+    assert found.verdict == CANNOT and CANNOT in found.text.lower()
+    assert ("Too early to tell: 40 % and 15 %: its mlm_loss" in found.text) == bool(options)
+
+
+def test_several_claims_are_corrected_together(study):
+    """One comparison at p = .03 agrees; among five of them none does."""
+    ours = np.array(BASE) + np.array([[0.05], [0.08], [0.04]])
+    results = study(ours, BASE)
+    (alone,) = compare(results)
+    many = replace(results.grid, claims=results.grid.claims * 5)
+    together = compare(replace(results, grid=many))
+    assert alone.verdict == AGREES and {each.verdict for each in together} == {CANNOT}
+    assert together[0].p == pytest.approx(5 * alone.p)
+    assert "after Holm's correction for 5 comparisons" in together[0].text
+
+
+def test_a_claim_about_a_curve_is_one_about_each_point(study):
+    results = study(BETTER, BASE)
+    rows = {
+        name: replace(row, scores={f"sentiment {n}": row.scores["sentiment"] for n in (100, 1000)})
+        for name, row in results.rows.items()
+    }
+    found = compare(replace(results, rows=rows))
+    assert [each.on for each in found] == ["sentiment 100", "sentiment 1000"]
+
+
+def test_the_files(study, tmp_path):
+    results = study(BETTER, BASE)
+    claims = compare(results)
+    write_tables(tmp_path, results, claims, picture=True)
+    lines = [line.split("\t") for line in (tmp_path / "table.tsv").read_text().splitlines()]
+    assert lines[0][0] == "variant" and lines[2][:2] == ["40 %", "20000000000000.0"]
+    found = interval(np.array(BETTER))
+    at = lines[0].index("sentiment")
+    assert lines[2][at : at + 3] == [f"{v:.6g}" for v in (found.mean, found.low, found.high)]
+    written = json.loads((tmp_path / "table.json").read_text())
+    assert written == json.loads(json.dumps(content(results, claims)))
+    assert written["variants"][1]["scores"]["sentiment"]["values"] == BETTER
+    assert "seconds" not in (tmp_path / "table.tsv").read_text(), "times would differ each time"
+    assert (tmp_path / "times.tsv").read_text().splitlines()[1].split("\t")[2:] == ["60.0"] * 3
+    text = page(results, claims, picture=True)
+    assert "![" in text and claims[0].text in text and "1e-3: 3.5000, 1e-2: –" in text
+
+
+def test_the_picture(study, tmp_path):
+    results = study(BETTER, BASE)
+    draw(tmp_path / "a.png", results)
+    states = {"sentiment": [(0.5, Scores(np.array(BASE)))]}
+    rows = {name: replace(row, states=states) for name, row in results.rows.items()}
+    published = {"sentiment": {"5-gram": 0.61, "LSTM": 0.7}}
+    draw(tmp_path / "b.png", replace(results, rows=rows, published=published))
+    assert "sentiment, as published: 5-gram 0.610, LSTM 0.700." in page(
+        replace(results, published=published), [], picture=False
+    )
+    assert panels(results) == ["sentiment"]
+    assert all((tmp_path / f"{name}.png").stat().st_size > 5000 for name in "ab")

@@ -1,0 +1,185 @@
+"""``fastplm study`` from the grid to the table, with kill -9 in between."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from fastplm.cli import main
+from fastplm.study import cell
+from fastplm.study.grid import read_grid
+
+ENGINE = pytest.mark.skipif(
+    importlib.util.find_spec("snakemake") is None, reason="Snakemake is not installed"
+)
+COMMAND = [sys.executable, "-m", "fastplm", "study", "grid.yaml", "--jobs", "2", "--cache", "cache"]
+TABLES = ("table.tsv", "table.json")
+#: Seconds after which a study is killed, at most.
+LATEST = 40
+
+
+def begun(*options: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [*COMMAND, *options],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def one_seed(place, name="grid.yaml"):
+    text = (place / "grid.yaml").read_text()
+    (place / name).write_text(text.replace("seeds: 2\nfine", "seeds: 1\nfine"))
+
+
+@ENGINE
+@pytest.mark.slow
+def test_killed_three_times_it_ends_with_the_same_table(place):
+    """At random moments: once the study alone, whose cells go on, then all of its processes."""
+    one_seed(place)
+    text = (place / "grid.yaml").read_text()
+    # With checkpoints, so that a killed training goes on at one.
+    longer = "steps: 60\n  save_every: 2\n  batch_size"
+    (place / "grid.yaml").write_text(text.replace("steps: 3\n  batch_size", longer))
+    done = begun("--out", "whole", "--cells", "cells-of-whole")
+    assert done.wait(900) == 0, done.stderr.read()
+    rng = random.Random()
+    for only_the_study in (True, False, False):
+        study = begun("--out", "killed")
+        time.sleep(rng.uniform(8, LATEST))
+        if only_the_study:
+            os.kill(study.pid, signal.SIGKILL)
+        else:
+            os.killpg(study.pid, signal.SIGKILL)
+        study.wait()
+    last = begun("--out", "killed")
+    assert last.wait(900) == 0, last.stderr.read()
+    for name in TABLES:
+        assert (place / "killed" / name).read_bytes() == (place / "whole" / name).read_bytes()
+    table = json.loads((place / "whole/table.json").read_text())
+    assert [row["name"] for row in table["variants"]] == ["15 %", "40 %"]
+    assert {*table["variants"][0]["rates"]} == {"5.0e-4", "1.0e-3"}
+    assert {claim["verdict"] for claim in table["claims"]} == {"cannot be told at this size"}
+    assert (place / "whole/picture.png").is_file() and "| 40 % |" in (
+        place / "whole/study.md"
+    ).read_text()
+    # Another study takes the cells that it shares, and a finished one runs nothing.
+    begun_at = time.time()
+    again = begun("--out", "again")
+    assert again.wait(120) == 0 and "to run now" not in again.stderr.read()
+    made = (place / "runs/cells").glob("*/done.json")
+    assert all(path.stat().st_mtime < begun_at for path in made)
+
+
+@ENGINE
+@pytest.mark.slow
+def test_two_studies_in_one_folder(place):
+    first = begun("--out", "both")
+    while not (place / "both/plan.json").exists():
+        assert first.poll() is None, first.stderr.read()
+        time.sleep(0.2)
+    second = begun("--out", "both")
+    assert second.wait(120) == 2 and "runs a study" in second.stderr.read()
+    os.killpg(first.pid, signal.SIGKILL)
+
+
+@ENGINE
+@pytest.mark.slow
+def test_a_cell_that_fails_is_named(place):
+    one_seed(place)
+    (place / "train.tsv").write_text("text\tlabel\nonly one\tyes\n")
+    study = begun("--out", "failed")
+    code, said = study.wait(900), study.stderr.read()
+    assert code == 2 and "the same command goes on" in said and "log.txt" in said
+    # The others went on.
+    labels = [json.loads(p.read_text())["label"] for p in place.glob("runs/cells/*/done.json")]
+    assert any("pairs" in label for label in labels)
+    assert not any("sentiment" in label for label in labels)
+
+
+def test_a_cell_by_itself(place, capfd):
+    """A training in a folder of a cell: its figures, and nothing to do the second time."""
+    from fastplm.study.cells import Planner, Store
+    from fastplm.study.engine import describe
+    from fastplm.study.progress import write_plan
+
+    store = Store("cells")
+    plan = Planner(read_grid("grid.yaml"), store, None, 1, place / "cache").plan()
+    one = plan.variants["40 %"].trainings[0]
+    describe(one, store)
+    write_plan(place / "plan.json", [one], store.folder, 1)
+    words = [str(store.at(one)), str(place / "plan.json")]
+    # A folder without a checkpoint is what a killed start leaves.
+    (store.at(one) / "run").mkdir()
+    (store.at(one) / "run/run.json").write_text("{}")
+    assert cell.main(words) == 0
+    done = store.done(one)
+    assert done is not None and done["steps"] == 3 and not done["diverged"]
+    assert done["held_out"]["mlm_loss"] == pytest.approx(done["held_out_total"])
+    assert done["times"]["train_seconds"] > 0 and "[1 of 1] 40 %, seed 0" in capfd.readouterr().err
+    log = (store.at(one) / "log.txt").read_bytes()
+    assert cell.main(words) == 0 and (store.at(one) / "log.txt").read_bytes() == log
+
+
+def test_a_cell_that_goes_on_and_one_that_fails(place, monkeypatch, capfd):
+    """With a stand-in for the command: --resume where there is a checkpoint, and exit codes."""
+    from fastplm.study.cells import Planner, Store
+    from fastplm.study.engine import describe
+    from fastplm.study.progress import write_plan
+
+    store = Store("cells")
+    plan = Planner(read_grid("grid.yaml"), store, None, 1, place / "cache").plan()
+    one = plan.variants["40 %"].trainings[0]
+    describe(one, store)
+    write_plan(place / "plan.json", [one], store.folder, 1)
+    words = [str(store.at(one)), str(place / "plan.json")]
+    program = place / "stand_in.py"
+    head = f"#!{sys.executable}\nimport sys\nprint(*sys.argv[1:])\n"
+    monkeypatch.setattr(cell.sys, "executable", str(program))
+
+    def stands_in(rest):
+        program.write_text(head + rest)
+        program.chmod(0o755)
+
+    stands_in("print('fastplm: error: the disk is full.'); sys.exit(2)")
+    assert cell.main(words) == 2 and "the disk is full." in capfd.readouterr().err
+    monkeypatch.setattr(cell, "can_resume", lambda out: True)
+    monkeypatch.setattr(cell, "last_checkpoint", lambda out: out)
+    (store.at(one) / "run").mkdir()
+    (store.at(one) / "run/run.json").write_text("{}")
+    stands_in("raise SystemExit(3)")
+    assert cell.main(words) == 3
+    assert (store.at(one) / "log.txt").read_text().rstrip().endswith("--resume")
+    stands_in("print('Traceback'); print('ValueError: a bug'); sys.exit(1)")
+    assert cell.main(words) == 1 and store.done(one) is None, "a bug is no result"
+    stands_in("print('fastplm: error: the loss is nan at step 3.'); sys.exit(1)")
+    assert cell.main(words) == 0 and store.done(one)["diverged"]
+    # What would have judged it has no model.
+    judge = plan.variants["40 %"].judged["pairs", 1.0][0]
+    describe(judge, store)
+    assert cell.main([str(store.at(judge)), str(place / "plan.json")]) == 0
+    assert store.done(judge)["diverged"]
+
+
+def test_the_grid_of_the_page(place, monkeypatch, capsys):
+    """The grid of docs/studies.md as it is written there: 25 lines at most."""
+    from pathlib import Path
+
+    page = (Path(__file__).parents[2] / "docs/studies.md").read_text()
+    grid = page.split("```text\n")[1].split("```")[0]
+    assert len(grid.splitlines()) <= 25
+    (place / "page.yaml").write_text(grid)
+    for name, source in {"wiki.txt": "stories.txt", "test.tsv": "train.tsv"}.items():
+        (place / name).write_bytes((place / source).read_bytes())
+    assert main(["study", "page.yaml", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "vocab_size 800, mlm_probability 0.40" in shown and "16 pretrains" in shown
