@@ -14,7 +14,7 @@ AT_LEVEL := $(if $(LEVEL),ATEN_CPU_CAPABILITY=$(LEVEL))
 # The oldest and the newest Triton that is supported.
 TRITONS := 3.6.0 3.9.0
 
-.PHONY: demo test test-gpu test-device test-compile test-triton test-cpu test-slow \
+.PHONY: demo test test-gpu test-device test-compile test-triton test-study test-cpu test-slow \
 	bench gpu-report docs lint clean
 
 demo: $(VENV)/.base
@@ -25,6 +25,7 @@ test: $(VENV)/.test
 	@$(MAKE) --no-print-directory test-gpu
 	@$(MAKE) --no-print-directory test-compile
 	@$(MAKE) --no-print-directory test-triton
+	@$(MAKE) --no-print-directory test-study
 	@$(MAKE) --no-print-directory test-cpu
 
 # $(1) name, $(2) environment and pytest arguments
@@ -60,6 +61,17 @@ test-triton-%: $(VENV)/.test
 test-triton-there-%:
 	$(call lane,Triton $*,PYTHONPATH=$(VENV)/triton-$* OMP_NUM_THREADS=1 $(BIN)/python tools/compile_kernels.py --once --arch 90)
 
+# Snakemake wants another packaging than constraints.txt, so it has a folder of its own.
+test-study: $(VENV)/.test
+	@if $(MAKE) --no-print-directory $(VENV)/study; then \
+		$(MAKE) --no-print-directory test-study-there; \
+	else \
+		echo "Snakemake cannot be installed: the study lane is skipped"; \
+	fi
+
+test-study-there:
+	$(call lane,study,PYTHONPATH=$(CURDIR)/$(VENV)/study OMP_NUM_THREADS=1 $(PYTEST) $(PARALLEL) -rs tests/study -m slow -k "not killed")
+
 test-cpu: $(VENV)/.test
 	$(call lane,interpreter and CPU,$(AT_LEVEL) TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PYTEST) $(PARALLEL) -rs -m "not gpu and not slow" --ignore=tests/compile --ignore=tests/ptx)
 
@@ -86,6 +98,9 @@ lint: $(VENV)/.lint
 
 $(VENV)/triton-%: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==$*
+
+$(VENV)/study: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet --target $@ "snakemake==9.27.1"
 
 clean:
 	rm -rf $(VENV) build dist site *.egg-info fastplm/_C*.so .pytest_cache .mypy_cache .ruff_cache

@@ -96,6 +96,8 @@ def test_two_studies_in_one_folder(place):
 @pytest.mark.slow
 def test_a_cell_that_fails_is_named(place):
     one_seed(place)
+    lines = (place / "grid.yaml").read_text().split("claims:")[0].splitlines()
+    (place / "grid.yaml").write_text("\n".join(each for each in lines if '"15 %":' not in each))
     (place / "train.tsv").write_text("text\tlabel\nonly one\tyes\n")
     study = begun("--out", "failed")
     code, said = study.wait(900), study.stderr.read()
