@@ -49,7 +49,9 @@ def evaluate(
         for ELECTRA also ``rtd_loss`` and ``detection``'s values, and under "words" those of
         ``detection_at_base_rate`` for the tokens that could have been replaced, or, where its
         discriminator predicts tokens, ``discriminator_mlm_loss``; with pairs of segments also
-        ``next_sentence_loss`` and ``next_sentence_accuracy``, or the same of ``sentence_order``.
+        ``next_sentence_loss`` and ``next_sentence_accuracy``, or the same of ``sentence_order``;
+        of an encoder-decoder ``encoder_similarity``, the mean cosine of any two tokens' encoder
+        outputs: near 1 the encoder gives all tokens one output, and the decoder ignores it.
 
     Raises:
         ArgumentTypeError: a model that is not of fastplm.
@@ -62,6 +64,7 @@ def evaluate(
     sums: dict[str, float] = {}
     word_scores: list[torch.Tensor] = []
     replaced_words: list[torch.Tensor] = []
+    encoded: list[torch.Tensor] = []  # for each batch the sum [E] of unit vectors
 
     def add(name: str, value: Any) -> None:
         sums[name] = sums.get(name, 0.0) + float(value)
@@ -80,6 +83,11 @@ def evaluate(
             outputs = model(**batch, **ones)
         if rows:
             add("correct_tokens", _correct(masked, rows[0], batch))
+        states = outputs.get("encoder_last_hidden_state")
+        if states is not None:  # zeros at padding
+            units = torch.nn.functional.normalize(states.flatten(0, 1).double(), dim=-1)
+            encoded.append(units.sum(0))
+            add("encoded", units.any(-1).sum())
         tokens, sequences = tokens_and_sequences(batch)
         add("samples", sequences)
         add("labels", counted_labels(model, batch["labels"]).ne(-100).sum())
@@ -116,6 +124,10 @@ def evaluate(
     if "discriminator_mlm_loss" in sums:
         predicted = "tokens" if module.config.objective == "all_tokens_mlm" else "labels"
         add_mean("discriminator_mlm_loss", predicted)
+    if encoded and sums["encoded"] > 1:
+        count = sums["encoded"]
+        square = float(torch.stack(encoded).sum(0).square().sum())
+        result["encoder_similarity"] = (square - count) / (count * (count - 1))
     if sums.get("total", 0) > 0:
         add_mean("rtd_loss", "total")
         result.update(detection(sums))

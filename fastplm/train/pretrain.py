@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fastplm.data._folder import say
 from fastplm.train.objectives import objective_of
 from fastplm.train.pretrain_data import RunData, count_tokens, make_collator, prepare_data
 from fastplm.train.pretrain_model import make_model
@@ -15,6 +16,9 @@ from fastplm.train.stream import StreamRun
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback, TrainingArguments
+
+#: A mean cosine of two tokens' states above which an encoder tells no token from another.
+_COLLAPSED = 0.99
 
 
 def pretrain(args: PretrainArguments) -> dict[str, Any]:
@@ -41,6 +45,13 @@ class Pretraining(StreamRun):
     args: PretrainArguments
 
     title = "{args.arch}: pre-training loss"
+
+    def prepare(self) -> None:
+        # The record of several seeds has no steps: each seed has a record of its own.
+        one = self.before is None or "steps" in self.before
+        expected, fix = "2 or more, as in the runs that are resumed", "Give the same number."
+        self.args.check("seeds", one, expected, fix)
+        super().prepare()
 
     def trainer_settings(self, **settings: Any) -> TrainingArguments:
         adafactor = self.args.optimizer == "adafactor"
@@ -87,6 +98,12 @@ class Pretraining(StreamRun):
         args, data = self.args, self.data
         loss = objective_of(args).token_loss
         found = evaluate(model, samples, self.collator, args.batch_size, loss)
+        if found.get("encoder_similarity", 0.0) > _COLLAPSED:
+            say(
+                "Warning: the encoder gives all tokens one output (their mean cosine is "
+                f"{found['encoder_similarity']:.4f}), so the decoder cannot read its source. Lower "
+                "--lr, or raise --warmup."
+            )
         tail = data.all.tokens[len(data.store) :]
         return found | ngram_losses(data.store.tokens, tail, len(data.tokenizer))
 

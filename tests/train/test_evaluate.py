@@ -87,3 +87,31 @@ def test_either_label_of_pairs_is_judged_by_the_one_head(family, label):
     theirs = getattr(transformers, f"{family}ForPreTraining")(config)
     with pytest.raises(fastplm.errors.ArgumentTypeError, match=r"evaluate: .*accelerate"):
         evaluate(theirs, rows, torch.utils.data.default_collate, 2)
+
+
+@pytest.mark.parametrize("family", ("Bart", "T5"))
+def test_the_similarity_of_encoder_outputs(family):
+    """The mean over all pairs of two tokens; 1 where the encoder gives all of them one output."""
+    sizes = {"d_model": 32, "decoder_start_token_id": 0, "vocab_size": 40, "pad_token_id": 1}
+    config = getattr(transformers, f"{family}Config")(**sizes, num_layers=1, encoder_layers=1)
+    model = getattr(fastplm.models, f"{family}ForConditionalGeneration")(config).eval()
+    ids = torch.arange(2, 26).view(4, 6)
+    rows = [
+        {"input_ids": row, "attention_mask": torch.ones(6).long(), "labels": row} for row in ids
+    ]
+    rows[1]["attention_mask"] = torch.tensor([1, 1, 1, 0, 0, 0])
+
+    def similarity():
+        result = evaluate(model, rows, torch.utils.data.default_collate, 3)
+        return result["encoder_similarity"]
+
+    mask = torch.stack([row["attention_mask"] for row in rows])
+    with torch.no_grad():
+        states = model.get_encoder()(input_ids=ids, attention_mask=mask).last_hidden_state
+        states = states[mask.bool()].double()
+        cosines = torch.nn.functional.cosine_similarity(states[:, None], states, dim=-1)
+        pairs = ~torch.eye(len(states), dtype=torch.bool)
+        assert abs(similarity() - cosines[pairs].mean()) < 1e-5
+        for parameter in model.get_encoder().parameters():
+            parameter.fill_(1.0)  # the same embedding for all tokens, and for all places
+    assert similarity() == pytest.approx(1.0, abs=1e-5)
