@@ -504,7 +504,7 @@ MUTATIONS = (
     Mutation(
         "fastplm/train/pretrain_model.py",
         "theirs.is_decoder = ours.is_decoder",
-        "",
+        "pass",
         f"{OPTIONS} second_stage",
     ),
     Mutation(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fastplm.data.minimal_pairs import MinimalPair
 from fastplm.errors import DataError, check, check_choice
+from fastplm.inference._batches import check_texts
 from fastplm.inference.score import (
     TextScore,
     log_likelihood,
@@ -158,7 +159,11 @@ def minimal_pairs(
     Source: Warstadt et al. 2020 (arXiv 1912.00582), section 4, of decoders; Salazar et al. 2020
         (arXiv 1910.14659), section 4.2, of masked language models.
     """
+    pairs = list(pairs)
+    check_texts(_WHERE, "pairs", pairs, "pairs of strings", (tuple, list))
     given = [each if isinstance(each, MinimalPair) else MinimalPair(*each) for each in pairs]
+    for one in given:
+        check_texts(_WHERE, "pairs", one[:2], "pairs of strings")
     check(bool(given), _WHERE, "pairs", "none", "one at least", "Give some.", DataError)
     name, score = _scorer(model, tokenizer, method, bos)
     options: dict[str, Any] = {"batch_tokens": batch_tokens, "truncate": truncate}

@@ -35,7 +35,8 @@ from fastplm.inference.minimal_pairs import (
 )
 from fastplm.inference.score import TextScore, log_likelihood, perplexity, pseudo_log_likelihood
 from fastplm.inference.score_settings import METHODS, PAIRS, ScoreArguments
-from fastplm.run.checkpoint import config_at
+from fastplm.models._heads import CausalLM
+from fastplm.run.checkpoint import JOINT, config_at, kind_of
 from fastplm.run.report import block, counted, drawn
 from fastplm.run.threads import fp32_products, using_threads
 
@@ -227,9 +228,16 @@ def _bertscore(args: ScoreArguments, lines: list[Line], config: Any) -> Report:
 
 def _score_pairs(args: ScoreArguments, out: Path | None, picture: Path | None) -> str:
     """The accuracies of minimal pairs, or their scores, as ``score_file`` gives them."""
+    joint, fix = kind_of(args.model) == JOINT, "Leave the option out."
+    expected = f"nothing with {args.model}, a checkpoint of one model"
+    args.check("part", joint or args.part is None, expected, fix)
     config = config_at("score", "model", args.model, part=args.part)
     pairs = read_pairs(args.data)
     published = {} if args.published is None else read_published(args.published)
+    taken = [name for name in next(iter(published.values()), {}) if name in Accuracy._fields]
+    got, fix = f"{args.published}, with a column {', '.join(taken)}", "Rename it."
+    expected = "a column for each system, and none called as one of the result"
+    args.check("published", not taken, expected, fix, got, DataError)
     there = not published or any(pair.paradigm in published for pair in pairs)
     got, fix = f"{args.published}, with no UID of {args.data}", "Check both files."
     args.check("published", there, "rows for the same paradigms", fix, got, DataError)
@@ -237,7 +245,8 @@ def _score_pairs(args: ScoreArguments, out: Path | None, picture: Path | None) -
     discriminates = (config.architectures or [""])[0] == "ElectraForPreTraining"
     head_name = "PreTraining" if discriminates else head_of(config)
     model = load_model("score", args.model, head_name, part=args.part)
-    _say_what(args, model)
+    expected, fix = f"false with a {type(model).__name__}", "Leave it out."
+    args.check("no_bos", isinstance(model, CausalLM) or not args.no_bos, expected, fix)
     options: dict[str, Any] = {"method": args.method, "bos": not args.no_bos}
     options |= {name: getattr(args, name) for name in ("normalize", "batch_tokens", "truncate")}
     begun = time.perf_counter()
@@ -247,6 +256,7 @@ def _score_pairs(args: ScoreArguments, out: Path | None, picture: Path | None) -
         progress_bar(None, "score", True, "sentences") as bar,
         _precision(args, model.device),
     ):
+        _say_what(args, model)
         scores = minimal_pairs(model, tokenizer, pairs, progress=_shown_in(bar), **options)
     seconds = time.perf_counter() - begun
     finite = bool((scores.good + scores.bad).isfinite().all())

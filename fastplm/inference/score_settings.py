@@ -91,7 +91,7 @@ class ScoreArguments(Settings):
     )
     part: str | None = setting(
         "minimal-pairs with a checkpoint of ELECTRA's pre-training, which holds two models: the "
-        "one that is scored (default: generator)",
+        "one that is scored (default: generator, or a discriminator that predicts tokens)",
         None,
         choices=_PARTS,
     )

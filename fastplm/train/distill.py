@@ -394,6 +394,11 @@ def _class_for(args: DistillArguments, argument: str, config: Any) -> Any:
     args.check(argument, family in families, expected, fix, got, DataError)
     if family in _DECODERS:
         return fastplm.models.GPT2LMHeadModel
+    # Its head predicts the next token, not the masked one.
+    reads_both = not getattr(config, "is_decoder", False)
+    got = f"{getattr(args, argument)}, which reads from left to right"
+    expected = "an encoder that reads in both directions"
+    args.check(argument, reads_both, expected, fix, got, DataError)
     ending = "Model"
     if args.recipe == "distilbert" or argument == "generator":
         ending = "ForMaskedLM"

@@ -62,9 +62,8 @@ def evaluate(
     masked = module.generator if _is_joint(model) else module
     model.eval()
     sums: dict[str, float] = {}
-    word_scores: list[torch.Tensor] = []
-    replaced_words: list[torch.Tensor] = []
-    encoded: list[torch.Tensor] = []  # for each batch the sum [E] of unit vectors
+    of_words: list[tuple[torch.Tensor, torch.Tensor]] = []
+    encoded: list[torch.Tensor] = []
 
     def add(name: str, value: Any) -> None:
         sums[name] = sums.get(name, 0.0) + float(value)
@@ -83,11 +82,8 @@ def evaluate(
             outputs = model(**batch, **ones)
         if rows:
             add("correct_tokens", _correct(masked, rows[0], batch))
-        states = outputs.get("encoder_last_hidden_state")
-        if states is not None:  # zeros at padding
-            units = torch.nn.functional.normalize(states.flatten(0, 1).double(), dim=-1)
-            encoded.append(units.sum(0))
-            add("encoded", units.any(-1).sum())
+        if outputs.get("encoder_last_hidden_state") is not None:
+            encoded.append(_unit_sum(outputs["encoder_last_hidden_state"]))
         tokens, sequences = tokens_and_sequences(batch)
         add("samples", sequences)
         add("labels", counted_labels(model, batch["labels"]).ne(-100).sum())
@@ -99,11 +95,7 @@ def evaluate(
             if name in outputs:
                 add(name, outputs[name])
         if "rtd_loss" in outputs:
-            words = _could_be_replaced(batch, collator).cpu()
-            replaced_ids = outputs["replaced_ids"]
-            scores = module.discriminator(replaced_ids, batch["attention_mask"]).logits
-            word_scores.append(scores.cpu()[words])
-            replaced_words.append((replaced_ids.cpu() != _originals(batch).cpu())[words])
+            of_words.append(_detected(module, outputs["replaced_ids"], batch, collator))
         for label, values in pair_labels.items():
             name, answers = PAIR_LABELS[label], pair_logits(outputs)
             if answers is None:
@@ -124,16 +116,13 @@ def evaluate(
     if "discriminator_mlm_loss" in sums:
         predicted = "tokens" if module.config.objective == "all_tokens_mlm" else "labels"
         add_mean("discriminator_mlm_loss", predicted)
-    if encoded and sums["encoded"] > 1:
-        count = sums["encoded"]
-        square = float(torch.stack(encoded).sum(0).square().sum())
-        result["encoder_similarity"] = (square - count) / (count * (count - 1))
+    if encoded:
+        result["encoder_similarity"] = _similarity(encoded)
     if sums.get("total", 0) > 0:
         add_mean("rtd_loss", "total")
         result.update(detection(sums))
-        result["words"] = detection_at_base_rate(
-            torch.cat(word_scores).float(), torch.cat(replaced_words)
-        )
+        scores, replaced = (torch.cat(part) for part in zip(*of_words, strict=True))
+        result["words"] = detection_at_base_rate(scores.float(), replaced)
     for pair in PAIR_LABELS.values():
         for name in (f"{pair}_loss", f"{pair}_accuracy"):
             add_mean(name, "samples")
@@ -245,6 +234,29 @@ def ngram_losses(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> di
         "unigram_loss": float(-np.log(alone[held_out]).mean()),
         "bigram_loss": float(-np.log(together).mean()),
     }
+
+
+def _detected(
+    model: Any, replaced_ids: torch.Tensor, batch: dict[str, torch.Tensor], collator: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the tokens [N] that could be replaced: the logits of a discriminator, and which are."""
+    words = _could_be_replaced(batch, collator).cpu()
+    scores = model.discriminator(replaced_ids, batch["attention_mask"]).logits
+    return scores.cpu()[words], (replaced_ids.cpu() != _originals(batch).cpu())[words]
+
+
+def _unit_sum(states: torch.Tensor) -> torch.Tensor:
+    """[E + 1]: the sum of the unit vectors of states [B, T, E], and their number; those of padding
+    are zeros, and do not count."""
+    units = torch.nn.functional.normalize(states.flatten(0, 1).double(), dim=-1)
+    return torch.cat([units.sum(0), units.any(-1).sum()[None]])
+
+
+def _similarity(sums: list[torch.Tensor]) -> float:
+    """The mean cosine of two tokens, ``(|sum u|^2 - n) / (n (n - 1))``, of all ``_unit_sum``."""
+    *total, count = torch.stack(sums).sum(0).tolist()
+    square = math.fsum(value * value for value in total)
+    return (square - count) / max(count * (count - 1), 1.0)
 
 
 def _originals(batch: dict[str, torch.Tensor]) -> torch.Tensor:

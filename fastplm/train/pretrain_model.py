@@ -26,14 +26,15 @@ from fastplm.train.pretrain_settings import PretrainArguments
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-#: The settings of sizes, and what configurations call them; "" is no setting.
+#: The settings of sizes, what configurations call them, and the value of one that has none.
 _SIZES = (
-    ("layers", "num_hidden_layers"),
-    ("hidden", "hidden_size"),
-    ("heads", "num_attention_heads"),
-    ("embedding_size", "embedding_size"),
-    ("parameter_sharing", "num_hidden_groups"),
-    ("start_from", "intermediate_size"),
+    ("layers", "num_hidden_layers", None),
+    ("hidden", "hidden_size", None),
+    ("heads", "num_attention_heads", None),
+    ("embedding_size", "embedding_size", None),
+    ("parameter_sharing", "num_hidden_groups", None),
+    ("parameter_sharing", "parameter_sharing", "all"),
+    ("start_from", "intermediate_size", None),
 )
 
 
@@ -95,27 +96,32 @@ def _begun(args: PretrainArguments, made: Any, tokens: int) -> Any:
     path = args.start_from
     assert path is not None
     there = _config_there(args, path, made)
-    parts = [(made, there)]
+    parts = {"": (made, there)}
     if made.model_type == JOINT:
-        parts = [(getattr(made, name), getattr(there, name)) for name in made.sub_configs]
-        # A checkpoint of a two-stage training may be in its second stage: this run begins anew.
-        for name in args.joint_settings():
-            setattr(there, name, getattr(made, name))
-        there.check_options()
-    for ours, theirs in parts:
-        for setting, name in _SIZES:
-            wanted, value = getattr(ours, name, None), getattr(theirs, name, None)
+        names = ("discriminator", "generator")
+        parts = {f"the {name} of ": (getattr(made, name), getattr(there, name)) for name in names}
+    for part, (ours, theirs) in parts.items():
+        for setting, name, usual in _SIZES:
+            if "generator" in part and setting in ("hidden", "heads"):
+                setting = "generator_size"
+            wanted, value = getattr(ours, name, usual), getattr(theirs, name, usual)
             fix = f"Give the sizes of {path}, or another checkpoint."
-            expected, got = f"{value}, the {name} of {path}", f"{wanted} with {args.arch}"
+            expected, got = f"{value}, the {name} of {part}{path}", f"{wanted} with {args.arch}"
             args.check(setting, wanted == value, expected, fix, got)
         for name in DROPOUTS:
             if hasattr(ours, name) and hasattr(theirs, name):
                 setattr(theirs, name, getattr(ours, name))
-        theirs.is_decoder = ours.is_decoder
+        if hasattr(ours, "is_decoder"):  # of an encoder that can read from left to right
+            theirs.is_decoder = ours.is_decoder
         positions = most_positions(theirs)
         able, fix = positions is None or args.block_size <= positions, "Lower it."
         args.check("block_size", able, f"{positions} at most, the positions of {path}", fix)
         check_vocabulary_fits(args, "start_from", tokens, theirs.vocab_size)
+    if made.model_type == JOINT:
+        # A checkpoint of a two-stage training may be in its second stage: this run begins anew.
+        for name in args.joint_settings():
+            setattr(there, name, getattr(made, name))
+        there.check_options()
     return there
 
 

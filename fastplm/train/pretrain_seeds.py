@@ -53,6 +53,12 @@ class Seeds(Run):
         given = self.args.given | {"seeds": 1, "seed": seed, "out": out} | changes
         return PretrainArguments(**given)
 
+    def compare(self, before: dict[str, Any]) -> None:
+        # The record of one run has its steps.
+        expected, fix = "1, as in the run that is resumed", "Give the same, or another --out."
+        self.args.check("seeds", "steps" not in before, expected, fix)
+        super().compare(before)
+
     def finished(self, before: dict[str, Any]) -> bool:
         return False  # each seed says of itself whether it is
 

@@ -334,9 +334,8 @@ class PretrainArguments(Settings):
         Rule(
             "random_replace_prob",
             lambda args: sum(args.mask_shares[1:]) <= 1 + 2**-32,
-            "a share of what --mask-replace-prob leaves, {args.mask_shares[1]}",
-            "mask_replace_prob",
-            "The two are shares of the chosen tokens; the rest stays as it is.",
+            "1 at most together with mask_replace_prob, which is {args.mask_shares[1]}",
+            fix="The two are shares of the chosen tokens; the rest stays as it is.",
         ),
         needs(
             "separators",

@@ -22,7 +22,7 @@ from fastplm import models
 from fastplm.cli import main
 from fastplm.data import train_tokenizer
 from fastplm.data.minimal_pairs import MinimalPair, read_pairs, read_published
-from fastplm.errors import ArgumentValueError, DataError
+from fastplm.errors import ArgumentTypeError, ArgumentValueError, DataError
 from fastplm.inference import score as scoring
 from fastplm.inference.minimal_pairs import (
     PairScores,
@@ -411,6 +411,12 @@ def test_wrong_calls(made, unigram):
     discriminator = made("ElectraForPreTraining")[0]
     for call, error, said in (
         (lambda: minimal_pairs(bert, words, []), DataError, "`pairs` got none"),
+        (lambda: minimal_pairs(bert, words, ["ab"]), ArgumentTypeError, "`pairs` got a str at 0"),
+        (
+            lambda: minimal_pairs(bert, words, [("a", 3)]),
+            ArgumentTypeError,
+            "a int at 1; expected pairs of strings",
+        ),
         (
             lambda: minimal_pairs(bert, words, _PAIRS, method="empty_source"),
             ArgumentValueError,
@@ -662,6 +668,8 @@ def test_options_of_the_command(folder, capsys):
     known = pseudo_log_likelihood(model, tokenizer, texts, method="within_word_l2r")
     means = [score.sum / len(score.tokens) for score in known]
     assert [float(row["good"]), float(row["bad"])] == pytest.approx(means, rel=1e-5)
+    assert _run(folder, "bert", "--threads", "1") == 0
+    assert "1 CPU thread\n" in capsys.readouterr().err
 
 
 def test_texts_that_an_encoder_decoder_fills_in(folder, capsys):
@@ -702,13 +710,17 @@ def test_a_picture_beside_the_table(folder, capsys):
         ("--picture --out a.png", "--out FILE with another ending"),
         ("--method empty_source", "expected original | within_word_l2r"),
         ("--published OTHER", "with no UID of"),
+        ("--published TAKEN", "with a column accuracy, ties; expected a column for each system"),
+        ("--part generator", "a checkpoint of one model"),
+        ("--no-bos", "`no_bos` got True; expected false with a BertForMaskedLM"),
         ("--idf", "`idf` got True; expected nothing with another metric"),
     ],
 )
 def test_wrong_options(words, said, folder, capsys):
-    other = folder / "other.jsonl"
-    other.write_text(_lines([dict(UID="none", lstm=0.5)]))
-    given = [str(other) if word == "OTHER" else word for word in words.split()]
+    files = {"OTHER": dict(UID="none", lstm=0.5), "TAKEN": dict(UID="sv", accuracy=0.9, ties=0)}
+    for name, row in files.items():
+        (folder / name).write_text(_lines([row]))
+    given = [str(folder / word) if word in files else word for word in words.split()]
     assert _run(folder, "bert", *given) == 2
     shown = capsys.readouterr()
     assert said in shown.err.splitlines()[-1] and "Traceback" not in shown.err and not shown.out

@@ -679,13 +679,16 @@ def test_without_a_teacher_only_the_labels_count(distilled, bert, tmp_path):
 def places(bert, electra, word_tokenizer, tmp_path_factory):
     """Folders of models that fit and that do not."""
     folder = tmp_path_factory.mktemp("models")
-    headless, other = folder / "headless", folder / "other"
+    headless, other, causal = (folder / name for name in ("headless", "other", "causal"))
+    shutil.copytree(bert / "model", causal)
+    config = json.loads((causal / "config.json").read_text()) | {"is_decoder": True}
+    (causal / "config.json").write_text(json.dumps(config))
     shutil.copytree(bert / "model", other)
     word_tokenizer(["[PAD]", "a"], pad_token="[PAD]").save_pretrained(other)
     transformers.BertModel.from_pretrained(bert / "model").save_pretrained(headless)
     load_tokenizer(bert / "model").save_pretrained(headless)
     models = {"teacher": bert / "model", "run": bert, "generator": electra / "generator"}
-    return {**models, "headless": headless, "other words": other}
+    return {**models, "headless": headless, "other words": other, "causal": causal}
 
 
 @pytest.mark.parametrize(
@@ -699,6 +702,8 @@ def places(bert, electra, word_tokenizer, tmp_path_factory):
         ({"teacher": "run"}, ["`teacher` got", "config.json"]),
         ({"teacher": "headless"}, ["`teacher` got", "lacks", "cls.predictions", "need no head"]),
         ({"recipe": "electra", "generator": "generator"}, ["`teacher` got", "family bert"]),
+        ({"teacher": "causal"}, ["`teacher` got", "which reads from left to right"]),
+        ({"recipe": "minilm", "teacher": "causal"}, ["`teacher` got", "from left to right"]),
         ({"recipe": "electra"}, ["`generator` got nothing", "Give --generator"]),
         ({"recipe": "multilingual"}, ["`translation` got nothing", "Give --translation"]),
         (

@@ -298,9 +298,16 @@ def test_seeds_in_two_processes(arguments, in_two_processes, run, tmp_path):
     in_two_processes(arguments(tmp_path / "two", batch_size=2, resume=True, **options))
 
 
-def test_seeds_that_do_not_fit(arguments, refused, tmp_path):
+def test_seeds_that_do_not_fit(arguments, refused, run, tmp_path, bert):
     words = arguments(tmp_path / "out", seed=2**32 - 1, seeds=2)
     refused(words, "`seeds` got 2 with --seed 4294967295")
+    # One run has no folders of seeds, and several have no checkpoint of their own.
+    metrics = (bert / "metrics.json").read_bytes()
+    refused(arguments(bert, seeds=2, resume=True), "`seeds` got 2; expected 1, as in the run")
+    assert (bert / "metrics.json").read_bytes() == metrics and not list(bert.glob("seed-*"))
+    run(tmp_path / "two", seeds=2, steps=1)
+    words = arguments(tmp_path / "two", seeds=1, resume=True)
+    refused(words, "`seeds` got 1; expected 2 or more, as in the runs")
 
 
 # --- shares of masks, and what a model has to beat ------------------------------------------------
