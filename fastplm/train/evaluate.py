@@ -239,7 +239,7 @@ def ngram_losses(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> di
 def _detected(
     model: Any, replaced_ids: torch.Tensor, batch: dict[str, torch.Tensor], collator: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the tokens [N] that could be replaced: the logits of a discriminator, and which are."""
+    """A discriminator's logits [N] of the tokens that could be replaced, and which of them are."""
     words = _could_be_replaced(batch, collator).cpu()
     scores = model.discriminator(replaced_ids, batch["attention_mask"]).logits
     return scores.cpu()[words], (replaced_ids.cpu() != _originals(batch).cpu())[words]

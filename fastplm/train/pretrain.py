@@ -46,12 +46,10 @@ class Pretraining(StreamRun):
 
     title = "{args.arch}: pre-training loss"
 
-    def prepare(self) -> None:
+    def check_kind(self, before: dict[str, Any]) -> None:
         # The record of several seeds has no steps: each seed has a record of its own.
-        one = self.before is None or "steps" in self.before
         expected, fix = "2 or more, as in the runs that are resumed", "Give the same number."
-        self.args.check("seeds", one, expected, fix)
-        super().prepare()
+        self.args.check("seeds", "steps" in before, expected, fix)
 
     def trainer_settings(self, **settings: Any) -> TrainingArguments:
         adafactor = self.args.optimizer == "adafactor"

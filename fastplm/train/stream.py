@@ -53,6 +53,9 @@ class StreamRun(Run):
 
     # --- what a recipe says -----------------------------------------------------------------------
 
+    def check_kind(self, before: dict[str, Any]) -> None:
+        """Check that the record of a resumed run is of one such run."""
+
     def resumed(self, before: dict[str, Any]) -> None:
         """Check the settings of a resumed run, and take those that the run began with."""
         if self.args.usual_warmup:
@@ -123,6 +126,7 @@ class StreamRun(Run):
     def prepare(self) -> None:
         args = self.args
         if self.before is not None:
+            self.check_kind(self.before)
             self._wrong = damage(self.out)
             self.checkpoint = checkpoint_to_resume(args.where, self.out)
             self.done = step_of(self.checkpoint)
