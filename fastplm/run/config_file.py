@@ -75,8 +75,8 @@ def with_config(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[s
         if option[2:].replace("-", "_") in CALL:
             fix = f"Give {option} on the command line."
             _refuse(command, path, f"the setting {name}", "no setting of one call", fix)
-        if option not in replaced:
-            added += _words(command, path, option, actions[option], value)
+        checked = _words(command, path, option, actions[option], value)
+        added += checked if option not in replaced else []
     return [*added, *words]
 
 
