@@ -37,9 +37,9 @@ from transformers.utils import logging
 
 from fastplm import models
 from fastplm.run.folder import can_resume
+from fastplm.run.seeds import interval
 from fastplm.train.distill import DistillArguments, distill
 from fastplm.train.distill_objectives import sentence_vectors
-from fastplm.train.finetune import interval
 from harness import machine_folder, machine_line
 
 #: With so many steps, all runs together take about a quarter of an hour on one core.

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fastplm.run.seeds import probability_within, student_t
+
 _DRAWS = 10_000
 _SEED = 0
 _LEVEL = 0.95
@@ -69,8 +71,6 @@ def interval(scores: np.ndarray, *, crossed: bool = False) -> Interval:
 
 
 def _widening(rows: int) -> float:
-    from fastplm.train.finetune import student_t
-
     return student_t(_LEVEL, rows - 1) / _NORMAL * math.sqrt(rows / (rows - 1))
 
 
@@ -101,15 +101,13 @@ def paired_p(differences: np.ndarray) -> float | None:
     Args:
         differences: fp64 [n].
     """
-    from fastplm.train.finetune import _within
-
     n = len(differences)
     if n < 2:
         return None
     mean, error = differences.mean(), differences.std(ddof=1) / math.sqrt(n)
     if error == 0:
         return float(mean == 0)
-    return 1 - _within(abs(mean / error), n - 1)
+    return 1 - probability_within(abs(mean / error), n - 1)
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:

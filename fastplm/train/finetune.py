@@ -9,8 +9,7 @@ import json
 import math
 import os
 import shutil
-import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +35,7 @@ from fastplm.run.folder import (
 )
 from fastplm.run.report import block, counted, curve, settings_of, versions
 from fastplm.run.runner import Run
+from fastplm.run.seeds import interval
 from fastplm.run.trainer import RunTrainer, trained, training_arguments
 from fastplm.train.finetune_data import hold_out, shown_counts
 from fastplm.train.finetune_layers import set_layer_rates
@@ -49,7 +49,7 @@ from fastplm.train.finetune_models import (
     teacher_logits,
     usual_learning_rate,
 )
-from fastplm.train.finetune_pairs import NAMES, SegmentPairs, read_pairs
+from fastplm.train.finetune_pairs import NAMES, SegmentPairs, read_segments
 from fastplm.train.finetune_seq2seq import Seq2Seq, TwoSteps
 from fastplm.train.finetune_settings import FinetuneArguments
 from fastplm.train.finetune_tasks import (
@@ -71,7 +71,6 @@ _KINDS: dict[str, type[Task]] = {
     **dict.fromkeys(NAMES, SegmentPairs),
 }
 _HELD_OUT = 0.1
-_CONFIDENCE = 0.95
 
 
 def finetune(
@@ -392,50 +391,6 @@ def summary(metrics: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-# --- the interval ---------------------------------------------------------------------------------
-
-
-def interval(values: Sequence[float]) -> dict[str, float | None]:
-    """The mean of one score over seeds, and half the width of its 95 % confidence interval.
-
-    ``half_width = t * s / sqrt(n)``, where s is the standard deviation with n - 1 in its
-    denominator, and t the quantile of Student's t with n - 1 degrees of freedom; None if n is 1.
-    """
-    half_width = None
-    if len(values) > 1:
-        error = statistics.stdev(values) / math.sqrt(len(values))
-        half_width = student_t(_CONFIDENCE, len(values) - 1) * error
-    return {"mean": statistics.fmean(values), "half_width": half_width}
-
-
-def student_t(confidence: float, degrees: int) -> float:
-    """The t with ``P(|T| < t) = confidence`` for Student's T."""
-    low, high = 0.0, 1.0
-    while _within(high, degrees) < confidence:
-        high *= 2
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _within(middle, degrees) < confidence else (low, middle)
-    return high
-
-
-def _within(t: float, degrees: int) -> float:
-    """P(|T| < t).
-
-    Source: Abramowitz & Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
-    """
-    angle = math.atan(t / math.sqrt(degrees))
-    odd = degrees % 2
-    term = math.cos(angle) if odd else 1.0
-    total = 0.0
-    for i in range(odd, degrees - 1, 2):
-        total += term
-        term *= math.cos(angle) ** 2 * (i + 1) / (i + 2)
-    if odd:
-        return 2 / math.pi * (angle + math.sin(angle) * total)
-    return math.sin(angle) * total
-
-
 # --- data ----------------------------------------------------------------------------------------
 
 
@@ -492,7 +447,7 @@ def _divided(
 def _read(args: FinetuneArguments, path: str | Path, targets: Any, length: int) -> list[Example]:
     """The examples of a file; pairs of text have half as many words as tokens."""
     if args.task in NAMES:
-        return read_pairs(args.task, path, length // 2)
+        return read_segments(args.task, path, length // 2)
     columns = (args.text_columns, args.label_column)
     return read_examples(args.task, path, *columns, targets=targets)
 

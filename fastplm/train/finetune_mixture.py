@@ -5,13 +5,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
-
-import yaml  # type: ignore[import-untyped]
 
 from fastplm.data.examples import Example
-from fastplm.errors import DataError, first_line
+from fastplm.errors import DataError
+from fastplm.run.config_file import read
 from fastplm.train.finetune_settings import FinetuneArguments
 
 #: What a part of a mixture may say; all else is the same for all parts.
@@ -26,8 +23,8 @@ def read_parts(args: FinetuneArguments) -> dict[str, FinetuneArguments]:
     "summarize: "}``.
 
     Raises:
-        DataError: the file cannot be read, or holds something else.
-        FastplmError: what it says of a task is wrong.
+        FastplmError: the file cannot be read, holds something else, or says something wrong of a
+            task.
     """
     if not args.is_mixture:
         return {}
@@ -35,11 +32,8 @@ def read_parts(args: FinetuneArguments) -> dict[str, FinetuneArguments]:
     def check(able: bool, got: str, expected: str = _EXPECTED, fix: str = "Correct it.") -> None:
         args.check("data", able, expected, fix, f"{args.data}{got}", DataError)
 
-    try:
-        found: Any = yaml.safe_load(Path(args.data).read_text("utf-8-sig"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        check(False, f" ({first_line(error)})")
-    check(isinstance(found, dict) and len(found) > 1, ", which has no two tasks by name")
+    found = read(args.where, str(args.data), "data")
+    check(len(found) > 1, ", which has no two tasks by name")
     parts = {}
     for name, given in found.items():
         check(isinstance(given, dict), f", where {name} has no settings")

@@ -24,7 +24,7 @@ from fastplm.train.losses import pair_logits
 NAMES = {"sop": ("in order", "swapped"), "nsp": ("next", "random")}
 
 
-def read_pairs(task: str, path: str | Path, words: int) -> list[Example]:
+def read_segments(task: str, path: str | Path, words: int) -> list[Example]:
     """Pairs of consecutive segments of the documents of a text, all of them in order.
 
     Sentences are added to a run until it has ``words`` words or its document ends. A run is split

@@ -13,6 +13,7 @@ from fastplm.errors import DivergenceError
 from fastplm.run.folder import RECORD, last_checkpoint, writing
 from fastplm.run.report import block, settings_of, versions
 from fastplm.run.runner import Run
+from fastplm.run.seeds import interval
 from fastplm.train.pretrain_settings import PretrainArguments
 from fastplm.train.report import numbers_of
 from fastplm.train.stream import StreamRun
@@ -100,8 +101,6 @@ def _figures(result: Mapping[str, Any]) -> dict[str, Any]:
 
 def _means(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """The mean of each figure that all runs have, with half the width of its 95 % interval."""
-    from fastplm.train.finetune import interval
-
     each = [numbers_of(run.get("held_out", {})) for run in runs]
     names = [name for name in each[0] if all(name in one for one in each)]
     held_out = {name: interval([one[name] for one in each]) for name in names if name != "samples"}

@@ -13,6 +13,29 @@ LETTERS = "abcdefghijklmnop"
 #: Texts of different lengths, in no order; one has no letter, one occurs twice.
 TEXTS = ["ab cde", "p", "abc defg hi klm", "", "fg fg fgh", "p", "olm nop bad", "k lm"]
 
+#: Sizes of small models: of encoders, GPT-2, BART and T5.
+SMALL = dict(
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    hidden_size=16,
+    intermediate_size=24,
+    max_position_embeddings=64,
+    initializer_range=0.3,
+)
+GPT = dict(n_embd=16, n_layer=2, n_head=2, n_positions=64, initializer_range=0.3)
+BART = dict(
+    d_model=16,
+    encoder_layers=2,
+    decoder_layers=2,
+    encoder_attention_heads=2,
+    decoder_attention_heads=2,
+    encoder_ffn_dim=24,
+    decoder_ffn_dim=24,
+    max_position_embeddings=64,
+    init_std=0.3,
+)
+T5 = dict(d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_start_token_id=0)
+
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -25,50 +25,31 @@ from fastplm.inference.score import (
 )
 from fastplm.testing import KeptDouble, check_in_fp64
 
+from .conftest import BART, GPT, SMALL, T5
+
 # Words consist of letters alone, so that a tokenizer's marks tell where words begin.
 TEXTS = ["the lazy foxes jump", "a", "", "unbelievably lazy", "dogs  and dogs"]
 SOURCES = ["dogs", "the lazy dogs jump", "a fox", "", "over and over"]
 _CORPUS = [*TEXTS[:2], *TEXTS[3:], *SOURCES[:3], "jumping", "believe", "able"] * 3
 #: Vocabularies of each kind of tokenizer, so small that words have several tokens.
 _SIZES = {"wordpiece": 60, "bytelevel": 285, "unigram": 130}
-_SMALL = dict(
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    hidden_size=16,
-    intermediate_size=24,
-    max_position_embeddings=64,
-    initializer_range=0.3,
-)
-_GPT = dict(n_embd=16, n_layer=2, n_head=2, n_positions=64, initializer_range=0.3)
-_BART = dict(
-    d_model=16,
-    encoder_layers=2,
-    decoder_layers=2,
-    encoder_attention_heads=2,
-    decoder_attention_heads=2,
-    encoder_ffn_dim=24,
-    decoder_ffn_dim=24,
-    max_position_embeddings=64,
-    init_std=0.3,
-)
-_T5 = dict(d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_start_token_id=0)
 #: The classes: their configuration, its sizes, and the kind of their tokenizer.
 MASKED = {
-    "BertForMaskedLM": ("BertConfig", _SMALL, "wordpiece"),
-    "AlbertForMaskedLM": ("AlbertConfig", _SMALL | dict(embedding_size=8), "unigram"),
-    "ElectraForMaskedLM": ("ElectraConfig", _SMALL | dict(embedding_size=8), "wordpiece"),
-    "RobertaForMaskedLM": ("RobertaConfig", _SMALL, "bytelevel"),
+    "BertForMaskedLM": ("BertConfig", SMALL, "wordpiece"),
+    "AlbertForMaskedLM": ("AlbertConfig", SMALL | dict(embedding_size=8), "unigram"),
+    "ElectraForMaskedLM": ("ElectraConfig", SMALL | dict(embedding_size=8), "wordpiece"),
+    "RobertaForMaskedLM": ("RobertaConfig", SMALL, "bytelevel"),
 }
 DECODERS = {
-    "GPT2LMHeadModel": ("GPT2Config", _GPT, "bytelevel"),
-    "OpenAIGPTLMHeadModel": ("OpenAIGPTConfig", _GPT, "wordpiece"),
-    "BertLMHeadModel": ("BertConfig", _SMALL | dict(is_decoder=True), "wordpiece"),
-    "BartForCausalLM": ("BartConfig", _BART, "bytelevel"),
+    "GPT2LMHeadModel": ("GPT2Config", GPT, "bytelevel"),
+    "OpenAIGPTLMHeadModel": ("OpenAIGPTConfig", GPT, "wordpiece"),
+    "BertLMHeadModel": ("BertConfig", SMALL | dict(is_decoder=True), "wordpiece"),
+    "BartForCausalLM": ("BartConfig", BART, "bytelevel"),
 }
 PAIRED = {
-    "BartForConditionalGeneration": ("BartConfig", _BART, "bytelevel"),
-    "T5ForConditionalGeneration": ("T5Config", _T5, "unigram"),
-    "EncoderDecoderModel": ("EncoderDecoderConfig", _SMALL, "wordpiece"),
+    "BartForConditionalGeneration": ("BartConfig", BART, "bytelevel"),
+    "T5ForConditionalGeneration": ("T5Config", T5, "unigram"),
+    "EncoderDecoderModel": ("EncoderDecoderConfig", SMALL, "wordpiece"),
 }
 
 

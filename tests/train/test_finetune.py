@@ -23,6 +23,7 @@ from fastplm import _extension, cli
 from fastplm.data import train_tokenizer
 from fastplm.data.examples import read_examples
 from fastplm.errors import ArgumentValueError, DataError
+from fastplm.run.seeds import interval, student_t
 from fastplm.testing import FORWARD_FACTOR, check_error
 from fastplm.train import finetune as module
 from fastplm.train.finetune import (
@@ -30,10 +31,8 @@ from fastplm.train.finetune import (
     FinetuneArguments,
     build_model,
     finetune,
-    interval,
     make_trainer,
     prepare_task,
-    student_t,
     summary,
 )
 from fastplm.train.finetune_data import doubtful_labels, hold_out, shown_counts

@@ -24,7 +24,7 @@ from fastplm.train.finetune import (
     summary,
 )
 from fastplm.train.finetune_layers import layer_depths
-from fastplm.train.finetune_pairs import NAMES, read_pairs
+from fastplm.train.finetune_pairs import NAMES, read_segments
 
 NOUNS = "river house teacher garden train letter window forest engine island".split()
 COUNT = 60
@@ -350,7 +350,7 @@ def test_the_head_of_a_pre_training(model, task, arguments, checkpoints, tmp_pat
     (result,) = metrics["seeds"]
     assert result["scores"] == {"accuracy": right / len(records)}
     assert result["steps"] == 0 and not (folder / "model").exists()
-    assert len(records) == len(read_pairs(task, arguments(task=task).data, 16))
+    assert len(records) == len(read_segments(task, arguments(task=task).data, 16))
     assert summary(metrics).startswith(f"accuracy {right / len(records):.4f}")
 
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from fastplm.data import train_tokenizer
-from fastplm.errors import ArgumentValueError, DataError
+from fastplm.errors import ArgumentValueError, DataError, FastplmError
 from fastplm.train.finetune import (
     FinetuneArguments,
     build_model,
@@ -122,13 +122,14 @@ def test_a_task_with_more_examples_than_the_cap_reads_others_in_each_epoch(argum
         ("a: {data: x}\nb: 3", "where b has no settings"),
         ("a: {data: x}\nb: {prefix: y}", "where b has no data"),
         ("a: {data: x}\nb: {data: y, prefx: z}", "where b has 'prefx'; .*Did you mean prefix?"),
-        ("a: {data: x}\nb: {data: y, prefix: 3}", "where prefix of b is 3; .*quotes"),
+        ("a: {data: x}\nb: {data: y, prefix: yes}", "where prefix of b is True; .*quotes"),
+        ("a: {data: x}\na: {data: y}\nb: {data: z}", r"tasks.yaml' \(it has 'a' twice"),
         ("a: {data: x}\nb: {data: y.yaml}", "where b is a mixture"),
-        ("a: {data: x", r"tasks.yaml \(while parsing"),
+        ("a: {data: x", r"tasks.yaml' \(while parsing"),
     ],
 )
 def test_bad_mixtures(parts, said, arguments):
-    with pytest.raises(DataError, match=f"`data` got .*{said}"):
+    with pytest.raises(FastplmError, match=f"`data` got .*{said}"):
         prepare_task(arguments(parts))
 
 
