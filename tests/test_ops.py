@@ -135,18 +135,22 @@ def check_autocast(device, sample):
     floating += [
         name for name in ("teacher_input", "teacher_weight", "teacher_bias") if name in wide
     ]
+    for name in {"linear_bias", "teacher_bias"} & wide.keys():  # which Triton adds as they are
+        wide[name] = wide[name].bfloat16().float()
     narrow = wide | {name: wide[name].bfloat16() for name in floating}
     expected, *grads = results_and_grads(
         sample, "auto", narrow if sample.op in IN_16_BITS else wide
     )
     with torch.autocast(device.type, torch.bfloat16):
         out, *rest = results_and_grads(sample, "auto", wide)
-    assert_same(out, expected)
+    # PyTorch's own rms_norm, which a GPU runs, is not taken under autocast.
+    agrees = assert_close if sample.op == "rms_norm" and device.type == "cuda" else assert_same
+    agrees(out, expected)
     count = len(sample.wrt)
     for name, grad, rounded in zip(sample.wrt, rest[-count:], grads[-count:], strict=True):
         assert grad.dtype is FP32
         if name not in ("linear_weight", "linear_bias"):  # nothing rounds these gradients
-            assert_same(grad, rounded.float())
+            agrees(grad, rounded.float())
 
 
 # --- torch.compile --------------------------------------------------------------------------------

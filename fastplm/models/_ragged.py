@@ -380,7 +380,8 @@ def mask_at(positions: Tensor, batch: int, seqlen: int) -> Tensor:
     """bool [B, T]: True at the flat ``positions``; -1 is ignored."""
     total = batch * seqlen
     where = torch.zeros(total + 1, dtype=torch.bool, device=positions.device)
-    where[positions] = True
+    # Not where[positions] = True, which copies the value from the CPU and waits for the GPU.
+    where.index_fill_(0, positions.long(), True)
     return where[:total].view(batch, seqlen)
 
 

@@ -108,7 +108,7 @@ class Pretraining(StreamRun):
     def make_trainer(self, *callbacks: TrainerCallback) -> tuple[Any, Any]:
         from transformers import set_seed
 
-        from fastplm.train.optimizer import Adafactor, Lamb
+        from fastplm.train.optimizer import Adafactor
         from fastplm.train.trainer import PretrainingTrainer
         from fastplm.train.two_stage import TwoStageTrainer
 
@@ -124,6 +124,8 @@ class Pretraining(StreamRun):
             kind = TwoStageTrainer
             settings["first_stage"] = args.first_stage
         if args.optimizer == "lamb":  # by itself the Trainer makes AdamW
+            from fastplm.train.lamb import Lamb
+
             lamb = {"lr": args.lr, "betas": (0.9, 0.999), "eps": 1e-6}
             settings["optimizer_cls_and_kwargs"] = Lamb, lamb
         if args.optimizer == "adafactor":

@@ -643,7 +643,8 @@ def test_statistics(device, flow, name, kind, chunked):
 @each_path_and_eager
 @pytest.mark.parametrize("gradients", (True, False), ids=("training", "scoring"))
 def test_argmax_is_the_first_of_the_largest(device, flow, gradients, chunked):
-    inputs = exact(device, rows=60, vocab=300, width=flow.width)
+    inputs = exact(torch.device("cpu"), rows=60, vocab=300, width=flow.width)  # whose draws tie
+    inputs = {name: value.to(device) for name, value in inputs.items()}
     inputs |= {name: inputs[name].round() for name in parameters(inputs)}
     inputs["linear_bias"][50:180] = -INF
     inputs = ignore(inputs, 0.3)

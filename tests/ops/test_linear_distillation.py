@@ -731,7 +731,8 @@ def test_a_gpu_keeps_all_rows_where_all_count_and_it_pays(
 
     def kept(**more) -> int:
         with fastplm.use_backend("triton"):
-            saved = op(**inputs, **more).loss.grad_fn.saved_tensors
+            loss = op(**inputs, **more).loss
+        saved = loss.grad_fn.saved_tensors  # those of a loss that is gone are freed
         width = loss_op.logit_columns(10)
         shapes = {tuple(one.shape) for one in saved if one is not None and one.dim() == 2}
         return max((shape[0] for shape in shapes if shape[1] == width), default=0)

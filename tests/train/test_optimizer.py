@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from fastplm.testing import FORWARD_FACTOR, check_error
-from fastplm.train.optimizer import Adafactor, Lamb, inverse_square_root
+from fastplm.train.lamb import Lamb
+from fastplm.train.optimizer import Adafactor, inverse_square_root
 from fastplm.train.presets import PRESETS, usual_peak
 
 LR, DECAY, EPS = 0.05, 0.1, 1e-6

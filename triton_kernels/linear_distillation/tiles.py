@@ -177,7 +177,10 @@ def over_mixture(gap, share):
 def gap_of(z, t, row):
     """log p / q of softened logits."""
     gap = (t - z) + row.log_ratio[:, None]
-    return tl.minimum(tl.maximum(gap, -_LARGEST_GAP), _LARGEST_GAP)
+    # A GPU's maximum of NaN and a number is the number, unless it is told otherwise.
+    all_nan: tl.constexpr = tl.PropagateNan.ALL
+    gap = tl.maximum(gap, -_LARGEST_GAP, propagate_nan=all_nan)
+    return tl.minimum(gap, _LARGEST_GAP, propagate_nan=all_nan)
 
 
 @triton.jit
