@@ -27,7 +27,8 @@ from fastplm.triton_kernels.linear_cross_entropy import products
 _PAGE = """# The vocabulary pass: its kernels against their targets, by arithmetic
 
 Written by `python benchmarks/linear_cross_entropy_bound.py --markdown docs/linear_cross_entropy.md`
-with Triton {triton}. **No time on this page is measured.** H200: {sms} SMs at {clock:.3f} GHz,
+with Triton {triton}. **No time on this page is measured**
+([those of an H100](gpu.md#the-vocabulary-loss) are). H200: {sms} SMs at {clock:.3f} GHz,
 4.3 TB/s; bf16, forward and backward, every row counts, with a bias.
 
 - `launches`: every one, in its order: Triton's kernels by what their machine code issues and waits
@@ -39,8 +40,9 @@ with Triton {triton}. **No time on this page is measured.** H200: {sms} SMs at {
   target.
 
 **Which flow runs**: keeping 16-bit logits costs two passes over them that nothing hides, computing
-them again costs a product; on this device they break even at 2 x 184 columns, whatever N. Rows of
-368 columns or more keep them, as many as `expected_targets` says and as fit into 2 GiB; narrower
+them again costs a product; by these rates they break even at 2 x 184 columns, but an H100 was
+measured to do so between 128 and 256 (products of so few columns are slower). So rows of
+192 columns or more keep them, as many as `expected_targets` says and as fit into 2 GiB; narrower
 ones never. `logits_budget` overrides it.
 
 {table}
@@ -184,7 +186,7 @@ def rows() -> tuple[list[tuple[str, ...]], dict[str, float]]:
                 compared["backward"] = by_kernel["bwd_input"] + by_kernel["bwd_weight"]
             parts = ", ".join(f"{name} {time:.0f}" for name, time in by_kernel.items())
             flow = "kept" if kept else "recomputed"
-            default = kept == (shape.width >= 368)
+            default = kept == (shape.width >= 192)
             number = f"{total / 1e3:.3g}"
             if default:
                 flow, number = f"**{flow}**", f"**{number}**"

@@ -425,7 +425,7 @@ _PAGE = """# The kernels, as compiled
 
 Written by `python benchmarks/static_report.py` with Triton {triton}, without a GPU. Registers,
 shared memory and instructions are read from the machine code; blocks, warps and cycles follow from
-them by arithmetic. **No time on this page is measured.**
+them by arithmetic. **No time on this page is measured**; [Measured on an H100](gpu.md) has times.
 
 - `blocks/SM`, `warps/SM`: how many an SM holds at once, as registers, shared memory (and tensor
   memory on sm_100) allow.

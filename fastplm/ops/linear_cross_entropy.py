@@ -47,11 +47,10 @@ from fastplm.reference.linear_cross_entropy import (
 _NAME = "linear_cross_entropy"
 
 # Keeping 16-bit logits costs about two passes over them that nothing hides, computing them again
-# costs one more product. On an H200 (4.3 TB/s, 790 TFLOP/s) they break even at 184 columns a pass,
-# whatever the number of rows. On two cores of an EPYC they were measured to do so between 128 and
-# 256 columns (benchmarks/results/cpu).
-_COLUMNS_OF_A_PASS = 184
-_KEEP_FROM_WIDTH_ON_A_CPU = 192
+# costs one more product. Both an H100 and two cores of an EPYC were measured to break even between
+# 128 and 256 columns (benchmarks/results), that is at about 96 columns a pass. By the H100's rates
+# alone it would be 184: products of so few columns do not run at the full rate.
+_COLUMNS_OF_A_PASS = 96
 _LOGITS_BUDGET = 2 << 30
 # Where not all rows fit: fewer than this would cost more in launches and passes over the weight's
 # gradient (245 rows' worth each) than they save.
@@ -96,9 +95,8 @@ def linear_cross_entropy(
             and log-probability of the target.
         logits_budget: bytes. Logits in the dtype of ``input`` are kept from the forward to the
             backward, of all rows or of the first that fit (at least 4,096), and computed again,
-            tile by tile, for the others; 0 never keeps any. Default: rows of 368 columns or more
-            (on a CPU 192) may take 2 GiB, narrower ones, to which a product is cheaper than the
-            traffic, nothing.
+            tile by tile, for the others; 0 never keeps any. Default: rows of 192 columns or more
+            may take 2 GiB, narrower ones, to which a product is cheaper than the traffic, nothing.
         expected_targets: how many rows should count, if the caller knows it without asking the
             device. A GPU multiplies rows that keep their logits whether they count or not, by the
             vendor's library; so only that many do, and without this number none, unless
@@ -305,7 +303,7 @@ def usual_budget(columns: int, passes: int = 2, *, on_cpu: bool) -> int:
         columns: the width of all products that keeping saves.
         passes: over 16-bit logits that it costs a GPU.
     """
-    pays = columns >= (_KEEP_FROM_WIDTH_ON_A_CPU if on_cpu else passes * _COLUMNS_OF_A_PASS)
+    pays = columns >= (2 if on_cpu else passes) * _COLUMNS_OF_A_PASS
     return _LOGITS_BUDGET if pays else 0
 
 

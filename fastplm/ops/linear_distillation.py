@@ -362,7 +362,7 @@ def _usual_budget(call: Call, *, on_cpu: bool) -> int:
     On a GPU it takes one pass to write the logits of each side, and one to write the gradient.
     Reading them is hidden behind the arithmetic, which is the same in both cases (by the machine
     code for sm_90, 220 cycles of memory for 1,024 tokens of both sides, and 600 of instructions).
-    So keeping pays from E + Et = 3 * 184 on, and for "js" from half of that on. Without a teacher's
+    So keeping pays from E + Et = 3 * 96 on, and for "js" from half of that on. Without a teacher's
     rows two passes are compared with E, as in ``linear_cross_entropy``.
     """
     sides = (call.input,) if call.teacher_input is None else (call.input, call.teacher_input)
