@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import json
 import os
@@ -180,8 +181,10 @@ def test_the_grid_of_the_page(place, monkeypatch, capsys):
     grid = page.split("```text\n")[1].split("```")[0]
     assert len(grid.splitlines()) <= 25
     (place / "page.yaml").write_text(grid)
-    for name, source in {"wiki.txt": "stories.txt", "test.tsv": "train.tsv"}.items():
-        (place / name).write_bytes((place / source).read_bytes())
+    files = {"text/books-10m.train.txt.gz": gzip.compress, "blimp/blimp.zip": bytes}
+    for name, packed in files.items():
+        (place / name).parent.mkdir()
+        (place / name).write_bytes(packed((place / "stories.txt").read_bytes()))
     assert main(["study", "page.yaml", "--dry-run"]) == 0
     shown = capsys.readouterr().out
-    assert "vocab_size 800, mlm_probability 0.40" in shown and "16 pretrains" in shown
+    assert "vocab_size 2000, mlm_probability 0.40" in shown and "8 pretrains, 8 scores" in shown

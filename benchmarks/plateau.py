@@ -1,0 +1,79 @@
+"""Runs of ``fastplm pretrain`` side by side: one row a run, and their losses in one picture.
+
+    python benchmarks/plateau.py RUN [RUN ...] --out benchmarks/results/studies/plateau
+
+A RUN is the folder of a finished run. OUT.tsv has what differs between them, the losses of held-out
+text, and the step at which the training loss had made half of its way from the unigram's loss to
+the bigram's; OUT.png has the training losses less that of the unigram, over the steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+SHOWN = ("arch", "objective", "layers", "hidden", "vocab_size", "block_size", "batch_size", "lr")
+SHOWN += ("dropout", "mlm_probability", "steps")
+#: Logged losses whose mean is one point of a curve.
+_SMOOTH = 5
+
+
+def smoothed(history: list[dict[str, Any]]) -> list[tuple[int, float]]:
+    losses = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
+    groups = [losses[at : at + _SMOOTH] for at in range(0, len(losses), _SMOOTH)]
+    return [(group[-1][0], sum(loss for _, loss in group) / len(group)) for group in groups]
+
+
+def row(run: Path) -> tuple[dict[str, Any], list[tuple[int, float]]]:
+    metrics = json.loads((run / "metrics.json").read_text())
+    settings, held_out, curve = (
+        metrics["arguments"],
+        metrics["held_out"],
+        smoothed(metrics["history"]),
+    )
+    half = (held_out["unigram_loss"] + held_out["bigram_loss"]) / 2
+    passed = next((step for step, loss in curve if loss < half), None)
+    found = {name: settings[name] for name in SHOWN}
+    found["tflop"] = round(metrics["flops"] / 1e12, 1)
+    for name in ("mlm_loss", "unigram_loss", "bigram_loss"):
+        found[name] = round(held_out[name], 3)
+    found |= {"half_way_at_step": passed, "cpu_s": round(metrics["train_seconds"])}
+    for name in ("precision", "device"):
+        found[name] = metrics[name]
+    level = [(step, loss - held_out["unigram_loss"]) for step, loss in curve]
+    return found, level
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    parser.add_argument("--out", type=Path, required=True, help="path of the files, without suffix")
+    options = parser.parse_args()
+    found = [row(run) for run in options.runs]
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    with options.out.with_suffix(".tsv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(found[0][0]), delimiter="\t")
+        writer.writeheader()
+        writer.writerows(each for each, _ in found)
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    for each, curve in found:
+        label = f"{each['block_size']} tokens, {each['arch']}, rate {each['lr']:g}"
+        axes.plot(*zip(*curve, strict=True), label=label, linewidth=1.3)
+    axes.axhline(0, color="gray", linewidth=0.8)
+    axes.set(xlabel="step", ylabel="training loss, less the unigram's (nats)", ylim=(-2.4, 1))
+    axes.legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(options.out.with_suffix(".png"), dpi=110)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
