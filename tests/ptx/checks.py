@@ -201,15 +201,7 @@ def linear_cross_entropy(
 def linear_distillation(
     arch, dtype, shape, teacher_width, divergence, seeds=(0, 1), logits_budget=0
 ) -> list[str]:
-    rows, vocab, _ = shape
-    inputs = loss_inputs(dtype, *shape) | dict(
-        teacher_input=drawn(dtype, rows, teacher_width),
-        teacher_weight=drawn(dtype, vocab, teacher_width) / teacher_width**0.5,
-        teacher_bias=drawn(dtype, vocab),
-        temperature=2.0,
-        divergence=divergence,
-        cross_entropy_weight=0.5,
-    )
+    inputs = taught_inputs(dtype, shape, teacher_width, divergence)
     wrt = ["input", "linear_weight", "linear_bias"]
 
     def loss(**inputs):
@@ -219,6 +211,31 @@ def linear_distillation(
         return linear_distillation_ref(**inputs).loss
 
     return hold(arch, loss, reference, inputs, wrt, seeds)
+
+
+def nan_of_a_teacher(arch, dtype, shape, teacher_width, divergence, logits_budget=0) -> None:
+    """It is NaN in the gradient of its row, and of no other. The interpreter does not show this:
+    there the maximum of NaN and a number is NaN."""
+    inputs = taught_inputs(dtype, shape, teacher_width, divergence)
+    inputs["teacher_input"][3] = float("nan")
+    inputs["input"].requires_grad_()
+    with emulated(arch, schedule=Schedule(0, fenced=FENCED), edits=edits):
+        loss = ops.linear_distillation(**inputs, reduction="none", logits_budget=logits_budget).loss
+        (grad,) = torch.autograd.grad(loss, inputs["input"], torch.ones_like(loss))
+    for found in (loss.isnan(), grad.isnan().all(1), grad.isnan().any(1)):
+        assert found.nonzero().flatten().tolist() == [3]
+
+
+def taught_inputs(dtype, shape, teacher_width, divergence) -> dict:
+    rows, vocab, _ = shape
+    return loss_inputs(dtype, *shape) | dict(
+        teacher_input=drawn(dtype, rows, teacher_width),
+        teacher_weight=drawn(dtype, vocab, teacher_width) / teacher_width**0.5,
+        teacher_bias=drawn(dtype, vocab),
+        temperature=2.0,
+        divergence=divergence,
+        cross_entropy_weight=0.5,
+    )
 
 
 def linear_distillation_topk(

@@ -117,6 +117,12 @@ def test_kept_logits_of_distillation(emulate, arch, dtype, divergence):
     emulate("linear_distillation", teacher_width=72, logits_budget=1 << 28, **call)
 
 
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_nan_of_a_teacher(emulate, divergence):
+    shape = dict(arch=90, dtype="bfloat16", shape=(20, 90, 40), teacher_width=72)
+    emulate("nan_of_a_teacher", divergence=divergence, **shape)
+
+
 @pytest.mark.parametrize("budget", (pytest.param(0, marks=slow), 1 << 28))
 @pytest.mark.parametrize(("arch", "dtype"), every((90, "bfloat16")))
 def test_distillation_from_given_words(emulate, arch, dtype, budget):
