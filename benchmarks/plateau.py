@@ -44,8 +44,9 @@ def row(run: Path) -> tuple[dict[str, Any], list[tuple[int, float]]]:
     passed = next((step for step, loss in curve if loss < half), None)
     found = {name: settings[name] for name in SHOWN}
     found["tflop"] = round(metrics["flops"] / 1e12, 1)
-    for name in ("mlm_loss", "unigram_loss", "bigram_loss"):
-        found[name] = round(held_out[name], 3)
+    ours = "clm_loss" if "clm_loss" in held_out else "mlm_loss"
+    for name, key in (("loss", ours), ("unigram", "unigram_loss"), ("bigram", "bigram_loss")):
+        found[name] = round(held_out[key], 3)
     found |= {"half_way_at_step": passed, "cpu_s": round(metrics["train_seconds"])}
     for name in ("precision", "device"):
         found[name] = metrics[name]
@@ -61,16 +62,24 @@ def main() -> None:
     found = [row(run) for run in options.runs]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with options.out.with_suffix(".tsv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(found[0][0]), delimiter="\t")
+        writer = csv.DictWriter(file, list(found[0][0]), delimiter="\t", lineterminator="\n")
         writer.writeheader()
         writer.writerows(each for each, _ in found)
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    drawn: set[str] = set()
+    kinds = {(each["objective"], each["block_size"]): None for each, _ in found}
+    colors = dict(
+        zip(sorted(kinds), pyplot.rcParams["axes.prop_cycle"].by_key()["color"], strict=False)
+    )
     for each, curve in found:
-        label = f"{each['block_size']} tokens, {each['arch']}, rate {each['lr']:g}"
-        axes.plot(*zip(*curve, strict=True), label=label, linewidth=1.3)
+        kind = (each["objective"], each["block_size"])
+        label = f"{kind[0]}, blocks of {kind[1]} tokens"
+        shown = {"label": label} if colors[kind] not in drawn else {}
+        drawn.add(colors[kind])
+        axes.plot(*zip(*curve, strict=True), color=colors[kind], linewidth=1.2, **shown)
     axes.axhline(0, color="gray", linewidth=0.8)
     axes.set(xlabel="step", ylabel="training loss, less the unigram's (nats)", ylim=(-2.4, 1))
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
     figure.tight_layout()
     figure.savefig(options.out.with_suffix(".png"), dpi=110)
 

@@ -181,10 +181,13 @@ def test_the_grid_of_the_page(place, monkeypatch, capsys):
     grid = page.split("```text\n")[1].split("```")[0]
     assert len(grid.splitlines()) <= 25
     (place / "page.yaml").write_text(grid)
-    files = {"text/books-10m.train.txt.gz": gzip.compress, "blimp/blimp.zip": bytes}
-    for name, packed in files.items():
-        (place / name).parent.mkdir()
-        (place / name).write_bytes(packed((place / "stories.txt").read_bytes()))
+    examples = (place / "train.tsv").read_bytes()
+    for folder in ("text", "sentiment"):
+        (place / folder).mkdir()
+    with gzip.open(place / "text/books-10m.train.txt.gz", "wb") as text:
+        text.write((place / "stories.txt").read_bytes())
+    for name in ("train", "dev"):
+        (place / f"sentiment/movie.{name}.tsv").write_bytes(examples)
     assert main(["study", "page.yaml", "--dry-run"]) == 0
     shown = capsys.readouterr().out
-    assert "vocab_size 2000, mlm_probability 0.40" in shown and "8 pretrains, 8 scores" in shown
+    assert "vocab_size 2000, mlm_probability 0.40" in shown and "8 pretrains, 10 finetunes" in shown
