@@ -134,10 +134,10 @@ def main() -> None:
         args = PretrainArguments(**vars(pretrain.parse_args(options)))
         with using_threads(args.threads):
             row = compare(args, own.skip)
-    row = machine_line() | {"options": " ".join(own.options)} | row
+    row = machine_line() | {"options": " ".join(Path(word).name for word in own.options)} | row
     new = not own.rows.exists()
     with own.rows.open("a", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
         if new:
             writer.writeheader()
         writer.writerow(row)
