@@ -381,7 +381,7 @@ def mask_at(positions: Tensor, batch: int, seqlen: int) -> Tensor:
     total = batch * seqlen
     where = torch.zeros(total + 1, dtype=torch.bool, device=positions.device)
     # Not where[positions] = True, which copies the value from the CPU and waits for the GPU.
-    where.index_fill_(0, positions.long(), True)
+    where.index_fill_(0, positions.long(), 1)
     return where[:total].view(batch, seqlen)
 
 
