@@ -26,7 +26,6 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers.trainer_pt_utils import get_parameter_names
 
 from fastplm.run.settings import add_settings
 from fastplm.run.threads import using_threads
@@ -60,9 +59,9 @@ class Losses(transformers.TrainerCallback):
             self.losses.append(logs["loss"])
 
 
-def plain(model: nn.Module, batches: list[dict], settings: Any, skip: int) -> tuple[list, float]:
+def plain(model: nn.Module, batches: list[dict], trainer: Any, skip: int) -> tuple[list, float]:
     """Train Transformers' model: the losses of all steps, and the CPU time after the first ones."""
-    decays = set(get_parameter_names(model, [nn.LayerNorm], [r"bias", r"layernorm", r"ln_"]))
+    settings, decays = trainer.args, set(trainer.get_decay_parameter_names(model))
     named = list(model.named_parameters())
     groups = [
         {"params": [p for n, p in named if n in decays], "weight_decay": settings.weight_decay},
@@ -105,7 +104,7 @@ def compare(args: PretrainArguments, skip: int) -> dict[str, Any]:
         batch = padded if "labels" in padded else collator.corrupt(dict(padded))
         batches.append({name: batch[name] for name in wanted if batch.get(name) is not None})
     trainer.train()
-    losses, seconds = plain(theirs, batches, trainer.args, skip)
+    losses, seconds = plain(theirs, batches, trainer, skip)
     last = max(len(losses) // 10, 1)
     return {
         "steps": len(losses),

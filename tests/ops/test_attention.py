@@ -521,9 +521,10 @@ def test_a_dense_mask_that_says_the_same_gives_the_same_bits(device, backend, ki
     elif kind == "causal":
         mask = mask.tril(30)
     inputs = with_extras(inputs, extras if kind != "causal" else extras.replace("bias and ", ""))
-    if device.type == "cuda":  # which contracts multiplications and additions of either kernel
+    if device.type == "cuda":  # compiled, they are two kernels, and an H100 gave them other bits
         check(backend, inputs | said.get(kind, {}))
-        return check(backend, inputs | {"attn_mask": mask.to(device)})
+        check(backend, inputs | {"attn_mask": mask.to(device)})
+        return
     out, grads = out_and_grads(backend, inputs | said.get(kind, {}))
     by_mask, grads_by_mask = out_and_grads(backend, inputs | {"attn_mask": mask.to(device)})
     assert torch.equal(out, by_mask)
