@@ -99,6 +99,25 @@ def measured(monkeypatch) -> Measured:
     return table
 
 
+@pytest.fixture
+def spare_slots(monkeypatch):
+    """Two unused slots beside the rows of each batch on a CPU, as bf16 gets some, in every dtype.
+
+    The list says how many each batch got.
+    """
+    from fastplm.nn import _rows
+
+    added = []
+
+    def two_more(count, most):
+        added.append(min(2, most - count))
+        return count + added[-1]
+
+    monkeypatch.setattr(_rows, "_COMPILED", (None, torch.float32, torch.float64))
+    monkeypatch.setattr(_rows, "in_steps", two_more)
+    return added
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     """A folder with a BERT of two layers for masked words, and its tokenizer of letters."""

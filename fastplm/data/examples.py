@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -24,6 +24,7 @@ _MOST_LETTERS = 2**31 - 1
 #: The escape of half a surrogate pair in JSON.
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 _WHERE = "read_examples"
+_T = TypeVar("_T")
 _LABELS = ("label", "labels", "class", "score", "sentiment", "quality", "gold_label")
 _TEXTS = ("text", "sentence", "review", "content")
 _SOURCES = (
@@ -116,7 +117,7 @@ def read_examples(
     return examples
 
 
-def subset(examples: list[Example], count: int | None) -> list[Example]:
+def subset(examples: list[_T], count: int | None) -> list[_T]:
     """``count`` random examples, the same ones every time; None = all."""
     if count is None or count >= len(examples):
         return examples

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from fastplm.data._files import lines_of
 from fastplm.data._folder import say
-from fastplm.data.examples import _table, _value
+from fastplm.data.examples import _table, _value, subset
 from fastplm.errors import DataError, check, fail
 
 _WHERE = "read_pairs"
@@ -89,6 +89,14 @@ def read_pairs(path: str | Path) -> list[MinimalPair]:
             got = f"{pair.where}: {'a' if other else 'no'} {name!r}"
             _check(bool(one) == bool(other), got, f"one in all rows or in none ({pairs[0].where})")
     return pairs
+
+
+def some_of_each(pairs: list[MinimalPair], count: int | None) -> list[MinimalPair]:
+    """``count`` random pairs of each paradigm, the same ones every time, in order; None = all."""
+    places: dict[str, list[int]] = {}
+    for place, pair in enumerate(pairs):
+        places.setdefault(pair.paradigm, []).append(place)
+    return [pairs[i] for i in sorted(i for own in places.values() for i in subset(own, count))]
 
 
 def read_published(path: str | Path) -> dict[str, dict[str, float]]:

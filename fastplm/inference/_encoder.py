@@ -110,7 +110,7 @@ class Encoder:
             inputs["attention_mask"] = packed.token_mask()
         rows = None if rows is None else rows.to(self.device)
         if isinstance(self.backbone, EncoderModel | Stack):
-            inputs["unpad"] = packed
+            inputs["unpad"] = packed.with_spare_slots(self.backbone.dtype)
         if isinstance(self.backbone, CausalModel):
             inputs["use_cache"] = False  # with a cache the batch stays padded
         if rows is not None and self.selects:
@@ -125,9 +125,9 @@ class Encoder:
 
 
 def _tokens(state: Tensor, rows: RaggedBatch) -> Tensor:
-    """[1, N, E] or [B, T, E] -> [N, E]."""
-    flat = state.flatten(0, 1)
-    return flat if len(flat) == len(rows.positions) else flat[rows.positions]
+    """[1, N or more, E] or [B, T, E] -> [N, E]."""
+    flat, count = state.flatten(0, 1), len(rows.positions)
+    return flat[:count] if len(state) == 1 else flat[rows.positions]
 
 
 def load_encoder(

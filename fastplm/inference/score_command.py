@@ -20,7 +20,7 @@ from fastplm.data import load_tokenizer
 from fastplm.data._files import lines_of
 from fastplm.data._folder import say
 from fastplm.data._output import whole
-from fastplm.data.minimal_pairs import read_pairs, read_published
+from fastplm.data.minimal_pairs import read_pairs, read_published, some_of_each
 from fastplm.errors import DataError
 from fastplm.inference._batches import progress_bar
 from fastplm.inference._checkpoint import fp32_name, head_of, load_model, results
@@ -232,7 +232,7 @@ def _score_pairs(args: ScoreArguments, out: Path | None, picture: Path | None) -
     expected = f"nothing with {args.model}, a checkpoint of one model"
     args.check("part", joint or args.part is None, expected, fix)
     config = config_at("score", "model", args.model, part=args.part)
-    pairs = read_pairs(args.data)
+    pairs = some_of_each(read_pairs(args.data), args.max_pairs)
     published = {} if args.published is None else read_published(args.published)
     taken = [name for name in next(iter(published.values()), {}) if name in Accuracy._fields]
     got, fix = f"{args.published}, with a column {', '.join(taken)}", "Rename it."

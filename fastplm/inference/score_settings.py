@@ -20,7 +20,7 @@ UNITS = ("token", "text", "corpus", "pair", "paradigm")
 _PAIR_UNITS = UNITS[2:]
 FORMATS = ("tsv", "json")
 _OF_BERTSCORE = ("references", "idf", "layer", "baseline")
-_OF_PAIRS = ("part", "no_bos", "normalize", "published", "picture")
+_OF_PAIRS = ("part", "no_bos", "normalize", "max_pairs", "published", "picture")
 _PARTS = ("generator", "discriminator")
 
 
@@ -103,6 +103,12 @@ class ScoreArguments(Settings):
     normalize: bool = setting(
         "minimal-pairs: compare the means over the tokens of the sentences in place of the sums",
         False,
+    )
+    max_pairs: int | None = setting(
+        "minimal-pairs: score N pairs of each paradigm, the same ones every time",
+        None,
+        number=whole(),
+        metavar="N",
     )
     published: str | Path | None = setting(
         "minimal-pairs: table of the accuracies of other systems, with a column UID and one for "

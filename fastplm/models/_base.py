@@ -196,6 +196,7 @@ class FastplmModel:
     accepts_loss_kwargs = True
     config: Any
     base_model: Any
+    dtype: Any
     training: bool
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -257,7 +257,7 @@ class EncoderModel(FastplmModel):
         needed: Any = None if rows is None else mask_at(rows, batch, seqlen)
         if self._pools() and (rows is not None or not _begins_with_tokens(mask)):
             needed = either(needed, mask_at(first, batch, seqlen))
-        own = unpadded(mask, either(extra_rows, needed), unpad)
+        own = unpadded(mask, either(extra_rows, needed), unpad, dtype=self.dtype)
         if own is None and encoder_rows is not None:
             own = RaggedBatch.whole(given, mask)
         if rows is None or wants_output(self, "output_hidden_states", kwargs):
@@ -294,7 +294,7 @@ class EncoderModel(FastplmModel):
         if none or statically_known_true(capacity > worth * total):
             return None
         mask = None if mask is None else mask.bool()
-        return LastRows.of(index, needed, capacity, longest, ragged, mask)
+        return LastRows.of(index, needed, capacity, longest, ragged, mask, self.dtype)
 
 
 def _all_known(mask: Tensor | None) -> bool:
@@ -332,7 +332,7 @@ def cross_inputs(
         key_mask = encoder_rows.key_mask_row()
     else:
         if mask is not None and values_can_be_read(mask):
-            encoder_rows = RaggedBatch.of(mask)
+            encoder_rows = unpadded(mask, None, None, dtype=states.dtype)
         elif mask is not None:
             key_mask = mask.bool().flatten()[None]
         if encoder_rows is None:

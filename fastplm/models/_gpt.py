@@ -185,7 +185,7 @@ class DoubleHeads(FastplmModel):
         if labels is not None:
             labels = shifted(labels.reshape(-1, labels.shape[-1]))
             assert labels is not None
-            positions, targets = labels_at(where, labels, (prod(lead), seqlen), None)
+            positions, targets = labels_at(where, labels, (prod(lead), seqlen), None, exact=False)
         rows = positions
         if reads_one:
             rows = torch.cat((positions, _choice_rows(where, mc_token_ids, lead, seqlen, rows)))

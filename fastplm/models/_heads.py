@@ -81,6 +81,7 @@ class LabelledRows:
         inputs: the arguments of the backbone. Arguments that request these rows are added to it.
         positions: int64 [P], flat positions of the labels, -1 in unused slots; None = find them.
         all_rows: whether the caller needs the whole last hidden state [B, T, E].
+        exact: whether to find no unused slots, see ``labelled_positions``.
     """
 
     def __init__(
@@ -91,12 +92,15 @@ class LabelledRows:
         positions: Tensor | None = None,
         *,
         all_rows: bool,
+        exact: bool,
     ) -> None:
         self.model, self.all_rows = model, all_rows
         self.transform, self.decoder = model._head()
         where = type(model).__name__
         labels = as_tokens(where, labels, shape_of(inputs) or labels.shape)
-        self.positions, self.targets = labels_at(where, labels, labels.shape, positions)
+        self.positions, self.targets = labels_at(
+            where, labels, labels.shape, positions, exact=exact
+        )
         if all_rows:
             inputs["extra_rows"] = labels != IGNORE_INDEX
         else:
@@ -175,7 +179,11 @@ class MaskedLM(FastplmModel):
         check_choice(type(self).__name__, "reduction", reduction, REDUCTIONS)
         loss = logits = labelled = None
         if labels is not None:
-            labelled = LabelledRows(self, labels, inputs, masked_positions, all_rows=output_logits)
+            labelled = LabelledRows(
+                *(self, labels, inputs, masked_positions),
+                all_rows=output_logits,
+                exact=reduction != "mean",
+            )
         outputs = self.base_model(**inputs, return_dict=True)
         hidden = outputs.last_hidden_state
         if labelled is not None:
@@ -245,7 +253,9 @@ class SequencePairPreTraining(FastplmModel):
         loss = logits = labelled = None
         all_rows = output_logits or (labels is None and pair_label is None)
         if labels is not None:
-            labelled = LabelledRows(self, labels, inputs, masked_positions, all_rows=all_rows)
+            labelled = LabelledRows(
+                self, labels, inputs, masked_positions, all_rows=all_rows, exact=False
+            )
         elif not all_rows:
             inputs["output_rows"] = "first"
         outputs = self.base_model(**inputs, return_dict=True)
@@ -338,7 +348,8 @@ class CausalLM(FastplmModel):
             targets = as_tokens(type(self).__name__, targets, shape_of(inputs) or targets.shape)
             inputs["extra_rows"] = targets != IGNORE_INDEX
         elif targets is not None:
-            labelled = LabelledRows(self, targets, inputs, all_rows=output_logits)
+            exact = reduction != "mean"
+            labelled = LabelledRows(self, targets, inputs, all_rows=output_logits, exact=exact)
         outputs = self.base_model(**inputs, return_dict=True)
         hidden = outputs.last_hidden_state
         if labelled is not None:

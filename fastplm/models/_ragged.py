@@ -20,7 +20,7 @@ from fastplm._backends import is_written_down
 from fastplm._checks import values_are_known, values_exist
 from fastplm._registry import is_eager
 from fastplm.errors import UnsupportedError, fail
-from fastplm.nn._rows import places_on_cpu
+from fastplm.nn._rows import places_on_cpu, with_spare_slots
 from fastplm.nn.dropout import RowNumbers, on_rows
 
 #: The reasons why a backbone computes padding, too; docs/faq.md lists them.
@@ -140,6 +140,17 @@ class RaggedBatch(_Movable):
             seqlen,
         )
 
+    def with_spare_slots(self, dtype: torch.dtype | None = None) -> RaggedBatch:
+        """The same batch with unused slots where that is faster, see ``nn._rows``."""
+        positions = with_spare_slots(self.positions, self.batch * self.seqlen, dtype)
+        spare = positions.shape[0] - self.positions.shape[0]
+        if not spare:
+            return self
+        key_mask = self.key_mask
+        if key_mask is not None:
+            key_mask = torch.nn.functional.pad(key_mask, (0, spare))
+        return replace(self, positions=positions, key_mask=key_mask)
+
     def pack(self, values: Tensor | None) -> Any:
         """[B or 1, T] integers -> [1, N]; unused slots get an arbitrary value. None stays None."""
         if values is None:
@@ -255,6 +266,7 @@ class LastRows(_Movable):
         longest: int,
         ragged: RaggedBatch | None,
         mask: Tensor | None,
+        dtype: torch.dtype | None = None,
     ) -> LastRows:
         """The rows at the positions where ``needed`` [B, T] is True.
 
@@ -263,12 +275,16 @@ class LastRows(_Movable):
                 They are used if counting the rows would be a sync.
             ragged: the packed batch, which contains every needed row; None = padded.
             mask: bool [B, T], True = token, of a padded batch; None = all.
+            dtype: of the weights, for ``with_spare_slots``.
         """
         batch, seqlen = needed.shape
         lengths = needed.sum(1)
-        if values_are_known(needed):
+        known = values_are_known(needed)
+        if known:
             capacity, longest = int(lengths.sum()), max(1, int(lengths.max()))
         positions = _compact(needed, capacity)
+        if known:
+            positions = with_spare_slots(positions, batch * seqlen, dtype)
         rank = slots_of(positions, batch * seqlen)
         cu_seqlens_q = _offsets(lengths)
         if ragged is None:
@@ -403,7 +419,11 @@ def until_last(chosen: Tensor) -> Tensor:
 
 
 def unpadded(
-    mask: Tensor | None, extra_rows: Tensor | None, unpad: Unpad, contiguous: bool = False
+    mask: Tensor | None,
+    extra_rows: Tensor | None,
+    unpad: Unpad,
+    contiguous: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> RaggedBatch | None:
     """The rows of a batch that are computed; None = all of them, padded.
 
@@ -413,6 +433,7 @@ def unpadded(
         unpad: None = leave padding out where possible; False = keep it; an int = a capacity, the
             number of packed rows, which fixes all shapes; a ``RaggedBatch`` = its rows.
         contiguous: also compute every row between the first and the last of a sequence's rows.
+        dtype: of the weights, for ``with_spare_slots``.
     """
     if isinstance(unpad, RaggedBatch):
         return unpad
@@ -422,7 +443,8 @@ def unpadded(
     if contiguous:
         kept = either(mask.bool(), extra_rows)
         extra_rows = (kept.cumsum(1) > 0) & until_last(kept)
-    return RaggedBatch.of(mask, extra_rows, None if counted else unpad)
+    rows = RaggedBatch.of(mask, extra_rows, None if counted else unpad)
+    return rows.with_spare_slots(dtype) if counted and rows is not None else rows
 
 
 def rows_computed(

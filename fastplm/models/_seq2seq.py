@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
 from transformers.utils.generic import can_return_tuple
@@ -60,6 +61,7 @@ def decoder_rows(
     extra_rows: Tensor | None,
     unpad: Unpad,
     contiguous: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> RaggedBatch | None:
     """The packed rows of a causal decoder; None = all, padded.
 
@@ -74,12 +76,17 @@ def decoder_rows(
         else:
             mask = mask.bool() & reached
             extra_rows = either(extra_rows, read_rows)
-    return unpadded(mask, None if mask is None else extra_rows, unpad, contiguous)
+    return unpadded(mask, None if mask is None else extra_rows, unpad, contiguous, dtype)
 
 
-def source_rows(mask: Tensor | None, unpad: Unpad, contiguous: bool = False) -> RaggedBatch | None:
+def source_rows(
+    mask: Tensor | None,
+    unpad: Unpad,
+    contiguous: bool = False,
+    dtype: torch.dtype | None = None,
+) -> RaggedBatch | None:
     """The packed rows of an encoder, for encoder and decoder; None = all, padded."""
-    rows = unpadded(mask, None, unpad, contiguous)
+    rows = unpadded(mask, None, unpad, contiguous, dtype)
     has_capacity = unpad is not None and unpad is not True
     if rows is not None or mask is None or unpad is False:
         return rows
@@ -205,7 +212,9 @@ class Stack(FastplmModel):
         if kept is None:
             if read_rows is not None and wants_output(self, "output_hidden_states", kwargs):
                 extra_rows, read_rows = either(extra_rows, read_rows), None
-            told.own = decoder_rows(attention_mask, read_rows, extra_rows, unpad, self.contiguous)
+            told.own = decoder_rows(
+                attention_mask, read_rows, extra_rows, unpad, self.contiguous, self.dtype
+            )
             if told.own is None and encoder_rows is not None:
                 told.own = RaggedBatch.whole(given, attention_mask)
         note(lambda: rows_computed(self, (batch, seqlen), attention_mask, told, kept))
@@ -307,7 +316,7 @@ class EncoderDecoder(FastplmModel):
         generates = encoder_outputs is not None and past_key_values is not None
         if not generates and self.encoder._keeps_padding((attention_mask,), kwargs) is None:
             contiguous = self.encoder.contiguous and encoder_outputs is None
-            rows = source_rows(attention_mask, unpad, contiguous)
+            rows = source_rows(attention_mask, unpad, contiguous, self.dtype)
         encoder_outputs, states = encoded(
             self.encoder,
             encoder_outputs,
@@ -400,7 +409,9 @@ class ConditionalGeneration(FastplmModel):
             shape = shape_of(inputs, "decoder_")
             assert shape is not None
             labels = as_tokens(type(self).__name__, labels, shape)
-            positions, targets = labels_at(type(self).__name__, labels, shape, None)
+            positions, targets = labels_at(
+                type(self).__name__, labels, shape, None, exact=reduction != "mean"
+            )
             inputs["lookup"] = lookup
             if output_logits:
                 inputs["extra_rows"] = labels != IGNORE_INDEX

@@ -87,7 +87,7 @@ class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
         """
         ragged = None
         if attention_mask is not None and attention_mask.dim() == 2:
-            ragged = unpadded(attention_mask, None, unpad)
+            ragged = unpadded(attention_mask, None, unpad, dtype=self.dtype)
         outputs = self.electra(
             attention_mask=attention_mask,
             return_dict=True,

@@ -459,7 +459,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         per_label = as_normalizer(num_items_in_batch, input_ids.device)
         if attention_mask is not None and unpad is None:
             unpad = values_are_known(attention_mask)
-        ragged = unpadded(attention_mask, None, unpad)
+        ragged = unpadded(attention_mask, None, unpad, dtype=self.dtype)
         encoder_arguments = {
             "attention_mask": attention_mask,
             "token_type_ids": token_type_ids,
@@ -715,7 +715,9 @@ def _labels(
     fix = "Use -100 where there is none."
     check_shape(_WHERE, "labels", labels, input_ids.shape, "one label a token", fix)
     labels = labels.long().masked_fill(~_seen(input_ids, mask), IGNORE_INDEX)
-    positions = labelled_positions(labels) if masked_positions is None else masked_positions
+    positions = masked_positions
+    if positions is None:
+        positions = labelled_positions(labels, exact=False)
     # One additional element, so that position -1 reads "no label".
     targets = torch.cat((labels.flatten(), labels.new_full((1,), IGNORE_INDEX)))[positions]
     return labels, positions, targets

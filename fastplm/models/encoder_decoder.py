@@ -237,7 +237,7 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
         # --- encoder ---
         rows = None
         if ours[0] and fused and attention_mask is not None and attention_mask.dim() == 2:
-            rows = source_rows(attention_mask, unpad)
+            rows = source_rows(attention_mask, unpad, dtype=self.dtype)
         encoder_outputs, states = encoded(
             encoder, encoder_outputs, rows, show=not loss_only, return_dict=True, **to_encoder
         )

@@ -16,17 +16,23 @@ from fastplm.errors import fail
 from fastplm.nn.linear import Linear
 
 IGNORE_INDEX = -100
+#: The dtypes whose products on a CPU are compiled for each shape.
+_COMPILED = (torch.bfloat16, torch.float16)
 
 
-def labelled_positions(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
+def labelled_positions(
+    labels: Tensor, ignore_index: int = IGNORE_INDEX, *, exact: bool = True
+) -> Tensor:
     """Flat positions, int64 [P], of all labels that are not ``ignore_index``, in ascending order.
 
-    For an eager CPU tensor, P is their number. Otherwise counting them would be a sync, so P is
-    that of all labels, and unused slots at the end are -1.
+    For an eager CPU tensor, P is their number, or unless ``exact`` what ``in_steps`` makes of it.
+    Otherwise counting them would be a sync, so P is that of all labels. Unused slots at the end
+    are -1.
     """
     ignored = labels.flatten() == ignore_index
     if values_are_known(ignored):
-        return places_on_cpu(~ignored)
+        positions = places_on_cpu(~ignored)
+        return positions if exact else with_spare_slots(positions, labels.numel())
     order = ignored.to(torch.uint8).argsort(stable=True)
     return order.masked_fill(ignored[order], -1)
 
@@ -34,6 +40,35 @@ def labelled_positions(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tens
 def places_on_cpu(mask: Tensor) -> Tensor:
     """int64, ascending: where a mask [N] is True."""
     return mask.nonzero().squeeze(1)
+
+
+def in_steps(count: int, most: int) -> int:
+    """``count`` rounded up to one of 16 numbers between two powers of two; ``most`` at most.
+
+    For products of bf16 on a CPU, oneDNN compiles a program for each number of rows, in one or two
+    milliseconds, and PyTorch keeps 1,024 of them. Batches without padding have as many different
+    numbers as there are batches; with at most a sixteenth more rows they share a few.
+    """
+    step = 1 << max(0, count.bit_length() - 5)
+    return min(-(-count // step) * step, most)
+
+
+def with_spare_slots(positions: Tensor, most: int, dtype: torch.dtype | None = None) -> Tensor:
+    """``positions`` [P] with unused slots, -1, where a number of rows that recurs is faster.
+
+    Args:
+        positions: int64 [P], eager.
+        most: the most slots.
+        dtype: of the weights; under autocast its dtype counts, and None is fp32.
+    """
+    if positions.device.type != "cpu":
+        return positions
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+    if dtype not in _COMPILED:
+        return positions
+    count = positions.shape[0]
+    return F.pad(positions, (0, in_steps(count, most) - count), value=-1)
 
 
 def gather_labelled(
@@ -45,7 +80,12 @@ def gather_labelled(
 
 
 def labels_at(
-    where: str, labels: Tensor, shape: Sequence[int], positions: Tensor | None
+    where: str,
+    labels: Tensor,
+    shape: Sequence[int],
+    positions: Tensor | None,
+    *,
+    exact: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """The labelled positions, and their labels with -100 in unused slots: int64 [P] both.
 
@@ -54,10 +94,11 @@ def labels_at(
         labels: int64 [...] or flat, -100 = none.
         shape: of the tokens.
         positions: int64 [P] flat positions, -1 in unused slots; None = computed from ``labels``.
+        exact: of computed ones, see ``labelled_positions``.
     """
     labels = as_tokens(where, labels, shape).flatten().long()
     if positions is None:
-        positions = labelled_positions(labels)
+        positions = labelled_positions(labels, exact=exact)
     else:
         check_tensor(where, "masked_positions", positions, ndim=1)
         check_dtype(where, "masked_positions", positions, (torch.int64,))

@@ -19,8 +19,8 @@ from fastplm.train.flops import flops_a_token, training_flops
 
 #: Tokens of a word, and special tokens of a text.
 _A_WORD, _SPECIAL = 1.3, 2
-#: Bytes of a minimal pair in a file, and tokens of its sentence, as in BLiMP.
-_PAIR_BYTES, _PAIR_TOKENS = 400, 10
+#: Bytes of a minimal pair in a file, tokens of its sentence, and paradigms, as in BLiMP.
+_PAIR_BYTES, _PAIR_TOKENS, _PARADIGMS = 400, 10, 67
 #: The share of a block that T5's decoder has to write.
 _SPANS = 0.23
 _TIMED = 0.2  # seconds
@@ -102,11 +102,13 @@ def _of_scoring(args: Any, config: Any) -> float:
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as inside:
             size = sum(each.file_size for each in inside.infolist())
-    sentences = 2 * max(1, size // _PAIR_BYTES)
+    pairs = max(1, size // _PAIR_BYTES)
+    if args.max_pairs:
+        pairs = min(pairs, _PARADIGMS * args.max_pairs)
     # Each token of a sentence is masked once, or all are read in one go.
     causal = config.is_encoder_decoder or config.model_type in ("gpt2", "openai-gpt")
     times = 1 if causal else _PAIR_TOKENS
-    return sentences * times * _of_sequence(config, _PAIR_TOKENS) / 3
+    return 2 * pairs * times * _of_sequence(config, _PAIR_TOKENS) / 3
 
 
 @functools.cache

@@ -245,6 +245,8 @@ class _Reader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        #: The judges that the size takes away, and with them what is claimed of them.
+        self.without: set[str] = set()
 
     def refuse(self, got: str, expected: str, fix: str = "Change it.") -> NoReturn:
         fail("study", "study", f"{self.path}, with {got}", expected, fix)
@@ -261,6 +263,8 @@ class _Reader:
         for name, changes in sizes.items():
             self.keys(f"sizes: {name}", self.mapping(name, changes), _TOP[:-1])
         merged = _merged(found, sizes[size]) if size else found
+        before, after = (self.mapping("judges", each.get("judges")) for each in (found, merged))
+        self.without = {*before} - {*after}
         variants = self.variants(merged)
         judges = {
             name: self.judge(merged, name, each)
@@ -330,7 +334,9 @@ class _Reader:
         if judges is not None:
             judges = tuple(judges if isinstance(judges, list) else [judges])
             for each in judges:
-                self.name(f"{name}: judges", each, self.mapping("judges", found.get("judges")))
+                known = {*self.mapping("judges", found.get("judges")), *self.without}
+                self.name(f"{name}: judges", each, known)
+            judges = tuple(each for each in judges if each not in self.without)
         model, model_of = given.pop("model", None), given.pop("model_of", None)
         if (model is not None) + (model_of is not None) + bool(given) > 1:
             self.refuse(f"{name}: several of model, model_of and options", "one of them")
@@ -420,13 +426,15 @@ class _Reader:
                 self.name(f"{where}: {name}", str(each[name]), variants)
             on = each.get("on", list(judges))
             on = on if isinstance(on, list) else [on]
+            gone = [name for name in on if _is_of(name, self.without)]
             for name in on:
                 # Figures of held-out text, and points of curves, are known when they are there.
-                known = any(name == judge or name.startswith(f"{judge} ") for judge in judges)
-                if not known and not name.startswith(HELD_OUT):
+                if not (name in gone or _is_of(name, judges) or name.startswith(HELD_OUT)):
                     self.name(f"{where}: on", name, judges)
+            on = [name for name in on if name not in gone]
             paper = self.text(each, "paper") or self.text(found, "paper")
-            claims.append(Claim(str(each["better"]), str(each["than"]), tuple(on), paper))
+            if on:
+                claims.append(Claim(str(each["better"]), str(each["than"]), tuple(on), paper))
         return tuple(claims)
 
     # --- values -----------------------------------------------------------------------------------
@@ -493,6 +501,11 @@ class _Reader:
             settings_of(command, given)
         except (FastplmError, ValueError, argparse.ArgumentError) as error:
             self.refuse(f"{where}: {error}", f"options of fastplm {command}", "Change the file.")
+
+
+def _is_of(column: str, judges: Iterable[str]) -> bool:
+    """Whether a column is one of these judges', or a point of the curve of one."""
+    return any(column == judge or column.startswith(f"{judge} ") for judge in judges)
 
 
 def _merged(found: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

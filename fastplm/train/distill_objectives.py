@@ -180,7 +180,9 @@ class VocabularyDistillation(Distillation):
         args: Any = self.settings
         causal = shifts_labels(self.student)
         labels: Any = shifted(batch.labels) if causal else batch.labels
-        positions, targets = labels_at("distill", labels, labels.shape, batch.masked_positions)
+        positions, targets = labels_at(
+            "distill", labels, labels.shape, batch.masked_positions, exact=False
+        )
         inputs: dict[str, Any] = {"attention_mask": batch.attention_mask}
         inputs["sample_index"] = batch.sample_index
         if causal:

@@ -193,7 +193,7 @@ def _correct(model: Any, rows: torch.Tensor, batch: dict[str, torch.Tensor]) -> 
     rows = rows.to(next(model.parameters()).dtype)  # under autocast they are of another one
     correct = 0
     for part, wanted in zip(
-        rows[:, 0][used].split(_ROWS), labels[positions[used]].split(_ROWS), strict=True
+        rows[: len(used), 0][used].split(_ROWS), labels[positions[used]].split(_ROWS), strict=True
     ):
         logits = decoder(part if transform is None else transform(part))
         correct += int((logits.argmax(-1) == wanted).sum())

@@ -74,6 +74,18 @@ def test_texts_are_those_of_the_parent_one_by_one(family, layers, budget, tokeni
 
 
 @every_family
+@pytest.mark.parametrize("layers", [LAYERS, (-1,)])
+def test_spare_slots_change_no_vector(family, layers, tokenizer, spare_slots):
+    options = {"layers": layers, "batch_tokens": 17}
+    hold(
+        *pair(f"{PREFIXES[family]}Model"),
+        lambda model: embed(model, tokenizer, TEXTS, **options),
+        lambda parent: of_texts(parent, tokenizer, layers),
+    )
+    assert any(spare_slots)
+
+
+@every_family
 @pytest.mark.parametrize("layers", [(-2, -1), (-1,)])
 def test_words_are_those_of_the_parent_one_by_one(family, layers, tokenizer):
     def ours(model):

@@ -653,6 +653,25 @@ def test_options_of_the_command(folder, capsys):
     assert "1 CPU thread\n" in capsys.readouterr().err
 
 
+def test_some_pairs_of_each_paradigm(folder, capsys):
+    """The same ones every time, in the order of the file, with the scores that they have in it."""
+    rows = [
+        row | {"sentence_good": " ".join([row["sentence_good"], *["dogs"] * i])}
+        for i in range(4)
+        for row in _ROWS
+    ]
+    (folder / "pairs.jsonl").write_text(_lines(rows))
+    found = []
+    for options in ((), ("--max-pairs", "2"), ("--max-pairs", "2"), ("--max-pairs", "9")):
+        assert _run(folder, "electra", "--by", "pair", *options) == 0
+        table = csv.DictReader(io.StringIO(capsys.readouterr().out), delimiter="\t")
+        found.append([(row["paradigm"], row["sentence_good"], row["good"]) for row in table])
+    every, some, again, most = found
+    assert len(every) == 8 and every == most and some == again
+    assert [paradigm for paradigm, *_ in some].count("sv") == len(some) - 2 == 2
+    assert some == [row for row in every if row in some]
+
+
 def test_texts_that_an_encoder_decoder_fills_in(folder, capsys):
     """The same scores for a file of texts, whose tabs part no sources."""
     texts = folder / "texts.txt"
@@ -692,6 +711,7 @@ def test_a_picture_beside_the_table(folder, capsys):
         ("--method empty_source", "expected original | within_word_l2r"),
         ("--published OTHER", "with no UID of"),
         ("--published TAKEN", "with a column accuracy, ties; expected a column for each system"),
+        ("--metric log-likelihood --max-pairs 3", "`max_pairs` got 3; expected nothing with"),
         ("--part generator", "a checkpoint of one model"),
         ("--no-bos", "`no_bos` got True; expected false with a BertForMaskedLM"),
         ("--idf", "`idf` got True; expected nothing with another metric"),

@@ -54,6 +54,22 @@ def test_a_grid(tmp_path):
     assert grid.claims[0].on == ("blimp",)  # YAML reads the key "on" as true
 
 
+def test_a_size_without_a_judge_is_without_its_claims(tmp_path):
+    claims = [
+        {"better": "40 %", "than": "15 %", "on": ["blimp", "sentiment", "blimp at 0.5"]},
+        {"better": "15 %", "than": "40 %", "on": "blimp"},
+    ]
+    variants = {"15 %": {"judges": ["blimp", "sentiment"]}, "40 %": {}}
+    file = str(written(tmp_path, claims=claims, variants=variants))
+    assert [claim.on for claim in read_grid(file).claims] == [
+        ("blimp", "sentiment", "blimp at 0.5"),
+        ("blimp",),
+    ]
+    small = read_grid(file, "small")
+    assert [(claim.better, claim.on) for claim in small.claims] == [("40 %", ("sentiment",))]
+    assert small.variants["15 %"].judges == ("sentiment",)
+
+
 def test_a_size_changes_what_it_names(tmp_path):
     grid = read_grid(str(written(tmp_path, claims=[])), "small")
     assert grid.variants["15 %"].options["steps"] == "7" and list(grid.judges) == ["sentiment"]

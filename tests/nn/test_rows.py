@@ -1,0 +1,50 @@
+"""Numbers of rows that recur, for products that a CPU compiles for each shape."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastplm.models._ragged import unpadded
+from fastplm.nn._rows import in_steps, labelled_positions
+
+MANY = 1 << 30
+
+
+def test_few_numbers_serve_all_batches():
+    rounded = [in_steps(count, MANY) for count in range(1, 5000)]
+    assert rounded[:31] == list(range(1, 32)) and rounded == sorted(rounded)
+    assert all(0 <= more - count <= count / 16 for count, more in enumerate(rounded, 1))
+    assert len({more for more in rounded if 512 < more <= 1024}) == 16
+    assert [in_steps(count, 1010) for count in (999, 1010)] == [1010, 1010]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("how", ["autocast", "weights"])
+def test_slots_are_added_for_bf16_alone(dtype, how):
+    lengths = torch.tensor([33, 40, 2, 28])  # 103 tokens
+    mask = torch.arange(40) < lengths[:, None]
+    weights = dtype if how == "weights" else torch.float32
+    with torch.autocast(
+        "cpu", torch.bfloat16, enabled=(how, dtype) == ("autocast", torch.bfloat16)
+    ):
+        rows = unpadded(mask, None, None, dtype=weights)
+        positions = labelled_positions(torch.where(mask, 1, -100), exact=False)
+        assert len(labelled_positions(torch.where(mask, 1, -100))) == 103
+    spare = 1 if dtype is torch.bfloat16 else 0
+    assert len(rows.positions) == 103 + spare and (rows.positions[103:] == -1).all()
+    assert rows.cu_seqlens.tolist() == [0, 33, 73, 75, 103] and rows.key_mask is None
+    if how == "autocast":  # labels have no weights
+        assert torch.equal(positions, rows.positions)
+    given = unpadded(mask, None, 110)
+    assert len(given.positions) == 110, "a capacity is what it says"
+
+
+def test_masked_rows_stay_masked_beside_spare_slots():
+    mask = torch.arange(40) < torch.tensor([33, 40, 2, 28])[:, None]
+    kept = mask.roll(1, 0)
+    rows = unpadded(mask, kept, None, dtype=torch.bfloat16)
+    exact = unpadded(mask, kept, None)
+    assert rows.key_mask.tolist()[: len(exact.key_mask)] == exact.key_mask.tolist()
+    assert len(rows.key_mask) == len(rows.positions) == in_steps(len(exact.positions), 160)
+    assert not rows.key_mask[len(exact.positions) :].any()
