@@ -115,9 +115,9 @@ def test_wheel_holds_every_module_and_nothing_else(wheel):
     assert any(name.startswith("fastplm/triton_kernels/") for name in modules)
     tables = {name for name in files(wheel) if name.endswith(".json")}
     assert tables == {f"fastplm/measured/{p.name}" for p in (ROOT / "fastplm/measured").glob("*")}
-    studies = {name for name in files(wheel) if name.endswith(".yaml")}
-    there = (ROOT / "fastplm/study/studies").glob("*")
-    assert studies == {f"fastplm/study/studies/{p.name}" for p in there}
+    grids = {name for name in files(wheel) if name.endswith(".yaml")}
+    assert grids == {p.relative_to(ROOT).as_posix() for p in ROOT.glob("fastplm/**/*.yaml")}
+    assert {name.split("/")[1] for name in grids} == {"run", "study"}
 
 
 def test_wheel_carries_the_license(wheel):

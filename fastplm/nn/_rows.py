@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 from fastplm import ops
 from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor, values_are_known
+from fastplm._machine import computes_in
 from fastplm.errors import fail
 from fastplm.nn.linear import Linear
 
 IGNORE_INDEX = -100
-#: The dtypes whose products on a CPU are compiled for each shape.
-_COMPILED = (torch.bfloat16, torch.float16)
 
 
 def labelled_positions(
@@ -53,6 +52,11 @@ def in_steps(count: int, most: int) -> int:
     return min(-(-count // step) * step, most)
 
 
+def _is_compiled(dtype: torch.dtype | None) -> bool:
+    """Whether this CPU's products of a dtype are programs of oneDNN, one for each shape."""
+    return dtype in (torch.bfloat16, torch.float16) and computes_in(dtype)
+
+
 def with_spare_slots(positions: Tensor, most: int, dtype: torch.dtype | None = None) -> Tensor:
     """``positions`` [P] with unused slots, -1, where a number of rows that recurs is faster.
 
@@ -65,7 +69,7 @@ def with_spare_slots(positions: Tensor, most: int, dtype: torch.dtype | None = N
         return positions
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
-    if dtype not in _COMPILED:
+    if not _is_compiled(dtype):
         return positions
     count = positions.shape[0]
     return F.pad(positions, (0, in_steps(count, most) - count), value=-1)

@@ -23,6 +23,8 @@ _HEAD = """\
 # The settings that were given; all others had their defaults (run.json has them all).
 # The same again: fastplm {command} --config {name} --out ANOTHER_FOLDER
 """
+#: The files that come with the library, in a folder for each command: ``--config overnight``.
+SHIPPED = Path(__file__).parent / "configs"
 _LARGEST = 1 << 20  # bytes
 # What argparse takes for --config, as no other option begins so.
 _SHORTEST = "--con"
@@ -51,6 +53,15 @@ def with_config(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[s
         return list(words)  # argparse says that the file is missing
     command, last = parser.prog.split()[-1], at[-1]
     path = words[last].partition("=")[2] if "=" in words[last] else words[last + 1]
+    shipped = SHIPPED / command / f"{path}.yaml"
+    if not os.path.exists(path):
+        known = sorted(each.stem for each in shipped.parent.glob("*.yaml"))
+        names = difflib.get_close_matches(path, known, n=1)
+        if path in known:
+            path = str(shipped)
+        elif names:
+            got, expected = f"{path!r}, which is no file", "a file of settings, or a name"
+            fail(command, "config", got, expected, f"Did you mean {names[0]}?")
     groups = [
         [option for action in group._group_actions for option in action.option_strings]
         for group in parser._mutually_exclusive_groups

@@ -95,7 +95,8 @@ def whole(low: int = 1, high: int = 10**9) -> Number:
 CALL = ("resume", "overwrite", "dry_run")
 #: The help of ``--config``.
 CONFIG = (
-    "YAML or JSON file of the options' names and values, as a run writes it (OUT/settings.yaml); "
+    "YAML or JSON file of the options' names and values, as a run writes it (OUT/settings.yaml), "
+    "or the name of one that comes along (fastplm/run/configs); "
     "an option on the command line takes precedence"
 )
 _LARGEST = sys.float_info.max

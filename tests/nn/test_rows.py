@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastplm.models._ragged import unpadded
+from fastplm._machine import computes_in
+from fastplm.models._ragged import RaggedBatch, unpadded
 from fastplm.nn._rows import in_steps, labelled_positions
 
 MANY = 1 << 30
@@ -25,13 +26,12 @@ def test_slots_are_added_for_bf16_alone(dtype, how):
     lengths = torch.tensor([33, 40, 2, 28])  # 103 tokens
     mask = torch.arange(40) < lengths[:, None]
     weights = dtype if how == "weights" else torch.float32
-    with torch.autocast(
-        "cpu", torch.bfloat16, enabled=(how, dtype) == ("autocast", torch.bfloat16)
-    ):
+    casts = how == "autocast" and dtype is torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16, enabled=casts):
         rows = unpadded(mask, None, None, dtype=weights)
         positions = labelled_positions(torch.where(mask, 1, -100), exact=False)
         assert len(labelled_positions(torch.where(mask, 1, -100))) == 103
-    spare = 1 if dtype is torch.bfloat16 else 0
+    spare = int(dtype is torch.bfloat16 and computes_in(dtype))
     assert len(rows.positions) == 103 + spare and (rows.positions[103:] == -1).all()
     assert rows.cu_seqlens.tolist() == [0, 33, 73, 75, 103] and rows.key_mask is None
     if how == "autocast":  # labels have no weights
@@ -40,11 +40,10 @@ def test_slots_are_added_for_bf16_alone(dtype, how):
     assert len(given.positions) == 110, "a capacity is what it says"
 
 
-def test_masked_rows_stay_masked_beside_spare_slots():
+def test_masked_rows_stay_masked_beside_spare_slots(spare_slots):
     mask = torch.arange(40) < torch.tensor([33, 40, 2, 28])[:, None]
     kept = mask.roll(1, 0)
-    rows = unpadded(mask, kept, None, dtype=torch.bfloat16)
-    exact = unpadded(mask, kept, None)
-    assert rows.key_mask.tolist()[: len(exact.key_mask)] == exact.key_mask.tolist()
-    assert len(rows.key_mask) == len(rows.positions) == in_steps(len(exact.positions), 160)
-    assert not rows.key_mask[len(exact.positions) :].any()
+    rows, exact = unpadded(mask, kept, None), RaggedBatch.of(mask, kept)
+    assert torch.equal(rows.key_mask, torch.nn.functional.pad(exact.key_mask, (0, 2)))
+    assert torch.equal(rows.positions, torch.nn.functional.pad(exact.positions, (0, 2), value=-1))
+    assert not exact.key_mask.all()
