@@ -64,6 +64,9 @@ def pretraining(run: Pretraining) -> str:
     before = {"held out": tail, "vocabulary": vocabulary(args, data), "model": model}
     if args.start_from is not None:
         before["begun with"] = _begun(args, run.trainer.model)
+    if args.short_block_size is not None:
+        pieces = f"pieces of blocks, {args.short_block_size} tokens each"
+        before["short blocks"] = f"the first {args.short_steps:,} steps are of {pieces}"
     if args.flops is not None:
         before["budget"] = budget(args, data)
     return _rows(run, before, {"learning rate": learning_rate(args), **_pairs(data)})

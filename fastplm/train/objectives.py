@@ -126,8 +126,15 @@ class Objective:
 
     def flops_a_token(self, config: Any) -> float:
         """The FLOPs of forward and backward, for each token of full samples."""
-        masked = self.args.preset.mlm_probability
-        return flops_a_token(config, self.args.block_size, self.target_length, masked=masked)
+        args, masked = self.args, self.args.preset.mlm_probability
+        lengths = [(1.0, args.block_size)]
+        if args.short_block_size is not None:
+            short = args.short_share
+            lengths = [(short, args.short_block_size), (1 - short, args.block_size)]
+        return sum(
+            share * flops_a_token(config, length, self.target_length, masked=masked)
+            for share, length in lengths
+        )
 
     def lacks(self, store: TokenStore) -> str:
         """What a store has too little of for one sample; empty if it gives one."""

@@ -109,6 +109,7 @@ class Pretraining(StreamRun):
         from transformers import set_seed
 
         from fastplm.train.optimizer import Adafactor
+        from fastplm.train.short_blocks import ShortFirst
         from fastplm.train.trainer import PretrainingTrainer
         from fastplm.train.two_stage import TwoStageTrainer
 
@@ -130,7 +131,11 @@ class Pretraining(StreamRun):
             settings["optimizer_cls_and_kwargs"] = Lamb, lamb
         if args.optimizer == "adafactor":
             settings["optimizer_cls_and_kwargs"] = Adafactor, {"lr": args.lr}
-        return self.trainer_of(kind, model, collator, **settings), collator
+        feed: Any = collator
+        if args.short_block_size is not None:
+            pieces = args.block_size // args.short_block_size
+            feed = ShortFirst(collator, pieces, args.short_steps * args.samples_a_step)
+        return self.trainer_of(kind, model, feed, **settings), collator
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,8 @@ _DETECTION = ("rtd", "rtd_masked")
 UNITS = ("token", "word", "ngram")
 #: Samples of a run; beyond it the libraries below end the process.
 _MOST_SAMPLES = 1 << 62
+#: The most pieces of a block, and the share of the steps of BERT with short blocks.
+_MOST_PIECES, _SHORT_SHARE = 8, 0.9
 _PART = Number(float, 0, 1, "a number from 0 to 1")
 _SOME = Number(float, math.nextafter(0, 1), 1, "a number above 0, 1 at most")
 
@@ -71,7 +73,8 @@ class PretrainArguments(Settings):
         ),
         "what it learns": (
             *("objective", "unit", "mlm_probability", "mask_replace_prob", "random_replace_prob"),
-            *("static_masks", "separators", "noise", "block_size"),
+            *("static_masks", "separators", "noise"),
+            *("block_size", "short_block_size", "short_share"),
         ),
         "how it learns": (
             *("optimizer", "warmup", "gradient_accumulation", "dropout", "attention_dropout"),
@@ -125,6 +128,18 @@ class PretrainArguments(Settings):
         excludes="vocabulary",
     )
     block_size: int = common("block_size")
+    short_block_size: int | None = setting(
+        "cut the blocks of the first steps into pieces of N tokens, as many in a step: BERT was "
+        "trained on 128 tokens before 512",
+        None,
+        number=whole(2),
+        metavar="N",
+    )
+    short_share: float = setting(
+        "of --short-block-size: the share of the steps with short blocks",
+        _SHORT_SHARE,
+        number=SHARE,
+    )
     batch_size: int = common("batch_size")
     lr: float | None = setting(
         "peak learning rate (default: the published one, times the square root of the samples of a "
@@ -343,6 +358,32 @@ class PretrainArguments(Settings):
             ("mlm", "rtd"),
             "mlm or rtd, whose blocks may be of several documents",
         ),
+        needs(
+            "short_block_size",
+            "objective",
+            ("mlm", "rtd", "clm"),
+            "mlm, rtd or clm, whose samples are blocks of text",
+        ),
+        Rule(
+            "short_block_size",
+            lambda args: (
+                args.short_block_size is None
+                or args.block_size
+                in [args.short_block_size * n for n in range(2, _MOST_PIECES + 1)]
+            ),
+            "a half, a third … of {args.block_size}, an eighth at least",
+            "block_size",
+            "Change one of the two.",
+        ),
+        Rule(
+            "short_share",
+            lambda args: args.short_block_size is not None or args.usual("short_share"),
+            "short_block_size beside it",
+            "short_block_size",
+            "Add --short-block-size, or leave the option out.",
+        ),
+        apart("short_block_size", "static_masks", "no static_masks, which are of whole blocks"),
+        apart("short_block_size", "two_stage", "no two_stage, whose stages are halves of the run"),
         Rule(
             "seeds",
             lambda args: args.seed + args.seeds <= 1 << 32,
@@ -530,6 +571,11 @@ class PretrainArguments(Settings):
         if self.mlm_probability is not None:
             changes["mlm_probability"] = self.mlm_probability
         return replace(named, **changes)
+
+    @property
+    def short_steps(self) -> int:
+        """The steps with short blocks, which come first."""
+        return 0 if self.short_block_size is None else round(self.short_share * self.steps)
 
     @property
     def mask_shares(self) -> tuple[float, float, float]:

@@ -31,6 +31,8 @@ from fastplm.train.finetune_models import read_config
 from fastplm.train.finetune_settings import FinetuneArguments
 from fastplm.train.flops import flops_a_token
 from fastplm.train.objectives import DocumentBlocks, MaskedTokens
+from fastplm.train.pretrain import Pretraining
+from fastplm.train.pretrain_data import prepare_data
 from fastplm.train.pretrain_settings import PretrainArguments
 
 CLASSES = {
@@ -53,6 +55,70 @@ def settings(arguments):
         return PretrainArguments(**found)
 
     return settings
+
+
+# --- short blocks first ---------------------------------------------------------------------------
+
+
+def batches_of(args):
+    """What each step of a run reads, on its way to the model, with the tokens that were masked."""
+    training = Pretraining(args)
+    training.settings = training.trainer_settings()
+    training.data = prepare_data(args, training.settings, None)
+    trainer, collator = training.make_trainer()
+    found = []
+    for batch in trainer.as_read(iter(trainer.get_train_dataloader())):
+        batch["originals"] = batch["input_ids"]
+        if collator.random:
+            batch["originals"] = batch["labels"].where(batch["labels"] != -100, batch["input_ids"])
+        found.append(batch)
+    return found, collator
+
+
+@pytest.mark.parametrize("arch", ["bert-tiny", "electra-tiny", "gpt2-tiny"])
+def test_the_first_blocks_are_short(settings, tmp_path, arch):
+    """The same tokens in the same order, cut; each piece has masks of its own."""
+    options = {"arch": arch, "batch_size": 4, "steps": 5, "vocab_size": 300}
+    if arch == "bert-tiny":
+        options["objective"] = "mlm"
+    whole, _ = batches_of(settings(tmp_path / "whole", **options))
+    options |= {"short_block_size": 8, "short_share": 0.6}
+    short, collator = batches_of(settings(tmp_path / "short", **options))
+    assert [tuple(batch["input_ids"].shape) for batch in short] == [(16, 8)] * 3 + [(4, 32)] * 2
+    assert collator.block_size == 32, "held-out text is whole"
+    for ours, theirs in zip(short, whole, strict=True):
+        assert torch.equal(ours["originals"].flatten(), theirs["originals"].flatten())
+        indices = ours["sample_index"].tolist()
+        assert len({*indices}) == len(indices) and ours["attention_mask"].all()
+    for ours, theirs in zip(short[3:], whole[3:], strict=True):
+        assert torch.equal(ours["input_ids"], theirs["input_ids"])
+    if collator.random:
+        masks = (short[0]["labels"] != -100).view(4, 4, 8)
+        assert not torch.equal(masks[:, 0], masks[:, 1])
+
+
+def test_a_run_of_short_blocks_and_its_budget(run, tmp_path, capsys):
+    short = {"objective": "mlm", "short_block_size": 16, "short_share": 0.5}
+    metrics = run(tmp_path / "a", steps=4, **short)
+    assert "the first 2 steps are of pieces of blocks, 16 tokens each" in capsys.readouterr().err
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "a" / "model")
+    each = [flops_a_token(config, length, masked=0.15) for length in (16, 32)]
+    assert metrics["flops"] == pytest.approx(4 * 4 * 32 * sum(each) / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"short_block_size": 12}, "got 12 with --block-size 32; expected a half"),
+        ({"short_block_size": 2}, "expected a half, a third … of 32, an eighth at least"),
+        ({"short_share": 0.5}, "`short_share` got 0.5 with --short-block-size None"),
+        ({"short_block_size": 16, "static_masks": 1}, "expected no static_masks"),
+        ({"short_block_size": 16, "objective": "mlm+nsp"}, "expected mlm, rtd or clm"),
+    ],
+)
+def test_short_blocks_that_are_refused(settings, tmp_path, options, said):
+    with pytest.raises(ArgumentValueError, match=re.escape(said)):
+        settings(tmp_path, **{"objective": "mlm"} | options)
 
 
 # --- a budget of FLOPs ----------------------------------------------------------------------------
