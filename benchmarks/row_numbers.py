@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from transformers import AutoConfig
 
 from fastplm.cli import main as fastplm
 from fastplm.nn import _rows
@@ -28,7 +29,7 @@ from harness import machine_line
 
 KINDS = ("recurring", "exact")
 FIELDS = (
-    *("date", "machine", "torch", "triton", "commit", "options", "steps", "turns"),
+    *("date", "machine", "torch", "triton", "commit", "options", "model", "steps", "turns"),
     *("recurring_ms", "exact_ms", "ratio"),
 )
 
@@ -74,7 +75,10 @@ def main() -> None:
             found.append(float(shown.stdout.split()[-1]))
     fast, exact = (1e3 * statistics.median(seconds[kind]) for kind in KINDS)
     options = " ".join(Path(word).name for word in own.options)
-    row = machine_line() | {"options": options, "steps": own.steps, "turns": own.turns}
+    config = AutoConfig.from_pretrained(own.options[own.options.index("--model") + 1])
+    size = f"{config.num_hidden_layers} layers of {config.hidden_size}"
+    row = machine_line() | {"options": options, "model": size}
+    row |= {"steps": own.steps, "turns": own.turns}
     row |= {"recurring_ms": f"{fast:.1f}", "exact_ms": f"{exact:.1f}"}
     row["ratio"] = f"{exact / fast:.2f}"
     new = not own.rows.exists()
