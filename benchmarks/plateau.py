@@ -22,7 +22,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 SHOWN = ("arch", "objective", "layers", "hidden", "vocab_size", "block_size", "batch_size", "lr")
-SHOWN += ("dropout", "mlm_probability", "steps")
+SHOWN += ("short_block_size", "short_share", "dropout", "mlm_probability", "steps")
 #: Logged losses whose mean is one point of a curve.
 _SMOOTH = 5
 
@@ -42,7 +42,9 @@ def row(run: Path) -> tuple[dict[str, Any], list[tuple[int, float]]]:
     )
     half = (held_out["unigram_loss"] + held_out["bigram_loss"]) / 2
     passed = next((step for step, loss in curve if loss < half), None)
-    found = {name: settings[name] for name in SHOWN}
+    found = {name: settings.get(name) for name in SHOWN}
+    if found["short_block_size"] is None:
+        found["short_share"] = None
     found["tflop"] = round(metrics["flops"] / 1e12, 1)
     ours = "clm_loss" if "clm_loss" in held_out else "mlm_loss"
     for name, key in (("loss", ours), ("unigram", "unigram_loss"), ("bigram", "bigram_loss")):
@@ -52,6 +54,11 @@ def row(run: Path) -> tuple[dict[str, Any], list[tuple[int, float]]]:
         found[name] = metrics[name]
     level = [(step, loss - held_out["unigram_loss"]) for step, loss in curve]
     return found, level
+
+
+def _kind(row: dict[str, Any]) -> tuple[str, int, int]:
+    """What has a colour of its own."""
+    return row["objective"], row["block_size"], row["short_block_size"] or 0
 
 
 def main() -> None:
@@ -67,18 +74,19 @@ def main() -> None:
         writer.writerows(each for each, _ in found)
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
     drawn: set[str] = set()
-    kinds = {(each["objective"], each["block_size"]): None for each, _ in found}
+    kinds = {_kind(each): None for each, _ in found}
     colors = dict(
         zip(sorted(kinds), pyplot.rcParams["axes.prop_cycle"].by_key()["color"], strict=False)
     )
     for each, curve in found:
-        kind = (each["objective"], each["block_size"])
+        kind = _kind(each)
         label = f"{kind[0]}, blocks of {kind[1]} tokens"
+        label += f", first of {kind[2]}" if kind[2] else ""
         shown = {"label": label} if colors[kind] not in drawn else {}
         drawn.add(colors[kind])
         axes.plot(*zip(*curve, strict=True), color=colors[kind], linewidth=1.2, **shown)
     axes.axhline(0, color="gray", linewidth=0.8)
-    axes.set(xlabel="step", ylabel="training loss, less the unigram's (nats)", ylim=(-2.4, 1))
+    axes.set(xlabel="step", ylabel="training loss, less the unigram's (nats)", ylim=(-3, 1))
     axes.legend(frameon=False, fontsize=8, loc="lower right")
     figure.tight_layout()
     figure.savefig(options.out.with_suffix(".png"), dpi=110)
