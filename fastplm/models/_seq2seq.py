@@ -60,10 +60,9 @@ def decoder_rows(
     read_rows: Tensor | None,
     extra_rows: Tensor | None,
     unpad: Unpad,
-    contiguous: bool = False,
-    dtype: torch.dtype | None = None,
+    stack: Stack,
 ) -> RaggedBatch | None:
-    """The packed rows of a causal decoder; None = all, padded.
+    """The packed rows of a causal decoder, ``stack``; None = all, padded.
 
     ``read_rows``, bool [B, T], are the rows whose last hidden state is read; None = all. Rows after
     the last of them cannot influence them and are left out. For the other arguments see
@@ -76,7 +75,8 @@ def decoder_rows(
         else:
             mask = mask.bool() & reached
             extra_rows = either(extra_rows, read_rows)
-    return unpadded(mask, None if mask is None else extra_rows, unpad, contiguous, dtype)
+    extra_rows = None if mask is None else extra_rows
+    return unpadded(mask, extra_rows, unpad, stack.contiguous, stack.dtype)
 
 
 def source_rows(
@@ -212,9 +212,7 @@ class Stack(FastplmModel):
         if kept is None:
             if read_rows is not None and wants_output(self, "output_hidden_states", kwargs):
                 extra_rows, read_rows = either(extra_rows, read_rows), None
-            told.own = decoder_rows(
-                attention_mask, read_rows, extra_rows, unpad, self.contiguous, self.dtype
-            )
+            told.own = decoder_rows(attention_mask, read_rows, extra_rows, unpad, self)
             if told.own is None and encoder_rows is not None:
                 told.own = RaggedBatch.whole(given, attention_mask)
         note(lambda: rows_computed(self, (batch, seqlen), attention_mask, told, kept))
