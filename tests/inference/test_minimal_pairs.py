@@ -665,11 +665,12 @@ def test_some_pairs_of_each_paradigm(folder, capsys):
     for options in ((), ("--max-pairs", "2"), ("--max-pairs", "2"), ("--max-pairs", "9")):
         assert _run(folder, "electra", "--by", "pair", *options) == 0
         table = csv.DictReader(io.StringIO(capsys.readouterr().out), delimiter="\t")
-        found.append([(row["paradigm"], row["sentence_good"], row["good"]) for row in table])
+        found.append({(row["paradigm"], row["sentence_good"]): float(row["good"]) for row in table})
     every, some, again, most = found
     assert len(every) == 8 and every == most and some == again
-    assert [paradigm for paradigm, *_ in some].count("sv") == len(some) - 2 == 2
-    assert some == [row for row in every if row in some]
+    assert [paradigm for paradigm, _ in some].count("sv") == len(some) - 2 == 2
+    assert list(some) == [row for row in every if row in some]
+    assert some == pytest.approx({row: every[row] for row in some}, rel=1e-5)
 
 
 def test_texts_that_an_encoder_decoder_fills_in(folder, capsys):
