@@ -54,7 +54,7 @@ def with_config(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[s
     command, last = parser.prog.split()[-1], at[-1]
     path = words[last].partition("=")[2] if "=" in words[last] else words[last + 1]
     shipped = SHIPPED / command / f"{path}.yaml"
-    if not os.path.exists(path):
+    if not os.path.isfile(path):
         known = sorted(each.stem for each in shipped.parent.glob("*.yaml"))
         names = difflib.get_close_matches(path, known, n=1)
         if path in known:

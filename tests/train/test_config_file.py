@@ -228,16 +228,18 @@ SHIPPED = sorted(config_file.SHIPPED.glob("*/*.yaml"))
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
 def test_settings_that_come_along(file, refused, tmp_path, monkeypatch):
-    """By their name; a file of this name in the folder counts first."""
+    """By their name; a file of this name in the folder counts first, a folder does not."""
     command, given = file.parent.name, config_file.read("", str(file))
     kind = {each.where: each for each in COMMANDS}[command]
     needed = ["--corpus", "embedded", "--out", "out"]
     monkeypatch.chdir(tmp_path)
+    (tmp_path / file.stem).mkdir()
     found = parsed(command, "--config", file.stem, *needed)
     alone = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     assert found == parsed(command, *alone, *needed)
     assert kind(**{name: found[name] for name in found if name != "command"}).arch == given["arch"]
     refused([command, "--config", file.stem[:-1], *needed], f"Did you mean {file.stem}?")
+    (tmp_path / file.stem).rmdir()
     (tmp_path / file.stem).write_text("steps: 7\narch: bert-tiny")
     assert parsed(command, "--config", file.stem, *needed)["steps"] == 7
 
