@@ -529,6 +529,16 @@ def machine_folder(machine: str | None = None) -> str:
     return machine.split(" (")[0].lower().replace(" ", "-")
 
 
+def append_row(path: Path, names: Sequence[str], row: Mapping[str, Any]) -> None:
+    """Add a row to a file that has one header."""
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, names, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
 def write_rows(rows: Sequence[Row], results: Path) -> list[Path]:
     """Append rows to ``results/<machine>/<op>.csv``; returns the files written.
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import csv
 import operator
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from fastplm.run.threads import using_threads
 from fastplm.train.pretrain import Pretraining
 from fastplm.train.pretrain_data import prepare_data
 from fastplm.train.pretrain_settings import PretrainArguments
-from harness import machine_line
+from harness import append_row, machine_line
 
 FIELDS = (
     *("date", "machine", "torch", "triton", "commit"),
@@ -134,12 +133,7 @@ def main() -> None:
         with using_threads(args.threads):
             row = compare(args, own.skip)
     row = machine_line() | {"options": " ".join(Path(word).name for word in own.options)} | row
-    new = not own.rows.exists()
-    with own.rows.open("a", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
+    append_row(own.rows, FIELDS, row)
     print(row)
 
 
