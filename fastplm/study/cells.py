@@ -39,7 +39,7 @@ from fastplm.study.progress import DONE
 CELL = "cell.json"
 #: The code that matters, by command. A change that may change a result of a command raises its
 #: number, and so makes new cells; every other change of the code keeps the nights that are done.
-RECIPES = {"pretrain": 1, "distill": 1, "finetune": 1, "score": 1}
+RECIPES = {"pretrain": 2, "distill": 2, "finetune": 1, "score": 1}
 #: Settings that change no figure of a run.
 _FREE = frozenset(
     "out cache resume overwrite dry_run workers save_every log_every report_to format by".split()

@@ -35,6 +35,7 @@ from fastplm.train.pretrain_data import (
     HELD_OUT,
     HELD_OUT_SAMPLES,
     RunData,
+    held_out_collator,
     make_collator,
     prepare_data,
 )
@@ -205,11 +206,11 @@ class Distilling(StreamRun):
             return kind(student, teacher, args, generator)
         return kind(student, teacher, args)
 
-    def _collator(self, tokenizer: PreTrainedTokenizerBase) -> Any:
+    def _collator(self, tokenizer: PreTrainedTokenizerBase, make: Any = make_collator) -> Any:
         if self.args.recipe == "multilingual":
             return ParallelCollator(tokenizer, teacher_tokenizer=self.teacher_tokenizer)
         if self.args.recipe in ("distilbert", "electra"):
-            return make_collator(self._of_pretraining(), tokenizer)
+            return make(self._of_pretraining(), tokenizer)
         return PlainCollator(tokenizer, block_size=self.args.block_size)
 
     def lines(self) -> str:
@@ -225,7 +226,8 @@ class Distilling(StreamRun):
         was_training, device = model.training, next(model.parameters()).device
         model.eval()
         size = self.args.batch_size
-        batches = list(DataLoader(samples, batch_size=size, collate_fn=self.collator))
+        judge = self._collator(self.data.tokenizer, held_out_collator)
+        batches = list(DataLoader(samples, batch_size=size, collate_fn=judge))
         tokens, sequences = (
             sum(each) for each in zip(*map(tokens_and_sequences, batches), strict=True)
         )

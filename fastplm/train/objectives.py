@@ -148,10 +148,19 @@ class Objective:
         """The stream itself, or what is made of each of its elements."""
         return stream
 
-    def collator(self) -> Collator:
-        """Pads samples (``pad``) and corrupts them (``corrupt``); called, it does both."""
+    def collator(self, **settings: Any) -> Collator:
+        """Pads samples (``pad``) and corrupts them (``corrupt``); called, it does both.
+
+        Args:
+            settings: other ones than the run's.
+        """
         size, seed = self.args.block_size, self.args.seed
-        return self.collator_class(self.tokenizer, seed=seed, block_size=size, **self.settings)
+        settings = self.settings | settings
+        return self.collator_class(self.tokenizer, seed=seed, block_size=size, **settings)
+
+    def judge(self) -> Collator:
+        """The collator of held-out text."""
+        return self.collator()
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -177,6 +186,16 @@ class MaskedTokens(Objective):
         if self.args.separators:
             return DocumentBlocks(store, size, ends["sep_token_id"], **ends)
         return BlockDataset(store, size, **ends)
+
+    def judge(self) -> Collator:
+        """15 % of the tokens, each of them ``[MASK]``, with whatever masks the model has learned.
+
+        So masked models have comparable losses. A token that is left as it is can be copied, so
+        where some are, the loss is below that of the tokens' frequency with nothing learned.
+        """
+        return self.collator(
+            mlm_probability=0.15, mask_replace_prob=1.0, random_replace_prob=0.0, unit="token"
+        )
 
     @property
     def settings(self) -> dict[str, Any]:

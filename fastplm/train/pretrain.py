@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from fastplm.data._folder import say
 from fastplm.train.objectives import objective_of
-from fastplm.train.pretrain_data import RunData, count_tokens, make_collator, prepare_data
+from fastplm.train.pretrain_data import (
+    RunData,
+    count_tokens,
+    held_out_collator,
+    make_collator,
+    prepare_data,
+)
 from fastplm.train.pretrain_model import make_model
 from fastplm.train.pretrain_settings import PretrainArguments
 from fastplm.train.stream import StreamRun
@@ -95,7 +101,8 @@ class Pretraining(StreamRun):
 
         args, data = self.args, self.data
         loss = objective_of(args).token_loss
-        found = evaluate(model, samples, self.collator, args.batch_size, loss)
+        judge = held_out_collator(args, data.tokenizer)
+        found = evaluate(model, samples, judge, args.batch_size, loss)
         if found.get("encoder_similarity", 0.0) > _COLLAPSED:
             say(
                 "Warning: the encoder gives all tokens one output (their mean cosine is "

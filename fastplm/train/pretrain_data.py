@@ -144,6 +144,11 @@ def make_collator(args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -
     return objective_of(args)(args, tokenizer).collator()
 
 
+def held_out_collator(args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The collator of the held-out text of a run."""
+    return objective_of(args)(args, tokenizer).judge()
+
+
 def count_tokens(store: TokenStore, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     """How often each token occurs, for a unigram generator: int64 [V].
 

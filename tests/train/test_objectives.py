@@ -140,7 +140,7 @@ def check_held_out_loss(metrics, token_loss, kind):
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     store = tokenize(pretrain_data.open_corpus(args.corpus), tokenizer, args.cache)
     _, dataset = pretrain_data.hold_out(args, store, tokenizer)
-    collator = pretrain_data.make_collator(args, tokenizer)
+    collator = pretrain_data.held_out_collator(args, tokenizer)
     batch = collator([dataset[i] for i in range(len(dataset))])
     batch = {k: v for k, v in batch.items() if k not in ("sample_index", "masked_positions")}
     plain = getattr(transformers, kind)

@@ -32,7 +32,7 @@ from fastplm.train.finetune_settings import FinetuneArguments
 from fastplm.train.flops import flops_a_token
 from fastplm.train.objectives import DocumentBlocks, MaskedTokens
 from fastplm.train.pretrain import Pretraining
-from fastplm.train.pretrain_data import prepare_data
+from fastplm.train.pretrain_data import held_out_collator, prepare_data
 from fastplm.train.pretrain_settings import PretrainArguments
 
 CLASSES = {
@@ -409,6 +409,8 @@ def test_shares_of_masks(bert, options, shares):
     assert abs(masked - shares[1]) < 0.03
     config = transformers.BertConfig()
     assert objective.flops_a_token(config) == flops_a_token(config, 128, masked=shares[0])
+    # Whatever it learns from, held-out text is masked alike.
+    assert tuple(getattr(held_out_collator(args, tokenizer), name) for name in names) == (0.15, 1, 0)
 
 
 def test_shares_that_do_not_fit(arguments, refused, tmp_path):
@@ -445,6 +447,16 @@ def test_a_temperature(run, tmp_path, electra):
     usual = json.loads((electra / "metrics.json").read_text())
     shares = [each["held_out"]["words"]["share_replaced"] for each in (hot, usual)]
     assert shares[0] > shares[1]
+
+
+def test_held_out_masks_are_not_those_of_the_run(run, tmp_path):
+    """A model that has learned nothing is not better for being shown the tokens it is asked for."""
+    shown = {"mask_replace_prob": 0.0, "random_replace_prob": 0.0, "mlm_probability": 0.4}
+    usual, easy = (
+        run(tmp_path / str(len(options)), steps=1, lr=1e-30, **options)["held_out"]
+        for options in ({}, shown)
+    )
+    assert easy == usual
 
 
 def test_what_a_model_has_to_beat(bert, electra):
