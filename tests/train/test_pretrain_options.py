@@ -410,7 +410,11 @@ def test_shares_of_masks(bert, options, shares):
     config = transformers.BertConfig()
     assert objective.flops_a_token(config) == flops_a_token(config, 128, masked=shares[0])
     # Whatever it learns from, held-out text is masked alike.
-    assert tuple(getattr(held_out_collator(args, tokenizer), name) for name in names) == (0.15, 1, 0)
+    assert tuple(getattr(held_out_collator(args, tokenizer), name) for name in names) == (
+        0.15,
+        1,
+        0,
+    )
 
 
 def test_shares_that_do_not_fit(arguments, refused, tmp_path):
