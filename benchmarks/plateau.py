@@ -3,8 +3,8 @@
     python benchmarks/plateau.py RUN [RUN ...] --out benchmarks/results/studies/plateau
 
 A RUN is the folder of a finished run. OUT.tsv has what differs between them, the losses of held-out
-text, and the step at which the training loss had made half of its way from the unigram's loss to
-the bigram's; OUT.png has the training losses less that of the unigram, over the steps.
+text, whose masks are alike for all, and the step at which the training loss, of the run's own
+masks, had made half of its way from the unigram's loss to the bigram's; OUT.png has the training losses less that of the unigram, over the steps.
 """
 
 from __future__ import annotations
