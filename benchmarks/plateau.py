@@ -4,7 +4,8 @@
 
 A RUN is the folder of a finished run. OUT.tsv has what differs between them, the losses of held-out
 text, whose masks are alike for all, and the step at which the training loss, of the run's own
-masks, had made half of its way from the unigram's loss to the bigram's; OUT.png has the training losses less that of the unigram, over the steps.
+masks, had made half of its way from the unigram's loss to the bigram's; OUT.png has the training
+losses less that of the unigram, over the steps.
 """
 
 from __future__ import annotations

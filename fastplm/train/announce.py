@@ -10,6 +10,7 @@ import torch
 from fastplm import _backends, _extension
 from fastplm.data import NextSentencePairs, TextFiles
 from fastplm.run.report import block, counted
+from fastplm.train.short_blocks import ShortPairs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
@@ -65,7 +66,8 @@ def pretraining(run: Pretraining) -> str:
     if args.start_from is not None:
         before["begun with"] = _begun(args, run.trainer.model)
     if args.short_block_size is not None:
-        pieces = f"pieces of blocks, {args.short_block_size} tokens each"
+        kind = "short pairs" if "+" in str(args.objective) else "pieces of blocks"
+        pieces = f"{kind}, {args.short_block_size} tokens each"
         before["short blocks"] = f"the first {args.short_steps:,} steps are of {pieces}"
     if args.flops is not None:
         before["budget"] = budget(args, data)
@@ -122,11 +124,16 @@ def model_line(args: PretrainArguments, data: RunData, model: PreTrainedModel) -
 
 def _pairs(data: RunData) -> dict[str, str]:
     """A row about runs that cannot be cut into two segments, if there are any."""
-    if not isinstance(data.samples, NextSentencePairs) or not data.samples.chunks.lone:
-        return {}
-    share = data.samples.chunks.lone
-    fix = "; for so many train without pairs (--no-nsp)" if share > _MANY else ""
-    return {"pairs": f"{share:.0%} are of one sentence, whose next one is always random{fix}"}
+    found: dict[str, Any] = {"pairs": data.samples}
+    if isinstance(data.samples, ShortPairs):
+        found = {"short pairs": data.samples.short, "pairs": data.samples.whole}
+    rows = {}
+    for name, pairs in found.items():
+        if isinstance(pairs, NextSentencePairs) and pairs.chunks.lone:
+            share = pairs.chunks.lone
+            fix = "; for so many train without pairs (--no-nsp)" if share > _MANY else ""
+            rows[name] = f"{share:.0%} are of one sentence, whose next one is always random{fix}"
+    return rows
 
 
 def vocabulary(args: PretrainArguments, data: RunData) -> str:

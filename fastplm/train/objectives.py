@@ -30,6 +30,7 @@ from fastplm.data import (
 from fastplm.data.blocks import check_enough_tokens, room_for_text
 from fastplm.train.flops import flops_a_token
 from fastplm.train.presets import FAMILIES, NOISES
+from fastplm.train.short_blocks import ShortBlocks, ShortPairs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -148,6 +149,10 @@ class Objective:
         """The stream itself, or what is made of each of its elements."""
         return stream
 
+    def short_first(self, samples: Dataset, store: TokenStore) -> Dataset:
+        """The samples of a run that begins with short ones."""
+        return ShortBlocks(samples, self.args.pieces, self.args.short_samples)
+
     def collator(self, **settings: Any) -> Collator:
         """Pads samples (``pad``) and corrupts them (``corrupt``); called, it does both.
 
@@ -229,6 +234,12 @@ class SentenceOrder(MaskedTokens):
 
     def samples(self, stream: PretrainingStream) -> Dataset:
         return self.pairs(stream, **self.ends)
+
+    def short_first(self, samples: Dataset, store: TokenStore) -> Dataset:
+        args, until = self.args, self.args.short_samples
+        source = SentenceChunks(store, args.block_size // args.pieces)
+        stream = PretrainingStream(source, seed=args.seed, length=until * args.pieces)
+        return ShortPairs(self.samples(stream), samples, args.pieces, until)
 
 
 class NextSentence(SentenceOrder):

@@ -18,6 +18,7 @@ from fastplm.train.pretrain_data import (
 )
 from fastplm.train.pretrain_model import make_model
 from fastplm.train.pretrain_settings import PretrainArguments
+from fastplm.train.short_blocks import ShortFirst
 from fastplm.train.stream import StreamRun
 
 if TYPE_CHECKING:
@@ -116,7 +117,6 @@ class Pretraining(StreamRun):
         from transformers import set_seed
 
         from fastplm.train.optimizer import Adafactor
-        from fastplm.train.short_blocks import ShortFirst
         from fastplm.train.trainer import PretrainingTrainer
         from fastplm.train.two_stage import TwoStageTrainer
 
@@ -140,8 +140,7 @@ class Pretraining(StreamRun):
             settings["optimizer_cls_and_kwargs"] = Adafactor, {"lr": args.lr}
         feed: Any = collator
         if args.short_block_size is not None:
-            pieces = args.block_size // args.short_block_size
-            feed = ShortFirst(collator, pieces, args.short_steps * args.samples_a_step)
+            feed = ShortFirst(collator, args.pieces)
         return self.trainer_of(kind, model, feed, **settings), collator
 
 

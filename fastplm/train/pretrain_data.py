@@ -81,6 +81,9 @@ def prepare_data(
         train_dataset = make_dataset(
             args, store, tokenizer, length=samples * training_arguments.world_size
         )
+        if args.short_block_size is not None:
+            objective = objective_of(args)(args, tokenizer)
+            train_dataset = objective.short_first(train_dataset, store)
         trained = args.tokenizer is None and args.start_from is None and checkpoint is None
         kind = f"{FAMILIES[args.preset.family].tokenizer}-"
         new = {path.name for path in cache.iterdir()} - there

@@ -361,8 +361,15 @@ class PretrainArguments(Settings):
         needs(
             "short_block_size",
             "objective",
-            ("mlm", "rtd", "clm"),
-            "mlm, rtd or clm, whose samples are blocks of text",
+            ("mlm", "mlm+nsp", "mlm+sop", "rtd", "clm"),
+            "mlm with or without nsp or sop, rtd or clm",
+        ),
+        Rule(
+            "short_block_size",
+            lambda args: "+" not in args.objective or (args.short_block_size or 5) >= 5,
+            "5 or more with {args.objective}: two segments and what is around them",
+            "objective",
+            "Raise it.",
         ),
         Rule(
             "short_block_size",
@@ -382,7 +389,6 @@ class PretrainArguments(Settings):
             "short_block_size",
             "Add --short-block-size, or leave the option out.",
         ),
-        apart("short_block_size", "static_masks", "no static_masks, which are of whole blocks"),
         apart("short_block_size", "two_stage", "no two_stage, whose stages are halves of the run"),
         Rule(
             "seeds",
@@ -576,6 +582,16 @@ class PretrainArguments(Settings):
     def short_steps(self) -> int:
         """The steps with short blocks, which come first."""
         return 0 if self.short_block_size is None else round(self.short_share * self.steps)
+
+    @property
+    def pieces(self) -> int:
+        """The pieces of a sample in these steps."""
+        return self.block_size // (self.short_block_size or self.block_size)
+
+    @property
+    def short_samples(self) -> int:
+        """The samples of these steps, of all processes, before they are cut."""
+        return self.short_steps * self.samples_a_step
 
     @property
     def mask_shares(self) -> tuple[float, float, float]:

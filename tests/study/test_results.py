@@ -26,6 +26,16 @@ PAST = {"mlm_loss": 3.0, "unigram_loss": 6.0, "bigram_loss": 4.5}
         ([PAST | {"mlm_loss": 6.1}], "below the unigram loss"),
         ([PAST | {"words_balanced_accuracy": 0.53}], "balanced accuracy is not clearly above .5"),
         ([PAST | {"words_balanced_accuracy": 0.71}], ""),
+        ([PAST | {"words_balanced_accuracy": 0.71, "mlm_loss": 4.9}], ""),
+        (
+            [PAST | {"words_balanced_accuracy": 0.71, "mlm_loss": 6.1}],
+            "its mlm_loss is not clearly below the unigram loss",
+        ),
+        ([PAST | {"discriminator_mlm_loss": 3.9, "mlm_loss": 4.9}], ""),
+        (
+            [PAST | {"discriminator_mlm_loss": 4.48, "mlm_loss": 4.9}],
+            "its discriminator_mlm_loss is not clearly below the bigram loss",
+        ),
         ([{"spans_loss": 3.0}], ""),
         ([{}], "it diverged, or no text was held out"),
     ],

@@ -97,6 +97,44 @@ def test_the_first_blocks_are_short(settings, tmp_path, arch):
         assert not torch.equal(masks[:, 0], masks[:, 1])
 
 
+@pytest.mark.parametrize("objective", ["mlm+nsp", "mlm+sop"])
+def test_the_first_pairs_are_short(settings, tmp_path, objective):
+    """They are pairs of their own, with a label each; the whole ones are those of any run."""
+    options = {"objective": objective, "batch_size": 4, "steps": 5, "vocab_size": 300}
+    options |= {"arch": "albert-tiny" if objective == "mlm+sop" else "bert-tiny"}
+    whole, _ = batches_of(settings(tmp_path / "whole", **options))
+    args = settings(tmp_path / "short", **options, short_block_size=16, short_share=0.6)
+    short, collator = batches_of(args)
+    assert [tuple(batch["input_ids"].shape) for batch in short] == [(8, 16)] * 3 + [(4, 32)] * 2
+    label = "sentence_order_label" if objective == "mlm+sop" else "next_sentence_label"
+    for batch in short[:3]:
+        assert batch[label].shape == (8,) and 0 < batch["token_type_ids"].sum()
+        assert (batch["originals"][:, 0] == collator.tokenizer.cls_token_id).all()
+        assert ((batch["originals"] == collator.tokenizer.sep_token_id).sum(1) == 2).all()
+    rows = torch.cat([batch["originals"] for batch in short[:3]])
+    assert len({tuple(row) for row in rows.tolist()}) > 12, "the pieces of a sample are one pair"
+    assert {*torch.cat([batch[label] for batch in short[:3]]).tolist()} == {0, 1}
+    indices = [index for batch in short for index in batch["sample_index"].tolist()]
+    assert len({*indices}) == len(indices)
+    for ours, theirs in zip(short[3:], whole[3:], strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_static_masks_of_short_blocks_come_again(settings, tmp_path):
+    options = {"arch": "bert-tiny", "objective": "mlm", "batch_size": 64, "steps": 16}
+    options |= {"vocab_size": 300, "short_block_size": 16, "short_share": 0.7, "static_masks": 1}
+    batches, _ = batches_of(settings(tmp_path, **options))
+    assert {batch["input_ids"].shape[1] for batch in batches[11:]} == {32}
+    for steps in (batches[:11], batches[11:]):
+        masks: dict[int, list] = {}
+        for batch in steps:
+            rows = zip(batch["sample_index"].tolist(), batch["labels"].tolist(), strict=True)
+            for index, labels in rows:
+                masks.setdefault(index, []).append(labels)
+        again = [found for found in masks.values() if len(found) > 1]
+        assert len(again) > 100 and all(found[0] == each for found in again for each in found)
+
+
 def test_a_run_of_short_blocks_and_its_budget(run, tmp_path, capsys):
     short = {"objective": "mlm", "short_block_size": 16, "short_share": 0.5}
     metrics = run(tmp_path / "a", steps=4, **short)
@@ -106,14 +144,35 @@ def test_a_run_of_short_blocks_and_its_budget(run, tmp_path, capsys):
     assert metrics["flops"] == pytest.approx(4 * 4 * 32 * sum(each) / 2, rel=1e-6)
 
 
+def test_a_run_of_short_pairs(run, curve, tmp_path, capsys):
+    """It is resumed in its short part and in its whole one, with the same losses."""
+    short = {"objective": "mlm+nsp", "short_block_size": 16, "keep_checkpoints": "all"}
+    short["short_share"] = 0.5
+    whole = run(tmp_path / "a", steps=6, **short)
+    said = capsys.readouterr().err
+    assert "the first 3 steps are of short pairs, 16 tokens each" in said
+    assert "short pairs " in said and "are of one sentence, whose next one is always random" in said
+    for done in (2, 4):
+        out = tmp_path / str(done)
+        shutil.copytree(tmp_path / "a", out)
+        for path in (*out.glob("checkpoint-*"), *out.glob("m*.json")):
+            if path.suffix or int(path.name.split("-")[1]) > done:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        resumed = run(out, steps=6, resume=True, **short)
+        assert curve(resumed) == curve(whole) and resumed["starts"] == [0, done]
+
+
 @pytest.mark.parametrize(
     "options, said",
     [
         ({"short_block_size": 12}, "got 12 with --block-size 32; expected a half"),
         ({"short_block_size": 2}, "expected a half, a third … of 32, an eighth at least"),
         ({"short_share": 0.5}, "`short_share` got 0.5 with --short-block-size None"),
-        ({"short_block_size": 16, "static_masks": 1}, "expected no static_masks"),
-        ({"short_block_size": 16, "objective": "mlm+nsp"}, "expected mlm, rtd or clm"),
+        ({"short_block_size": 4, "objective": "mlm+nsp"}, "expected 5 or more with mlm+nsp"),
+        (
+            {"short_block_size": 16, "objective": "denoise", "arch": "bart-tiny"},
+            "expected mlm with or without nsp or sop, rtd or clm",
+        ),
     ],
 )
 def test_short_blocks_that_are_refused(settings, tmp_path, options, said):
