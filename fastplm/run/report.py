@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fastplm._machine import computes_in, cpu_kind, cpu_model
 from fastplm.data._folder import say
 
 
@@ -26,7 +27,7 @@ def settings_of(arguments: Any) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """The versions of the libraries."""
+    """The versions of the libraries, and what they run on."""
     import tokenizers
     import transformers
 
@@ -39,6 +40,7 @@ def versions() -> dict[str, str]:
         "transformers": transformers.__version__,
         "tokenizers": tokenizers.__version__,
         "platform": platform.platform(),
+        "cpu": f"{cpu_model()} ({cpu_kind()}{', bf16' if computes_in(torch.bfloat16) else ''})",
     }
 
 

@@ -68,7 +68,7 @@ def _difference(ours: Scores | None, theirs: Scores | None) -> Difference | None
     if ours is None or theirs is None or ours.values.shape != theirs.values.shape:
         return None
     sign = -1.0 if ours.lower else 1.0
-    return difference(sign * ours.values, sign * theirs.values, crossed=ours.crossed)
+    return difference(sign * ours.values, sign * theirs.values, fixed=ours.fixed)
 
 
 def _compared(
@@ -102,8 +102,8 @@ def _compared(
         corrected = f" after Holm's correction for {count} comparisons" if count > 1 else ""
         shown = f"p = {p:.3g}{corrected}"
     assert ours is not None
-    seeds = " × ".join(map(str, ours.values.shape[:1] if ours.crossed else ours.values.shape))
-    seeds += " pre-training seeds, and paradigms" if ours.crossed else " seeds"
+    seeds = " × ".join(map(str, ours.values.shape[:1] if ours.fixed else ours.values.shape))
+    seeds += " pre-training seeds" if ours.fixed else " seeds"
     here = f"here the difference is {inside.mean:+.4f}{between} ({seeds}; {shown}): {verdict}."
     if early:
         here += f" Too early to tell: {'; '.join(early)}."

@@ -21,7 +21,8 @@ def panels(results: Results) -> list[str]:
 def draw(path: Path, results: Results) -> None:
     """Draw a study: against FLOPs where several states of a training were judged, else by variant.
 
-    Filled marks are past their plateau; empty ones are too early to tell.
+    Filled marks are past their plateau; empty ones are too early to tell. Strokes are the means of
+    the pre-training seeds.
     """
     from matplotlib.figure import Figure
 
@@ -70,8 +71,12 @@ def _points(axis: Any, results: Results, name: str) -> None:
         found = scores.interval
         if found.low is not None:
             axis.plot([found.low, found.high], [place, place], color=f"C{place % 10}")
+        if len(scores.values) > 1:
+            of_seeds = scores.values.mean(1)
+            axis.plot(of_seeds, [place] * len(of_seeds), "|", color=f"C{place % 10}", alpha=0.6)
         fill = "none" if scores.early else f"C{place % 10}"
         axis.plot([found.mean], [place], "o", color=f"C{place % 10}", markerfacecolor=fill)
+    axis.locator_params(axis="x", nbins=5)
     axis.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
     axis.set_ylim(len(rows) - 0.5, -0.5)
 

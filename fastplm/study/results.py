@@ -11,7 +11,7 @@ import numpy as np
 
 from fastplm.study.cells import Cell, Plan, Planned, Store
 from fastplm.study.grid import HELD_OUT, Grid, Judge
-from fastplm.study.statistics import Interval, interval
+from fastplm.study.statistics import Interval, Spread, interval, spread
 
 #: Figures of which less is more end so.
 _LOSSES = ("loss", "perplexity")
@@ -34,20 +34,20 @@ class Scores:
 
     Args:
         values: fp64 [n, m], see ``statistics``.
-        crossed: whether columns are paradigms, the same in all rows.
+        fixed: whether columns are paradigms of minimal pairs, which are all there are.
         lower: whether less is more.
         early: why they are too early to tell anything; empty if they are not.
     """
 
     values: np.ndarray
-    crossed: bool = False
+    fixed: bool = False
     lower: bool = False
     early: tuple[str, ...] = ()
 
     @property
     def interval(self) -> Interval:
         """The mean, and its 95 % interval."""
-        return interval(self.values, crossed=self.crossed)
+        return interval(self.values, fixed=self.fixed)
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,18 @@ class Results:
     def columns(self) -> list[str]:
         """The judges and figures that any variant has, in the order of the file."""
         return list(dict.fromkeys(name for row in self.rows.values() for name in row.scores))
+
+    @property
+    def spreads(self) -> dict[str, Spread]:
+        """By judge, how much scores vary with the seeds, over all variants that have several."""
+        found = {}
+        for name in self.columns:
+            scores = [row.scores[name] for row in self.rows.values() if name in row.scores]
+            fixed = scores[0].fixed
+            each = spread([each.values for each in scores], fixed=fixed)
+            if each is not None and not name.startswith(HELD_OUT):
+                found[name] = each
+        return found
 
     @property
     def tokenizers(self) -> int:
@@ -217,12 +229,12 @@ def _of_judge(
 def _of_scoring(contents: Sequence[Any], early: tuple[str, ...]) -> Scores:
     if "pairs" in contents[0]:
         values = np.array([list(each["pairs"].values()) for each in contents], np.float64)
-        found = interval(values, crossed=True)
+        found = interval(values, fixed=True)
         # Below chance in all is as far from it as above: a rule that the model has wrong.
         low = found.mean if found.low is None else found.low
         if low <= _CHANCE_OF_PAIRS:
             early += (f"its accuracy on minimal pairs is not clearly above {_CHANCE_OF_PAIRS}",)
-        return Scores(values, crossed=True, early=early)
+        return Scores(values, fixed=True, early=early)
     name = next(name for name in contents[0]["corpus"] if name.endswith("perplexity"))
     values = np.array([[each["corpus"][name]] for each in contents], np.float64)
     return Scores(values, lower=True, early=early)

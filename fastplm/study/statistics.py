@@ -17,8 +17,8 @@ from fastplm.run.seeds import probability_within, student_t
 _DRAWS = 10_000
 _SEED = 0
 _LEVEL = 0.95
-#: The quantile of the normal distribution for ``_LEVEL``.
-_NORMAL = 1.959963984540054
+#: The quantile of the normal distribution for ``_LEVEL``, and that of a power of four fifths.
+_NORMAL, _POWER = 1.959963984540054, 0.8416212335729143
 
 
 @dataclass(frozen=True)
@@ -30,26 +30,26 @@ class Interval:
     high: float | None = None
 
 
-def interval(scores: np.ndarray, *, crossed: bool = False) -> Interval:
+def interval(scores: np.ndarray, *, fixed: bool = False) -> Interval:
     """The mean of scores, and a 95 % interval by a bootstrap over rows and columns.
 
     Rows are drawn with replacement. In each drawn row the columns are drawn anew, as fine-tuning
-    seeds are nested in pre-training seeds; ``crossed`` columns are the same ones in all rows, and
-    rows and columns are drawn independently. A bootstrap over few rows is too narrow: its variance
+    seeds are nested in pre-training seeds; ``fixed`` columns are the same in all rows and all that
+    there are, as the paradigms of a benchmark, and only rows are drawn. The examples that a judge
+    has are fixed, too. A bootstrap over few rows is too narrow: its variance
     is ``(n - 1) / n`` of the unbiased one, and it takes a normal quantile for Student's. So the
     deviations by rows are multiplied by ``t * sqrt(n / (n - 1)) / 1.96``, which is 2.69 for three
     rows and 1.43 for five.
 
     Args:
         scores: fp64 [n, m]. With one row there is no interval.
-        crossed: whether a column is the same thing in all rows.
+        fixed: whether the columns are no sample of others.
 
     Determinism:
         The same scores give the same bits.
 
-    Source: Davison & Hinkley 1997, Bootstrap Methods and their Application, §3.8 (nested); Owen
-    2007, The pigeonhole bootstrap (crossed); Hesterberg 2015, What Teachers Should Know about the
-    Bootstrap, §3.2 (few rows).
+    Source: Davison & Hinkley 1997, Bootstrap Methods and their Application, §3.8 (nested);
+    Hesterberg 2015, What Teachers Should Know about the Bootstrap, §3.2 (few rows).
     """
     n, m = scores.shape
     mean = float(scores.mean())
@@ -59,13 +59,10 @@ def interval(scores: np.ndarray, *, crossed: bool = False) -> Interval:
     rows = rng.integers(n, size=(_DRAWS, n))
     means = scores.mean(1)
     by_rows = means[rows].mean(1) - mean
-    if crossed:
-        columns = rng.integers(m, size=(_DRAWS, m))
-        others = scores.mean(0)[columns].mean(1) - mean
-    else:
+    drawn = _widening(n) * by_rows
+    if not fixed:
         columns = rng.integers(m, size=(_DRAWS, n, m))
-        others = (scores[rows[..., None], columns].mean(2) - means[rows]).mean(1)
-    drawn = _widening(n) * by_rows + others
+        drawn = drawn + (scores[rows[..., None], columns].mean(2) - means[rows]).mean(1)
     low, high = np.quantile(drawn, ((1 - _LEVEL) / 2, (1 + _LEVEL) / 2))
     return Interval(mean, mean + float(low), mean + float(high))
 
@@ -82,17 +79,68 @@ class Difference:
     p: float | None
 
 
-def difference(ours: np.ndarray, theirs: np.ndarray, *, crossed: bool = False) -> Difference:
+def difference(ours: np.ndarray, theirs: np.ndarray, *, fixed: bool = False) -> Difference:
     """The paired difference of two variants: row by row, and column by column.
 
     ``p`` is that of Student's paired t-test over rows, two-sided; None with one row.
 
     Args:
         ours, theirs: fp64 [n, m], the same seeds in the same order.
-        crossed: see ``interval``.
+        fixed: see ``interval``.
     """
     each = ours - theirs
-    return Difference(interval(each, crossed=crossed), paired_p(each.mean(1)))
+    return Difference(interval(each, fixed=fixed), paired_p(each.mean(1)))
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How much scores vary with the seeds.
+
+    Args:
+        rows: the standard deviation between pre-training seeds.
+        columns: that between fine-tuning seeds of one pre-training; None of fixed columns.
+        number: fine-tuning seeds of each pre-training.
+    """
+
+    rows: float
+    columns: float | None
+    number: int
+
+    def needed(self, difference: float) -> int:
+        """The pre-training seeds of two variants that show a difference in four of five studies.
+
+        By a two-sided t-test of 5 %, not paired, each seed with ``number`` fine-tuning seeds.
+
+        Source: Guenther 1981, Sample size formulas for normal theory t tests.
+        """
+        variance = self.rows**2 + (self.columns or 0.0) ** 2 / self.number
+        needed = 2 * variance * ((_NORMAL + _POWER) / difference) ** 2 + _NORMAL**2 / 4
+        return max(2, math.ceil(needed))
+
+
+def spread(variants: Sequence[np.ndarray], *, fixed: bool = False) -> Spread | None:
+    """How much the scores of a study's variants vary with the seeds, one spread for all of them.
+
+    The variances of a one-way layout: that of fine-tuning seeds is the mean of the rows' variances,
+    that of pre-training seeds what the rows' means vary more than these explain, or 0.
+
+    Args:
+        variants: fp64 [n, m] of each.
+        fixed: see ``interval``.
+
+    Returns:
+        None where a variant has one pre-training seed, or one fine-tuning seed.
+
+    Source: Searle, Casella & McCulloch 1992, Variance Components, §3.6.
+    """
+    if any(len(each) < 2 or (each.shape[1] < 2 and not fixed) for each in variants):
+        return None
+    means = float(np.mean([each.mean(1).var(ddof=1) for each in variants]))
+    if fixed:
+        return Spread(math.sqrt(means), None, 1)
+    within = float(np.mean([each.var(1, ddof=1).mean() for each in variants]))
+    number = min(each.shape[1] for each in variants)
+    return Spread(math.sqrt(max(means - within / number, 0.0)), math.sqrt(within), number)
 
 
 def paired_p(differences: np.ndarray) -> float | None:

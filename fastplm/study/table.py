@@ -11,6 +11,7 @@ import csv
 import io
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ def content(results: Results, claims: Sequence[Comparison]) -> dict[str, Any]:
         "tokenizers": results.tokenizers,
         "published": {name: dict(each) for name, each in results.published.items()},
         "variants": [_variant(row) for row in results.rows.values()],
+        "spread": {name: asdict(each) for name, each in results.spreads.items()},
         "claims": [
             {
                 "better": each.claim.better,
@@ -143,7 +145,7 @@ def page(results: Results, claims: Sequence[Comparison], picture: bool) -> str:
     if picture:
         lines += ["![scores with their 95 % intervals](picture.png)", ""]
     lines += [*(each.text + "\n" for each in claims)]
-    lines += [*_notes(results), ""]
+    lines += [*_spreads(results), *_notes(results), ""]
     return "\n".join(lines)
 
 
@@ -174,10 +176,35 @@ def _cell(scores: Scores | None) -> str:
     return f"{text} ({EARLY})" if scores.early else text
 
 
+def _spreads(results: Results) -> list[str]:
+    """How much the seeds vary, and how many a claim of one point needs."""
+    if not results.spreads:
+        return []
+    lines = [
+        "| standard deviation | between pre-training seeds | between fine-tuning seeds | "
+        "seeds for one point |",
+        "|---|---|---|---|",
+    ]
+    for name, each in results.spreads.items():
+        within = _NONE if each.columns is None else f"{each.columns:.4f}"
+        scores = (row.scores[name].values for row in results.rows.values() if name in row.scores)
+        point = 1.0 if max(values.max() for values in scores) > 1 else 0.01
+        needed = f"{each.needed(point)}" + (f" × {each.number}" if each.columns is not None else "")
+        lines.append(f"| {name} | {each.rows:.4f} | {within} | {needed} |")
+    lines += [
+        "",
+        "Over all variants. Fine-tuning seeds are those of one pre-training. The last column: the "
+        "seeds of each of two variants with which a difference of one point is found in four of "
+        "five studies (t-test, two-sided, 5 %, not paired).",
+        "",
+    ]
+    return lines
+
+
 def _notes(results: Results) -> list[str]:
     notes = [
         "FLOPs and CPU seconds are those of one training. In brackets: the 95 % interval of a "
-        "bootstrap over pre-training seeds and fine-tuning seeds, or paradigms of minimal pairs; "
+        "bootstrap over pre-training and fine-tuning seeds, of the examples that are there; "
         "without one there is one seed.",
     ]
     early = {

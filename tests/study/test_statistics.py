@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fastplm.study.statistics import difference, holm, interval, paired_p
+from fastplm.study.statistics import Spread, difference, holm, interval, paired_p, spread
 
 
 def test_paired_p_is_students():
@@ -61,13 +61,44 @@ def test_the_draws_are_a_percentile_bootstrap():
         )
 
 
-def test_crossed_columns_are_drawn_for_all_rows_together():
-    """Where only paradigms differ, more rows make a nested interval narrower, not a crossed one."""
-    values = np.tile(np.random.default_rng(3).random((1, 20)), (8, 1))
-    crossed, nested = interval(values, crossed=True), interval(values)
-    width = values[0].std() / 20**0.5
-    assert crossed.high - crossed.low == pytest.approx(2 * 1.96 * width, rel=0.1)
-    assert nested.high - nested.low == pytest.approx(2 * 1.96 * width / 8**0.5, rel=0.1)
+def test_fixed_columns_are_no_sample():
+    """However much paradigms differ, the interval is that of the rows' means."""
+    values = np.random.default_rng(3).random((1, 20)) + np.linspace(0, 0.1, 8)[:, None]
+    fixed, nested = interval(values, fixed=True), interval(values)
+    means = interval(values.mean(1, keepdims=True))
+    assert (fixed.low, fixed.high) == pytest.approx((means.low, means.high), rel=1e-12)
+    assert nested.high - nested.low > 1.5 * (fixed.high - fixed.low)
+
+
+def test_the_spread_of_both_kinds_of_seeds():
+    rng = np.random.default_rng(8)
+    variants = [
+        level + rng.normal(0, 0.03, (400, 1)) + rng.normal(0, 0.05, (400, 4)) for level in (0, 9)
+    ]
+    found = spread(variants)
+    assert (found.rows, found.columns, found.number) == pytest.approx((0.03, 0.05, 4), rel=0.1)
+    # Where pre-training seeds add nothing, nothing is left for them.
+    alike = np.tile(rng.normal(0, 0.05, (1, 4)), (5, 1))
+    assert spread([alike]).rows == 0 and spread([alike], fixed=True).rows == 0
+    assert spread([variants[0][:1]]) is None and spread([variants[0][:, :1]]) is None
+    paradigms = spread([variants[0][:, :1] + np.linspace(0, 1, 9)], fixed=True)
+    assert paradigms.columns is None
+    assert paradigms.rows == pytest.approx(variants[0][:, 0].std(ddof=1))
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_so_many_seeds_find_a_difference_in_four_of_five_studies(share):
+    """By SciPy's t-test on drawn studies; half of the seeds find it less often."""
+    stats = pytest.importorskip("scipy.stats", reason="scipy has the test of two samples")
+    rng = np.random.default_rng(9)
+    needed = max(2, round(share * Spread(0.012, 0.02, 5).needed(0.01)))
+
+    def study(level):
+        rows = level + rng.normal(0, 0.012, (4000, needed, 1))
+        return (rows + rng.normal(0, 0.02, (4000, needed, 5))).mean(2)
+
+    power = (stats.ttest_ind(study(0.01), study(0.0), axis=1).pvalue < 0.05).mean()
+    assert 0.79 < power < 0.85 if share == 1 else power < 0.6
 
 
 @pytest.mark.parametrize("seeds", [3, 5])
