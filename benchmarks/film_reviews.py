@@ -1,4 +1,4 @@
-"""Which part of a pre-trained BERT helps or hinders it in telling film reviews apart.
+"""Film reviews, told apart by pre-trained BERTs of which a part has new weights.
 
     python benchmarks/film_reviews.py MODEL [MODEL ...] --train FILE --eval FILE --rows ROWS
 

@@ -34,6 +34,8 @@ def cost_of(command: str, args: Any, model: Any) -> float:
         args: its settings.
         model: the configuration of the model that it makes or reads.
     """
+    if getattr(args, "flops", None) is not None:  # a budget
+        return float(args.flops)
     if command == "pretrain":
         return _of_pretraining(args, model)
     if command == "distill":
@@ -65,8 +67,6 @@ def config_at_folder(folder: Path) -> Any:
 
 
 def _of_pretraining(args: Any, config: Any) -> float:
-    if getattr(args, "flops", None):
-        return float(args.flops)
     block = args.block_size
     targets = {"denoise": block, "spans": round(_SPANS * block)}.get(args.objective, 0)
     masked = args.preset.mlm_probability

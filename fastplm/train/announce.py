@@ -9,6 +9,7 @@ import torch
 
 from fastplm import _backends, _extension
 from fastplm.data import NextSentencePairs, TextFiles
+from fastplm.run.budget import described
 from fastplm.run.report import block, counted
 from fastplm.train.short_blocks import ShortPairs
 
@@ -91,11 +92,7 @@ def budget(args: PretrainArguments, data: RunData) -> str:
     """The budget, and what it pays for."""
     from fastplm.train.pretrain_model import flops_a_step
 
-    a_step = flops_a_step(args, data.tokenizer)
-    spent = a_step * args.steps
-    return (
-        f"{args.flops:.4g} FLOPs pay for {args.steps:,} steps of {a_step:.4g}, {spent:.4g} in all"
-    )
+    return described(args, flops_a_step(args, data.tokenizer))
 
 
 def nothing_held_out(args: PretrainArguments, data: RunData) -> str:
@@ -191,6 +188,8 @@ def distilling(run: Distilling) -> str:
         "student": _size(model.student),
         "recipe": run.args.recipe,
     }
+    if run.args.flops is not None:
+        before["budget"] = described(run.args, run.flops_a_step(model))
     return _rows(run, before, {}, "samples of at most")
 
 

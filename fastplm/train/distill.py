@@ -28,7 +28,7 @@ from fastplm.train.distill_data import (
     parallel_stores,
 )
 from fastplm.train.distill_objectives import KINDS, Distillation, uniform_layers
-from fastplm.train.distill_settings import DistillArguments
+from fastplm.train.distill_settings import UNCOUNTED, DistillArguments
 from fastplm.train.flops import MASKED, flops_a_token
 from fastplm.train.losses import counted_labels, tokens_and_sequences
 from fastplm.train.pretrain_data import (
@@ -105,14 +105,15 @@ class Distilling(StreamRun):
             name: None if path is None else f"files whose hash is {hash_of_model(path)}"
             for name, path in paths.items()
         }
-        return {**super().facts(), **models, "translation": self._translation}
+        found = {**super().facts(), **models, "translation": self._translation}
+        return found | {"flops": self.args.flops}
 
     def flops_a_token(self, model: Any) -> float | None:
         """The FLOPs of the student's training and of the teacher's forward.
 
-        None for recipes with other sequence lengths or heads.
+        None for the recipes that are not counted.
         """
-        if self.args.recipe in ("electra", "multilingual"):
+        if self.args.recipe in UNCOUNTED:
             return None
         masked = MASKED if self.args.recipe == "distilbert" else 0.0
         student, teacher = (
@@ -120,6 +121,13 @@ class Distilling(StreamRun):
             for part in (model.student, model.teacher)
         )
         return student + teacher / 3  # the teacher has no backward
+
+    def flops_a_step(self, model: Any) -> float:
+        """The same for an optimizer step of full samples, of a recipe that is counted."""
+        args, each = self.args, self.flops_a_token(model)
+        assert each is not None
+        samples = args.batch_size * args.gradient_accumulation * self.settings.world_size
+        return each * samples * args.block_size
 
     # --- text ---
 
@@ -135,6 +143,8 @@ class Distilling(StreamRun):
             self._model = self.make_model(data.tokenizer)
             return data
         self._model = self.make_model(self.teacher_tokenizer)
+        if self.args.steps is None:
+            self.args.pay(self.flops_a_step(self._model))
         return prepare_data(self._of_pretraining(), self.settings, None)
 
     def _of_pretraining(self) -> PretrainArguments:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fastplm.run import budget
 from fastplm.run.settings import (
     POSITIVE,
     WEIGHT,
@@ -43,6 +44,8 @@ RECIPES: Mapping[str, Recipe] = {
     "multilingual": Recipe(2e-5, {}),
 }
 WEIGHTS = ("hard_weight", "soft_weight", "hidden_weight", "attention_weight")
+#: Recipes with other sequence lengths or heads, whose FLOPs are not counted.
+UNCOUNTED = ("electra", "multilingual")
 DIVERGENCES = ("forward_kl", "reverse_kl", "js")
 POOLINGS = ("mean", "cls")
 
@@ -74,7 +77,7 @@ class DistillArguments(Settings):
     where = "distill"
     topics = {
         "the run": (
-            *("recipe", "teacher", "student", "student_layers", "corpus", "out", "steps"),
+            *("recipe", "teacher", "student", "student_layers", "corpus", "out", "steps", "flops"),
             *("batch_size", "lr", "resume", "overwrite"),
         ),
         "the student": ("student_hidden", "student_heads", "tokenizer", "vocab_size"),
@@ -92,8 +95,10 @@ class DistillArguments(Settings):
     recipe: str = setting("what the student learns from the teacher", choices=tuple(RECIPES))
     teacher: str | Path = setting("folder of the teacher and its tokenizer", path="DIR")
     corpus: Sequence[str | Path] = common("corpus")
-    steps: int = common("steps")
-    out: str | Path = common("out")
+    #: None where ``flops`` is given, until the models are read.
+    steps: int = budget.steps()
+    out: str | Path = setting("folder of all results", "", path="DIR", required=True)
+    flops: float | None = budget.flops()
     student: str | Path | None = setting(
         "folder of the student (default: made of layers of the teacher)",
         None,
@@ -213,13 +218,21 @@ class DistillArguments(Settings):
             "a value with the recipe electra",
             fix="Give --generator, such as OUT/generator of a pre-training.",
         ),
+        *budget.RULES,
+        Rule(
+            "flops",
+            lambda args: args.flops is None or args.recipe not in UNCOUNTED,
+            "no budget with the recipe {args.recipe}, whose FLOPs are not counted",
+            "recipe",
+            "Give --steps N in its place.",
+        ),
         *(
             apart(name, "student", "no value beside --student")
             for name in ("student_hidden", "student_heads", "tokenizer", "vocab_size")
         ),
         Rule(
             "warmup",
-            lambda args: args.warmup <= args.steps,
+            lambda args: args.steps is None or args.warmup <= args.steps,
             "0 to {args.steps}, the steps of the run",
             fix="Choose a number of steps in between.",
         ),
@@ -256,6 +269,19 @@ class DistillArguments(Settings):
         self.check(name, able, "one weight above 0", fix, "0, as all of them are")
         self.lr = self.lr or recipe.learning_rate
         self.usual_warmup = self.warmup is None
-        if self.warmup is None:
+        self._settle()
+
+    def _settle(self) -> None:
+        """What depends on the number of steps, once it is known; and the rules."""
+        if self.warmup is None and self.steps is not None:
             self.warmup = min(10_000, self.steps // 10)
         self.check_rules()
+
+    def pay(self, flops_a_step: float) -> None:
+        """Set the steps that the budget pays for.
+
+        Raises:
+            ArgumentValueError: it pays for none, or for more than a run may have.
+        """
+        self.steps = budget.pay(self, flops_a_step)
+        self._settle()

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fastplm.models import _electra_options
+from fastplm.run import budget
 from fastplm.run.settings import (
-    COUNT,
     POSITIVE,
     SHARE,
     Number,
@@ -99,17 +99,9 @@ class PretrainArguments(Settings):
     )
     corpus: Sequence[str | Path] = common("corpus")
     #: None where ``flops`` is given, until the vocabulary is known and ``pay`` sets it.
-    steps: int = setting(
-        "optimizer steps of the run", None, number=COUNT, excludes="budget", required=True
-    )
+    steps: int = budget.steps()
     out: str | Path = setting("folder of all results", "", path="DIR", required=True)
-    flops: float | None = setting(
-        "in the place of --steps: as many steps as a budget of floating-point operations pays for, "
-        "by the count of docs/pretraining.md",
-        None,
-        number=POSITIVE,
-        excludes="budget",
-    )
+    flops: float | None = budget.flops()
     tokenizer: str | Path | None = setting(
         "folder of a saved tokenizer (default: train one)", None, path="DIR", excludes="vocabulary"
     )
@@ -333,13 +325,7 @@ class PretrainArguments(Settings):
         apart(
             "dry_run", "overwrite", "no --dry-run, or no --overwrite, as a dry run writes nothing"
         ),
-        Rule(
-            "steps",
-            lambda args: args.steps is not None or args.flops is not None,
-            "a number of steps, or a budget (flops) in its place",
-            fix="Give --steps N, or --flops F.",
-        ),
-        apart("flops", "steps", "one of the two, as the budget says how many steps there are"),
+        *budget.RULES,
         apart("start_from", "tokenizer", "no tokenizer beside it, as the checkpoint has its own"),
         apart("start_from", "vocab_size", "no vocab_size beside it, as the checkpoint has its own"),
         *(
@@ -521,14 +507,7 @@ class PretrainArguments(Settings):
         Raises:
             ArgumentValueError: it pays for none, or for more than a run may have.
         """
-        assert self.flops is not None
-        least = 2 if self.two_stage else 1
-        steps = int(self.flops // (least * flops_a_step)) * least
-        enough = least * flops_a_step * 1.0005  # what is shown, rounded, pays for it, too
-        expected = f"{enough:.4g} or more, the FLOPs of {least} of its steps"
-        self.check("flops", steps > 0, expected, "Raise it, or take a smaller model or batch.")
-        self.check("flops", COUNT.holds(steps), f"{COUNT.high} steps at most", "Lower it.")
-        self.steps = steps
+        self.steps = budget.pay(self, flops_a_step, at_once=2 if self.two_stage else 1)
         self._settle()
 
     def _check_families(self, family: Family) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from fastplm.study import cells
 from fastplm.study.cells import Planner, Store
 from fastplm.study.code import meaning
 from fastplm.study.engine import rules, words_of
-from fastplm.study.grid import read_grid
+from fastplm.study.grid import HELD_OUT, STUDIES, read_grid
 from fastplm.study.progress import DONE, Speeds, progress, write_plan
 
 
@@ -218,6 +220,54 @@ def test_time_to_go(place):
     assert seconds == pytest.approx(10.0 * rest / ready[0].cost / 2)
     speeds = Speeds([("pretrain", 100.0, 5.0), ("score", 10.0, 5.0)])
     assert speeds.seconds("pretrain", 40.0) == 2.0 and speeds.seconds("finetune", 11.0) == 1.0
+
+
+def words(folder, name, *lines):
+    """A file of the data that the studies name, plain or compressed as its name says."""
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    opened = gzip.open if name.endswith(".gz") else open
+    with opened(path, "wt", encoding="utf-8") as file:
+        file.write("\n".join(lines) + "\n")
+
+
+@pytest.fixture(scope="module")
+def all_data(tmp_path_factory):
+    """The files of all studies, with a few lines each."""
+    folder = tmp_path_factory.mktemp("data")
+    for part in ("train", "valid"):
+        words(folder, f"text/books-10m.{part}.txt.gz", *["One sentence. Another one."] * 40)
+        pair = {"premise": "He sleeps.", "hypothesis": "He does.", "label": 0}
+        words(folder, f"nli/mnli.{part}.jsonl.gz", *map(json.dumps, [pair, pair | {"label": 1}]))
+    for part in ("train", "dev"):
+        words(folder, f"sentiment/movie.{part}.tsv", "score\ttext", "1.5\tGood.", "-1.5\tBad.")
+    for part in ("train", "test"):
+        head = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String"
+        rows = [f"{label}\t1\t2\tHe sleeps.\tHe does." for label in (0, 1)]
+        words(folder, f"pairs/mrpc.{part}.txt", head, *rows)
+        for language in ("en", "de"):
+            words(folder, f"translation/multi30k.{part}.{language}.gz", *["He sleeps."] * 9)
+    for part in ("dev", "test"):
+        words(folder, f"tagging/ewt-pos.{part}.tsv", "He\tPRON", "sleeps\tVERB", "", "No\tINTJ")
+    pairs = {"sentence_good": "He sleeps.", "sentence_bad": "He sleep.", "UID": "agreement"}
+    with zipfile.ZipFile(folder / "x.zip", "w") as file:
+        file.writestr("agreement.jsonl", json.dumps(pairs) + "\n")
+    (folder / "blimp").mkdir()
+    (folder / "x.zip").rename(folder / "blimp/blimp.zip")
+    words(folder, "blimp/models_summary.jsonl", json.dumps({"UID": "agreement", "gpt2": 0.9}))
+    return folder
+
+
+@pytest.mark.parametrize("size", ["tiny", "small", "full"])
+@pytest.mark.parametrize("name", sorted(path.stem for path in STUDIES.glob("*.yaml")))
+def test_every_study_that_comes_along_can_be_planned(all_data, tmp_path, name, size):
+    """All its settings are valid together, in each size; and its claims are of what it judges."""
+    grid = read_grid(name, size)
+    plan = Planner(grid, Store(tmp_path), all_data, 1, tmp_path / "cache").plan()
+    assert len(plan.cells) > 4 and all(cell.cost > 0 for cell in plan.cells.values())
+    judged = {judge for each in plan.variants.values() for judge, _ in each.judged}
+    asked = {on for claim in grid.claims for on in claim.on}
+    assert asked <= judged | {on for on in asked if on.startswith(HELD_OUT)}
 
 
 def test_a_dry_run_writes_nothing(place, capsys):

@@ -32,6 +32,7 @@ from fastplm.train.distill_objectives import (
     uniform_layers,
 )
 from fastplm.train.distill_settings import RECIPES, DistillArguments
+from fastplm.train.flops import training_flops
 
 B, T, HEADS = 3, 7, 2
 WORDS = 40
@@ -550,6 +551,38 @@ def test_a_run(recipe, kind, parts, distilled, bert, tmp_path):
     student = safetensors.torch.load_file(out / "model" / "model.safetensors")
     for name, value in student.items():
         assert torch.equal(value, saved[f"student.{name}"])
+
+
+def test_a_budget_of_flops(distilled, bert, tmp_path, capsys):
+    """The student's training and the teacher's forward are paid for, whole steps alone."""
+    counted = {}
+    for name, layers in (("student", 1), ("teacher", None)):
+        config = transformers.AutoConfig.from_pretrained(bert / "model")
+        config.num_hidden_layers = layers or config.num_hidden_layers
+        counted[name] = training_flops(config, (32,), masked=0.0)
+    a_step = 4 * (counted["student"] + counted["teacher"] / 3)
+    options = {"recipe": "tinybert", "steps": None}
+    words = distilled(tmp_path / "out", bert / "model", **options, flops=3.99 * a_step)
+    assert main(words) == 0
+    assert "FLOPs pay for 3 steps of" in capsys.readouterr().err
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert metrics["arguments"]["steps"] == 3
+    assert metrics["flops"] == pytest.approx(3 * a_step, rel=1e-3)
+    assert main([*words, "--resume"]) == 0, "a finished run stays as it is"
+    for more, said in (
+        ({**options, "flops": 0.9 * a_step}, "the FLOPs of 1 of its steps"),
+        ({"flops": 1e9}, "not allowed with argument --steps"),
+        ({"steps": None}, "--steps"),
+        ({"steps": None, "flops": 1e9, "recipe": "multilingual"}, "whose FLOPs are not counted"),
+    ):
+        given = distilled(tmp_path / "no", bert / "model", **more)
+        if more.get("recipe") == "multilingual":
+            given += ["--translation", "-"]
+        try:
+            assert main(given) == 2
+        except SystemExit as error:
+            assert error.code == 2
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.slow
