@@ -38,11 +38,15 @@ OWN = (
 )
 #: How a file names the figures of held-out text, which need no judge: "held out: mlm_loss".
 HELD_OUT = "held out: "
+#: What claims call the mean over all judges that fine-tune, as GLUE's.
+MEAN = "mean"
 _TOP = ("study", "question", "paper", *COMMANDS, "variants", "grid", "curve")
 _TOP += ("judges", "claims", "sizes")
 _OF_VARIANT = ("command", "model", "model_of", "finetune", "score", "judges")
 _OF_JUDGE = ("score", "task", "model_as", "scratch", "figure", "part")
 _OF_CLAIM = ("better", "than", "on", "paper")
+#: The fewest judges of which there is a mean.
+_OF_A_MEAN = 2
 _PARTS = ("discriminator", "generator")
 _SEEDS = whole(1, 1000)
 #: What a judge tells a command from: the option that names what is judged.
@@ -374,6 +378,8 @@ class _Reader:
     def judge(self, found: Mapping[str, Any], name: str, given: Any) -> Judge:
         if name.startswith(HELD_OUT):
             self.refuse(f"a judge of the name {name!r}", "another name, as it means held-out text")
+        if name == MEAN:
+            self.refuse(f"a judge of the name {name!r}", "another name, as it means all of them")
         given = dict(self.mapping(name, given))
         kinds = [kind for kind in _KIND if kind in given]
         if len(kinds) != 1:
@@ -427,7 +433,11 @@ class _Reader:
             on = each.get("on", list(judges))
             on = on if isinstance(on, list) else [on]
             gone = [name for name in on if _is_of(name, self.without)]
+            if sum(judge.command == "finetune" for judge in judges.values()) < _OF_A_MEAN:
+                gone.append(MEAN)
             for name in on:
+                if name == MEAN:
+                    continue
                 # Figures of held-out text, and points of curves, are known when they are there.
                 if not (name in gone or _is_of(name, judges) or name.startswith(HELD_OUT)):
                     self.name(f"{where}: on", name, judges)

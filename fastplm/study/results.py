@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fastplm.study.cells import Cell, Plan, Planned, Store
-from fastplm.study.grid import HELD_OUT, Grid, Judge
+from fastplm.study.grid import HELD_OUT, MEAN, Grid, Judge
 from fastplm.study.statistics import Interval, Spread, interval, spread
 
 #: Figures of which less is more end so.
@@ -150,6 +150,7 @@ def _row(grid: Grid, planned: Planned, done: Mapping[str, Any]) -> Row:
                 scores[column] = each
             else:
                 states.setdefault(column, []).append((share, each))
+    scores |= _mean_of(grid, scores)
     ordered = [name for name in scores if not name.startswith(HELD_OUT)]
     ordered += [name for name in scores if name.startswith(HELD_OUT)]
     flops = [each["flops"] for each in trained if each["flops"] is not None]
@@ -168,6 +169,23 @@ def _row(grid: Grid, planned: Planned, done: Mapping[str, Any]) -> Row:
         },
         times=_times(trained, judging),
     )
+
+
+def _mean_of(grid: Grid, scores: Mapping[str, Scores]) -> dict[str, Scores]:
+    """The mean over the judges that fine-tune, as GLUE's: nothing where one has not judged.
+
+    A score is the one that a judge shows first. Losses are not among them.
+
+    Source: Wang et al. 2019 (arXiv 1804.07461), §3: an unweighted mean over tasks.
+    """
+    names = [name for name, judge in grid.judges.items() if judge.command == "finetune"]
+    found = [scores[name] for name in names if name in scores and not scores[name].lower]
+    if len(found) < 2 or len(found) < len(names):
+        return {}
+    if len({each.values.shape for each in found}) > 1:  # by other numbers of seeds
+        return {}
+    early = tuple(dict.fromkeys(reason for each in found for reason in each.early))
+    return {MEAN: Scores(np.mean([each.values for each in found], 0), early=early)}
 
 
 def _finite(loss: float | None) -> float | None:

@@ -70,6 +70,17 @@ def test_a_size_without_a_judge_is_without_its_claims(tmp_path):
     assert small.variants["15 %"].judges == ("sentiment",)
 
 
+def test_a_claim_of_the_mean_needs_several_judges_that_fine_tune(tmp_path):
+    claims = [{"better": "40 %", "than": "15 %", "on": ["mean", "blimp"]}]
+    assert read_grid(str(written(tmp_path, claims=claims))).claims[0].on == ("blimp",)
+    film = {"task": "classification", "data": "a.tsv"}
+    judges = {"sentiment": film, "again": film, "blimp": {"score": "minimal-pairs", "data": "b"}}
+    grid = read_grid(str(written(tmp_path, claims=claims, judges=judges)))
+    assert grid.claims[0].on == ("mean", "blimp")
+    with pytest.raises(ArgumentValueError, match="a judge of the name 'mean'"):
+        read_grid(str(written(tmp_path, judges={"mean": film})))
+
+
 def test_a_size_changes_what_it_names(tmp_path):
     grid = read_grid(str(written(tmp_path, claims=[])), "small")
     assert grid.variants["15 %"].options["steps"] == "7" and list(grid.judges) == ["sentiment"]

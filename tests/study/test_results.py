@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from fastplm.study.claims import AGREES, CANNOT, DISAGREES, compare
-from fastplm.study.grid import Claim, read_grid
+from fastplm.study.grid import Claim, Judge, read_grid
 from fastplm.study.picture import draw, panels
-from fastplm.study.results import Results, Row, Scores, _not_above, too_early
+from fastplm.study.results import Results, Row, Scores, _mean_of, _not_above, too_early
 from fastplm.study.statistics import interval
 from fastplm.study.table import content, page, write_tables
 
@@ -77,6 +78,28 @@ def study(place):
 
 BASE = [[0.70, 0.71], [0.72, 0.71], [0.69, 0.70]]
 BETTER = [[0.80, 0.81], [0.82, 0.81], [0.79, 0.80]]
+
+
+def test_the_mean_over_tasks():
+    """As GLUE's, of each seed; minimal pairs and losses are not among them."""
+    film = Judge("film", "finetune", {}, "model", True, None, None)
+    grid = SimpleNamespace(
+        judges={"film": film, "tags": film, "blimp": replace(film, command="score")}
+    )
+    scores = {
+        "film": Scores(np.array([[0.6, 0.7], [0.8, 0.7]]), early=("a reason",)),
+        "tags": Scores(np.array([[0.8, 0.9], [0.8, 0.9]])),
+        "blimp": Scores(np.array([[0.5] * 67] * 2), fixed=True),
+    }
+    mean = _mean_of(grid, scores)["mean"]
+    assert mean.values == pytest.approx(np.array([[0.7, 0.8], [0.8, 0.8]]))
+    assert mean.early == ("a reason",) and not mean.fixed
+    for lacking in (
+        {"film": scores["film"], "blimp": scores["blimp"]},
+        scores | {"tags": Scores(np.array([[0.8], [0.8]]))},
+        scores | {"tags": replace(scores["tags"], lower=True)},
+    ):
+        assert _mean_of(grid, lacking) == {}
 
 
 def test_a_claim_that_holds(study):
