@@ -39,7 +39,13 @@ from fastplm.run.seeds import interval
 from fastplm.run.trainer import RunTrainer, trained, training_arguments
 from fastplm.train.finetune_data import hold_out, shown_counts
 from fastplm.train.finetune_layers import set_layer_rates
-from fastplm.train.finetune_mixture import indices_of_parts, marked, of_epoch, read_parts
+from fastplm.train.finetune_mixture import (
+    counts_of_epoch,
+    indices_of_parts,
+    marked,
+    of_epoch,
+    read_parts,
+)
 from fastplm.train.finetune_models import (
     build_model,
     check_teacher,
@@ -316,10 +322,9 @@ class Finetuning(Run):
             rows["labels"] = f"{shown_counts(counts)}; to judge by: {shown_counts(to_judge)}"
         parts = indices_of_parts(task.train)
         if parts:
-            read = {
-                name: min(len(part), args.mixture_cap or len(part)) for name, part in parts.items()
-            }
-            rows["an epoch"] = ", ".join(f"{n:,} of {name}" for name, n in read.items())
+            each = counts_of_epoch(args, [len(part) for part in parts.values()])
+            read = zip(each, parts, strict=True)
+            rows["an epoch"] = ", ".join(f"{count:,} of {name}" for count, name in read)
         if args.teacher is not None:
             share = f"{args.teacher_weight:g} of the loss, temperature {args.teacher_temperature:g}"
             rows["teacher"] = f"{args.teacher}: {share}"
@@ -469,18 +474,16 @@ def _check_other_files(args: FinetuneArguments) -> None:
 class FeatureDataset(Dataset):
     """Features, their lengths, and the outputs that a frozen backbone has computed for them.
 
-    ``teacher`` has the logits of a teacher for each, if there is one. With a ``cap``, an epoch
-    reads so many of each of the ``parts`` at most, and ``epoch`` is how many that is in all.
+    ``teacher`` has the logits of a teacher for each, if there is one. With ``counts``, an epoch
+    reads so many of each of the ``parts``, and ``epoch`` is how many that is in all.
     """
 
     def __init__(
-        self, features: list[Feature], parts: Iterable[list[int]] = (), cap: int | None = None
+        self, features: list[Feature], parts: Iterable[list[int]] = (), counts: Iterable[int] = ()
     ) -> None:
         self.features = features
-        self.parts, self.cap = list(parts), cap
-        self.epoch = len(features)
-        if cap is not None:
-            self.epoch = sum(min(len(part), cap) for part in self.parts)
+        self.parts, self.counts = list(parts), list(counts)
+        self.epoch = sum(self.counts) or len(features)
         self.lengths = [feature_length(feature) for feature in features]
         self.kept: dict[Any, Kept] = {}
         self.teacher: list[Logits] = []
@@ -495,8 +498,11 @@ class FeatureDataset(Dataset):
 
 def _dataset(task: Task) -> FeatureDataset:
     """The training examples of a task."""
-    parts = indices_of_parts(task.train).values()
-    return FeatureDataset(task.features(task.train)[0], parts, task.args.mixture_cap)
+    args, parts = task.args, list(indices_of_parts(task.train).values())
+    counts: list[int] = []
+    if args.mixture_cap is not None or args.mixture_temperature != 1:
+        counts = counts_of_epoch(args, [len(part) for part in parts])
+    return FeatureDataset(task.features(task.train)[0], parts, counts)
 
 
 # --- one seed -------------------------------------------------------------------------------------
@@ -567,13 +573,13 @@ class _LengthSampler(LengthGroupedSampler):
         generator = torch.Generator().manual_seed(trainer.args.seed)
         self.parts = [
             [part[i] for i in torch.randperm(len(part), generator=generator).tolist()]
-            for part in (dataset.parts if dataset.cap is not None else ())
+            for part in (dataset.parts if dataset.counts else ())
         ]
 
     def __iter__(self) -> Iterator[int]:
         # The step gives the epoch also after a resume.
         epoch = self.trainer.state.global_step // math.ceil(len(self.lengths) / self.batch_size)
-        chosen = of_epoch(self.parts, self.dataset.cap or 0, epoch)
+        chosen = of_epoch(self.parts, self.dataset.counts, epoch)
         if chosen:
             self.lengths = [self.dataset.lengths[index] for index in chosen]
         # PyTorch's generator uses 32 bits of a seed, which cannot hold both seed and epoch.

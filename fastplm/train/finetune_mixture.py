@@ -48,7 +48,7 @@ def read_parts(args: FinetuneArguments) -> dict[str, FinetuneArguments]:
             check(able, f", where {key} of {name} is {value!r}", "a text", "Put it in quotes.")
         check("data" in given, f", where {name} has no data", "a file for each task")
         check(not str(given["data"]).endswith((".yaml", ".yml")), f", where {name} is a mixture")
-        parts[str(name)] = replace(args, mixture_cap=None, **given)
+        parts[str(name)] = replace(args, mixture_cap=None, mixture_temperature=1.0, **given)
     return parts
 
 
@@ -67,20 +67,38 @@ def indices_of_parts(examples: Sequence[Example]) -> dict[str, list[int]]:
     return found
 
 
-def of_epoch(parts: Sequence[Sequence[int]], cap: int, epoch: int) -> list[int]:
-    """What an epoch reads: ``cap`` examples of each task at most, the next ones in each epoch.
+def counts_of_epoch(args: FinetuneArguments, sizes: Sequence[int]) -> list[int]:
+    """How many examples of each task an epoch reads: of n the share of ``min(n, K) ** (1 / T)``.
 
-    So a task has the share ``min(n, cap)`` of its n examples among those of all tasks.
+    They are as many together as with T = 1, which is examples-proportional mixing.
+
+    Args:
+        args: ``mixture_cap`` is K, ``mixture_temperature`` T.
+        sizes: the examples of each task.
+
+    Source: Raffel et al. 2020 (arXiv 1910.10683), §3.5.2.
+    """
+    limited = [min(size, args.mixture_cap or size) for size in sizes]
+    total, rates = sum(limited), [size ** (1 / args.mixture_temperature) for size in limited]
+    exact = [total * rate / sum(rates) for rate in rates]
+    if args.mixture_temperature == 1:
+        return limited
+    counts = [int(each) for each in exact]
+    nearest = sorted(range(len(sizes)), key=lambda i: counts[i] - exact[i])
+    for i in nearest[: total - sum(counts)]:  # those that lose most by rounding down
+        counts[i] += 1
+    return counts
+
+
+def of_epoch(parts: Sequence[Sequence[int]], counts: Sequence[int], epoch: int) -> list[int]:
+    """What an epoch reads: of each task the next ones, and again from the first where they end.
 
     Args:
         parts: the examples of each task, in a random order.
-        cap: the limit K of the paper.
+        counts: how many of each.
         epoch: counted from 0.
-
-    Source: Raffel et al. 2020 (arXiv 1910.10683), §3.5.2, examples-proportional mixing.
     """
     chosen = []
-    for part in parts:
-        count = min(len(part), cap)
+    for part, count in zip(parts, counts, strict=True):
         chosen += [part[(epoch * count + i) % len(part)] for i in range(count)]
     return chosen

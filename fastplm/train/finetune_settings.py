@@ -43,8 +43,12 @@ _WARM_START = ("decoder", "warm", "share", "target_vocab_size")
 _SOURCE_ENCODER = ("source_encoder_layers", "source_vocab_size", "source_encoder_steps")
 _SEQ2SEQ = (
     *("targets", "eval_targets", "prefix", "max_target_length", "beams", "length_penalty"),
-    *("stemmer", "mixture_cap", "encoder", *_WARM_START, *_SOURCE_ENCODER),
+    *("stemmer", "mixture_cap", "mixture_temperature", "encoder", *_WARM_START, *_SOURCE_ENCODER),
 )
+
+
+def _is_usual_or_of_a_mixture(name: str, args: FinetuneArguments) -> bool:
+    return args.usual(name) or args.is_mixture
 
 
 def _is_of_its_task(name: str, args: FinetuneArguments) -> bool:
@@ -213,6 +217,13 @@ class FinetuneArguments(Settings):
         None,
         number=COUNT,
         metavar="N",
+    )
+    mixture_temperature: float = setting(
+        "seq2seq, several tasks in --data: a task's share of an epoch is that of its examples to "
+        "the power of 1/T, so that a large T gives each task as many (default: 1)",
+        1.0,
+        number=Number(float, 1, 1e6, "a number from 1 to 1e6"),
+        metavar="T",
     )
     encoder: str | Path | None = setting(
         "seq2seq: in place of --model, folder of the checkpoint that starts the encoder of a new "
@@ -419,12 +430,15 @@ class FinetuneArguments(Settings):
             "max_samples",
             "Choose the rate first, in a run of its own.",
         ),
-        Rule(
-            "mixture_cap",
-            lambda args: args.mixture_cap is None or args.is_mixture,
-            "a .yaml file of several tasks in --data",
-            "data",
-            "Leave it out.",
+        *(
+            Rule(
+                name,
+                functools.partial(_is_usual_or_of_a_mixture, name),
+                "a .yaml file of several tasks in --data",
+                "data",
+                "Leave it out.",
+            )
+            for name in ("mixture_cap", "mixture_temperature")
         ),
         *(
             Rule(

@@ -20,7 +20,7 @@ from fastplm.train.finetune import (
     prepare_task,
 )
 from fastplm.train.finetune import _dataset as dataset_of
-from fastplm.train.finetune_mixture import of_epoch
+from fastplm.train.finetune_mixture import counts_of_epoch, of_epoch
 
 WORDS = "river house teacher garden train letter window forest engine island".split()
 SOURCES = [f"the {a} saw the {b}" for a in WORDS for b in WORDS[:4]]
@@ -112,7 +112,32 @@ def test_a_task_with_more_examples_than_the_cap_reads_others_in_each_epoch(argum
         assert Counter(task.train[i].part for i in epoch) == {"copying": 12, "last": 10}
     first = [{i for i in epoch if task.train[i].part == "copying"} for epoch in epochs]
     assert len(first[0] | first[1] | first[2]) == 36
-    assert of_epoch([[7, 8, 9], [1]], 2, 1) == [9, 7, 1]
+    assert of_epoch([[7, 8, 9], [1]], [2, 1], 1) == [9, 7, 1]
+
+
+@pytest.mark.parametrize(
+    "options, counts",
+    [
+        ({}, [36, 10]),
+        ({"mixture_temperature": 2.0}, [30, 16]),  # 6 to sqrt(10)
+        ({"mixture_temperature": 1e6}, [23, 23]),
+        ({"mixture_cap": 16, "mixture_temperature": 2.0}, [15, 11]),  # 4 to sqrt(10)
+    ],
+)
+def test_a_temperature_gives_small_tasks_more(arguments, tmp_path, capsys, options, counts):
+    args = arguments(**options, steps=None, epochs=1)
+    assert counts_of_epoch(args, [36, 10]) == counts
+    task = prepare_task(args)
+    features = dataset_of(task)
+    assert features.epoch == sum(counts)
+    trainer = make_trainer(args, task, build_model(args, task, 0), features, 0, tmp_path)
+    order = [index for index in trainer._get_train_sampler()]
+    assert Counter(task.train[i].part for i in order) == dict(
+        zip(("copying", "last"), counts, strict=True)
+    )
+    # Of a task that is read more than once, each example as often as the others, but for one.
+    times = Counter(i for i in order if task.train[i].part == "last").values()
+    assert max(times) - min(times) <= 1
 
 
 @pytest.mark.parametrize(
@@ -138,6 +163,8 @@ def test_settings_that_do_not_fit_a_mixture(arguments, folder, tmp_path):
         arguments(prefix="a")
     with pytest.raises(ArgumentValueError, match="`mixture_cap` got 3 with --data .*copy.tsv"):
         arguments(data=folder / "copy.tsv", mixture_cap=3)
+    with pytest.raises(ArgumentValueError, match="`mixture_temperature` got 2.0 with --data .*tsv"):
+        arguments(data=folder / "copy.tsv", mixture_temperature=2.0)
     path, name = folder / "copy.tsv", "`eval_data` got .*copy.tsv, the file of --data"
     with pytest.raises(ArgumentValueError, match=name):
         prepare_task(arguments(f"a: {{data: {path}, eval_data: {path}}}\nb: {{data: {path}}}"))
