@@ -553,6 +553,27 @@ def test_a_run(recipe, kind, parts, distilled, bert, tmp_path):
         assert torch.equal(value, saved[f"student.{name}"])
 
 
+def test_tinybert_learns_from_a_teacher_that_was_fine_tuned(distilled, bert, tmp_path):
+    """The second step of TinyBERT, of hidden states and attention, as docs/finetuning.md has it."""
+    kind = transformers.BertForSequenceClassification
+    teacher = kind.from_pretrained(bert / "model", num_labels=3)
+    with torch.no_grad():  # as if it was trained
+        for weight in teacher.bert.encoder.parameters():
+            weight.mul_(1.5)
+    teacher.save_pretrained(tmp_path / "teacher")
+    load_tokenizer(bert / "model").save_pretrained(tmp_path / "teacher")
+    general = tmp_path / "general"
+    assert main(distilled(general, bert / "model", "tinybert", student_hidden=64)) == 0
+    options = {"student": general / "model", "student_layers": None}
+    losses = {}
+    for name, path in (("task", tmp_path / "teacher"), ("other", bert / "model")):
+        assert main(distilled(tmp_path / name, path, "tinybert", **options)) == 0
+        metrics = json.loads((tmp_path / name / "metrics.json").read_text())
+        losses[name] = [entry["loss"] for entry in metrics["history"]]
+    assert losses["task"][-1] < losses["task"][0] and losses["task"] != losses["other"]
+    loads_as("BertModel", tmp_path / "task" / "model", add_pooling_layer=False)
+
+
 def test_a_budget_of_flops(distilled, bert, tmp_path, capsys):
     """The student's training and the teacher's forward are paid for, whole steps alone."""
     counted = {}
