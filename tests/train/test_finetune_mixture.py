@@ -135,7 +135,7 @@ def test_a_temperature_gives_small_tasks_more(arguments, tmp_path, capsys, optio
     assert Counter(task.train[i].part for i in order) == dict(
         zip(("copying", "last"), counts, strict=True)
     )
-    # Of a task that is read more than once, each example as often as the others, but for one.
+    # The examples of a task that is read more than once come as often as each other, but for one.
     times = Counter(i for i in order if task.train[i].part == "last").values()
     assert max(times) - min(times) <= 1
 
