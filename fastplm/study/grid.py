@@ -46,7 +46,7 @@ _OF_VARIANT = ("command", "model", "model_of", "finetune", "score", "judges")
 _OF_JUDGE = ("score", "task", "model_as", "scratch", "figure", "part")
 _OF_CLAIM = ("better", "than", "on", "paper")
 #: The fewest judges of which there is a mean.
-_OF_A_MEAN = 2
+OF_A_MEAN = 2
 _PARTS = ("discriminator", "generator")
 _SEEDS = whole(1, 1000)
 #: What a judge tells a command from: the option that names what is judged.
@@ -433,7 +433,7 @@ class _Reader:
             on = each.get("on", list(judges))
             on = on if isinstance(on, list) else [on]
             gone = [name for name in on if _is_of(name, self.without)]
-            if sum(judge.command == "finetune" for judge in judges.values()) < _OF_A_MEAN:
+            if sum(judge.command == "finetune" for judge in judges.values()) < OF_A_MEAN:
                 gone.append(MEAN)
             for name in on:
                 if name == MEAN:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fastplm.study.cells import Cell, Plan, Planned, Store
-from fastplm.study.grid import HELD_OUT, MEAN, Grid, Judge
+from fastplm.study.grid import HELD_OUT, MEAN, OF_A_MEAN, Grid, Judge
 from fastplm.study.statistics import Interval, Spread, interval, spread
 
 #: Figures of which less is more end so.
@@ -180,7 +180,7 @@ def _mean_of(grid: Grid, scores: Mapping[str, Scores]) -> dict[str, Scores]:
     """
     names = [name for name, judge in grid.judges.items() if judge.command == "finetune"]
     found = [scores[name] for name in names if name in scores and not scores[name].lower]
-    if len(found) < 2 or len(found) < len(names):
+    if len(found) < max(OF_A_MEAN, len(names)):
         return {}
     if len({each.values.shape for each in found}) > 1:  # by other numbers of seeds
         return {}

@@ -79,10 +79,10 @@ def counts_of_epoch(args: FinetuneArguments, sizes: Sequence[int]) -> list[int]:
     Source: Raffel et al. 2020 (arXiv 1910.10683), §3.5.2.
     """
     limited = [min(size, args.mixture_cap or size) for size in sizes]
-    total, rates = sum(limited), [size ** (1 / args.mixture_temperature) for size in limited]
-    exact = [total * rate / sum(rates) for rate in rates]
     if args.mixture_temperature == 1:
         return limited
+    total, rates = sum(limited), [size ** (1 / args.mixture_temperature) for size in limited]
+    exact = [total * rate / sum(rates) for rate in rates]
     counts = [int(each) for each in exact]
     nearest = sorted(range(len(sizes)), key=lambda i: counts[i] - exact[i])
     for i in nearest[: total - sum(counts)]:  # those that lose most by rounding down
