@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
+import torch
 
 from fastplm.run.seeds import probability_within, student_t
 
@@ -100,22 +102,36 @@ class Spread:
         rows: the standard deviation between pre-training seeds.
         columns: that between fine-tuning seeds of one pre-training; None of fixed columns.
         number: fine-tuning seeds of each pre-training.
+        degrees: of freedom of the variance of pre-training seeds.
     """
 
     rows: float
     columns: float | None
     number: int
+    degrees: int
 
-    def needed(self, difference: float) -> int:
+    def needed(self, difference: float) -> tuple[int, int, int]:
         """The pre-training seeds of two variants that show a difference in four of five studies.
 
         By a two-sided t-test of 5 %, not paired, each seed with ``number`` fine-tuning seeds.
 
+        Returns:
+            The number for the variance that was found, and those for the ends of the variance's
+            95 % interval, as of normal scores.
+
         Source: Guenther 1981, Sample size formulas for normal theory t tests.
         """
         variance = self.rows**2 + (self.columns or 0.0) ** 2 / self.number
-        needed = 2 * variance * ((_NORMAL + _POWER) / difference) ** 2 + _NORMAL**2 / 4
-        return max(2, math.ceil(needed))
+
+        def seeds(variance: float) -> int:
+            needed = 2 * variance * ((_NORMAL + _POWER) / difference) ** 2 + _NORMAL**2 / 4
+            return max(2, math.ceil(needed))
+
+        low, high = (
+            seeds(variance * self.degrees / chi_square(level, self.degrees))
+            for level in ((1 + _LEVEL) / 2, (1 - _LEVEL) / 2)
+        )
+        return seeds(variance), low, high
 
 
 def spread(variants: Sequence[np.ndarray], *, fixed: bool = False) -> Spread | None:
@@ -136,11 +152,26 @@ def spread(variants: Sequence[np.ndarray], *, fixed: bool = False) -> Spread | N
     if any(len(each) < 2 or (each.shape[1] < 2 and not fixed) for each in variants):
         return None
     means = float(np.mean([each.mean(1).var(ddof=1) for each in variants]))
+    degrees = sum(len(each) - 1 for each in variants)
     if fixed:
-        return Spread(math.sqrt(means), None, 1)
+        return Spread(math.sqrt(means), None, 1, degrees)
     within = float(np.mean([each.var(1, ddof=1).mean() for each in variants]))
     number = min(each.shape[1] for each in variants)
-    return Spread(math.sqrt(max(means - within / number, 0.0)), math.sqrt(within), number)
+    return Spread(math.sqrt(max(means - within / number, 0.0)), math.sqrt(within), number, degrees)
+
+
+@lru_cache
+def chi_square(probability: float, degrees: int) -> float:
+    """The quantile of the chi-square distribution, to 1e-9 of it, by bisection."""
+    low, high = 0.0, 20.0 * degrees + 100.0
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        shape, limit = torch.tensor([degrees / 2, middle / 2], dtype=torch.float64)
+        if torch.special.gammainc(shape, limit) < probability:
+            low = middle
+        else:
+            high = middle
+    return high
 
 
 def paired_p(differences: np.ndarray) -> float | None:

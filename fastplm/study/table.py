@@ -189,13 +189,16 @@ def _spreads(results: Results) -> list[str]:
         within = _NONE if each.columns is None else f"{each.columns:.4f}"
         scores = (row.scores[name].values for row in results.rows.values() if name in row.scores)
         point = 1.0 if max(values.max() for values in scores) > 1 else 0.01
-        needed = f"{each.needed(point)}" + (f" × {each.number}" if each.columns is not None else "")
+        seeds, low, high = each.needed(point)
+        columns = "" if each.columns is None else f" × {each.number}"
+        needed = f"{seeds}{columns} ({low} to {high})"
         lines.append(f"| {name} | {each.rows:.4f} | {within} | {needed} |")
     lines += [
         "",
         "Over all variants. Fine-tuning seeds are those of one pre-training. The last column: the "
         "seeds of each of two variants with which a difference of one point is found in four of "
-        "five studies (t-test, two-sided, 5 %, not paired).",
+        "five studies (t-test, two-sided, 5 %, not paired); in brackets: for the 95 % interval of "
+        "the deviation.",
         "",
     ]
     return lines

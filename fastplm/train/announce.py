@@ -69,7 +69,9 @@ def pretraining(run: Pretraining) -> str:
     if args.short_block_size is not None:
         kind = "short pairs" if "+" in str(args.objective) else "pieces of blocks"
         pieces = f"{kind}, {args.short_block_size} tokens each"
-        before["short blocks"] = f"the first {args.short_steps:,} steps are of {pieces}"
+        steps = " and ".join(f"{len(part):,}" for part in args.short_steps)
+        of = " of the two stages" if args.two_stage else ""
+        before["short blocks"] = f"the first {steps} steps{of} are of {pieces}"
     if args.flops is not None:
         before["budget"] = budget(args, data)
     return _rows(run, before, {"learning rate": learning_rate(args), **_pairs(data)})
@@ -123,7 +125,7 @@ def _pairs(data: RunData) -> dict[str, str]:
     """A row about runs that cannot be cut into two segments, if there are any."""
     found: dict[str, Any] = {"pairs": data.samples}
     if isinstance(data.samples, ShortPairs):
-        found = {"short pairs": data.samples.short, "pairs": data.samples.whole}
+        found = {"short pairs": data.samples.pairs, "pairs": data.samples.whole}
     rows = {}
     for name, pairs in found.items():
         if isinstance(pairs, NextSentencePairs) and pairs.chunks.lone:

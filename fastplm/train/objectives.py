@@ -236,10 +236,12 @@ class SentenceOrder(MaskedTokens):
         return self.pairs(stream, **self.ends)
 
     def short_first(self, samples: Dataset, store: TokenStore) -> Dataset:
-        args, until = self.args, self.args.short_samples
+        args, short = self.args, self.args.short_samples
         source = SentenceChunks(store, args.block_size // args.pieces)
-        stream = PretrainingStream(source, seed=args.seed, length=until * args.pieces)
-        return ShortPairs(self.samples(stream), samples, args.pieces, until)
+        stream = PretrainingStream(
+            source, seed=args.seed, length=sum(map(len, short)) * args.pieces
+        )
+        return ShortPairs(self.samples(stream), samples, args.pieces, short)
 
 
 class NextSentence(SentenceOrder):

@@ -128,7 +128,8 @@ class PretrainArguments(Settings):
         metavar="N",
     )
     short_share: float = setting(
-        "of --short-block-size: the share of the steps with short blocks",
+        "of --short-block-size: the share of the steps with short blocks (with --two-stage: of the "
+        "steps of each stage)",
         _SHORT_SHARE,
         number=SHARE,
     )
@@ -375,7 +376,6 @@ class PretrainArguments(Settings):
             "short_block_size",
             "Add --short-block-size, or leave the option out.",
         ),
-        apart("short_block_size", "two_stage", "no two_stage, whose stages are halves of the run"),
         Rule(
             "seeds",
             lambda args: args.seed + args.seeds <= 1 << 32,
@@ -558,9 +558,16 @@ class PretrainArguments(Settings):
         return replace(named, **changes)
 
     @property
-    def short_steps(self) -> int:
-        """The steps with short blocks, which come first."""
-        return 0 if self.short_block_size is None else round(self.short_share * self.steps)
+    def short_steps(self) -> list[range]:
+        """The steps with short blocks: the first of the run, or of each stage."""
+        if self.short_block_size is None:
+            return []
+        stages = {0: self.first_stage, self.first_stage: self.steps}
+        return [
+            range(begin, begin + round(self.short_share * (end - begin)))
+            for begin, end in stages.items()
+            if begin < end
+        ]
 
     @property
     def pieces(self) -> int:
@@ -568,9 +575,10 @@ class PretrainArguments(Settings):
         return self.block_size // (self.short_block_size or self.block_size)
 
     @property
-    def short_samples(self) -> int:
+    def short_samples(self) -> list[range]:
         """The samples of these steps, of all processes, before they are cut."""
-        return self.short_steps * self.samples_a_step
+        each = self.samples_a_step
+        return [range(steps.start * each, steps.stop * each) for steps in self.short_steps]
 
     @property
     def mask_shares(self) -> tuple[float, float, float]:

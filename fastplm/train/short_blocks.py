@@ -1,7 +1,7 @@
 """Short blocks first: most steps of a run are trained on pieces of its blocks.
 
-[B, T] -> [B * pieces, T / pieces], with as many tokens, in the first samples of a run. A block is
-cut; a pair of segments cannot be, so there are short pairs in the place of one.
+[B, T] -> [B * pieces, T / pieces], with as many tokens, in the first samples of a run, or of each
+stage. A block is cut; a pair of segments cannot be, so there are short pairs in the place of one.
 
 Source: Devlin et al. 2019 (arXiv 1810.04805), section A.2: 90 % of the steps of BERT are of 128
     tokens, the others of 512, to learn the positions. Press et al. 2021 (arXiv 2012.15832),
@@ -10,6 +10,7 @@ Source: Devlin et al. 2019 (arXiv 1810.04805), section A.2: 90 % of the steps of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,25 +26,25 @@ _PIECES = "pieces"
 
 
 class ShortBlocks(Dataset):
-    """Samples of a run, of which the first are cut into pieces of one length.
+    """Samples of a run, of which some are cut into pieces of one length.
 
-    Item i is ``{"pieces": samples}`` before ``until``, and then ``whole[i]``. A block is cut as it
-    is, so its first piece alone begins with [CLS], and its last ends with [SEP].
+    Item i is ``{"pieces": samples}`` where ``short`` has i, and else ``whole[i]``. A block is cut
+    as it is, so its first piece alone begins with [CLS], and its last ends with [SEP].
 
     Args:
         whole: the samples of a run: ``input_ids`` int64 [T], ``sample_index``.
         pieces: of a sample.
-        until: the index of the first sample that is not cut.
+        short: the indices of the samples that are cut.
     """
 
-    def __init__(self, whole: Dataset, pieces: int, until: int) -> None:
-        self.whole, self.pieces, self.until = whole, pieces, until
+    def __init__(self, whole: Dataset, pieces: int, short: Sequence[range]) -> None:
+        self.whole, self.pieces, self.short = whole, pieces, short
 
     def __len__(self) -> int:
         return len(self.whole)  # type: ignore[arg-type]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        if not 0 <= index < self.until:
+        if not any(index in part for part in self.short):
             return self.whole[index]
         return {_PIECES: self._pieces(index)}
 
@@ -68,17 +69,17 @@ class ShortPairs(ShortBlocks):
     """The same of pairs of segments: in the place of a whole pair are several short ones.
 
     Args:
-        short: pairs, ``pieces`` times as many as ``until``.
-        whole, pieces, until: see ``ShortBlocks``.
+        pairs: short ones, ``pieces`` times as many as ``short`` has indices, which begin with 0.
+        whole, pieces, short: see ``ShortBlocks``.
     """
 
-    def __init__(self, short: Dataset, whole: Dataset, pieces: int, until: int) -> None:
-        super().__init__(whole, pieces, until)
-        self.short = short
+    def __init__(self, pairs: Dataset, whole: Dataset, pieces: int, short: Sequence[range]) -> None:
+        super().__init__(whole, pieces, short)
+        self.pairs = pairs
 
     def _pieces(self, index: int) -> list[dict[str, Any]]:
         first = index * self.pieces
-        found = [self.short[first + piece] for piece in range(self.pieces)]
+        found = [self.pairs[first + piece] for piece in range(self.pieces)]
         return [sample | {"sample_index": sample["sample_index"] + _WHOLE} for sample in found]
 
 

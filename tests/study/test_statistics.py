@@ -5,7 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fastplm.study.statistics import Spread, difference, holm, interval, paired_p, spread
+from fastplm.study.statistics import (
+    Spread,
+    chi_square,
+    difference,
+    holm,
+    interval,
+    paired_p,
+    spread,
+)
 
 
 def test_paired_p_is_students():
@@ -91,7 +99,7 @@ def test_so_many_seeds_find_a_difference_in_four_of_five_studies(share):
     """By SciPy's t-test on drawn studies; half of the seeds find it less often."""
     stats = pytest.importorskip("scipy.stats", reason="scipy has the test of two samples")
     rng = np.random.default_rng(9)
-    needed = max(2, round(share * Spread(0.012, 0.02, 5).needed(0.01)))
+    needed = max(2, round(share * Spread(0.012, 0.02, 5, 4).needed(0.01)[0]))
 
     def study(level):
         rows = level + rng.normal(0, 0.012, (4000, needed, 1))
@@ -99,6 +107,22 @@ def test_so_many_seeds_find_a_difference_in_four_of_five_studies(share):
 
     power = (stats.ttest_ind(study(0.01), study(0.0), axis=1).pvalue < 0.05).mean()
     assert 0.79 < power < 0.85 if share == 1 else power < 0.6
+
+
+def test_the_seeds_that_are_needed_have_an_interval():
+    """The variance of a normal sample of five is known within .36 and 8.26 (SciPy's quantiles)."""
+    stats = pytest.importorskip("scipy.stats", reason="scipy has the chi-square distribution")
+    for degrees in (1, 2, 4, 40, 400):
+        for level in (0.025, 0.5, 0.975):
+            found = chi_square(level, degrees)
+            assert found == pytest.approx(stats.chi2.ppf(level, degrees), rel=1e-7)
+    seeds, low, high = Spread(0.05, 0.0, 5, 4).needed(0.01)
+    assert low / seeds == pytest.approx(0.36, rel=0.03)
+    assert high / seeds == pytest.approx(8.26, rel=0.01)
+    scores = np.random.default_rng(5).normal(0, 1, (400, 5, 1)) * np.ones(2)
+    ends = [spread([each]).needed(0.3)[1:] for each in scores]
+    inside = np.mean([low <= 176 <= high for low, high in ends])
+    assert 0.93 < inside < 0.97, "176 are needed of a deviation of 1"
 
 
 @pytest.mark.parametrize("seeds", [3, 5])

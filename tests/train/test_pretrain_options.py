@@ -120,6 +120,22 @@ def test_the_first_pairs_are_short(settings, tmp_path, objective):
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_each_of_two_stages_begins_with_short_blocks(settings, run, tmp_path, capsys):
+    options = {"arch": "electra-tiny", "batch_size": 4, "steps": 7, "vocab_size": 300}
+    options |= {"short_block_size": 16, "short_share": 0.5, "two_stage": True}
+    batches, _ = batches_of(settings(tmp_path, **options))
+    short, whole = (8, 16), (4, 32)
+    shapes = [tuple(batch["input_ids"].shape) for batch in batches]
+    assert shapes == [short, short, whole, short, short, whole, whole]
+    indices = [index for batch in batches for index in batch["sample_index"].tolist()]
+    assert len({*indices}) == len(indices)
+    del options["vocab_size"], options["batch_size"]
+    metrics = run(tmp_path / "run", **options)
+    said = capsys.readouterr().err
+    assert "the first 2 and 2 steps of the two stages are of pieces of blocks, 16 tokens" in said
+    assert metrics["history"][-1]["step"] == 7
+
+
 def test_static_masks_of_short_blocks_come_again(settings, tmp_path):
     options = {"arch": "bert-tiny", "objective": "mlm", "batch_size": 64, "steps": 16}
     options |= {"vocab_size": 300, "short_block_size": 16, "short_share": 0.7, "static_masks": 1}
