@@ -50,6 +50,27 @@ class T5LayerNorm(modeling_t5.T5LayerNorm):
 
 
 @drop_in
+class T5DenseActDense(modeling_t5.T5DenseActDense):
+    """Without the parent's copy in the dtype of ``wo`` under autocast, which casts it back."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(hidden_states.device.type):
+            return self.wo(self.dropout(self.act(self.wi(hidden_states))))
+        return super().forward(hidden_states)
+
+
+@drop_in
+class T5DenseGatedActDense(modeling_t5.T5DenseGatedActDense):
+    """The same of a gated layer."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(hidden_states.device.type):
+            gate = self.act(self.wi_0(hidden_states))
+            return self.wo(self.dropout(gate * self.wi_1(hidden_states)))
+        return super().forward(hidden_states)
+
+
+@drop_in
 class T5Attention(modeling_t5.T5Attention):
     """Attention that passes on the table of the position bias [buckets, H] instead of the bias."""
 

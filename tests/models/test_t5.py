@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from transformers.models.t5 import modeling_t5
 
 import fastplm.hf
 from fastplm import models
 from fastplm._backends import record_decisions
 from fastplm.models import T5ForConditionalGeneration, T5Model
+from fastplm.models._base import switch_modules
 
 from . import conftest
 from .conftest import LENGTH, PADDINGS, ROWS, changed, small_config
@@ -36,6 +40,30 @@ def test_holes_in_the_source_equal_the_parents(hold_drop_in, fields, options):
 
 def test_a_decoder_with_a_cache_equals_the_parents(hold_drop_in):
     hold_drop_in(T5Model, CONFIG, "left", given={"use_cache": True})
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["autocast", "fp32"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_feed_forward_layer_under_autocast(gated, enabled):
+    """Equal to the parent's, bit for bit, with a second matrix that reads what the first made."""
+    config = changed(CONFIG, **(V1_1 | {"dense_act_fn": "relu"} if gated else {}))
+    parent = modeling_t5.T5LayerFF(config).DenseReluDense
+    ours = copy.deepcopy(parent)
+    switch_modules(ours)
+    assert type(ours) is not type(parent)
+    found = []
+    for layer in (parent, ours):
+        read = []
+        layer.wo.register_forward_pre_hook(lambda wo, args, read=read: read.append(args[0].dtype))
+        torch.manual_seed(3)
+        x = torch.randn(5, 7, config.d_model, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = layer(x)
+        out.float().square().sum().backward()
+        found.append((out, x.grad, *(weight.grad for weight in layer.parameters())))
+    assert read == [torch.bfloat16 if enabled else torch.float32]
+    for ours_is, parents in zip(*found, strict=True):
+        assert ours_is.dtype == parents.dtype and torch.equal(ours_is, parents)
 
 
 def test_no_layer_gets_a_dense_bias(monkeypatch):
