@@ -490,8 +490,8 @@ MUTATIONS = (
         f"{OPTIONS} 'left_to_right and bert'",
     ),
     Mutation(
-        "fastplm/train/pretrain_settings.py",
-        "int(self.flops // (least * flops_a_step)) * least",
+        "fastplm/run/budget.py",
+        "int(self.flops // (self.stages * flops_a_step)) * self.stages",
         "int(self.flops // flops_a_step)",
         f"{OPTIONS} budget_of_two_stages",
     ),

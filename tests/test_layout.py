@@ -14,6 +14,8 @@ import pytest
 import fastplm.ops  # noqa: F401 (fills OPS)
 from fastplm._registry import OPS
 
+from .mutations import MUTATIONS
+
 ROOT = Path(__file__).parent.parent
 #: The upper storey from top to bottom: a package or module may import those of the lines below its
 #: own, none of the same line and none above.
@@ -370,3 +372,9 @@ def test_no_message_is_built_before_it_is_needed(path):
 )
 def test_a_message_that_is_built_early_is_found(planted):
     assert len(early_messages(ast.parse(planted))) == 1
+
+
+def test_each_planted_bug_still_has_a_place():
+    """So text that changes cannot leave tests/mutations.py behind."""
+    lost = [each for each in MUTATIONS if (ROOT / each.file).read_text().count(each.old) != 1]
+    assert lost == []

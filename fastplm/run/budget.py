@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastplm.run.settings import COUNT, POSITIVE, Rule, apart, setting
+from fastplm.run.settings import COUNT, POSITIVE, Rule, Settings, apart, setting
 
 #: What a run with these two settings has among its ``rules``.
 RULES = (
@@ -31,18 +31,39 @@ def flops() -> Any:
     return setting(what, None, number=POSITIVE, excludes="budget")
 
 
-def pay(args: Any, flops_a_step: float, at_once: int = 1) -> int:
-    """The steps that the budget of a run pays for, ``at_once`` of them or a multiple.
+class BudgetSettings(Settings):
+    """Settings of a run with steps or a budget, and with a warm-up."""
 
-    Raises:
-        ArgumentValueError: it pays for none, or for more than a run may have.
-    """
-    steps = int(args.flops // (at_once * flops_a_step)) * at_once
-    enough = at_once * flops_a_step * 1.0005  # what is shown, rounded, pays for it, too
-    expected = f"{enough:.4g} or more, the FLOPs of {at_once} of its steps"
-    args.check("flops", steps > 0, expected, "Raise it, or take a smaller model or batch.")
-    args.check("flops", COUNT.holds(steps), f"{COUNT.high} steps at most", "Lower it.")
-    return steps
+    steps: int
+    flops: float | None
+    warmup: int | None
+    stages = 1  # of as many steps each
+
+    @property
+    def first_stage(self) -> int:
+        """The steps of the first stage, or of the run."""
+        return self.steps // self.stages
+
+    def settle(self) -> None:
+        """What depends on the number of steps, where it is known; and the rules."""
+        if self.warmup is None and self.steps is not None:
+            self.warmup = min(10_000, self.first_stage // 10)
+        self.check_rules()
+
+    def pay(self, flops_a_step: float) -> None:
+        """Set the steps that the budget pays for, as many for each stage.
+
+        Raises:
+            ArgumentValueError: it pays for none, or for more than a run may have.
+        """
+        assert self.flops is not None
+        self.steps = int(self.flops // (self.stages * flops_a_step)) * self.stages
+        enough = self.stages * flops_a_step * 1.0005  # what is shown, rounded, pays for it, too
+        expected = f"{enough:.4g} or more, the FLOPs of {self.stages} of its steps"
+        fix = "Raise it, or take a smaller model or batch."
+        self.check("flops", self.steps > 0, expected, fix)
+        self.check("flops", COUNT.holds(self.steps), f"{COUNT.high} steps at most", "Lower it.")
+        self.settle()
 
 
 def described(args: Any, flops_a_step: float) -> str:

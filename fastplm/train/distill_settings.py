@@ -13,7 +13,6 @@ from fastplm.run.settings import (
     WEIGHT,
     WIDTH,
     Rule,
-    Settings,
     apart,
     common,
     setting,
@@ -67,7 +66,7 @@ def _weight(what: str) -> Any:
 
 
 @dataclass
-class DistillArguments(Settings):
+class DistillArguments(budget.BudgetSettings):
     """The settings of a distillation; see ``fastplm distill --help``.
 
     Raises:
@@ -269,19 +268,4 @@ class DistillArguments(Settings):
         self.check(name, able, "one weight above 0", fix, "0, as all of them are")
         self.lr = self.lr or recipe.learning_rate
         self.usual_warmup = self.warmup is None
-        self._settle()
-
-    def _settle(self) -> None:
-        """What depends on the number of steps, once it is known; and the rules."""
-        if self.warmup is None and self.steps is not None:
-            self.warmup = min(10_000, self.steps // 10)
-        self.check_rules()
-
-    def pay(self, flops_a_step: float) -> None:
-        """Set the steps that the budget pays for.
-
-        Raises:
-            ArgumentValueError: it pays for none, or for more than a run may have.
-        """
-        self.steps = budget.pay(self, flops_a_step)
-        self._settle()
+        self.settle()

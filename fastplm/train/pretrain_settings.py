@@ -16,7 +16,6 @@ from fastplm.run.settings import (
     SHARE,
     Number,
     Rule,
-    Settings,
     apart,
     common,
     needs,
@@ -58,7 +57,7 @@ _OWN = ", ".join(name for name, chosen in PRESETS.items() if not chosen.source)
 
 
 @dataclass
-class PretrainArguments(Settings):
+class PretrainArguments(budget.BudgetSettings):
     """The settings of a pre-training; see ``fastplm pretrain --help``.
 
     Raises:
@@ -487,28 +486,13 @@ class PretrainArguments(Settings):
         if chosen.family == "electra" and self.objective == "rtd" and not self.electra_sharing:
             self.electra_sharing = "none" if self.two_stage else "embeddings"
         self.usual_warmup = self.warmup is None
-        self._settle()
+        self.settle()
         if chosen.family == "t5":
             self.attention_dropout = self.dropout
         self.peak: Peak | None = None
         if self.lr is None:
             self.peak = usual_peak(chosen, self.optimizer)
             self.lr = self.peak.scaled(self.samples_a_step)
-
-    def _settle(self) -> None:
-        """What depends on the number of steps, once it is known; and the rules."""
-        if self.warmup is None and self.steps is not None:
-            self.warmup = min(10_000, self.first_stage // 10)
-        self.check_rules()
-
-    def pay(self, flops_a_step: float) -> None:
-        """Set the steps that the budget pays for; with two stages as many for each.
-
-        Raises:
-            ArgumentValueError: it pays for none, or for more than a run may have.
-        """
-        self.steps = budget.pay(self, flops_a_step, at_once=2 if self.two_stage else 1)
-        self._settle()
 
     def _check_families(self, family: Family) -> None:
         """Check that the architecture can learn the objective, and that each setting is for it."""
@@ -592,9 +576,9 @@ class PretrainArguments(Settings):
         return self.preset.mlm_probability, masked, random
 
     @property
-    def first_stage(self) -> int:
-        """The steps of the first stage of a two-stage training, or of the run."""
-        return self.steps // 2 if self.two_stage else self.steps
+    def stages(self) -> int:  # type: ignore[override]
+        """The stages of a training, of as many steps each."""
+        return 2 if self.two_stage else 1
 
     def joint_settings(self) -> dict[str, Any]:
         """The fields of ``ElectraJointConfig`` that the settings name."""
