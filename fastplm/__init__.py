@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from fastplm import ops
     from fastplm._backends import use_backend
     from fastplm._explain import explain, info
+    from fastplm._machine import keep_memory
     from fastplm.errors import FastplmError
     from fastplm.models._accelerate import accelerate, restore
 
@@ -18,6 +19,7 @@ __all__ = [
     "accelerate",
     "explain",
     "info",
+    "keep_memory",
     "ops",
     "restore",
     "use_backend",
@@ -29,6 +31,7 @@ _MODULES = {
     "accelerate": "models._accelerate",
     "explain": "_explain",
     "info": "_explain",
+    "keep_memory": "_machine",
     "restore": "models._accelerate",
     "use_backend": "_backends",
 }

@@ -29,6 +29,7 @@ def test_names():
         "accelerate",
         "explain",
         "info",
+        "keep_memory",
         "ops",
         "restore",
         "use_backend",

@@ -37,7 +37,7 @@ from fastplm.inference.settings import (
 from fastplm.run.folder import loaded, writing
 from fastplm.run.report import block
 from fastplm.run.settings import BATCH_TOKENS
-from fastplm.run.threads import fp32_products, using_threads
+from fastplm.run.threads import computing, fp32_products
 
 _WHERE = "embed"
 _ROWS = 1 << 14  # looked at together
@@ -358,7 +358,7 @@ def _embed_file(args: EmbedArguments, out: Path, of_words: Path) -> str:
 
     start = time.perf_counter()
     with (
-        using_threads(args.threads),
+        computing(args.threads),
         fp32_products(args.matmul_precision),
         _array(out, args.dtype) as allocate,
     ):

@@ -47,7 +47,7 @@ from fastplm.models._seq2seq import ConditionalGeneration
 from fastplm.run.checkpoint import config_at
 from fastplm.run.report import block
 from fastplm.run.settings import BATCH_TOKENS
-from fastplm.run.threads import using_threads
+from fastplm.run.threads import computing
 
 _WHERE = "prompt"
 #: Texts without content, for contextual calibration (Zhao et al. 2021, §5).
@@ -514,7 +514,7 @@ def _run_prompt(args: PromptArguments, out: Path | None) -> str:
     lines, tables = [], []
     accuracies: dict[str, list[float]] = {kind: [] for kind in CALIBRATIONS}
     for number, prompt in enumerate(prompts, 1):
-        with using_threads(args.threads), warnings.catch_warnings(record=True) as warned:
+        with computing(args.threads), warnings.catch_warnings(record=True) as warned:
             scores = score_labels(model, tokenizer, prompt, texts, **options)
         for warning in warned:
             say(str(warning.message))

@@ -38,7 +38,7 @@ from fastplm.inference.score_settings import METHODS, PAIRS, ScoreArguments
 from fastplm.models._heads import CausalLM
 from fastplm.run.checkpoint import JOINT, config_at, kind_of
 from fastplm.run.report import block, counted, drawn
-from fastplm.run.threads import fp32_products, using_threads
+from fastplm.run.threads import computing, fp32_products
 
 #: The encoder-decoders that have learned to fill in what is masked.
 _INFILLING = ("bart", "t5")
@@ -87,7 +87,7 @@ def _score_file(args: ScoreArguments, out: Path | None) -> str:
     expected = f"{usual}, the one for a {config.model_type} model of this kind"
     args.check("metric", metric in able or not likelihood, expected, fix)
     lines = read_lines(args, paired=metric == "log-likelihood" and config.is_encoder_decoder)
-    with using_threads(args.threads), fp32_products(args.matmul_precision):
+    with computing(args.threads), fp32_products(args.matmul_precision):
         begun = time.perf_counter()
         report = _METRICS[metric](args, lines, config)
         seconds = time.perf_counter() - begun
@@ -251,7 +251,7 @@ def _score_pairs(args: ScoreArguments, out: Path | None, picture: Path | None) -
     options |= {name: getattr(args, name) for name in ("normalize", "batch_tokens", "truncate")}
     begun = time.perf_counter()
     with (
-        using_threads(args.threads),
+        computing(args.threads),
         fp32_products(args.matmul_precision),
         progress_bar(None, "score", True, "sentences") as bar,
         _precision(args, model.device),

@@ -13,7 +13,7 @@ from fastplm.data._folder import MANIFEST, damage, first_process, say, seal, wri
 from fastplm.run.config_file import write_settings
 from fastplm.run.folder import RECORD, check_same, claimed, read_record, write_hashed, writing
 from fastplm.run.report import settings_of
-from fastplm.run.threads import busy_cores, using_threads
+from fastplm.run.threads import busy_cores, computing
 
 #: What the processes on another machine may have otherwise.
 _OF_A_MACHINE = ("cache", "threads", "workers")
@@ -34,6 +34,8 @@ class Run:
 
     #: Settings that are not in the record, as they may differ when a run is resumed.
     free: frozenset[str] = frozenset()
+    #: Whether it is so long that huge pages are worth the seconds that Linux needs for them.
+    huge_pages = False
     before: dict[str, Any] | None = None
     checkpoint: Path | None = None
     record: dict[str, Any]
@@ -89,7 +91,7 @@ class Run:
             inputs=args.inputs(),
             resumable=args.resumable,
         )
-        with folder as self._make_room, using_threads(args.threads):
+        with folder as self._make_room, computing(args.threads, huge_pages=self.huge_pages):
             before = self.before = read_record(args.where, self.out) if args.resume else None
             self.prepare()
             settings = settings_of(args)

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+import fastplm
+
 # A product of this size takes a core a few milliseconds, and is repeated this often.
 _PRODUCT, _REPEATED = 512, 8
 # With idle cores two threads take half the time of one; above this share the cores are busy.
@@ -23,6 +25,14 @@ def using_threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def computing(threads: int | None, *, huge_pages: bool = False) -> Iterator[None]:
+    """What a command computes with: PyTorch's threads, and memory that the process keeps."""
+    fastplm.keep_memory(huge_pages=huge_pages)
+    with using_threads(threads):
+        yield
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from fastplm.data import TokenStore, load_tokenizer, tokenize
 from fastplm.data._folder import write_json
 from fastplm.errors import check
 from fastplm.run.folder import claimed, last_checkpoint, move_aside
-from fastplm.run.threads import using_threads
+from fastplm.run.threads import computing
 from fastplm.train.compare import compare, table
 from fastplm.train.pretrain import pretrain, rehearse
 from fastplm.train.pretrain_data import (
@@ -58,7 +58,7 @@ def demo(
     Returns:
         Whether all checks of the demo passed.
     """
-    with using_threads(threads):
+    with computing(threads):
         return _demo(Path(out), minutes, seed)
 
 

@@ -13,7 +13,7 @@ import torch
 from fastplm._machine import peak_bytes
 from fastplm.data._folder import first_process
 from fastplm.run.report import block
-from fastplm.run.threads import using_threads
+from fastplm.run.threads import computing
 from fastplm.train.pretrain_settings import PretrainArguments
 
 # Letters of the text that are read: enough for any published vocabulary, and soon tokenized.
@@ -37,7 +37,7 @@ def dry_run(args: PretrainArguments) -> dict[str, Any]:
     """
     with (
         tempfile.TemporaryDirectory(prefix="fastplm-dry-run-") as folder,
-        using_threads(args.threads),
+        computing(args.threads, huge_pages=True),  # as the run itself
     ):
         return _dry_run(args, Path(folder))
 

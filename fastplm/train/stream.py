@@ -34,6 +34,7 @@ class StreamRun(Run):
         done: the steps that were made before it was resumed.
     """
 
+    huge_pages = True
     # Another number of threads may change the last digits of the losses, and another interval of
     # the log its points. The text and the tokenizer are compared by the token ids, and a run may
     # become longer.
