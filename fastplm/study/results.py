@@ -98,12 +98,17 @@ class Results:
 
     @property
     def spreads(self) -> dict[str, Spread]:
-        """By judge, how much scores vary with the seeds, over all variants that have several."""
+        """By judge, how much scores vary with the seeds, over the variants that have several.
+
+        Those that are too early to tell vary with the end of their plateau, and count only where
+        all of them are.
+        """
         found = {}
         for name in self.columns:
             scores = [row.scores[name] for row in self.rows.values() if name in row.scores]
             fixed = scores[0].fixed
-            each = spread([each.values for each in scores], fixed=fixed)
+            past = [each for each in scores if not each.early] or scores
+            each = spread([each.values for each in past], fixed=fixed)
             if each is not None and not name.startswith(HELD_OUT):
                 found[name] = each
         return found

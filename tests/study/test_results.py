@@ -11,7 +11,7 @@ import pytest
 
 from fastplm.study.claims import AGREES, CANNOT, DISAGREES, compare
 from fastplm.study.grid import Claim, Judge, read_grid
-from fastplm.study.picture import draw, panels
+from fastplm.study.picture import _points, draw, panels
 from fastplm.study.results import Results, Row, Scores, _mean_of, _not_above, too_early
 from fastplm.study.statistics import interval
 from fastplm.study.table import content, page, write_tables
@@ -170,6 +170,36 @@ def test_the_files(study, tmp_path):
     assert (tmp_path / "times.tsv").read_text().splitlines()[1].split("\t")[2:] == ["60.0"] * 3
     text = page(results, claims, picture=True)
     assert "![" in text and claims[0].text in text and "1e-3: 3.5000, 1e-2: –" in text
+
+
+def test_seeds_that_matter_are_those_of_models_past_their_plateau(study):
+    """The spread of the plateau's end is no spread of scores; alone it is shown all the same."""
+    results = study(BETTER, [[0.2, 0.2], [0.7, 0.7], [0.4, 0.4]])
+    alone = study(BETTER, BETTER).spreads["sentiment"]
+    assert results.spreads["sentiment"].rows > 5 * alone.rows
+    scores = {"sentiment": replace(results.rows["15 %"].scores["sentiment"], early=("a reason",))}
+    early = results.rows | {"15 %": replace(results.rows["15 %"], scores=scores)}
+    found = replace(results, rows=early).spreads["sentiment"]
+    assert (found.rows, found.degrees) == (pytest.approx(alone.rows), 2)
+    only = {"15 %": early["15 %"]}
+    assert replace(results, rows=only).spreads["sentiment"].rows > 0.1
+
+
+def test_a_picture_is_as_wide_as_what_can_be_told(study):
+    """An interval of three seeds on their plateau reaches far beyond any score."""
+    from matplotlib.figure import Figure
+
+    results = study(BETTER, [[0.2, 0.2], [0.9, 0.9], [0.4, 0.4]])
+    wide = results.rows["15 %"].scores["sentiment"].interval
+    assert wide.low < 0.1
+    limits = []
+    for early in ((), ("a reason",)):
+        scores = {"sentiment": replace(results.rows["15 %"].scores["sentiment"], early=early)}
+        rows = results.rows | {"15 %": replace(results.rows["15 %"], scores=scores)}
+        axis = Figure().subplots()
+        _points(axis, replace(results, rows=rows), "sentiment")
+        limits.append(axis.get_xlim())
+    assert limits[0][0] < wide.low and 0.1 < limits[1][0] < 0.2
 
 
 def test_the_picture(study, tmp_path):
