@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -226,7 +226,7 @@ def _notes(results: Results) -> list[str]:
             f"{rate}: {_NONE if loss is None else format(loss, '.4f')}"
             for rate, loss in tried.items()
         )
-        notes.append(f"Held-out loss of {name} by learning rate (seed 0): {shown}.")
+        notes.append(f"Held-out loss of {name} by learning rate (seed 0): {shown}.{_edge(tried)}")
     if results.tokenizers > 1:
         notes.append(f"The variants have {results.tokenizers} different tokenizers.")
     if len(results.codes) > 1:
@@ -238,3 +238,14 @@ def _notes(results: Results) -> list[str]:
         shown = ", ".join(f"{name} {value}" for name, value in results.versions.items())
         notes.append(f"Made with {shown}.")
     return [line for note in notes for line in (note, "")]
+
+
+def _edge(tried: Mapping[str, float | None]) -> str:
+    """A sentence where the best rate is at an end of those that were tried."""
+    known = {float(rate): loss for rate, loss in tried.items() if loss is not None}
+    best = min(known, key=lambda rate: known[rate], default=None)
+    rates = sorted(map(float, tried))
+    if best is None or len(rates) == 1 or best not in (rates[0], rates[-1]):
+        return ""
+    end, beyond = ("lowest", "lower") if best == rates[0] else ("highest", "higher")
+    return f" The {end} of them is the best: a {beyond} one may be better."

@@ -14,7 +14,7 @@ from fastplm.study.grid import Claim, Judge, read_grid
 from fastplm.study.picture import _points, draw, panels
 from fastplm.study.results import Results, Row, Scores, _mean_of, _not_above, too_early
 from fastplm.study.statistics import interval
-from fastplm.study.table import content, page, write_tables
+from fastplm.study.table import _edge, content, page, write_tables
 
 PAST = {"mlm_loss": 3.0, "unigram_loss": 6.0, "bigram_loss": 4.5}
 
@@ -169,7 +169,25 @@ def test_the_files(study, tmp_path):
     assert "seconds" not in (tmp_path / "table.tsv").read_text(), "times would differ each time"
     assert (tmp_path / "times.tsv").read_text().splitlines()[1].split("\t")[2:] == ["60.0"] * 3
     text = page(results, claims, picture=True)
-    assert "![" in text and claims[0].text in text and "1e-3: 3.5000, 1e-2: –" in text
+    assert "![" in text and claims[0].text in text and "1e-3: 3.5000, 1e-2: –. The lowest" in text
+
+
+@pytest.mark.parametrize(
+    "tried, said",
+    [
+        ({"1e-3": 2.0, "2e-3": 1.0, "4e-3": 1.5}, ""),
+        ({"5e-4": 1.0, "1e-3": 2.0}, " The lowest of them is the best: a lower one may be better."),
+        (
+            {"1e-3": 2.0, "2e-3": 1.0},
+            " The highest of them is the best: a higher one may be better.",
+        ),
+        ({"1e-3": 2.0, "2e-3": 1.0, "4e-3": None}, ""),  # the highest diverged
+        ({"1e-3": 1.0}, ""),
+        ({"1e-3": None, "2e-3": None}, ""),
+    ],
+)
+def test_a_rate_at_the_end_of_those_that_were_tried(tried, said):
+    assert _edge(tried) == said
 
 
 def test_seeds_that_matter_are_those_of_models_past_their_plateau(study):
