@@ -203,8 +203,10 @@ class Planner:
             if variant.judges is not None and judge.name not in variant.judges:
                 continue
             for share, models in self._states(variant, judge, trainings):
-                cells = [self._judge(variant, judge, model, share) for model in models]
-                judged[judge.name, share] = tuple(cells)
+                judged[judge.name, share] = tuple(
+                    self._judge(variant, judge, model, share, row=row)
+                    for row, model in enumerate(models)
+                )
             if judge.scratch:
                 model = self._models(variant, judge.part, trainings)[0]
                 with suppress(ArgumentValueError):  # options that need a model that is trained
@@ -308,7 +310,14 @@ class Planner:
     # --- judges -----------------------------------------------------------------------------------
 
     def _judge(
-        self, variant: Variant, judge: Judge, model: Model, share: float, scratch: bool = False
+        self,
+        variant: Variant,
+        judge: Judge,
+        model: Model,
+        share: float,
+        *,
+        scratch: bool = False,
+        row: int = 0,
     ) -> Cell:
         options = {**judge.options, **variant.judged.get(judge.command, {})}
         options = resolved(options, judge.command, self.data, self.grid)
@@ -317,6 +326,9 @@ class Planner:
             options["part"] = model.part
         if scratch:
             options["from_scratch"] = True
+        elif options.get("warm") == "none" or options.get("from_scratch"):
+            # Nothing of the model is pre-trained, so the rows would be one training, twice.
+            options["seed"] = int(options.get("seed", 0)) + row * int(options.get("seeds", 1))
         waits = share < 1 and model.cell is not None and self.store.done(model.cell) is None
         of = variant.name if model.cell is None else model.cell.label
         if variant.model_of is not None and model.cell is not None:

@@ -169,6 +169,20 @@ def test_variants_that_share_their_models(place):
     assert all("--freeze" in cell.words and cell.config is not None for cell in cells)
 
 
+def test_new_weights_have_other_seeds_in_each_row(place):
+    """Nothing of them is pre-trained: with the same seeds all rows would be one training."""
+    new = '  new: {model_of: "40 %", finetune: {from_scratch: true}, judges: [sentiment]}'
+    changed(place, "judges:", f"{new}\njudges:")
+    planned = planner().plan().variants
+    cells = planned["new"].judged["sentiment", 1.0]
+    assert [[w for w in cell.words if "seed=" in w] for cell in cells] == [
+        ["--seed=0"],
+        ["--seed=2"],
+    ]
+    theirs = planned["40 %"].judged["sentiment", 1.0]
+    assert not any("seed=" in word for cell in theirs for word in cell.words)
+
+
 def test_states_of_a_training_are_judged(place):
     """They are known when the training is finished: those nearest to equal shares of its steps."""
     changed(place, "question:", "curve: 2\nquestion:")
