@@ -2,8 +2,8 @@
 
     python benchmarks/masks_and_plateau.py --rows FILE [--seeds 0 1] -- --corpus FILE --arch ARCH …
 
-After ``--`` come the options of ``fastplm pretrain`` for all runs. Of the tokens that the model is
-asked for, a share becomes [MASK], a share a random token, and the others are left as they are. With
+After ``--`` come the options of ``fastplm pretrain`` for all runs. A share of the tokens that the
+model is asked for becomes [MASK], a share a random token, and the others are left as they are. With
 ``untied`` the word embeddings and the last projection begin as copies, and are two weights. A row
 has the loss on held-out text, where 15 % of the tokens are asked for and each is [MASK], whatever
 the run had, beside the losses of a unigram and a bigram on the same text.

@@ -100,8 +100,8 @@ class Results:
     def spreads(self) -> dict[str, Spread]:
         """By judge, how much scores vary with the seeds, over the variants that have several.
 
-        Those that are too early to tell vary with the end of their plateau, and count only where
-        all of them are.
+        A variant that is too early to tell varies with the end of its plateau, and counts only
+        where all of them do.
         """
         found = {}
         for name in self.columns:
