@@ -69,7 +69,11 @@ def main() -> None:
                 kind = Untied if embeddings == "untied" else Pretraining
                 found = kind(args).run()["held_out"]
             row = {"options": " ".join(Path(word).name for word in own.options)}
-            row |= {"masked": masked, "random": random, "kept": f"{1 - masked - random:.1f}"}
+            row |= {
+                "masked": masked,
+                "random": random,
+                "kept": f"{max(1 - masked - random, 0.0):.1f}",
+            }
             row |= {"embeddings": embeddings, "seed": seed}
             row |= {"held_out_loss": f"{found['mlm_loss']:.3f}"}
             row |= {"unigram": f"{found['unigram_loss']:.3f}"}
