@@ -26,9 +26,8 @@ bool mkl_leaves_avx512_unused() {
 #endif
 }
 
-// Asks Linux for huge pages, so that writing to a large new tensor takes few page faults: a fault
-// costs about as much as the arithmetic on its 4 KiB. The tensor is dense, and nothing was written
-// to it yet. If Linux refuses, nothing changes.
+// Asks Linux for huge pages, so that writing to new memory takes few page faults: a fault costs
+// about as much as the arithmetic on its 4 KiB. If Linux refuses, nothing changes.
 void in_huge_pages(void* from, size_t bytes) {
 #if defined(__linux__)
   constexpr uintptr_t kPage = 4096;
@@ -39,6 +38,7 @@ void in_huge_pages(void* from, size_t bytes) {
 #endif
 }
 
+// The tensor is dense, and nothing was written to it yet.
 void ask_for_huge_pages(Tensor& tensor) {
   in_huge_pages(tensor.mutable_data_ptr(), tensor.numel() * tensor.element_size());
 }

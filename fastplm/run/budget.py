@@ -37,7 +37,11 @@ class BudgetSettings(Settings):
     steps: int
     flops: float | None
     warmup: int | None
-    stages = 1  # of as many steps each
+
+    @property
+    def stages(self) -> int:
+        """The stages of a training, of as many steps each."""
+        return 1
 
     @property
     def first_stage(self) -> int:

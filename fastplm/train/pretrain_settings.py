@@ -576,8 +576,7 @@ class PretrainArguments(budget.BudgetSettings):
         return self.preset.mlm_probability, masked, random
 
     @property
-    def stages(self) -> int:  # type: ignore[override]
-        """The stages of a training, of as many steps each."""
+    def stages(self) -> int:
         return 2 if self.two_stage else 1
 
     def joint_settings(self) -> dict[str, Any]:
