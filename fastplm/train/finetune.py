@@ -292,7 +292,8 @@ class Finetuning(Run):
             results.append(result)
             what = "" if out == self.out else f"{len(task.train)} examples, "
             self.print_fn(f"{what}seed {seed}: {_shown(task, result)}")
-            say(task.warning(result.get("most_frequent_prediction")))
+            for said in task.warnings(result):
+                say(said)
         scores_of = {name: [result["scores"][name] for result in results] for name in task.metrics}
         return {
             "train_examples": len(task.train),
@@ -342,6 +343,8 @@ def _shown(task: Task, result: dict[str, Any]) -> str:
     scores = "  ".join(f"{name} {result['scores'][name]:.4f}" for name in task.metrics)
     if result.get("one_answer"):
         scores += f"  [{result['one_answer']}]"
+    if "source" in result:
+        scores += f"  source gain {result['source']['gain']:.4f}"
     if result["loss"] is None:
         return scores
     return f"{scores}  loss {result['loss']:.4f}  {result['train_seconds']:.1f} s"
@@ -666,6 +669,7 @@ def _run(
     training = trained(trainer, checkpoint, args.report_to)
     with contextlib.nullcontext() if args.own_head else training:
         scores, predictions = task.evaluate(trainer)
+        read = task.reading(trainer)
         history = curve(trainer.state.log_history)
         by_step = scores_by_step(trainer, task.metrics[0])
         trainer.log({f"eval_{name}": value for name, value in scores.items()})
@@ -684,6 +688,7 @@ def _run(
         "model": str(out / "model" if keep else args.checkpoint),
         "history": history,
         "scores_by_step": by_step,
+        **read,
     }
     if first_process():
         with writing("finetune", out):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,15 @@ from fastplm.run.checkpoint import config_at, set_dropout, weights_at
 from fastplm.train.finetune_mixture import indices_of_parts
 from fastplm.train.finetune_scores import text_scores
 from fastplm.train.finetune_settings import FinetuneArguments
-from fastplm.train.finetune_tasks import Collator, Feature, Featured, Scored, Task
+from fastplm.train.finetune_tasks import (
+    ADVICE,
+    Collator,
+    Feature,
+    Featured,
+    Scored,
+    Task,
+    feature_length,
+)
 
 #: The folder of the tokenizer of the targets, inside that of a model with two tokenizers.
 TARGET_TOKENIZER = "target_tokenizer"
@@ -46,6 +54,8 @@ class Seq2Seq(Task):
     same_answer = 0.9
     #: A model that writes few texts, each for this many sources, hardly reads the source either.
     sources_of_a_text = 10
+    #: The least share of the loss that the sources must save, or the model hardly reads them.
+    least_gain = 0.05
 
     def prepare(self) -> None:
         """Find the tokenizers, some of which are trained on the texts."""
@@ -107,7 +117,12 @@ class Seq2Seq(Task):
         return tokenizer.sep_token_id if eos is None else eos
 
     def features(self, examples: list[Example]) -> Featured:
-        encoded = self.sources(examples)
+        rows, targets = _rows(self.sources(examples)), self.targets(examples)
+        features = [{**row, "labels": ids} for row, ids in zip(rows, targets, strict=True)]
+        return features, [None] * len(features)
+
+    def targets(self, examples: list[Example]) -> list[list[int]]:
+        """The targets as labels; a line says how many were too long."""
         labels, cut = [], 0
         for example in examples:
             ids = self.target_tokenizer(example.target)["input_ids"]
@@ -118,9 +133,7 @@ class Seq2Seq(Task):
             labels.append(ids)
         if cut:
             say(f"{cut:,} of {len(examples):,} targets were cut to --max-target-length.")
-        rows = _rows(encoded, range(len(labels)))
-        features = [{**row, "labels": ids} for row, ids in zip(rows, labels, strict=True)]
-        return features, [None] * len(features)
+        return labels
 
     @property
     def start(self) -> int | None:
@@ -200,6 +213,53 @@ class Seq2Seq(Task):
             scores |= {f"{name}/{metric}": value for metric, value in its.items()}
         return scores, written
 
+    def reading(self, trainer: Any) -> dict[str, Any]:
+        """Whether the model reads its sources: the loss with its own ones, and with others.
+
+        Returns:
+            Under "source": ``loss``, the mean over the tokens of the first targets in nats, the
+            same where each example has the source of another one of its task, and ``gain``, the
+            difference; nothing if no example has another source.
+        """
+        own, others = list(range(len(self.test))), list(range(len(self.test)))
+        for part in indices_of_parts(self.test).values() or [own]:
+            for place, index in enumerate(part):
+                # Half of the file away: neighbours may be of one document.
+                others[index] = part[(place + max(1, len(part) // 2)) % len(part)]
+        if all(self.test[i].texts == self.test[j].texts for i, j in enumerate(others)):
+            return {}
+        targets = self.targets(self.test)
+        loss, other = (self._loss(trainer, sources, targets) for sources in (own, others))
+        return {"source": {"loss": loss, "loss_with_another": other, "gain": other - loss}}
+
+    def _loss(self, trainer: Any, sources: list[int], targets: list[list[int]]) -> float:
+        """The mean loss of targets, each given the source of the test example named."""
+        rows = _rows(self.test_sources, sources)
+        features = [{**row, "labels": ids} for row, ids in zip(rows, targets, strict=True)]
+        features.sort(key=feature_length, reverse=True)
+        model, collate, size = trainer.model.eval(), self.collator(), trainer.args.eval_batch_size
+        total, count = 0.0, sum(map(len, targets))
+        for begin in range(0, len(features), size):
+            batch = trainer._prepare_inputs(collate(features[begin : begin + size]))
+            with torch.no_grad(), trainer.compute_loss_context_manager():
+                mean = model(**batch).loss
+            total += mean.item() * int((batch["labels"] != IGNORE_INDEX).sum())
+        return total / count
+
+    def warnings(self, result: Mapping[str, Any]) -> list[str]:
+        """Also if the model hardly reads its sources."""
+        found, source = super().warnings(result), result.get("source")
+        if source is None or source["gain"] >= self.least_gain * source["loss_with_another"]:
+            return found
+        optimizer = ""
+        if self.family == "t5" and self.args.optimizer != "adafactor":
+            optimizer = " T5 learns it with --optimizer adafactor."
+        said = (
+            f"the loss of the targets is {source['loss']:.3f}, and with the sources of other "
+            f"examples {source['loss_with_another']:.3f}: the model hardly reads its source"
+        )
+        return [*found, f"Warning: {said}. {ADVICE}{optimizer}"]
+
     def most_frequent(self, predictions: Any) -> dict[str, Any] | None:
         """Also a sign if there are few different texts, and many different targets."""
         found = super().most_frequent(predictions)
@@ -232,8 +292,9 @@ class Seq2Seq(Task):
         return fastplm.models.BartForTranslation.from_bart(model, size, layers, padding)
 
 
-def _rows(encoded: Any, indices: Iterable[int]) -> list[Feature]:
-    """Some of the texts that a tokenizer has encoded."""
+def _rows(encoded: Any, indices: Iterable[int] | None = None) -> list[Feature]:
+    """Some of the texts that a tokenizer has encoded, by default all."""
+    indices = range(len(encoded["input_ids"])) if indices is None else indices
     return [{name: encoded[name][index] for name in encoded} for index in indices]
 
 

@@ -41,6 +41,8 @@ Scored = tuple[dict[str, float], Any]
 Labels = Callable[[Example], Collection[str]]
 
 _WHERE = "finetune"
+#: What the warnings about a trained model advise.
+ADVICE = "Train longer, or with another --learning-rate."
 #: The families with a causal backbone, whose classifiers read the last token.
 CAUSAL = ("gpt2", "openai-gpt")
 #: The largest absolute value of a score: its square is still finite in fp32.
@@ -196,16 +198,20 @@ class Task:
         how_many = "all predictions are" if share == 1 else f"{share:.0%} of the predictions are"
         return f"{how_many} {shown(most_frequent['prediction'])}"
 
-    def warning(self, most_frequent: Mapping[str, Any] | None) -> str:
-        """A warning if ``one_answer`` has something to say."""
+    def reading(self, trainer: Any) -> dict[str, Any]:
+        """What else is known of a trained model, for its result: nothing, of most tasks."""
+        return {}
+
+    def warnings(self, result: Mapping[str, Any]) -> list[str]:
+        """Warnings about a model's result: if ``one_answer`` has something to say."""
+        most_frequent = result.get("most_frequent_prediction")
         said = self.one_answer(most_frequent)
         if not said or most_frequent is None:
-            return ""
+            return []
         if "sign" not in most_frequent:
             right = self._share_of(most_frequent["prediction"])
             said += f", which is the right answer of {right:.0%} of the examples"
-        advice = "Train longer, or with another --learning-rate."
-        return f"Warning: {said}: the model tells none from another. {advice}"
+        return [f"Warning: {said}: the model tells none from another. {ADVICE}"]
 
     def _share_of(self, answer: Any) -> float:
         """The share of the right answers that are this answer."""

@@ -1076,13 +1076,17 @@ def test_one_answer_of_each_task(task, arguments):
     """One answer to all examples gets a warning, unless it is right for all."""
     task = prepare_task(arguments(task))
     right = [task.right(example) for example in task.test]
-    assert task.warning(task.most_frequent(right)) == ""
+
+    def warnings(predictions) -> list[str]:
+        return task.warnings({"most_frequent_prediction": task.most_frequent(predictions)})
+
+    assert warnings(right) == []
     assert (task.baseline() is None) == (task.metrics[0] != "accuracy")
     one = [
         [right[0][0]] * len(each) if isinstance(each, list | tuple) else right[0] for each in right
     ]
     assert task.most_frequent(one)["share"] == 1
-    assert "Warning: all predictions are " in task.warning(task.most_frequent(one))
+    assert "Warning: all predictions are " in warnings(one)[0]
     assert task.one_answer(task.most_frequent(one)).startswith("all predictions are ")
     if isinstance(task, Regression):  # a value that is the same but for rounding
         one[0] *= 1 + 1e-6
@@ -1092,8 +1096,8 @@ def test_one_answer_of_each_task(task, arguments):
         return
     if not isinstance(task, Tagging):  # one example of Tagging has several answers
         task.test = task.test[:1]
-        assert task.warning(task.most_frequent(one[:1])) == ""
-    assert task.warning(None) == ""  # the result of an older version
+        assert warnings(one[:1]) == []
+    assert task.warnings({}) == []  # the result of an older version
 
 
 @pytest.mark.parametrize("held_out", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -90,6 +90,17 @@ def test_each_task_has_its_prefix_and_its_scores(arguments, tmp_path, capsys):
     assert "an epoch   36 of copying, 10 of last" in capsys.readouterr().err
 
 
+def test_another_source_is_one_of_the_same_task(arguments, monkeypatch):
+    """With one of another task, a model that reads its prefix alone would seem to read it all."""
+    task, asked = prepare_task(arguments()), []
+    monkeypatch.setattr(task, "_loss", lambda trainer, sources, targets: asked.append(sources) or 1)
+    assert task.reading(None)["source"]["gain"] == 0
+    own, others = asked
+    assert own == [*range(8)] == sorted(others)
+    pairs = [(i, task.test[i].part, j, task.test[j].part) for i, j in enumerate(others)]
+    assert all(i != j and part == other for i, part, j, other in pairs)
+
+
 def test_a_task_with_more_examples_than_the_cap_reads_others_in_each_epoch(arguments, tmp_path):
     """With 36 and 10 examples and a cap of 12, an epoch has 12 and 10 of them: 6 steps of 4."""
     args = arguments(mixture_cap=12, steps=None, epochs=3)

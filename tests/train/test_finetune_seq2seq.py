@@ -180,16 +180,63 @@ def test_one_text_for_all_is_said(arguments):
     task = prepare_task(arguments("bart"))
     right = [task.right(example) for example in task.test]
     assert task.most_frequent(right)["share"] == 0.2 and task.baseline() is None
-    assert task.warning(task.most_frequent(right)) == ""
+    assert task.warnings({"most_frequent_prediction": task.most_frequent(right)}) == []
     for written, share in ((["der"] * 9 + ["das"], "90%"), (["der"] * 17 + ["das"] * 3, "")):
-        said = task.warning(task.most_frequent(written))
-        assert (f"{share} of the predictions are 'der'" in said) if share else said == ""
-    assert "all predictions are ''" in task.warning(task.most_frequent([""] * 5))
+        said = task.warnings({"most_frequent_prediction": task.most_frequent(written)})
+        expected = [f"Warning: {share} of the predictions are 'der'"] if share else []
+        assert [each[: len(expected[0])] for each in said] == expected
+    (said,) = task.warnings({"most_frequent_prediction": task.most_frequent([""] * 5)})
+    assert "all predictions are ''" in said
     task.test = task.train[:40]
     few = [f"text {i % 4}" for i in range(40)]
     assert task.one_answer(task.most_frequent(few)) == "there are 4 different texts for 40 sources"
     task.test = [replace(example, target="one") for example in task.test]
     assert task.one_answer(task.most_frequent(few)) == ""  # the targets are few, too
+
+
+@pytest.mark.parametrize("start", ["t5", "bart", "bert2bert"])
+def test_whether_a_model_reads_its_source_is_said(start, arguments):
+    """The losses are those of Transformers' class, one example at a time."""
+    args = arguments(start, batch_size=3, max_length=16)
+    task = prepare_task(args)
+    features, _ = task.features(task.test)
+    assert len(features) == 5
+    data, model = FeatureDataset(features), build_model(args, task, 0)
+    found = task.reading(make_trainer(args, task, model, data, 0, args.out))["source"]
+    model.save_pretrained(args.out)
+    theirs = getattr(transformers, type(model).__name__).from_pretrained(args.out).eval()
+
+    def mean(sources) -> float:
+        total = 0.0
+        for feature, source in zip(features, sources, strict=True):
+            labels = torch.tensor([feature["labels"]])
+            ids = torch.tensor([features[source]["input_ids"]])
+            with torch.no_grad():
+                total += theirs(input_ids=ids, labels=labels).loss.item() * labels.numel()
+        return total / sum(len(feature["labels"]) for feature in features)
+
+    assert found["loss"] == pytest.approx(mean(range(5)), rel=1e-5)
+    assert found["loss_with_another"] == pytest.approx(mean([2, 3, 4, 0, 1]), rel=1e-5)
+    assert found["gain"] == found["loss_with_another"] - found["loss"]
+
+
+def test_a_model_that_does_not_read_its_source_is_named(arguments, capsys):
+    args = arguments("t5", steps=1, learning_rate=1e-9)  # the weights stay those of the start
+    task = prepare_task(args)
+    said = task.warnings({"source": {"loss": 2.0, "loss_with_another": 2.1, "gain": 0.1}})
+    assert len(said) == 1 and "the model hardly reads its source" in said[0]
+    assert said[0].endswith(" T5 learns it with --optimizer adafactor.")
+    task.args = arguments("t5", optimizer="adafactor")
+    (said,) = task.warnings({"source": {"loss": 2.0, "loss_with_another": 2.1, "gain": 0.1}})
+    assert "adafactor" not in said
+    reads = {"source": {"loss": 2.0, "loss_with_another": 2.2, "gain": 0.2}}
+    assert task.warnings(reads) == task.warnings({}) == []
+    printed: list[str] = []
+    finetune(args, printed.append)
+    assert "the model hardly reads its source" in capsys.readouterr().err
+    assert "  source gain 0.0" in printed[0] or "  source gain -0.0" in printed[0]
+    task.test = task.test[:1]
+    assert task.reading(None) == {}  # there is no other source
 
 
 def test_targets_to_judge_by_are_others(arguments, folder, tmp_path):
