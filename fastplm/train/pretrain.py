@@ -67,11 +67,13 @@ class Pretraining(StreamRun):
         )
 
     def resumed(self, before: dict[str, Any]) -> None:
-        if not self.args.two_stage:
+        args, share = self.args, "the first stage of a two-stage training is half"
+        if not args.two_stage and args.short_block_size is None:
             return super().resumed(before)
-        expected = f"{before['steps']}, of which the first stage of a two-stage training is half"
-        same = self.args.steps == before["steps"]
-        self.args.check("steps", same, expected, "Give the same steps, or another --out.")
+        if not args.two_stage:
+            share = f"the first {args.short_share:g} are of short blocks"
+        same, fix = args.steps == before["steps"], "Give the same steps, or another --out."
+        args.check("steps", same, f"{before['steps']}, of which {share}", fix)
 
     def read(self) -> RunData:
         return prepare_data(self.args, self.settings, self.checkpoint)

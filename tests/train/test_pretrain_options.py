@@ -134,6 +134,10 @@ def test_each_of_two_stages_begins_with_short_blocks(settings, run, tmp_path, ca
     said = capsys.readouterr().err
     assert "the first 2 and 2 steps of the two stages are of pieces of blocks, 16 tokens" in said
     assert metrics["history"][-1]["step"] == 7
+    with pytest.raises(SystemExit):
+        run(tmp_path / "run", resume=True, **options | {"steps": 9})
+    said = "`steps` got 9; expected 7, of which the first stage of a two-stage training is half"
+    assert said in capsys.readouterr().err
 
 
 def test_static_masks_of_short_blocks_come_again(settings, tmp_path):
@@ -158,6 +162,10 @@ def test_a_run_of_short_blocks_and_its_budget(run, tmp_path, capsys):
     config = transformers.AutoConfig.from_pretrained(tmp_path / "a" / "model")
     each = [flops_a_token(config, length, masked=0.15) for length in (16, 32)]
     assert metrics["flops"] == pytest.approx(4 * 4 * 32 * sum(each) / 2, rel=1e-6)
+    with pytest.raises(SystemExit):
+        run(tmp_path / "a", steps=8, resume=True, **short)
+    said = "`steps` got 8; expected 4, of which the first 0.5 are of short blocks"
+    assert said in capsys.readouterr().err
 
 
 def test_a_run_of_short_pairs(run, curve, tmp_path, capsys):
