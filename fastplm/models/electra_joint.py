@@ -659,15 +659,19 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         ``-log(D 1[x = x'] + (1 - D) softmax(x))``, computed with logarithms, so that no
         probability underflows.
         """
-        seen_originals = batch.originals.masked_fill(~batch.seen, IGNORE_INDEX)
-        nll = self._predict(rows, seen_originals, reduction="none")
+        originals = batch.originals.masked_fill(~batch.seen, IGNORE_INDEX)
+        losses = self._copied_or_predicted(rows, batch.ids, originals)
+        loss = reduce_loss(losses, batch.seen, "mean", batch.per_token)
+        return loss, {"discriminator_mlm_loss": loss.detach()}
+
+    def _copied_or_predicted(self, rows: Tensor, ids: Tensor, originals: Tensor) -> Tensor:
+        """The loss of each original token, [N], 0 where it is -100: of the input, or predicted."""
+        nll = self._predict(rows, originals, reduction="none")
         copy = self.copy_head(rows).squeeze(-1).to(nll.dtype)
         predicted = F.logsigmoid(-copy) - nll
         either = torch.logaddexp(F.logsigmoid(copy), predicted)
-        kept = batch.ids == batch.originals
-        losses = torch.where(kept, either, predicted).neg().masked_fill(~batch.seen, 0.0)
-        loss = reduce_loss(losses, batch.seen, "mean", batch.per_token)
-        return loss, {"discriminator_mlm_loss": loss.detach()}
+        losses = torch.where(ids == originals, either, predicted).neg()
+        return losses.masked_fill(originals == IGNORE_INDEX, 0.0)
 
 
 def _in_fp32(values: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ is awaited.
 from __future__ import annotations
 
 import json
-import math
 import os
 import resource
 import shutil
@@ -25,9 +24,6 @@ from fastplm.run.folder import RECORD, can_resume, last_checkpoint, read_hashed,
 from fastplm.study.progress import DONE, clock, progress, seconds_of
 
 _CELL, _LOG, _LOCK = "cell.json", "log.txt", "cell.lock"
-#: Losses that are no part of what a training minimises.
-_BESIDE = ("unigram_loss", "bigram_loss", "words_loss")
-_RTD_WEIGHT = 50.0
 #: What a row of accuracies holds beside those of published systems.
 _OURS = ("level", "name", "paradigms", "pairs", "ties", "accuracy", "low", "high")
 #: The last lines of a log that are shown when a command fails.
@@ -36,7 +32,7 @@ _DIVERGED = 1
 #: Exit codes after Ctrl-C and SIGTERM, heard or not.
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
 #: The figures of a training that diverged, and of what would have judged it.
-_NOTHING: Mapping[str, Any] = {"held_out": {}, "held_out_total": math.inf, "flops": None}
+_NOTHING: Mapping[str, Any] = {"held_out": {}, "flops": None}
 
 
 def main(words: Sequence[str]) -> int:
@@ -158,16 +154,9 @@ def _of_training(out: Path) -> tuple[dict[str, Any], float]:
 
     metrics = json.loads((out / "metrics.json").read_text())
     held_out = numbers_of(metrics.get("held_out", {}))
-    weight = metrics["arguments"].get("rtd_weight") or _RTD_WEIGHT
-    losses = [
-        value * (weight if name == "rtd_loss" else 1.0)
-        for name, value in held_out.items()
-        if name.endswith("_loss") and name not in _BESIDE
-    ]
     record = json.loads((out / RECORD).read_text())
     figures = {
         "held_out": held_out,
-        "held_out_total": sum(losses) if losses else None,
         "steps": record["steps"],
         "flops": metrics["flops"],
         "parameters": metrics["parameters"],

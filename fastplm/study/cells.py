@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import fastplm
+from fastplm._machine import hardware_has_bf16
 from fastplm.data._folder import file_hash
 from fastplm.errors import ArgumentValueError, DataError, fail
 from fastplm.run.folder import checkpoints, read_hashed
@@ -49,6 +50,10 @@ _SHAPE = (
     *("arch", "layers", "hidden", "heads", "embedding_size", "parameter_sharing", "vocab_size"),
     *("tokenizer", "corpus", "block_size", "dropout", "attention_dropout", "start_from"),
 )
+#: Losses that are no part of what a training minimises.
+_BESIDE = ("unigram_loss", "bigram_loss", "words_loss", "discriminator_chosen_loss")
+#: The commands whose precision is by default that of the machine.
+_OF_PRECISION = ("pretrain", "distill")
 _FIRST_SEED = 0
 
 
@@ -268,7 +273,7 @@ class Planner:
         done = self.store.done(cell)
         if done is None:
             return None
-        loss = done["held_out_total"]
+        loss = math.inf if done["diverged"] else loss_of_choice(done["held_out"])
         if loss is None:
             got = f"{cell.label}, whose text is too short to hold some out"
             fail("study", "lr", got, "more text to choose a rate by", "Name one rate.", DataError)
@@ -368,6 +373,8 @@ class Planner:
             "version": ".".join(fastplm.__version__.split(".")[:2]),
             "settings": _facts(command, args, identities, self.folder),
         }
+        if command in _OF_PRECISION and args.precision == "auto" and not hardware_has_bf16():
+            facts["precision"] = "fp32"  # "auto" is bf16 elsewhere
         text = json.dumps(facts, sort_keys=True)
         key = hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
         if waits:
@@ -382,6 +389,19 @@ class Planner:
             )
             self._cells[key] = cell
         return self._cells[key]
+
+
+def loss_of_choice(held_out: Mapping[str, float]) -> float | None:
+    """The loss of held-out text that a learning rate is chosen by; None if there is none.
+
+    All losses that a training minimises together; but of ELECTRA, whose discriminator detects what
+    its generator writes, the generator's alone. The worse a generator, the easier it is to detect,
+    so that by the sum of the two the best rate would be one that leaves the generator untrained.
+    """
+    if "rtd_loss" in held_out and "mlm_loss" in held_out:
+        return held_out["mlm_loss"]
+    names = [name for name in held_out if name.endswith("_loss") and name not in _BESIDE]
+    return sum(held_out[name] for name in names) if names else None
 
 
 def _part_of(variant: Variant) -> str:
@@ -426,6 +446,10 @@ def _shape(model: Model) -> Any:
         return _identity(model)
     settings = model.cell.facts["settings"]
     found = {name: settings[name] for name in _SHAPE if name in settings}
+    if settings.get("objective") == "clm":  # an encoder that reads from left to right
+        found["objective"] = "clm"
+    if model.name == "generator":
+        found["generator_size"] = settings.get("generator_size")
     return {**found, "name": model.name}
 
 

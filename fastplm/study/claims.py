@@ -88,7 +88,8 @@ def _compared(
             reasons.setdefault(reason, []).append(name)
     early = tuple(f"{' and '.join(of)}: {reason}" for reason, of in reasons.items())
     paper = f" ({claim.paper})" if claim.paper else ""
-    start = f"The paper found {claim.better} better than {claim.than}{paper}. By {on}: "
+    beyond = ", which the paper does not have" if on.split()[0] in claim.beyond else ""
+    start = f"The paper found {claim.better} better than {claim.than}{paper}. By {on}{beyond}: "
     if found is None:
         text = f"{start}the two were not scored in the same way, or by as many seeds: {CANNOT}."
         return Comparison(claim, on, None, None, early, CANNOT, text)
@@ -97,7 +98,7 @@ def _compared(
     between = ""
     if inside.low is not None and inside.high is not None:
         between = f", 95 % interval {inside.low:+.4f} to {inside.high:+.4f}"
-    shown = "one seed, no test"
+    shown = "no test"
     if p is not None:
         corrected = f" after Holm's correction for {count} comparisons" if count > 1 else ""
         shown = f"p = {p:.3g}{corrected}"

@@ -44,7 +44,7 @@ _TOP = ("study", "question", "paper", *COMMANDS, "variants", "grid", "curve")
 _TOP += ("judges", "claims", "sizes")
 _OF_VARIANT = ("command", "model", "model_of", "finetune", "score", "judges")
 _OF_JUDGE = ("score", "task", "model_as", "scratch", "figure", "part")
-_OF_CLAIM = ("better", "than", "on", "paper")
+_OF_CLAIM = ("better", "than", "on", "paper", "beyond")
 #: The fewest judges of which there is a mean.
 OF_A_MEAN = 2
 _PARTS = ("discriminator", "generator")
@@ -106,12 +106,16 @@ class Judge:
 
 @dataclass(frozen=True)
 class Claim:
-    """What a paper found: one variant is better than another, by some judges."""
+    """What a paper found: one variant is better than another, by some judges.
+
+    ``beyond`` are those of the judges that the paper does not have.
+    """
 
     better: str
     than: str
     on: tuple[str, ...]
     paper: str
+    beyond: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -442,9 +446,16 @@ class _Reader:
                 if not (name in gone or _is_of(name, judges) or name.startswith(HELD_OUT)):
                     self.name(f"{where}: on", name, judges)
             on = [name for name in on if name not in gone]
+            beyond = each.get("beyond", [])
+            beyond = beyond if isinstance(beyond, list) else [beyond]
+            for name in beyond:
+                if name not in self.without:
+                    self.name(f"{where}: beyond", name, judges)
             paper = self.text(each, "paper") or self.text(found, "paper")
             if on:
-                claims.append(Claim(str(each["better"]), str(each["than"]), tuple(on), paper))
+                claims.append(
+                    Claim(str(each["better"]), str(each["than"]), tuple(on), paper, tuple(beyond))
+                )
         return tuple(claims)
 
     # --- values -----------------------------------------------------------------------------------

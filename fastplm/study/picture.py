@@ -21,8 +21,8 @@ def panels(results: Results) -> list[str]:
 def draw(path: Path, results: Results) -> None:
     """Draw a study: against FLOPs where several states of a training were judged, else by variant.
 
-    Filled marks are past their plateau; empty ones are too early to tell. Strokes are the means of
-    the pre-training seeds.
+    Filled marks are past their plateau; empty ones are too early to tell, as a mark at the end of a
+    curve says of its training. Strokes are the means of the pre-training seeds.
     """
     from matplotlib.figure import Figure
 
@@ -98,9 +98,9 @@ def _curves(axis: Any, results: Results, name: str) -> None:
         means = [each.mean for each in found]
         color = f"C{number % 10}"
         fill = "none" if scores.early else color
-        axis.plot(
-            places, means, "o-", color=color, label=row.name, markersize=4, markerfacecolor=fill
-        )
+        axis.plot(places, means, ".-", color=color, markersize=2)
+        mark = {"color": color, "markerfacecolor": fill, "markersize": 5}
+        axis.plot(places[-1:], means[-1:], "o-", label=row.name, **mark)
         if all(each.low is not None for each in found):
             low = [float(each.low or 0.0) for each in found]
             high = [float(each.high or 0.0) for each in found]

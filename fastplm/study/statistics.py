@@ -177,15 +177,18 @@ def chi_square(probability: float, degrees: int) -> float:
 def paired_p(differences: np.ndarray) -> float | None:
     """The two-sided p-value of Student's t-test that the mean of differences is 0.
 
+    None where there is no test: of one difference, of some that are not finite, and of several
+    that are the same and not 0, as scores of few examples may be.
+
     Args:
         differences: fp64 [n].
     """
     n = len(differences)
-    if n < 2:
+    if n < 2 or not np.isfinite(differences).all():
         return None
     mean, error = differences.mean(), differences.std(ddof=1) / math.sqrt(n)
     if error == 0:
-        return float(mean == 0)
+        return None if mean else 1.0
     return 1 - probability_within(abs(mean / error), n - 1)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from fastplm.data._output import whole
 from fastplm.study.claims import Comparison
-from fastplm.study.results import Results, Row, Scores
+from fastplm.study.results import CLEAR_NATS, Results, Row, Scores
 
 EARLY = "too early to tell"
 _NONE = "–"
@@ -220,6 +220,10 @@ def _notes(results: Results) -> list[str]:
         shown = ", ".join(f"{system} {value:.3f}" for system, value in others.items())
         notes.append(f"{name}, as published: {shown}.")
     notes += [f"Too early to tell, {reason}." for reason in sorted(early)]
+    lost = dict.fromkeys(label for row in results.rows.values() for label in row.diverged)
+    notes += [
+        f"{label}: it diverged, or what it needs did, and so it has no figures." for label in lost
+    ]
     rates = {row.name: row.facts["rates"] for row in results.rows.values() if row.facts["rates"]}
     for name, tried in rates.items():
         shown = ", ".join(
@@ -241,11 +245,17 @@ def _notes(results: Results) -> list[str]:
 
 
 def _edge(tried: Mapping[str, float | None]) -> str:
-    """A sentence where the best rate is at an end of those that were tried."""
-    known = {float(rate): loss for rate, loss in tried.items() if loss is not None}
-    best = min(known, key=lambda rate: known[rate], default=None)
-    rates = sorted(map(float, tried))
-    if best is None or len(rates) == 1 or best not in (rates[0], rates[-1]):
+    """Sentences where the best rate is at an end of those that were tried, or hardly the best."""
+    known = {float(rate): (loss, rate) for rate, loss in tried.items() if loss is not None}
+    ordered = sorted(known, key=lambda rate: known[rate][0])
+    rates, said = sorted(map(float, tried)), ""
+    if not ordered or len(rates) == 1:
         return ""
-    end, beyond = ("lowest", "lower") if best == rates[0] else ("highest", "higher")
-    return f" The {end} of them is the best: a {beyond} one may be better."
+    best, *others = ordered
+    if best in (rates[0], rates[-1]):
+        end, beyond = ("lowest", "lower") if best == rates[0] else ("highest", "higher")
+        said = f" The {end} of them is the best: a {beyond} one may be better."
+    as_good = [known[rate][1] for rate in others if known[rate][0] < known[best][0] + CLEAR_NATS]
+    if as_good:
+        said += f" Within {CLEAR_NATS} nats of it: {', '.join(as_good)}."
+    return said

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from fastplm.models._heads import MaskedLM, SequencePairPreTraining
-from fastplm.nn._rows import labelled_positions
+from fastplm.nn._rows import IGNORE_INDEX, labelled_positions
 from fastplm.train.losses import (
     PAIR_LABELS,
     check_counts_all_batches,
@@ -50,8 +50,11 @@ def evaluate(
         ``detection_at_base_rate`` for the tokens that could have been replaced, or, where its
         discriminator predicts tokens, ``discriminator_mlm_loss``; with pairs of segments also
         ``next_sentence_loss`` and ``next_sentence_accuracy``, or the same of ``sentence_order``;
-        of an encoder-decoder ``encoder_similarity``, the mean cosine of any two tokens' encoder
-        outputs: near 1 the encoder gives all tokens one output, and the decoder ignores it.
+        where it predicts all tokens, ``discriminator_chosen_loss``, the same over the tokens that
+        the generator had to predict; of an encoder-decoder ``encoder_similarity``, the mean cosine
+        of any two tokens' encoder outputs (near 1 the encoder gives all tokens one output, and the
+        decoder ignores it), and ``missing_share``, the share of the labels that are not in the
+        source: the others can be copied.
 
     Raises:
         ArgumentTypeError: a model that is not of fastplm.
@@ -84,9 +87,10 @@ def evaluate(
             add("correct_tokens", _correct(masked, rows[0], batch))
         if outputs.get("encoder_last_hidden_state") is not None:
             encoded.append(_unit_sum(outputs["encoder_last_hidden_state"]))
+            add("missing", _missing(batch))
         tokens, sequences = tokens_and_sequences(batch)
         add("samples", sequences)
-        add("labels", counted_labels(model, batch["labels"]).ne(-100).sum())
+        add("labels", counted_labels(model, batch["labels"]).ne(IGNORE_INDEX).sum())
         if not _is_joint(model):
             add(token_loss, outputs["loss"])
         else:
@@ -94,6 +98,8 @@ def evaluate(
         for name in ("mlm_loss", "rtd_loss", "discriminator_mlm_loss", *DETECTION_COUNTS):
             if name in outputs:
                 add(name, outputs[name])
+        if _is_joint(model) and module.config.objective == "all_tokens_mlm":
+            add("discriminator_chosen_loss", _over_chosen(module, outputs["replaced_ids"], batch))
         if "rtd_loss" in outputs:
             of_words.append(_detected(module, outputs["replaced_ids"], batch, collator))
         for label, values in pair_labels.items():
@@ -116,8 +122,10 @@ def evaluate(
     if "discriminator_mlm_loss" in sums:
         predicted = "tokens" if module.config.objective == "all_tokens_mlm" else "labels"
         add_mean("discriminator_mlm_loss", predicted)
+        add_mean("discriminator_chosen_loss", "labels")
     if encoded:
         result["encoder_similarity"] = _similarity(encoded)
+        result["missing_share"] = sums["missing"] / max(sums["labels"], 1)
     if sums.get("total", 0) > 0:
         add_mean("rtd_loss", "total")
         result.update(detection(sums))
@@ -239,10 +247,40 @@ def ngram_losses(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> di
 def _detected(
     model: Any, replaced_ids: torch.Tensor, batch: dict[str, torch.Tensor], collator: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A discriminator's logits [N] of the tokens that could be replaced, and which of them are."""
+    """A discriminator's logits [N] of the tokens that could be replaced, and which of them are.
+
+    One that learns of the chosen tokens alone (ELECTRA 15 %) is judged by these.
+    """
     words = _could_be_replaced(batch, collator).cpu()
+    if model.config.objective == "rtd_masked":
+        words &= batch["labels"].cpu() != IGNORE_INDEX
     scores = model.discriminator(replaced_ids, batch["attention_mask"]).logits
     return scores.cpu()[words], (replaced_ids.cpu() != _originals(batch).cpu())[words]
+
+
+def _over_chosen(
+    model: Any, replaced_ids: torch.Tensor, batch: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """The summed loss of a discriminator that predicts all tokens, over the chosen ones alone."""
+    chosen = batch["labels"] != IGNORE_INDEX
+    hidden = model.discriminator.electra(replaced_ids, batch["attention_mask"]).last_hidden_state
+    ids, originals = replaced_ids[chosen], batch["labels"][chosen]
+    losses: torch.Tensor = model._copied_or_predicted(hidden[chosen], ids, originals)
+    return losses.sum()
+
+
+def _missing(batch: dict[str, torch.Tensor]) -> int:
+    """How many labels [B, S] are not among the tokens [B, T] of their source, each used once."""
+    sources, labels = batch["input_ids"], batch["labels"]
+    size = int(max(sources.max(), labels.max())) + 1
+
+    def counts(ids: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        rows = size * torch.arange(len(ids), device=ids.device)[:, None]
+        return torch.bincount((rows + ids)[seen], minlength=size * len(ids))
+
+    seen = batch.get("attention_mask", torch.ones_like(sources)).bool()
+    lacking = counts(labels, labels != IGNORE_INDEX) - counts(sources, seen)
+    return int(lacking.clamp(min=0).sum())
 
 
 def _unit_sum(states: torch.Tensor) -> torch.Tensor:
@@ -260,7 +298,7 @@ def _similarity(sums: list[torch.Tensor]) -> float:
 
 
 def _originals(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    return torch.where(batch["labels"] == -100, batch["input_ids"], batch["labels"])
+    return torch.where(batch["labels"] == IGNORE_INDEX, batch["input_ids"], batch["labels"])
 
 
 def _could_be_replaced(batch: dict[str, torch.Tensor], collator: Any) -> torch.Tensor:

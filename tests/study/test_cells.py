@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import os
 import zipfile
 from pathlib import Path
@@ -15,7 +14,7 @@ from fastplm.cli import main
 from fastplm.errors import DataError
 from fastplm.run.folder import write_hashed
 from fastplm.study import cells
-from fastplm.study.cells import Planner, Store
+from fastplm.study.cells import Planner, Store, loss_of_choice
 from fastplm.study.code import meaning
 from fastplm.study.engine import rules, words_of
 from fastplm.study.grid import HELD_OUT, MEAN, STUDIES, read_grid
@@ -66,19 +65,34 @@ def test_the_cells_of_a_grid(place):
 def test_the_rate_with_the_lowest_loss_is_taken(place):
     plan = planner().plan()
     by_label = {cell.label: cell for cell in plan.cells.values() if not cell.provisional}
-    finish(by_label["15 % at 5.0e-4, seed 0"], held_out_total=4.0)
+    finish(by_label["15 % at 5.0e-4, seed 0"], held_out={"mlm_loss": 4.0})
     assert not planner().plan().complete, "one rate is not known yet"
-    finish(by_label["15 % at 1.0e-3, seed 0"], held_out_total=3.5)
+    finish(by_label["15 % at 1.0e-3, seed 0"], held_out={"mlm_loss": 3.5})
     plan = planner().plan()
     assert plan.complete and plan.variants["15 %"].rate == "1.0e-3"
     assert plan.variants["15 %"].tried == {"5.0e-4": 4.0, "1.0e-3": 3.5}
     # The first seed is the cell that was tried.
     assert plan.variants["15 %"].trainings[0].key == by_label["15 % at 1.0e-3, seed 0"].key
-    finish(by_label["15 % at 1.0e-3, seed 0"], held_out_total=math.inf, diverged=True)
+    finish(by_label["15 % at 1.0e-3, seed 0"], held_out={}, diverged=True)
     assert planner().plan().variants["15 %"].rate == "5.0e-4", "a rate that diverges loses"
-    finish(by_label["15 % at 5.0e-4, seed 0"], held_out_total=math.inf, diverged=True)
+    finish(by_label["15 % at 5.0e-4, seed 0"], held_out={}, diverged=True)
     with pytest.raises(DataError, match="15 %, which diverged at 5.0e-4, 1.0e-3"):
         planner().plan()
+
+
+def test_what_a_rate_is_chosen_by():
+    """The figures are of ELECTRAs at 1e-3 and 2e-3: the second generator knows no context."""
+    plateaus = {"unigram_loss": 6.27, "bigram_loss": 4.54}
+    better = {"mlm_loss": 5.19, "rtd_loss": 0.138, "words_loss": 3.9} | plateaus
+    worse = {"mlm_loss": 6.33, "rtd_loss": 0.046, "words_loss": 4.1} | plateaus
+    assert better["mlm_loss"] + 50 * better["rtd_loss"] > worse["mlm_loss"] + 50 * worse["rtd_loss"]
+    assert loss_of_choice(better) == 5.19 < loss_of_choice(worse) == 6.33
+    unigram = {"rtd_loss": 0.4, "words_loss": 0.3} | plateaus  # a generator that is not trained
+    assert loss_of_choice(unigram) == 0.4
+    all_tokens = {"mlm_loss": 5.0, "discriminator_mlm_loss": 1.25, "discriminator_chosen_loss": 4.0}
+    assert loss_of_choice(all_tokens) == 6.25
+    assert loss_of_choice({"mlm_loss": 4.0, "next_sentence_loss": 0.5}) == 4.5
+    assert loss_of_choice(plateaus) is None
 
 
 def test_keys_stay_where_nothing_that_matters_changes(place):

@@ -17,6 +17,8 @@ from fastplm.study.statistics import interval
 from fastplm.study.table import _edge, content, page, write_tables
 
 PAST = {"mlm_loss": 3.0, "unigram_loss": 6.0, "bigram_loss": 4.5}
+#: Of an encoder-decoder that can copy seven of ten labels.
+COPIED = {"unigram_loss": 6.0, "bigram_loss": 4.5, "missing_share": 0.3, "encoder_similarity": 0.1}
 
 
 @pytest.mark.parametrize(
@@ -37,7 +39,18 @@ PAST = {"mlm_loss": 3.0, "unigram_loss": 6.0, "bigram_loss": 4.5}
             [PAST | {"discriminator_mlm_loss": 4.48, "mlm_loss": 4.9}],
             "its discriminator_mlm_loss is not clearly below the bigram loss",
         ),
+        (
+            [PAST | {"discriminator_mlm_loss": 1.2, "discriminator_chosen_loss": 4.6}],
+            "its discriminator_chosen_loss is not clearly below the bigram loss",
+        ),
+        ([PAST | {"discriminator_mlm_loss": 1.2, "discriminator_chosen_loss": 4.1}], ""),
         ([{"spans_loss": 3.0}], ""),
+        ([COPIED | {"denoise_loss": 1.30}], ""),
+        (
+            [COPIED | {"denoise_loss": 1.34}],
+            "not clearly below the bigram loss of the 30% of its labels that are not in its source",
+        ),
+        ([COPIED | {"denoise_loss": 1.30, "encoder_similarity": 0.999}], "gives all tokens one"),
         ([{}], "it diverged, or no text was held out"),
     ],
 )
@@ -77,7 +90,7 @@ def study(place):
 
 
 BASE = [[0.70, 0.71], [0.72, 0.71], [0.69, 0.70]]
-BETTER = [[0.80, 0.81], [0.82, 0.81], [0.79, 0.80]]
+BETTER = [[0.80, 0.82], [0.82, 0.80], [0.79, 0.80]]
 
 
 def test_the_mean_over_tasks():
@@ -94,6 +107,9 @@ def test_the_mean_over_tasks():
     mean = _mean_of(grid, scores)["mean"]
     assert mean.values == pytest.approx(np.array([[0.7, 0.8], [0.8, 0.8]]))
     assert mean.early == ("a reason",) and not mean.fixed
+    order = replace(film, options={"task": "sop"})  # no task of GLUE's
+    with_order = SimpleNamespace(judges=grid.judges | {"order": order})
+    assert (_mean_of(with_order, scores)["mean"].values == mean.values).all()
     for lacking in (
         {"film": scores["film"], "blimp": scores["blimp"]},
         scores | {"tags": Scores(np.array([[0.8], [0.8]]))},
@@ -107,6 +123,27 @@ def test_a_claim_that_holds(study):
     assert found.verdict == AGREES and found.difference.interval.mean == pytest.approx(0.1)
     assert "The paper found 40 % better than 15 % (Wettig et al. 2023)" in found.text
     assert "+0.1000" in found.text and found.text.endswith(f"{AGREES}.")
+
+
+def test_a_judge_that_the_paper_does_not_have(study):
+    results = study(BETTER, BASE)
+    claims = tuple(replace(claim, beyond=("sentiment",)) for claim in results.grid.claims)
+    (found,) = compare(replace(results, grid=replace(results.grid, claims=claims)))
+    assert "Wettig et al. 2023). By sentiment, which the paper does not have: here" in found.text
+
+
+def test_differences_that_are_all_the_same_are_no_test(study):
+    """As of few examples: their variance is 0, and any t would be infinite."""
+    ours, theirs = [[0.75, 0.75]] * 2, [[0.5, 0.5]] * 2
+    (found,) = compare(study(ours, theirs))
+    assert found.verdict == CANNOT and "no test" in found.text
+
+
+def test_a_seed_that_diverged_is_said(study):
+    results = study(BETTER, BASE)
+    row = replace(results.rows["15 %"], diverged=("15 %, seed 1",))
+    text = page(replace(results, rows=results.rows | {"15 %": row}), [], picture=False)
+    assert "15 %, seed 1: it diverged, or what it needs did, and so it has no figures." in text
 
 
 def test_a_claim_that_does_not_hold(study):
@@ -182,6 +219,12 @@ def test_the_files(study, tmp_path):
             " The highest of them is the best: a higher one may be better.",
         ),
         ({"1e-3": 2.0, "2e-3": 1.0, "4e-3": None}, ""),  # the highest diverged
+        ({"1e-3": 2.0, "2e-3": 1.0, "4e-3": 1.04}, " Within 0.05 nats of it: 4e-3."),
+        (
+            {"1e-3": 1.04, "2e-3": 1.0},
+            " The highest of them is the best: a higher one may be better. Within 0.05 nats of it: "
+            "1e-3.",
+        ),
         ({"1e-3": 1.0}, ""),
         ({"1e-3": None, "2e-3": None}, ""),
     ],

@@ -28,8 +28,9 @@ def test_paired_p_is_students():
 def test_paired_p_by_hand():
     """With two rows Student's t has one degree of freedom: p = 1 - 2 / pi * atan(t)."""
     assert paired_p(np.array([1.0, 3.0])) == pytest.approx(1 - 2 / np.pi * np.arctan(2.0))
-    assert paired_p(np.array([0.0, 0.0])) == 1 and paired_p(np.array([1.0, 1.0])) == 0
-    assert paired_p(np.array([1.0])) is None
+    assert paired_p(np.array([0.0, 0.0])) == 1
+    for no_test in ([1.0], [1.0, 1.0], [1.0, np.nan], [1.0, np.inf]):
+        assert paired_p(np.array(no_test)) is None
 
 
 def test_holm():

@@ -115,3 +115,92 @@ def test_the_similarity_of_encoder_outputs(family):
         for parameter in model.get_encoder().parameters():
             parameter.fill_(1.0)  # the same embedding for all tokens, and for all places
     assert similarity() == pytest.approx(1.0, abs=1e-5)
+
+
+def test_the_labels_that_are_not_in_the_source():
+    """Each token of a source answers to one label, padding to none."""
+    sizes = {"d_model": 8, "num_layers": 1, "num_heads": 1, "d_kv": 8, "vocab_size": 40}
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0)
+    model = fastplm.models.T5ForConditionalGeneration(config)
+    sources = [[5, 6, 7, 7, 1, 0], [9, 8, 7, 1, 0, 0]]
+    labels = [[5, 7, 7, 7, 1, -100], [7, 7, 0, 1, -100, -100]]  # lacking: a 7; a 7 and the 0
+    rows = [
+        {"input_ids": source, "attention_mask": source != 0, "labels": label}
+        for source, label in zip(torch.tensor(sources), torch.tensor(labels), strict=True)
+    ]
+    for size in (1, 2):
+        found = evaluate(model, rows, torch.utils.data.default_collate, size)
+        assert found["missing_share"] == 3 / 9
+
+
+@pytest.fixture
+def joint():
+    """A function that makes the joint model of an objective, and six samples of eight tokens."""
+    from fastplm.models import ElectraForJointPreTraining, ElectraJointConfig
+
+    sizes = {"hidden_size": 16, "embedding_size": 16, "num_attention_heads": 2}
+    config = transformers.ElectraConfig(
+        vocab_size=30, num_hidden_layers=1, intermediate_size=32, initializer_range=0.5, **sizes
+    )
+    draws = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 30, (6, 8), generator=draws)
+    chosen = torch.rand(6, 8, generator=draws) < 0.4
+    rows = [
+        {
+            "input_ids": row.masked_fill(mask, 4),
+            "attention_mask": torch.ones(8).long(),
+            "labels": row.masked_fill(~mask, -100),
+            "sample_index": torch.tensor(place),
+        }
+        for place, (row, mask) in enumerate(zip(ids, chosen, strict=True))
+    ]
+
+    def make(objective):
+        torch.manual_seed(0)
+        chosen = ElectraJointConfig.from_discriminator(config, objective=objective)
+        return ElectraForJointPreTraining(chosen).eval(), rows, ids
+
+    return make
+
+
+class _Collate:
+    """What ``evaluate`` asks of a collator: batches, and the special tokens."""
+
+    tokenizer = type("", (), {"all_special_ids": [0, 1, 2, 3, 4]})
+
+    def __call__(self, rows):
+        return torch.utils.data.default_collate(rows)
+
+
+def test_a_discriminator_that_predicts_all_tokens_is_judged_by_the_chosen_ones(joint):
+    """Of the others most can be copied, and so a model that knows nothing has a low loss."""
+    model, rows, ids = joint("all_tokens_mlm")
+    found = evaluate(model, rows, _Collate(), 4)
+    batch = torch.utils.data.default_collate(rows)
+    with torch.no_grad():
+        replaced = model(**batch, output_replaced_ids=True).replaced_ids
+        hidden = model.discriminator.electra(replaced).last_hidden_state
+        logits = model.discriminator.generator_lm_head(
+            model.discriminator.generator_predictions(hidden)
+        )
+        copy = model.copy_head(hidden).sigmoid()
+    kept = torch.nn.functional.one_hot(replaced, 30)
+    losses = -(copy * kept + (1 - copy) * logits.softmax(-1)).log()
+    losses = losses.gather(-1, ids[..., None]).squeeze(-1)
+    chosen = batch["labels"] != -100
+    assert found["discriminator_mlm_loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
+    expected = losses[chosen].mean().item()
+    assert found["discriminator_chosen_loss"] == pytest.approx(expected, rel=1e-5)
+    assert "discriminator_chosen_loss" not in evaluate(*joint("replace_mlm")[:2], _Collate(), 4)
+
+
+def test_electra_15_is_judged_by_the_tokens_that_it_learns_of(joint):
+    model, rows, ids = joint("rtd_masked")
+    batch = torch.utils.data.default_collate(rows)
+    with torch.no_grad():
+        replaced = model(**batch, output_replaced_ids=True).replaced_ids
+    chosen = batch["labels"] != -100
+    share = (replaced != ids)[chosen].double().mean().item()
+    assert evaluate(model, rows, _Collate(), 4)["words"]["share_replaced"] == share > 0.5
+    usual, _, _ = joint("rtd")
+    assert evaluate(usual, rows, _Collate(), 4)["words"]["share_replaced"] < 0.5
