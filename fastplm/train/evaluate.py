@@ -87,7 +87,7 @@ def evaluate(
             add("correct_tokens", _correct(masked, rows[0], batch))
         if outputs.get("encoder_last_hidden_state") is not None:
             encoded.append(_unit_sum(outputs["encoder_last_hidden_state"]))
-            add("missing", _missing(batch))
+            add("missing_share", _missing(batch))
         tokens, sequences = tokens_and_sequences(batch)
         add("samples", sequences)
         add("labels", counted_labels(model, batch["labels"]).ne(IGNORE_INDEX).sum())
@@ -102,12 +102,8 @@ def evaluate(
             add("discriminator_chosen_loss", _over_chosen(module, outputs["replaced_ids"], batch))
         if "rtd_loss" in outputs:
             of_words.append(_detected(module, outputs["replaced_ids"], batch, collator))
-        for label, values in pair_labels.items():
-            name, answers = PAIR_LABELS[label], pair_logits(outputs)
-            if answers is None:
-                continue  # the model has no head for pairs
-            add(f"{name}_loss", summed(answers, values))
-            add(f"{name}_accuracy", (answers.argmax(-1) == values).sum())
+        for name, value in _of_pairs(outputs, pair_labels):
+            add(name, value)
     model.train(was_training)
 
     result: dict[str, Any] = {"samples": int(sums["samples"])}
@@ -125,7 +121,7 @@ def evaluate(
         add_mean("discriminator_chosen_loss", "labels")
     if encoded:
         result["encoder_similarity"] = _similarity(encoded)
-        result["missing_share"] = sums["missing"] / max(sums["labels"], 1)
+        add_mean("missing_share", "labels")
     if sums.get("total", 0) > 0:
         add_mean("rtd_loss", "total")
         result.update(detection(sums))
@@ -256,6 +252,16 @@ def _detected(
         words &= batch["labels"].cpu() != IGNORE_INDEX
     scores = model.discriminator(replaced_ids, batch["attention_mask"]).logits
     return scores.cpu()[words], (replaced_ids.cpu() != _originals(batch).cpu())[words]
+
+
+def _of_pairs(outputs: Any, labels: dict[str, torch.Tensor]) -> Iterator[tuple[str, Any]]:
+    """The summed loss of pairs of segments, and how many are right; none without a head for them."""
+    answers = pair_logits(outputs) if labels else None
+    if answers is None:
+        return
+    for label, values in labels.items():
+        yield f"{PAIR_LABELS[label]}_loss", summed(answers, values)
+        yield f"{PAIR_LABELS[label]}_accuracy", (answers.argmax(-1) == values).sum()
 
 
 def _over_chosen(

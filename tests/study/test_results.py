@@ -17,7 +17,7 @@ from fastplm.study.statistics import interval
 from fastplm.study.table import _edge, content, page, write_tables
 
 PAST = {"mlm_loss": 3.0, "unigram_loss": 6.0, "bigram_loss": 4.5}
-#: Of an encoder-decoder that can copy seven of ten labels.
+#: The figures of an encoder-decoder that can copy seven of ten labels.
 COPIED = {"unigram_loss": 6.0, "bigram_loss": 4.5, "missing_share": 0.3, "encoder_similarity": 0.1}
 
 

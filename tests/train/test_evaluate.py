@@ -173,7 +173,7 @@ class _Collate:
 
 
 def test_a_discriminator_that_predicts_all_tokens_is_judged_by_the_chosen_ones(joint):
-    """Of the others most can be copied, and so a model that knows nothing has a low loss."""
+    """Most others can be copied, and so a model that knows nothing has a low loss."""
     model, rows, ids = joint("all_tokens_mlm")
     found = evaluate(model, rows, _Collate(), 4)
     batch = torch.utils.data.default_collate(rows)
