@@ -255,7 +255,7 @@ def _detected(
 
 
 def _of_pairs(outputs: Any, labels: dict[str, torch.Tensor]) -> Iterator[tuple[str, Any]]:
-    """The summed loss of pairs of segments, and the right answers; nothing without a head for it."""
+    """The summed loss of pairs of segments, and the right answers; nothing without a head."""
     answers = pair_logits(outputs) if labels else None
     if answers is None:
         return
