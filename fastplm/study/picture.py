@@ -65,14 +65,15 @@ def _published(axis: Any, others: Mapping[str, float], curves: bool) -> None:
 def _points(axis: Any, results: Results, name: str) -> None:
     rows = list(results.rows.values())
     shown = [*results.published.get(name, {}).values()]
+    wide: list[float] = []
     for place, row in enumerate(rows):
         scores = row.scores.get(name)
         if scores is None:
             continue
         found = scores.interval
         shown += [found.mean, *scores.values.mean(1)]
-        if not scores.early:  # where few seeds vary much, an interval may be wider than a picture
-            shown += [end for end in (found.low, found.high) if end is not None]
+        ends = [end for end in (found.low, found.high) if end is not None]
+        (wide if scores.early else shown).extend(ends)
         if found.low is not None:
             axis.plot([found.low, found.high], [place, place], color=f"C{place % 10}")
         if len(scores.values) > 1:
@@ -80,8 +81,12 @@ def _points(axis: Any, results: Results, name: str) -> None:
             axis.plot(of_seeds, [place] * len(of_seeds), "|", color=f"C{place % 10}", alpha=0.6)
         fill = "none" if scores.early else f"C{place % 10}"
         axis.plot([found.mean], [place], "o", color=f"C{place % 10}", markerfacecolor=fill)
-    margin = 0.05 * (max(shown) - min(shown)) or 0.01
-    axis.set_xlim(min(shown) - margin, max(shown) + margin)
+    # Where few seeds vary much, the interval of what is too early to tell is wider than a picture.
+    low, high = min(shown), max(shown)
+    more = 0.1 * (high - low)
+    low, high = max(min([low, *wide]), low - more), min(max([high, *wide]), high + more)
+    margin = 0.05 * (high - low) or 0.01
+    axis.set_xlim(low - margin, high + margin)
     axis.locator_params(axis="x", nbins=5)
     axis.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
     axis.set_ylim(len(rows) - 0.5, -0.5)

@@ -260,7 +260,7 @@ def test_a_picture_is_as_wide_as_what_can_be_told(study):
         axis = Figure().subplots()
         _points(axis, replace(results, rows=rows), "sentiment")
         limits.append(axis.get_xlim())
-    assert limits[0][0] < wide.low and 0.1 < limits[1][0] < 0.2
+    assert limits[0][0] < wide.low and 0.05 < limits[1][0] < 0.2
 
 
 def test_the_picture(study, tmp_path):
