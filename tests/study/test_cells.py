@@ -282,6 +282,7 @@ def all_data(tmp_path_factory):
         file.writestr("agreement.jsonl", json.dumps(pairs) + "\n")
     (folder / "blimp").mkdir()
     (folder / "x.zip").rename(folder / "blimp/blimp.zip")
+    words(folder, "text/wikitext-2.valid.txt", *["One sentence. Another one."] * 40)
     words(folder, "blimp/models_summary.jsonl", json.dumps({"UID": "agreement", "gpt2": 0.9}))
     return folder
 
@@ -296,6 +297,41 @@ def test_every_study_that_comes_along_can_be_planned(all_data, tmp_path, name, s
     judged = {judge for each in plan.variants.values() for judge, _ in each.judged}
     asked = {on for claim in grid.claims for on in claim.on} - {MEAN}
     assert asked <= judged | {on for on in asked if on.startswith(HELD_OUT)}
+
+
+def test_studies_share_their_trainings(all_data, tmp_path):
+    """An ELECTRA is trained once for three studies, its encoder with BERT's task for two."""
+    keys = {}
+    for name in ("objectives", "causal-or-masked", "electra"):
+        store = Store(tmp_path)
+        plan = Planner(read_grid(name, "tiny"), store, all_data, 1, tmp_path / "cache").plan()
+        for variant, each in plan.variants.items():
+            keys[name, variant] = [cell.key for cell in each.trainings]
+    ours = keys["objectives", "ELECTRA"]
+    assert keys["causal-or-masked", "ELECTRA"] == keys["electra", "generator 1/4"] == ours
+    assert keys["causal-or-masked", "BERT"] == keys["objectives", "MLM"] != ours
+
+
+def test_models_that_read_from_left_to_right_have_new_weights_of_their_own(all_data, tmp_path):
+    """A model of new weights is one of the same attention, too."""
+    grid = read_grid("causal-or-masked", "tiny")
+    variants = Planner(grid, Store(tmp_path), all_data, 1, tmp_path / "cache").plan().variants
+    ours, theirs = (variants[name].scratch["tags"] for name in ("BERT", "BERT, left to right"))
+    assert ours.key != theirs.key
+
+
+def test_cells_of_a_machine_without_bf16_are_its_own(place, monkeypatch):
+    """The default precision is the machine's; one that is given is anybody's."""
+    monkeypatch.setattr(cells, "hardware_has_bf16", lambda: True)
+    given = keys()
+    changed(place, "  precision: fp32\n", "")
+    usual = keys()
+    scratch = [each.scratch for each in planner().plan().variants.values()]
+    monkeypatch.setattr(cells, "hardware_has_bf16", lambda: False)
+    shared = set(keys()) & set(usual)  # a model without pre-training has no such precision
+    assert shared == {cell.key for each in scratch for cell in each.values()}
+    changed(place, "pretrain:\n", "pretrain:\n  precision: fp32\n")
+    assert keys() == given
 
 
 def test_a_dry_run_writes_nothing(place, capsys):
