@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastplm.study.grid import Claim
+from fastplm.study.grid import Claim, is_of
 from fastplm.study.results import Results, Row, Scores
 from fastplm.study.statistics import Difference, difference, holm
 
@@ -88,7 +88,7 @@ def _compared(
             reasons.setdefault(reason, []).append(name)
     early = tuple(f"{' and '.join(of)}: {reason}" for reason, of in reasons.items())
     paper = f" ({claim.paper})" if claim.paper else ""
-    beyond = ", which the paper does not have" if on.split()[0] in claim.beyond else ""
+    beyond = ", which the paper does not have" if is_of(on, claim.beyond) else ""
     start = f"The paper found {claim.better} better than {claim.than}{paper}. By {on}{beyond}: "
     if found is None:
         text = f"{start}the two were not scored in the same way, or by as many seeds: {CANNOT}."

@@ -47,6 +47,8 @@ _OF_JUDGE = ("score", "task", "model_as", "scratch", "figure", "part")
 _OF_CLAIM = ("better", "than", "on", "paper", "beyond")
 #: The fewest judges of which there is a mean.
 OF_A_MEAN = 2
+#: Tasks that are those of a pre-training.
+_OF_PRETRAINING = ("sop", "nsp")
 _PARTS = ("discriminator", "generator")
 _SEEDS = whole(1, 1000)
 #: What a judge tells a command from: the option that names what is judged.
@@ -102,6 +104,11 @@ class Judge:
     scratch: bool
     figure: str | None
     part: str | None
+
+    @property
+    def counts(self) -> bool:
+        """Whether its score is one of those of the mean: of a task that GLUE could have."""
+        return self.command == "finetune" and self.options.get("task") not in _OF_PRETRAINING
 
 
 @dataclass(frozen=True)
@@ -436,14 +443,14 @@ class _Reader:
                 self.name(f"{where}: {name}", str(each[name]), variants)
             on = each.get("on", list(judges))
             on = on if isinstance(on, list) else [on]
-            gone = [name for name in on if _is_of(name, self.without)]
-            if sum(judge.command == "finetune" for judge in judges.values()) < OF_A_MEAN:
+            gone = [name for name in on if is_of(name, self.without)]
+            if sum(judge.counts for judge in judges.values()) < OF_A_MEAN:
                 gone.append(MEAN)
             for name in on:
                 if name == MEAN:
                     continue
                 # Figures of held-out text, and points of curves, are known when they are there.
-                if not (name in gone or _is_of(name, judges) or name.startswith(HELD_OUT)):
+                if not (name in gone or is_of(name, judges) or name.startswith(HELD_OUT)):
                     self.name(f"{where}: on", name, judges)
             on = [name for name in on if name not in gone]
             beyond = each.get("beyond", [])
@@ -524,7 +531,7 @@ class _Reader:
             self.refuse(f"{where}: {error}", f"options of fastplm {command}", "Change the file.")
 
 
-def _is_of(column: str, judges: Iterable[str]) -> bool:
+def is_of(column: str, judges: Iterable[str]) -> bool:
     """Whether a column is one of these judges', or a point of the curve of one."""
     return any(column == judge or column.startswith(f"{judge} ") for judge in judges)
 

@@ -31,8 +31,6 @@ _TOKEN_LOSSES = (
 )
 #: An encoder whose outputs are this similar gives all tokens one.
 _COLLAPSED = 0.99
-#: Tasks that are those of a pre-training, and none of GLUE's.
-_OF_PRETRAINING = ("sop", "nsp")
 
 
 @dataclass(frozen=True)
@@ -198,11 +196,7 @@ def _mean_of(grid: Grid, scores: Mapping[str, Scores]) -> dict[str, Scores]:
 
     Source: Wang et al. 2019 (arXiv 1804.07461), §3: an unweighted mean over tasks.
     """
-    names = [
-        name
-        for name, judge in grid.judges.items()
-        if judge.command == "finetune" and judge.options.get("task") not in _OF_PRETRAINING
-    ]
+    names = [name for name, judge in grid.judges.items() if judge.counts]
     found = [scores[name] for name in names if name in scores and not scores[name].lower]
     if len(found) < max(OF_A_MEAN, len(names)):
         return {}

@@ -77,6 +77,10 @@ def test_a_claim_of_the_mean_needs_several_judges_that_fine_tune(tmp_path):
     judges = {"sentiment": film, "again": film, "blimp": {"score": "minimal-pairs", "data": "b"}}
     grid = read_grid(str(written(tmp_path, claims=claims, judges=judges)))
     assert grid.claims[0].on == ("mean", "blimp")
+    order = {"task": "sop", "data": "books.txt"}  # no task of GLUE's, and so none of the mean
+    judges = {"sop": order, "sentiment": film, "blimp": judges["blimp"]}
+    alone = read_grid(str(written(tmp_path, judges=judges, claims=claims)))
+    assert alone.claims[0].on == ("blimp",)
     with pytest.raises(ArgumentValueError, match="a judge of the name 'mean'"):
         read_grid(str(written(tmp_path, judges={"mean": film})))
 
@@ -116,6 +120,10 @@ def test_all_combinations(tmp_path):
         ({"judges": {"a": {"task": "qa", "data": "x", "threshold": 1}}}, "`threshold` got 1.0"),
         ({"judges": {"a": {"score": "minimal-pair", "data": "x"}}}, "Did you mean minimal-pairs?"),
         ({"claims": [{"better": "41 %", "than": "15 %"}]}, "claim 1: better: 41 %; .* mean 40 %?"),
+        (
+            {"claims": [{"better": "40 %", "than": "15 %", "beyond": "blmp"}]},
+            "claim 1: beyond: blmp; .* mean blimp?",
+        ),
         ({"claims": [{"better": "40 %", "on": []}]}, "claim 1, without than"),
         ({"claims": [{"better": "40 %", "than": "15 %", "on": ["blmp"]}]}, "Did you mean blimp?"),
         ({"claims": {"a": 1}}, "claims that are no list"),
