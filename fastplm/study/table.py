@@ -224,8 +224,12 @@ def _notes(results: Results) -> list[str]:
     notes += [
         f"{label}: it diverged, or what it needs did, and so it has no figures." for label in lost
     ]
-    rates = {row.name: row.facts["rates"] for row in results.rows.values() if row.facts["rates"]}
-    for name, tried in rates.items():
+    of_rates: dict[str, list[str]] = {}  # variants of one model have the same ones
+    for row in results.rows.values():
+        if row.facts["rates"]:
+            of_rates.setdefault(json.dumps(row.facts["rates"]), []).append(row.name)
+    for text, names in of_rates.items():
+        name, tried = ", ".join(names), json.loads(text)
         shown = ", ".join(
             f"{rate}: {_NONE if loss is None else format(loss, '.4f')}"
             for rate, loss in tried.items()
