@@ -138,7 +138,7 @@ CUTS = {
         slow=True,
     ),
     "python benchmarks/finetuning.py": Cut(
-        "--seeds 1 --scale 0.01 --tasks qa choice",
+        "--seeds 1 --scale 0.01 --tasks choice",
         leaves=tuple(f"{RESULTS}/cpu/finetuning.{kind}" for kind in ("csv", "md")),
         slow=True,
     ),
