@@ -158,6 +158,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.add_argument("--arch", type=int, choices=ARCHS, help="default: this machine's GPU")
+    parser.add_argument("--if-gpu", action="store_true", help="without a GPU, compile nothing")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="default: the CPUs")
     parser.add_argument("steps", nargs="*", metavar="step", help=f"of {' '.join(STEPS)}")
     options = parser.parse_intermixed_args()
@@ -165,6 +166,9 @@ def main() -> int:
         parser.error(f"no step {', '.join(sorted(unknown))}; there are {' '.join(STEPS)}")
     if options.arch is None:
         if not torch.cuda.is_available():
+            if options.if_gpu:
+                print("no GPU is here: nothing is compiled")
+                return 0
             parser.error("no GPU is here: --arch says for which one")
         major, minor = torch.cuda.get_device_capability()
         options.arch = 10 * major + minor

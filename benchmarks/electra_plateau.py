@@ -4,45 +4,35 @@
 
 A RUN is the folder of a finished ``fastplm pretrain --arch electra-…``. Its *gain* is the share of
 the best constant answer's loss that the discriminator saves, over the training's own replacements.
-Frequent tokens alone give some hundredths. OUT.tsv has what
-differs between the runs, the step from which on the gain is above a twentieth, and what held-out
-text says; OUT.png has the gains over the steps.
+Frequent tokens alone give some hundredths. OUT.tsv has what differs between the runs, the step from
+which on the gain is above a twentieth, and what held-out text says; OUT.png has the gains.
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
 import json
 import math
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
+from plateau import Curve, Row, compare, smoothed
 
 SHOWN = ("layers", "electra_generator", "generator_size", "electra_sharing", "rtd_weight", "lr")
 SHOWN += ("mlm_probability", "mask_replace_prob", "block_size", "short_block_size", "seed")
 _LEARNED = 0.05
-#: Logged figures whose mean is one point of a curve.
-_SMOOTH = 5
 
 
-def gains(history: list[dict[str, Any]]) -> list[tuple[int, float]]:
-    """(step, gain), each a mean of several logged ones."""
+def gains(history: list[dict[str, Any]]) -> Curve:
     found = []
     for entry in history:
         share = 1 - entry["accuracy_of_always_original"]
         constant = -sum(p * math.log(p) for p in (share, 1 - share) if p > 0)
         found.append((entry["step"], 1 - entry["rtd_loss"] / constant))
-    groups = [found[at : at + _SMOOTH] for at in range(0, len(found), _SMOOTH)]
-    return [(group[-1][0], sum(gain for _, gain in group) / len(group)) for group in groups]
+    return smoothed(found)
 
 
-def learned(curve: list[tuple[int, float]]) -> int | None:
+def learned(curve: Curve) -> int | None:
     """The step from which on all gains are above ``_LEARNED``, if there is one."""
     found = None
     for step, gain in reversed(curve):
@@ -52,7 +42,7 @@ def learned(curve: list[tuple[int, float]]) -> int | None:
     return found
 
 
-def row(run: Path) -> tuple[dict[str, Any], list[tuple[int, float]]]:
+def row(run: Path) -> Row:
     metrics = json.loads((run / "metrics.json").read_text())
     settings, held_out = metrics["arguments"], metrics["held_out"]
     curve = gains(metrics["history"])
@@ -84,26 +74,13 @@ def label(row: dict[str, Any]) -> str:
     return f"{what}, rate {row['lr']:g}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
-    parser.add_argument("--out", type=Path, required=True, help="path of the files, without suffix")
-    options = parser.parse_args()
-    found = [row(run) for run in options.runs]
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    with options.out.with_suffix(".tsv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(found[0][0]), delimiter="\t", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(each for each, _ in found)
-    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+def draw(axes: Any, found: Sequence[Row]) -> None:
     for each, curve in found:
         steps, values = zip(*curve, strict=True)
         axes.plot(steps, [100 * value for value in values], linewidth=1.2, label=label(each))
     axes.set(xlabel="step", ylabel="gain over the best constant answer (%)", ylim=(-2, None))
     axes.legend(frameon=False, fontsize=7, loc="upper left")
-    figure.tight_layout()
-    figure.savefig(options.out.with_suffix(".png"), dpi=110)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    compare(__doc__.splitlines()[0], row, draw)

@@ -145,7 +145,9 @@ def plan(options: argparse.Namespace) -> list[Step]:
     steps = [] if options.skip_build else [Step("build", [], 145, most=200)]
     steps.append(Step("info", [sys.executable, "-m", "fastplm", "info"], 10, most=60))
     if not options.dry_run:  # a dry run interprets its kernels
-        steps.append(Step("compile", script("compile_cache.py", options.cache), 48, most=120))
+        steps.append(
+            Step("compile", script("compile_cache.py", options.cache, "--if-gpu"), 48, most=120)
+        )
     if not options.skip_tests and (ops := _checked(options.only)):
         steps.append(Step("checks", script("gpu_checks.py", *ops), 30, most=120))
     known = benchmarks()

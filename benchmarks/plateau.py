@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +24,24 @@ from matplotlib import pyplot
 
 SHOWN = ("arch", "objective", "layers", "hidden", "vocab_size", "block_size", "batch_size", "lr")
 SHOWN += ("short_block_size", "short_share", "dropout", "mlm_probability", "steps")
-#: Logged losses whose mean is one point of a curve.
+#: Logged figures whose mean is one point of a curve.
 _SMOOTH = 5
+#: (step, figure)
+Curve = list[tuple[int, float]]
+#: What is written of a run, and its curve.
+Row = tuple[dict[str, Any], Curve]
 
 
-def smoothed(history: list[dict[str, Any]]) -> list[tuple[int, float]]:
-    losses = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
-    groups = [losses[at : at + _SMOOTH] for at in range(0, len(losses), _SMOOTH)]
-    return [(group[-1][0], sum(loss for _, loss in group) / len(group)) for group in groups]
+def smoothed(logged: Curve) -> Curve:
+    groups = [logged[at : at + _SMOOTH] for at in range(0, len(logged), _SMOOTH)]
+    return [(group[-1][0], sum(figure for _, figure in group) / len(group)) for group in groups]
 
 
-def row(run: Path) -> tuple[dict[str, Any], list[tuple[int, float]]]:
+def row(run: Path) -> Row:
     metrics = json.loads((run / "metrics.json").read_text())
-    settings, held_out, curve = (
-        metrics["arguments"],
-        metrics["held_out"],
-        smoothed(metrics["history"]),
+    settings, held_out = metrics["arguments"], metrics["held_out"]
+    curve = smoothed(
+        [(each["step"], each["loss"]) for each in metrics["history"] if "loss" in each]
     )
     half = (held_out["unigram_loss"] + held_out["bigram_loss"]) / 2
     passed = next((step for step, loss in curve if loss < half), None)
@@ -62,18 +64,7 @@ def _kind(row: dict[str, Any]) -> tuple[str, int, int]:
     return row["objective"], row["block_size"], row["short_block_size"] or 0
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
-    parser.add_argument("--out", type=Path, required=True, help="path of the files, without suffix")
-    options = parser.parse_args()
-    found = [row(run) for run in options.runs]
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    with options.out.with_suffix(".tsv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(found[0][0]), delimiter="\t", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(each for each, _ in found)
-    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+def draw(axes: Any, found: Sequence[Row]) -> None:
     drawn: set[str] = set()
     kinds = {_kind(each): None for each, _ in found}
     colors = dict(
@@ -89,9 +80,27 @@ def main() -> None:
     axes.axhline(0, color="gray", linewidth=0.8)
     axes.set(xlabel="step", ylabel="training loss, less the unigram's (nats)", ylim=(-3, 1))
     axes.legend(frameon=False, fontsize=8, loc="lower right")
+
+
+def compare(
+    title: str, row: Callable[[Path], Row], draw: Callable[[Any, Sequence[Row]], None]
+) -> None:
+    """The command of a script: a row of each run in OUT.tsv, and their curves in OUT.png."""
+    parser = argparse.ArgumentParser(description=title)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    parser.add_argument("--out", type=Path, required=True, help="path of the files, without suffix")
+    options = parser.parse_args()
+    found = [row(run) for run in options.runs]
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    with options.out.with_suffix(".tsv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(found[0][0]), delimiter="\t", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(each for each, _ in found)
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    draw(axes, found)
     figure.tight_layout()
     figure.savefig(options.out.with_suffix(".png"), dpi=110)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    compare(__doc__.splitlines()[0], row, draw)

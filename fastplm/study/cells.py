@@ -41,6 +41,8 @@ CELL = "cell.json"
 #: The code that matters, by command. A change that may change a result of a command raises its
 #: number, and so makes new cells; every other change of the code keeps the nights that are done.
 RECIPES = {"pretrain": 2, "distill": 2, "finetune": 1, "score": 1}
+#: The same of objectives of a pre-training that a change touched alone.
+RECIPES_OF_OBJECTIVES = {"rtd": 1, "denoise": 1, "spans": 1}
 #: Settings that change no figure of a run.
 _FREE = frozenset(
     "out cache resume overwrite dry_run workers save_every log_every report_to format by".split()
@@ -373,6 +375,9 @@ class Planner:
             "version": ".".join(fastplm.__version__.split(".")[:2]),
             "settings": _facts(command, args, identities, self.folder),
         }
+        of_objective = RECIPES_OF_OBJECTIVES.get(getattr(args, "objective", None) or "")
+        if of_objective is not None:
+            facts["recipe of the objective"] = of_objective
         if command in _OF_PRECISION and args.precision == "auto" and not hardware_has_bf16():
             facts["precision"] = "fp32"  # "auto" is bf16 elsewhere
         text = json.dumps(facts, sort_keys=True)

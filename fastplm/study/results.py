@@ -12,6 +12,7 @@ import numpy as np
 from fastplm.study.cells import Cell, Plan, Planned, Store
 from fastplm.study.grid import HELD_OUT, MEAN, OF_A_MEAN, Grid, Judge
 from fastplm.study.statistics import Interval, Spread, interval, spread
+from fastplm.train.pretrain_settings import COLLAPSED
 
 #: Figures of which less is more end so.
 _LOSSES = ("loss", "perplexity")
@@ -29,8 +30,6 @@ _TOKEN_LOSSES = (
     *("mlm_loss", "clm_loss", "spans_loss", "denoise_loss"),
     *("discriminator_mlm_loss", "discriminator_chosen_loss"),
 )
-#: An encoder whose outputs are this similar gives all tokens one.
-_COLLAPSED = 0.99
 
 
 @dataclass(frozen=True)
@@ -305,7 +304,7 @@ def too_early(held_out: Sequence[Mapping[str, float]]) -> tuple[str, ...]:
                 if each[name] > missing * (each[plateau] - CLEAR_NATS):
                     said = f"its {name} is not clearly below the {plateau.replace('_', ' ')}"
                     found.append(said + (of if missing < 1 else ""))
-        if each.get("encoder_similarity", 0.0) > _COLLAPSED:
+        if each.get("encoder_similarity", 0.0) > COLLAPSED:
             found.append("its encoder gives all tokens one output")
         balanced = each.get("words_balanced_accuracy", 1.0)
         if balanced < CLEAR_BALANCED:

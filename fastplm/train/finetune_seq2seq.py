@@ -238,13 +238,14 @@ class Seq2Seq(Task):
         features = [{**row, "labels": ids} for row, ids in zip(rows, targets, strict=True)]
         features.sort(key=feature_length, reverse=True)
         model, collate, size = trainer.model.eval(), self.collator(), trainer.args.eval_batch_size
-        total, count = 0.0, sum(map(len, targets))
+        total = torch.zeros((), dtype=torch.float64, device=trainer.args.device)
         for begin in range(0, len(features), size):
-            batch = trainer._prepare_inputs(collate(features[begin : begin + size]))
+            chosen = features[begin : begin + size]
+            count = sum(len(feature["labels"]) for feature in chosen)
+            batch = trainer._prepare_inputs(collate(chosen))
             with torch.no_grad(), trainer.compute_loss_context_manager():
-                mean = model(**batch).loss
-            total += mean.item() * int((batch["labels"] != IGNORE_INDEX).sum())
-        return total / count
+                total += model(**batch).loss * count
+        return total.item() / sum(map(len, targets))
 
     def warnings(self, result: Mapping[str, Any]) -> list[str]:
         """Also if the model hardly reads its sources."""

@@ -17,15 +17,12 @@ from fastplm.train.pretrain_data import (
     prepare_data,
 )
 from fastplm.train.pretrain_model import make_model
-from fastplm.train.pretrain_settings import PretrainArguments
+from fastplm.train.pretrain_settings import COLLAPSED, PretrainArguments
 from fastplm.train.short_blocks import ShortFirst
 from fastplm.train.stream import StreamRun
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback, TrainingArguments
-
-#: A mean cosine of two tokens' states above which an encoder tells no token from another.
-_COLLAPSED = 0.99
 
 
 def pretrain(args: PretrainArguments) -> dict[str, Any]:
@@ -106,7 +103,7 @@ class Pretraining(StreamRun):
         loss = objective_of(args).token_loss
         judge = held_out_collator(args, data.tokenizer)
         found = evaluate(model, samples, judge, args.batch_size, loss)
-        if found.get("encoder_similarity", 0.0) > _COLLAPSED:
+        if found.get("encoder_similarity", 0.0) > COLLAPSED:
             say(
                 "Warning: the encoder gives all tokens one output (their mean cosine is "
                 f"{found['encoder_similarity']:.4f}), so the decoder cannot read its source. Lower "

@@ -40,6 +40,8 @@ from fastplm.train.presets import (
 MINUTES = 3.0
 #: What ELECTRA's discriminator learns of replaced tokens.
 _DETECTION = ("rtd", "rtd_masked")
+#: A mean cosine of two tokens' states above which an encoder tells no token from another.
+COLLAPSED = 0.99
 UNITS = ("token", "word", "ngram")
 #: Samples of a run; beyond it the libraries below end the process.
 _MOST_SAMPLES = 1 << 62

@@ -192,6 +192,19 @@ def test_the_plan_has_every_benchmark_and_begins_with_the_telling_ones(tmp_path)
     ]
 
 
+def test_without_a_gpu_nothing_is_compiled(tmp_path, monkeypatch, capsys):
+    """A report goes on; who asks for the kernels alone must say for which GPU."""
+    monkeypatch.setattr(compile_cache.torch.cuda, "is_available", lambda: False)
+    step = next(step for step in gpu_report.plan(gpu_report.parse([])) if step.name == "compile")
+    monkeypatch.setattr(sys, "argv", [*step.command[1:2], str(tmp_path), *step.command[3:]])
+    assert compile_cache.main() == 0 and not [*tmp_path.iterdir()]
+    assert "nothing is compiled" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [step.command[1], str(tmp_path)])
+    with pytest.raises(SystemExit):
+        compile_cache.main()
+    assert "no GPU is here: --arch says for which one" in capsys.readouterr().err
+
+
 MODELS = ("bert", "electra", "t5", "albert", "bart", "gpt2", "roberta")
 #: Kernels that a step launches on sm_90, as compile_cache.py counts them; for a model, the distinct
 #: launches of its training step.

@@ -312,6 +312,18 @@ def test_studies_share_their_trainings(all_data, tmp_path):
     assert keys["causal-or-masked", "BERT"] == keys["objectives", "MLM"] != ours
 
 
+def test_a_change_of_one_objective_makes_new_cells_of_it_alone(all_data, tmp_path, monkeypatch):
+    def trained():
+        grid = read_grid("causal-or-masked", "tiny")
+        plan = Planner(grid, Store(tmp_path), all_data, 1, tmp_path / "cache").plan()
+        return {name: each.trainings[0].key for name, each in plan.variants.items()}
+
+    before = trained()
+    monkeypatch.setitem(cells.RECIPES_OF_OBJECTIVES, "denoise", 2)
+    after = trained()
+    assert [name for name in before if before[name] != after[name]] == ["BART"]
+
+
 def test_models_that_read_from_left_to_right_have_new_weights_of_their_own(all_data, tmp_path):
     """A model of new weights is one of the same attention, too."""
     grid = read_grid("causal-or-masked", "tiny")
