@@ -79,7 +79,8 @@ def draw(axes: Any, found: Sequence[Row]) -> None:
         steps, values = zip(*curve, strict=True)
         axes.plot(steps, [100 * value for value in values], linewidth=1.2, label=label(each))
     axes.set(xlabel="step", ylabel="gain over the best constant answer (%)", ylim=(-2, None))
-    axes.legend(frameon=False, fontsize=7, loc="upper left")
+    below = {"loc": "upper center", "bbox_to_anchor": (0.46, -0.14), "ncols": 2}
+    axes.legend(frameon=False, fontsize=8, **below)
 
 
 if __name__ == "__main__":

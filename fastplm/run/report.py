@@ -21,6 +21,16 @@ def curve(log_history: list[dict[str, float]], name: str = "loss") -> list[dict[
     return [{name: value for name, value in entry.items() if name != "epoch"} for entry in kept]
 
 
+def scores_by_step(log_history: list[dict[str, float]]) -> list[dict[str, float]]:
+    """The scores that ``RunTrainer.evaluate`` has logged, each with its step."""
+    start = "eval_"
+    return [
+        {name.removeprefix(start): entry[name] for name in ("step", *entry) if name != "epoch"}
+        for entry in log_history
+        if any(name.startswith(start) for name in entry)
+    ]
+
+
 def settings_of(arguments: Any) -> dict[str, Any]:
     """The fields of a dataclass of arguments, as JSON has them."""
     return json.loads(json.dumps(asdict(arguments), default=str))

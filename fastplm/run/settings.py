@@ -382,6 +382,9 @@ class _Common:
         metavar="N|all",
     )
     log_every: int = setting("steps between logged losses", 10, number=COUNT)
+    eval_every: int | None = setting(
+        "also score what is held out every N steps, for a curve", None, number=COUNT, metavar="N"
+    )
     report_to: str = setting(
         "where losses and scores are logged, as the Trainer of Transformers does it, beside "
         "metrics.json: OUT/tensorboard, Weights & Biases, or nowhere",

@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -148,6 +148,8 @@ class RunTrainer(Trainer):
 
     #: The name of the command, for error messages.
     where = "pretrain"
+    #: What scores the model in ``evaluate``, in the place of an ``eval_dataset``.
+    judge: Callable[[], dict[str, float]] | None = None
     #: The ``num_items_in_batch`` of a step whose batches have no labels.
     items: Tensor | None = None
 
@@ -287,8 +289,21 @@ class RunTrainer(Trainer):
                 self._diverged(self.state.global_step, f"the {name} of held-out text is not finite")
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        with self.outside_window():
-            return super().evaluate(*args, **kwargs)
+        """Score the model, by ``judge`` if there is one, and log the scores.
+
+        It takes no time of the training, and draws none of its random numbers.
+        """
+        devices = [] if self.args.device.type == "cpu" else [self.args.device]
+        with self.outside_window(), torch.random.fork_rng(devices):
+            if self.judge is None:
+                return super().evaluate(*args, **kwargs)
+            scores = self.judge()
+        self.model.train()
+        self.log({f"eval_{name}": value for name, value in scores.items()})
+        losses = {name: value for name, value in scores.items() if name.endswith("_loss")}
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in (losses or scores).items())
+        say(f"step {self.state.global_step}/{self.state.max_steps}  held out: {shown}")
+        return scores
 
     @contextlib.contextmanager
     def outside_window(self) -> Iterator[None]:
@@ -412,6 +427,17 @@ class LogWhereSaved(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step >= state.max_steps or state.global_step % args.save_steps == 0:
             control.should_log = True
+
+
+class ScoreEvery(TrainerCallback):
+    """Scores the model every ``steps`` steps, but not at the last one: the run itself does that."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % self.steps == 0 and state.global_step < state.max_steps:
+            control.should_log = control.should_evaluate = True
 
 
 class Progress(TrainerCallback):

@@ -45,7 +45,8 @@ RECIPES = {"pretrain": 2, "distill": 2, "finetune": 1, "score": 1}
 RECIPES_OF_OBJECTIVES = {"rtd": 1, "denoise": 1, "spans": 1}
 #: Settings that change no figure of a run.
 _FREE = frozenset(
-    "out cache resume overwrite dry_run workers save_every log_every report_to format by".split()
+    "out cache resume overwrite dry_run workers save_every log_every eval_every report_to format "
+    "by".split()
 )
 #: Settings that say which model a training begins with; the others are how it learns.
 _SHAPE = (

@@ -28,13 +28,16 @@ def draw(path: Path, results: Results) -> None:
 
     names = panels(results)
     curves = any(row.states for row in results.rows.values())
-    across = min(3, len(names))
+    across = min(2 if len(names) < 5 else 3, len(names))
     down = -(-len(names) // across)
-    height = 3.2 if curves else 1.1 + 0.32 * len(results.rows)
-    figure = Figure(figsize=(4.4 * across, height * down + 0.5), layout="constrained")
+    height = 3.2 if curves else 1.0 + 0.32 * len(results.rows)
+    size = (1.2 + 3.2 * across, height * down + 0.5)
+    figure = Figure(figsize=size, layout="constrained")
     axes = list(figure.subplots(down, across, squeeze=False).flat)
-    for axis, name in zip(axes, names, strict=False):
+    for place, (axis, name) in enumerate(zip(axes, names, strict=False)):
         (_curves if curves else _points)(axis, results, name)
+        if not curves and place % across:
+            axis.tick_params(labelleft=False)  # the variants are named once in a line of panels
         _published(axis, results.published.get(name, {}), curves)
         axis.set_title(name, fontsize=10)
         axis.grid(alpha=0.3)
@@ -88,7 +91,7 @@ def _points(axis: Any, results: Results, name: str) -> None:
     margin = 0.05 * (high - low) or 0.01
     axis.set_xlim(low - margin, high + margin)
     axis.locator_params(axis="x", nbins=5)
-    axis.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
+    axis.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=9)
     axis.set_ylim(len(rows) - 0.5, -0.5)
 
 

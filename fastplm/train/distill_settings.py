@@ -87,7 +87,7 @@ class DistillArguments(budget.BudgetSettings):
         "how it learns": ("warmup", "gradient_accumulation", "dropout", "precision", "seed"),
         "the machine, and what is written": (
             *("threads", "workers", "cache", "save_every", "keep_checkpoints", "log_every"),
-            "report_to",
+            *("eval_every", "report_to"),
         ),
     }
 
@@ -196,6 +196,7 @@ class DistillArguments(budget.BudgetSettings):
     save_every: int = common("save_every")
     keep_checkpoints: int | str = common("keep_checkpoints")
     log_every: int = common("log_every")
+    eval_every: int | None = common("eval_every")
     report_to: str = common("report_to")
     resume: bool = common("resume")
     overwrite: bool = common("overwrite")

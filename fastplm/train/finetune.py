@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from fastplm.data._folder import MANIFEST, damage, first_process, say, seal, write_json
@@ -33,10 +33,10 @@ from fastplm.run.folder import (
     write_hashed,
     writing,
 )
-from fastplm.run.report import block, counted, curve, settings_of, versions
+from fastplm.run.report import block, counted, curve, scores_by_step, settings_of, versions
 from fastplm.run.runner import Run
 from fastplm.run.seeds import interval
-from fastplm.run.trainer import RunTrainer, trained, training_arguments
+from fastplm.run.trainer import RunTrainer, ScoreEvery, trained, training_arguments
 from fastplm.train.finetune_data import hold_out, shown_counts
 from fastplm.train.finetune_layers import set_layer_rates
 from fastplm.train.finetune_mixture import (
@@ -542,27 +542,6 @@ class FinetuningTrainer(RunTrainer):
             tokens += sum(int((batch["labels"] != -100).sum()) for batch in batches)
         return tokens
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Score the model and log and print the scores; the training is not affected."""
-        with self.outside_window():
-            scores, _ = self.task.evaluate(self)
-        self.model.train()
-        self.log({f"eval_{name}": value for name, value in scores.items()})
-        shown = "  ".join(f"{name} {value:.4f}" for name, value in scores.items())
-        say(f"step {self.state.global_step}/{self.state.max_steps}  {shown}")
-        return scores
-
-
-class _ScoreEvery(TrainerCallback):
-    """Scores the model every ``steps`` steps, but not at the last one: ``_run`` scores that."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % self.steps == 0 and state.global_step < state.max_steps:
-            control.should_log = control.should_evaluate = True
-
 
 class _LengthSampler(LengthGroupedSampler):
     lengths: list[int]
@@ -620,7 +599,8 @@ def make_trainer(
         first = args.source_encoder_steps
         trainer.add_callback(TwoSteps(settings.max_steps // 2 if first is None else first))
     if args.eval_every is not None:
-        trainer.add_callback(_ScoreEvery(args.eval_every))
+        trainer.judge = lambda: task.evaluate(trainer)[0]
+        trainer.add_callback(ScoreEvery(args.eval_every))
     return trainer
 
 
@@ -671,7 +651,7 @@ def _run(
         scores, predictions = task.evaluate(trainer)
         read = task.reading(trainer)
         history = curve(trainer.state.log_history)
-        by_step = scores_by_step(trainer, task.metrics[0])
+        by_step = scores_by_step(trainer.state.log_history)
         trainer.log({f"eval_{name}": value for name, value in scores.items()})
     most_frequent = task.most_frequent(predictions)
     result = {
@@ -700,12 +680,6 @@ def _run(
         for _, checkpoint in checkpoints(out):
             shutil.rmtree(checkpoint)
     return result
-
-
-def scores_by_step(trainer: Trainer, metric: str) -> list[dict[str, float]]:
-    """The scores that a trainer has logged, each with its step."""
-    found = curve(trainer.state.log_history, f"eval_{metric}")
-    return [{name.removeprefix("eval_"): each[name] for name in each} for each in found]
 
 
 def _write_predictions(path: Path, args: FinetuneArguments, records: list[Any]) -> None:

@@ -272,9 +272,7 @@ class FinetuneArguments(Settings):
         number=whole(0, 2**40),
         metavar="N",
     )
-    eval_every: int | None = setting(
-        "also score every N steps, for a curve", None, number=COUNT, metavar="N"
-    )
+    eval_every: int | None = common("eval_every")
     epochs: float = setting(
         "passes over the examples",
         3.0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -85,6 +86,10 @@ class Pretraining(StreamRun):
 
         return pretraining(self)
 
+    @property
+    def token_loss(self) -> str:
+        return objective_of(self.args).token_loss
+
     def models(self, model: Any) -> dict[str, Any]:
         if self.args.objective != "rtd":
             return {"model": model}
@@ -97,20 +102,27 @@ class Pretraining(StreamRun):
         return objective_of(self.args)(self.args, self.data.tokenizer).flops_a_token(model.config)
 
     def held_out(self, model: Any, samples: Any) -> dict[str, Any]:
-        from fastplm.train.evaluate import evaluate, ngram_losses
+        from fastplm.train.evaluate import evaluate
 
         args, data = self.args, self.data
-        loss = objective_of(args).token_loss
         judge = held_out_collator(args, data.tokenizer)
-        found = evaluate(model, samples, judge, args.batch_size, loss)
+        found = evaluate(model, samples, judge, args.batch_size, self.token_loss)
         if found.get("encoder_similarity", 0.0) > COLLAPSED:
             say(
                 "Warning: the encoder gives all tokens one output (their mean cosine is "
                 f"{found['encoder_similarity']:.4f}), so the decoder cannot read its source. Lower "
                 "--lr, or raise --warmup."
             )
+        return found | self._counted
+
+    @functools.cached_property
+    def _counted(self) -> dict[str, float]:
+        """The losses of counts on held-out text."""
+        from fastplm.train.evaluate import ngram_losses
+
+        data = self.data
         tail = data.all.tokens[len(data.store) :]
-        return found | ngram_losses(data.store.tokens, tail, len(data.tokenizer))
+        return ngram_losses(data.store.tokens, tail, len(data.tokenizer))
 
     def make_trainer(self, *callbacks: TrainerCallback) -> tuple[Any, Any]:
         from transformers import set_seed

@@ -8,6 +8,8 @@ from typing import Any
 
 from fastplm.run.report import block, drawn
 
+#: Figures by their names, of growing steps.
+Curve = list[dict[str, float]]
 #: How a summary calls the figures of ``evaluate.detection_at_base_rate``, and what they are.
 _BY_SHARE = "by share"
 _WHAT_BY_SHARE = (
@@ -28,20 +30,21 @@ def numbers_of(held_out: Mapping[str, Any], start: str = "") -> dict[str, float]
 
 
 def plot_losses(
-    path: Path, title: str, history: list[dict[str, float]], held_out: Mapping[str, Any]
+    path: Path, title: str, history: Curve, held_out: Curve, token_loss: str | None
 ) -> bool:
-    """One panel for the loss, or one for each part where it has parts; held-out text as a point.
+    """One panel for the loss, or one for each part where it has parts; held-out text as points.
 
-    Returns whether the picture was drawn.
+    The ``token_loss`` of held-out text is beside the whole loss if that has no parts, and has the
+    losses of a unigram and a bigram beside it. Returns whether the picture was drawn.
     """
-    if drawn(path, lambda: _draw_losses(path, title, history, held_out)):
+    if drawn(path, lambda: _draw_losses(path, title, history, held_out, token_loss)):
         return True
     path.unlink(missing_ok=True)
     return False
 
 
 def _draw_losses(
-    path: Path, title: str, history: list[dict[str, float]], held_out: Mapping[str, Any]
+    path: Path, title: str, history: Curve, held_out: Curve, token_loss: str | None
 ) -> None:
     from matplotlib.figure import Figure
 
@@ -50,10 +53,15 @@ def _draw_losses(
     figure = Figure(figsize=(5.5 * len(names), 4), layout="constrained")
     axes = figure.subplots(1, len(names), squeeze=False)
     for name, axis in zip(names, axes[0], strict=True):
-        points = [(entry["step"], entry[name]) for entry in history if name in entry]
-        axis.plot(*zip(*points, strict=True), label="training")
-        if name in held_out:
-            axis.plot(history[-1]["step"], held_out[name], "o", label="held out, at the end")
+        same = token_loss if name == "loss" else name
+        axis.plot(*_points(history, name), label="training")
+        if held_out and same in held_out[-1]:
+            axis.plot(*_points(held_out, same), "o-", label="held out")
+            counted = ("unigram_loss", "bigram_loss") if same == token_loss else ()
+            for each, style in zip(counted, (":", "--"), strict=False):
+                if each in held_out[-1]:
+                    label = f"held out, {each.removesuffix('_loss')}"
+                    axis.axhline(held_out[-1][each], color="grey", linestyle=style, label=label)
             axis.legend()
         axis.set_title(name.replace("_", " "))
         axis.set_xlabel("step")
@@ -61,6 +69,12 @@ def _draw_losses(
     axes[0][0].set_ylabel("nats")
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
+
+
+def _points(entries: Curve, name: str) -> tuple[list[float], list[float]]:
+    """The steps and the figures of the entries that have this figure."""
+    having = [entry for entry in entries if name in entry]
+    return [entry["step"] for entry in having], [entry[name] for entry in having]
 
 
 def summary(metrics: dict[str, Any]) -> str:

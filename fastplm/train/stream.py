@@ -39,8 +39,8 @@ class StreamRun(Run):
     # the log its points. The text and the tokenizer are compared by the token ids, and a run may
     # become longer.
     free = frozenset(
-        "resume overwrite dry_run out cache workers save_every log_every threads report_to corpus "
-        "tokenizer vocab_size steps flops seeds keep_checkpoints".split()
+        "resume overwrite dry_run out cache workers save_every log_every eval_every threads "
+        "report_to corpus tokenizer vocab_size steps flops seeds keep_checkpoints".split()
     )
     #: The title of the picture of the losses; ``{args.steps}`` in it is the run's own value.
     title: str
@@ -87,6 +87,11 @@ class StreamRun(Run):
     def read(self) -> RunData:
         """The tokenizer and the samples."""
         raise NotImplementedError
+
+    @property
+    def token_loss(self) -> str | None:
+        """The name of the loss over tokens of held-out text, if there is one."""
+        return None
 
     def models(self, model: Any) -> dict[str, Any]:
         """The models that are saved, by the names of their folders."""
@@ -145,6 +150,9 @@ class StreamRun(Run):
         if not known:
             self._check_resumed()
             self.settings.max_steps, self.settings.warmup_steps = args.steps, args.warmup
+        able = args.eval_every is None or self.data.held_out is not None
+        expected, fix = "nothing, as the text is too short to hold a part out", "Leave it out."
+        args.check("eval_every", able, expected, fix)
 
     def _check_resumed(self) -> None:
         """Check a resumed run's steps, and the settings that depend on them."""
@@ -206,7 +214,12 @@ class StreamRun(Run):
 
     def build(self) -> None:
         self.device = self.settings.device
+        from fastplm.run.trainer import ScoreEvery
+
         self.trainer, self.collator = self.make_trainer()
+        if self.args.eval_every is not None:
+            self.trainer.judge = self._scores
+            self.trainer.add_callback(ScoreEvery(self.args.eval_every))
 
     def write_first(self) -> None:
         self.data.tokenizer.save_pretrained(self.out / "tokenizer")
@@ -243,8 +256,16 @@ class StreamRun(Run):
         self.trainer.check_held_out(held_out)
         return held_out
 
+    def _scores(self) -> dict[str, float]:
+        """The numbers of ``_judged`` in the first process, for which the others wait."""
+        from fastplm.train.report import numbers_of
+
+        scores = numbers_of(self._judged()) if first_process() else {}
+        self.trainer.accelerator.wait_for_everyone()
+        return scores
+
     def _results(self, held_out: dict[str, Any]) -> dict[str, Any]:
-        from fastplm.run.report import curve, versions
+        from fastplm.run.report import curve, scores_by_step, versions
         from fastplm.train.report import numbers_of, plot_losses
 
         args, out, data, trainer = self.args, self.out, self.data, self.trainer
@@ -280,8 +301,10 @@ class StreamRun(Run):
         if held_out:
             metrics["held_out"] = held_out
             trainer.log({f"eval_{name}": value for name, value in numbers_of(held_out).items()})
+            metrics["held_out_by_step"] = scores_by_step(trainer.state.log_history)
         title = self.title.format(args=args)
-        if not plot_losses(out / "loss.png", title, history, held_out):
+        judged = metrics.get("held_out_by_step", [])
+        if not plot_losses(out / "loss.png", title, history, judged, self.token_loss):
             metrics["picture"] = None
         picture = ["loss.png"] if metrics["picture"] else []
         return self.finish(metrics, [*models, "tokenizer", *picture])

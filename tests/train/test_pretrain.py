@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import transformers
+from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import fastplm.models
@@ -16,8 +17,9 @@ from fastplm.data import tokenize
 from fastplm.errors import ArgumentValueError
 from fastplm.run.folder import last_checkpoint
 from fastplm.testing import FORWARD_FACTOR, check_error, check_in_fp64
-from fastplm.train import dry_run, pretrain_data
+from fastplm.train import dry_run, pretrain_data, report
 from fastplm.train import pretrain as module
+from fastplm.train.report import numbers_of
 
 TEXT = ["The river follows the old house.", "A teacher opens. The train carries the letter away."]
 
@@ -68,6 +70,51 @@ def test_held_out_scores_are_logged(bert, electra):
         assert value == torch.tensor(of(metrics["held_out"])).item()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"arch": "gpt2-tiny", "vocab_size": 300},
+        {"arch": "electra-tiny"},
+        pytest.param({"arch": "electra-tiny", "two_stage": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_held_out_text_on_the_way_changes_nothing(options, run, tmp_path, curve):
+    options = {**options, "dropout": 0.1, "attention_dropout": 0.1, "save_every": 4}
+    plain, out = run(tmp_path / "plain", **options), tmp_path / "judged"
+    judged = run(out, eval_every=2, **options)
+    assert curve(judged) == curve(plain) and judged["held_out"] == plain["held_out"]
+    by_step = judged["held_out_by_step"]
+    assert [entry["step"] for entry in by_step] == [2, 4, 6]
+    (last,) = plain["held_out_by_step"]
+    assert by_step[-1] == last == {"step": 6, **numbers_of(plain["held_out"])}
+    (loss,) = {"mlm_loss", "clm_loss"} & by_step[0].keys()
+    losses = [entry[loss] for entry in by_step]
+    assert losses == sorted(losses, reverse=True)
+    assert scalars(out, f"eval/{loss}") == [
+        (2 * place, torch.tensor(value).item()) for place, value in enumerate(losses, 1)
+    ]
+    shutil.rmtree(out / "checkpoint-6")
+    assert run(out, resume=True, eval_every=2, **options)["held_out_by_step"] == by_step
+
+
+def test_the_picture_has_held_out_text(tmp_path, monkeypatch):
+    """The loss over tokens stands beside a whole loss that has no parts, and by its name."""
+    shown = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: shown.append(figure))
+    history = [{"step": 1, "loss": 3.0}, {"step": 4, "loss": 2.0}]
+    held_out = [{"step": 2, "clm_loss": 2.5, "unigram_loss": 4.0, "bigram_loss": 3.5}]
+    assert report.plot_losses(tmp_path / "one.png", "", history, held_out, "clm_loss")
+    history = [{**entry, "mlm_loss": 1.0, "rtd_loss": 0.5} for entry in history]
+    held_out = [{"step": 4, "mlm_loss": 1.5, "unigram_loss": 4.0, "bigram_loss": 3.5}]
+    assert report.plot_losses(tmp_path / "two.png", "", history, held_out, "mlm_loss")
+    names = ["training", "held out", "held out, unigram", "held out, bigram"]
+    for figure, panels in zip(shown, ([names], [names, names[:1]]), strict=True):
+        lines = [axis.get_lines() for axis in figure.axes]
+        assert [[line.get_label() for line in each] for each in lines] == panels
+    assert shown[0].axes[0].get_lines()[1].get_xydata().tolist() == [[2.0, 2.5]]
+
+
 def test_nothing_is_logged_where_nobody_asks(run, tmp_path):
     run(tmp_path / "out", steps=1, report_to="none")
     assert not (tmp_path / "out" / "tensorboard").exists()
@@ -80,11 +127,13 @@ def test_a_run_too_short_for_its_rate_says_so(run, lr, said, tmp_path, capsys):
     assert ("give --lr 0.001" in capsys.readouterr().err) == said
 
 
-def test_why_nothing_is_held_out(run, tmp_path, capsys):
+def test_why_nothing_is_held_out(run, arguments, refused, tmp_path, capsys):
     one = tmp_path / "one.txt"
     one.write_text("\n\n".join(["The river follows the old house. " * 200] * 3))
     run(tmp_path / "out", steps=1, corpus=one)
     assert "1 document, of 2 that a sample takes" in capsys.readouterr().err
+    words = arguments(tmp_path / "curve", steps=1, corpus=one, eval_every=1)
+    refused(words, "eval_every", "too short to hold a part out")
 
 
 def test_electra_run(electra):
