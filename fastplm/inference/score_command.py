@@ -272,7 +272,9 @@ def _score_pairs(args: ScoreArguments, out: Path | None, picture: Path | None) -
 
         def paint() -> None:
             with whole(picture) as part:
-                draw(part, f"minimal pairs, {Path(args.model).name}", rows, others)
+                folder = Path(args.model).resolve()  # of a pre-training it is OUT/model
+                name = folder.parent.name if folder.name == "model" else folder.name
+                draw(part, f"minimal pairs, {name}", rows, others)
 
         if drawn(picture, paint):
             say(f"drawn as {picture}")
