@@ -42,7 +42,7 @@ CELL = "cell.json"
 #: number, and so makes new cells; every other change of the code keeps the nights that are done.
 RECIPES = {"pretrain": 2, "distill": 2, "finetune": 1, "score": 1}
 #: The same of objectives of a pre-training that a change touched alone.
-RECIPES_OF_OBJECTIVES = {"rtd": 1, "denoise": 1, "spans": 1}
+RECIPES_OF_OBJECTIVES = {"all_tokens_mlm": 2, "rtd": 1, "denoise": 1, "spans": 1}
 #: Settings that change no figure of a run.
 _FREE = frozenset(
     "out cache resume overwrite dry_run workers save_every log_every eval_every report_to format "
@@ -55,6 +55,8 @@ _SHAPE = (
 )
 #: Losses that are no part of what a training minimises.
 _BESIDE = ("unigram_loss", "bigram_loss", "words_loss", "discriminator_chosen_loss")
+#: A balanced accuracy that is clearly above .5.
+CLEAR_BALANCED = 0.55
 #: The commands whose precision is by default that of the machine.
 _OF_PRECISION = ("pretrain", "distill")
 _FIRST_SEED = 0
@@ -239,9 +241,13 @@ class Planner:
             tried = {str(rate): self._loss(cell) for rate, cell in sweep.items()}
             waits = None in tried.values()
             # The smaller one of two rates with equal losses is taken.
-            known = [(loss, float(rate), rate) for rate, loss in tried.items() if loss is not None]
-            rate = rates[0] if waits else min(known)[2]
-            if not waits and min(known)[0] == math.inf:
+            known = [
+                (loss == math.inf, not self._detects(sweep[rate]), loss, float(rate), rate)
+                for rate, loss in tried.items()
+                if loss is not None
+            ]
+            rate = rates[0] if waits else min(known)[-1]
+            if not waits and min(known)[0]:
                 expected = "a learning rate at which it does not diverge"
                 got = f"{variant.name}, which diverged at {', '.join(tried)}"
                 fail("study", "lr", got, expected, "Lower the rates.", DataError)
@@ -281,6 +287,9 @@ class Planner:
             got = f"{cell.label}, whose text is too short to hold some out"
             fail("study", "lr", got, "more text to choose a rate by", "Name one rate.", DataError)
         return loss
+
+    def _detects(self, cell: Cell) -> bool:
+        return detects((self.store.done(cell) or {}).get("held_out", {}))
 
     # --- models -----------------------------------------------------------------------------------
 
@@ -376,9 +385,11 @@ class Planner:
             "version": ".".join(fastplm.__version__.split(".")[:2]),
             "settings": _facts(command, args, identities, self.folder),
         }
-        of_objective = RECIPES_OF_OBJECTIVES.get(getattr(args, "objective", None) or "")
-        if of_objective is not None:
-            facts["recipe of the objective"] = of_objective
+        objective = getattr(args, "objective", None) or ""
+        if objective == "rtd" and args.electra_objective in RECIPES_OF_OBJECTIVES:
+            objective = args.electra_objective
+        if objective in RECIPES_OF_OBJECTIVES:
+            facts["recipe of the objective"] = RECIPES_OF_OBJECTIVES[objective]
         if command in _OF_PRECISION and args.precision == "auto" and not hardware_has_bf16():
             facts["precision"] = "fp32"  # "auto" is bf16 elsewhere
         text = json.dumps(facts, sort_keys=True)
@@ -403,11 +414,17 @@ def loss_of_choice(held_out: Mapping[str, float]) -> float | None:
     All losses that a training minimises together; but of ELECTRA, whose discriminator detects what
     its generator writes, the generator's alone. The worse a generator, the easier it is to detect,
     so that by the sum of the two the best rate would be one that leaves the generator untrained.
+    Before that counts what ``detects`` says: a rate may suit the generator alone.
     """
     if "rtd_loss" in held_out and "mlm_loss" in held_out:
         return held_out["mlm_loss"]
     names = [name for name in held_out if name.endswith("_loss") and name not in _BESIDE]
     return sum(held_out[name] for name in names) if names else None
+
+
+def detects(held_out: Mapping[str, float]) -> bool:
+    """Whether the discriminator of a training, if it has one, tells replaced tokens from others."""
+    return held_out.get("words_balanced_accuracy", 1.0) >= CLEAR_BALANCED
 
 
 def _part_of(variant: Variant) -> str:

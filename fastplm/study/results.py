@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fastplm.study.cells import Cell, Plan, Planned, Store
+from fastplm.study.cells import Cell, Plan, Planned, Store, detects
 from fastplm.study.grid import HELD_OUT, MEAN, OF_A_MEAN, Grid, Judge
 from fastplm.study.statistics import Interval, Spread, interval, spread
 from fastplm.train.pretrain_settings import COLLAPSED
@@ -20,8 +20,8 @@ _LOSSES = ("loss", "perplexity")
 _HELD_OUT = ("_loss", "_accuracy")
 #: Figures that stay out of the table: most are of all tokens, of which few can be replaced.
 _LEFT_OUT = ("words_loss", "balanced_accuracy", "words_balanced_accuracy_error")
-#: What "clearly" means in the rule of a budget that can speak, see ``too_early``.
-CLEAR_NATS, CLEAR_BALANCED = 0.05, 0.55
+#: What "clearly" means of a loss in the rule of a budget that can speak, see ``too_early``.
+CLEAR_NATS = 0.05
 _CHANCE_OF_PAIRS = 0.5
 #: The losses of models that know no context, or one token of it.
 _PLATEAUS = ("unigram_loss", "bigram_loss")
@@ -283,11 +283,12 @@ def too_early(held_out: Sequence[Mapping[str, float]]) -> tuple[str, ...]:
 
     The loss of held-out tokens must be at least ``CLEAR_NATS`` below that of a unigram's and of a
     bigram's on the same tokens, at each seed. In ELECTRA's joint training this holds for a
-    discriminator that predicts tokens (where it predicts all of them, over those that the generator
-    had to predict); one that detects them must have a balanced accuracy of ``CLEAR_BALANCED`` at
-    least. Its generator, which is small on purpose and not judged, must be below the unigram alone.
-    An encoder-decoder can copy most labels: it must be below what it would have with the others
-    alone, and its encoder must not give all tokens one output.
+    discriminator that predicts tokens (where it predicts all of them, its softmax, without copies,
+    over those that the generator had to predict); one that detects them must have a balanced
+    accuracy of ``cells.CLEAR_BALANCED`` at least. Its generator, which is small on purpose and not
+    judged, must be below the unigram alone. An encoder-decoder can copy most labels: it must be
+    below what it would have with the others alone, and its encoder must not give all tokens one
+    output.
     """
     found = []
     for each in held_out:
@@ -306,8 +307,7 @@ def too_early(held_out: Sequence[Mapping[str, float]]) -> tuple[str, ...]:
                     found.append(said + (of if missing < 1 else ""))
         if each.get("encoder_similarity", 0.0) > COLLAPSED:
             found.append("its encoder gives all tokens one output")
-        balanced = each.get("words_balanced_accuracy", 1.0)
-        if balanced < CLEAR_BALANCED:
+        if not detects(each):
             found.append("its discriminator's balanced accuracy is not clearly above .5")
         if not each:
             found.append("it diverged, or no text was held out")

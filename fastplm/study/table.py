@@ -227,14 +227,17 @@ def _notes(results: Results) -> list[str]:
     of_rates: dict[str, list[str]] = {}  # variants of one model have the same ones
     for row in results.rows.values():
         if row.facts["rates"]:
-            of_rates.setdefault(json.dumps(row.facts["rates"]), []).append(row.name)
+            text = json.dumps([row.facts["learning_rate"], row.facts["rates"]])
+            of_rates.setdefault(text, []).append(row.name)
     for text, names in of_rates.items():
-        name, tried = ", ".join(names), json.loads(text)
+        name, (chosen, tried) = ", ".join(names), json.loads(text)
         shown = ", ".join(
             f"{rate}: {_NONE if loss is None else format(loss, '.4f')}"
             for rate, loss in tried.items()
         )
-        notes.append(f"Held-out loss of {name} by learning rate (seed 0): {shown}.{_edge(tried)}")
+        notes.append(
+            f"Held-out loss of {name} by learning rate (seed 0): {shown}.{_edge(chosen, tried)}"
+        )
     if results.tokenizers > 1:
         notes.append(f"The variants have {results.tokenizers} different tokenizers.")
     if len(results.codes) > 1:
@@ -248,14 +251,20 @@ def _notes(results: Results) -> list[str]:
     return [line for note in notes for line in (note, "")]
 
 
-def _edge(tried: Mapping[str, float | None]) -> str:
-    """Sentences where the best rate is at an end of those that were tried, or hardly the best."""
+def _edge(chosen: str, tried: Mapping[str, float | None]) -> str:
+    """Sentences where the best rate is at an end of those that were tried, or hardly the best.
+
+    The one that was chosen has another loss than the lowest if that is of an ELECTRA whose
+    discriminator has learned nothing.
+    """
     known = {float(rate): (loss, rate) for rate, loss in tried.items() if loss is not None}
     ordered = sorted(known, key=lambda rate: known[rate][0])
     rates, said = sorted(map(float, tried)), ""
     if not ordered or len(rates) == 1:
         return ""
     best, *others = ordered
+    if best != float(chosen):
+        return f" {chosen} is taken: at {known[best][1]} the discriminator learned nothing."
     if best in (rates[0], rates[-1]):
         end, beyond = ("lowest", "lower") if best == rates[0] else ("highest", "higher")
         said = f" The {end} of them is the best: a {beyond} one may be better."

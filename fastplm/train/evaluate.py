@@ -50,11 +50,11 @@ def evaluate(
         ``detection_at_base_rate`` for the tokens that could have been replaced, or, where its
         discriminator predicts tokens, ``discriminator_mlm_loss``; with pairs of segments also
         ``next_sentence_loss`` and ``next_sentence_accuracy``, or the same of ``sentence_order``;
-        where it predicts all tokens, ``discriminator_chosen_loss``, the same over the tokens that
-        the generator had to predict; of an encoder-decoder ``encoder_similarity``, the mean cosine
-        of any two tokens' encoder outputs (near 1 the encoder gives all tokens one output, and the
-        decoder ignores it), and ``missing_share``, the share of the labels that are not in the
-        source: the others can be copied.
+        where it predicts all tokens, ``discriminator_chosen_loss``, the loss of its softmax alone,
+        without copies, over the tokens that the generator had to predict; of an encoder-decoder
+        ``encoder_similarity``, the mean cosine of any two tokens' encoder outputs (near 1 the
+        encoder gives all tokens one output, and the decoder ignores it), and ``missing_share``, the
+        share of the labels that are not in the source: the others can be copied.
 
     Raises:
         ArgumentTypeError: a model that is not of fastplm.
@@ -267,12 +267,15 @@ def _of_pairs(outputs: Any, labels: dict[str, torch.Tensor]) -> Iterator[tuple[s
 def _over_chosen(
     model: Any, replaced_ids: torch.Tensor, batch: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """The summed loss of a discriminator that predicts all tokens, over the chosen ones alone."""
+    """The summed loss of All-Tokens MLM over the chosen tokens, without its copy mechanism.
+
+    With it most of the loss there is the surprise of not being the input, which has nothing to do
+    with the language, and no place in what a unigram or a bigram has.
+    """
     chosen = batch["labels"] != IGNORE_INDEX
     hidden = model.discriminator.electra(replaced_ids, batch["attention_mask"]).last_hidden_state
-    ids, originals = replaced_ids[chosen], batch["labels"][chosen]
-    losses: torch.Tensor = model._copied_or_predicted(hidden[chosen], ids, originals)
-    return losses.sum()
+    loss: torch.Tensor = model._predict(hidden[chosen], batch["labels"][chosen], reduction="sum")
+    return loss
 
 
 def _missing(batch: dict[str, torch.Tensor]) -> int:

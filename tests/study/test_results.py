@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -75,8 +76,13 @@ def study(place):
 
     def make(ours, theirs, on="sentiment", **options):
         claims = (Claim("40 %", "15 %", (on,), "Wettig et al. 2023"),)
-        facts = dict.fromkeys(("steps", "parameters", "vocab_size", "learning_rate"), None)
-        facts |= {"tokenizer": "a", "rates": {"1e-3": 3.5, "1e-2": None}, "seeds": 3}
+        facts = dict.fromkeys(("steps", "parameters", "vocab_size"), None)
+        facts |= {
+            "tokenizer": "a",
+            "learning_rate": "1e-3",
+            "rates": {"1e-3": 3.5, "1e-2": None},
+            "seeds": 3,
+        }
         times = dict.fromkeys(("train_seconds", "train_cpu_seconds", "judge_cpu_seconds"), 60.0)
         rows = {
             name: Row(
@@ -234,7 +240,12 @@ def test_the_files(study, tmp_path):
     ],
 )
 def test_a_rate_at_the_end_of_those_that_were_tried(tried, said):
-    assert _edge(tried) == said
+    assert _edge(min(tried, key=lambda rate: tried[rate] or math.inf), tried) == said
+
+
+def test_a_rate_at_which_the_discriminator_learned_nothing():
+    said = " 1e-3 is taken: at 2e-3 the discriminator learned nothing."
+    assert _edge("1e-3", {"1e-3": 4.7, "2e-3": 4.5}) == said
 
 
 def test_seeds_that_matter_are_those_of_models_past_their_plateau(study):
