@@ -52,11 +52,20 @@ def row(run: Path) -> Row:
     ours = "clm_loss" if "clm_loss" in held_out else "mlm_loss"
     for name, key in (("loss", ours), ("unigram", "unigram_loss"), ("bigram", "bigram_loss")):
         found[name] = round(held_out[key], 3)
+    if settings.get("objective") == "rtd":  # the loss above is that of its generator
+        found["electra_objective"] = settings["electra_objective"]
+        for name in ("discriminator_mlm_loss", "discriminator_chosen_loss"):
+            found[name] = _rounded(held_out.get(name))
+        found["balanced_accuracy"] = _rounded(held_out.get("words", {}).get("balanced_accuracy"))
     found |= {"half_way_at_step": passed, "cpu_s": round(metrics["train_seconds"])}
     for name in ("precision", "device"):
         found[name] = metrics[name]
     level = [(step, loss - held_out["unigram_loss"]) for step, loss in curve]
     return found, level
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
 
 
 def _kind(row: dict[str, Any]) -> tuple[str, int, int]:
@@ -93,7 +102,8 @@ def compare(
     found = [row(run) for run in options.runs]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with options.out.with_suffix(".tsv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(found[0][0]), delimiter="\t", lineterminator="\n")
+        names = list(dict.fromkeys(name for each, _ in found for name in each))
+        writer = csv.DictWriter(file, names, delimiter="\t", lineterminator="\n")
         writer.writeheader()
         writer.writerows(each for each, _ in found)
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
