@@ -79,8 +79,9 @@ def draw(axes: Any, found: Sequence[Row]) -> None:
         steps, values = zip(*curve, strict=True)
         axes.plot(steps, [100 * value for value in values], linewidth=1.2, label=label(each))
     axes.set(xlabel="step", ylabel="gain over the best constant answer (%)", ylim=(-2, None))
-    below = {"loc": "upper center", "bbox_to_anchor": (0.46, -0.14), "ncols": 2}
-    axes.legend(frameon=False, fontsize=8, **below)
+    axes.figure.set_size_inches(8, 4.2 + 0.18 * len(found))
+    below = {"loc": "upper left", "bbox_to_anchor": (0, -0.14)}
+    axes.legend(frameon=False, fontsize=9, **below)
 
 
 if __name__ == "__main__":
