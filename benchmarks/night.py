@@ -2,9 +2,9 @@
 
     python benchmarks/night.py RUN --pairs blimp.zip --published models_summary.jsonl --out night
 
-RUN is the folder of a finished ``fastplm pretrain --config overnight``. Each of its checkpoints is
-scored by ``fastplm score --metric minimal-pairs``, unless RUN/pairs has its table already. OUT.tsv
-has a row for each; OUT.png has the losses, and the accuracies beside published ones, over the hours
+RUN is the folder of a finished ``fastplm pretrain --config overnight``. Each of the states that it
+kept is scored by ``fastplm score --metric minimal-pairs``, unless RUN/pairs has its table already.
+OUT.tsv has a row for each of them, and for each loss of held-out text; OUT.png has the losses, and the accuracies beside published ones, over the hours
 of training. The accuracy that is said of more hours lies on a straight line over their logarithm,
 through the states of the run's second half; a state is behind a run that ends there, whose rate has
 fallen to 0, so the line is steeper than that of finished runs.
@@ -44,22 +44,23 @@ def accuracy(run: Path, step: int, checkpoint: Path, options: argparse.Namespace
 
 
 def rows(run: Path, options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """A row of each state, and the record of the run."""
+    """A row of each state and each loss of held-out text, and the record of the run."""
     metrics = json.loads((run / "metrics.json").read_text())
     history, judged = metrics["history"], metrics["held_out_by_step"]
     (loss,) = {"clm_loss", "mlm_loss"} & judged[-1].keys()
     losses = {entry["step"]: entry[loss] for entry in judged}
+    states = dict(checkpoints(run))
     found = []
-    for step, checkpoint in sorted(checkpoints(run)):
+    for step in sorted({*states, *losses}):
         seconds = sum(entry["seconds"] for entry in history if entry["step"] <= step)
-        of_all = accuracy(run, step, checkpoint, options)
+        of_all = accuracy(run, step, states[step], options) if step in states else {}
         found.append(
             {
                 "step": step,
                 "hours": round(seconds / 3600, 4),
                 "tflop": round(metrics["flops"] / 1e12 * step / history[-1]["step"], 1),
                 "held_out_loss": losses.get(step),
-                **{name: of_all[name] for name in ("accuracy", "low", "high", *_OTHERS)},
+                **{name: of_all.get(name) for name in ("accuracy", "low", "high", *_OTHERS)},
             }
         )
     return found, metrics
@@ -67,7 +68,7 @@ def rows(run: Path, options: argparse.Namespace) -> tuple[list[dict[str, Any]], 
 
 def expected(found: list[dict[str, Any]], hours: float) -> float:
     """The accuracy after so many hours, on a line through the second half of the states."""
-    half = [row for row in found if row["hours"] >= found[-1]["hours"] / 2]
+    half = [row for row in found if row["accuracy"] and row["hours"] >= found[-1]["hours"] / 2]
     logs = np.log([row["hours"] for row in half])
     slope, level = np.polyfit(logs, [float(row["accuracy"]) for row in half], 1)
     return level + slope * np.log(hours)
@@ -86,6 +87,7 @@ def draw(path: Path, found: list[dict[str, Any]], metrics: dict[str, Any]) -> No
     left.axhline(bigram, color="grey", linestyle="--", label="held out, bigram")
     left.set(xlabel="hours", ylabel="loss (nats a token)", ylim=(None, bigram + 1.5))
     left.legend(frameon=False, fontsize=8)
+    found = [row for row in found if row["accuracy"]]
     places = [row["hours"] for row in found]
     middle, low, high = (
         [float(row[name]) for row in found] for name in ("accuracy", "low", "high")

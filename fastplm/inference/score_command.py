@@ -272,8 +272,8 @@ def _score_pairs(args: ScoreArguments, out: Path | None, picture: Path | None) -
 
         def paint() -> None:
             with whole(picture) as part:
-                folder = Path(args.model).resolve()  # of a pre-training it is OUT/model
-                name = folder.parent.name if folder.name == "model" else folder.name
+                folder = Path(args.model).resolve()  # OUT/model, OUT/discriminator …
+                name = f"{folder.parent.name}/{folder.name}".removesuffix("/model")
                 draw(part, f"minimal pairs, {name}", rows, others)
 
         if drawn(picture, paint):

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -218,10 +218,12 @@ def checkpoint_to_resume(where: str, out: Path) -> Path:
     return checkpoint
 
 
-def place_checkpoint(scratch: Path, out: Path, step: int, keep: int | None) -> None:
+def place_checkpoint(
+    scratch: Path, out: Path, step: int, keep: int | None, states: Collection[int] = ()
+) -> None:
     """Seal a checkpoint and move it to its name; then remove all but the newest ``keep``.
 
-    None keeps all.
+    None keeps all. The checkpoints of the steps ``states`` stay, and do not count.
 
     Checkpoints of later steps, which were not complete when the run was resumed, are removed too.
     """
@@ -230,7 +232,7 @@ def place_checkpoint(scratch: Path, out: Path, step: int, keep: int | None) -> N
     shutil.rmtree(final, ignore_errors=True)
     os.rename(scratch, final)
     _sync_folder(out)
-    before = [path for at, path in checkpoints(out) if at < step]
+    before = [path for at, path in checkpoints(out) if at < step and at not in states]
     after = [path for at, path in checkpoints(out) if at > step]
     old = [] if keep is None else before[: max(0, len(before) + 1 - keep)]
     for path in (*old, *after):

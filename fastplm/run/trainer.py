@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -150,6 +150,8 @@ class RunTrainer(Trainer):
     where = "pretrain"
     #: What scores the model in ``evaluate``, in the place of an ``eval_dataset``.
     judge: Callable[[], dict[str, float]] | None = None
+    #: The steps whose checkpoints are kept beside the newest ones, see ``KeepStates``.
+    states: Collection[int] = ()
     #: The ``num_items_in_batch`` of a step whose batches have no labels.
     items: Tensor | None = None
 
@@ -298,6 +300,7 @@ class RunTrainer(Trainer):
             if self.judge is None:
                 return super().evaluate(*args, **kwargs)
             scores = self.judge()
+        self.control.should_evaluate = False  # as Transformers' own evaluate does
         self.model.train()
         self.log({f"eval_{name}": value for name, value in scores.items()})
         losses = {name: value for name, value in scores.items() if name.endswith("_loss")}
@@ -351,7 +354,8 @@ class RunTrainer(Trainer):
                 self.accelerator.wait_for_everyone()
                 if self.args.should_save:
                     keep = self.args.save_total_limit
-                    place_checkpoint(scratch / f"checkpoint-{step}", output, step, keep)
+                    made = scratch / f"checkpoint-{step}"
+                    place_checkpoint(made, output, step, keep, self.states)
         finally:
             self._scratch = None
             if self.args.should_save:
@@ -438,6 +442,17 @@ class ScoreEvery(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % self.steps == 0 and state.global_step < state.max_steps:
             control.should_log = control.should_evaluate = True
+
+
+class KeepStates(TrainerCallback):
+    """Has a checkpoint written after each of these steps."""
+
+    def __init__(self, steps: Collection[int]) -> None:
+        self.steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step in self.steps:
+            control.should_save = control.should_log = True
 
 
 class Progress(TrainerCallback):

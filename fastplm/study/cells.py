@@ -42,11 +42,13 @@ CELL = "cell.json"
 #: number, and so makes new cells; every other change of the code keeps the nights that are done.
 RECIPES = {"pretrain": 2, "distill": 2, "finetune": 1, "score": 1}
 #: The same of objectives of a pre-training that a change touched alone.
-RECIPES_OF_OBJECTIVES = {"all_tokens_mlm": 2, "rtd": 1, "denoise": 1, "spans": 1}
+RECIPES_OF_OBJECTIVES = {"rtd": 1, "denoise": 1, "spans": 1}
+#: The same of what ELECTRA's discriminator learns.
+RECIPES_OF_DISCRIMINATORS = {"all_tokens_mlm": 1}
 #: Settings that change no figure of a run.
 _FREE = frozenset(
-    "out cache resume overwrite dry_run workers save_every log_every eval_every report_to format "
-    "by".split()
+    "out cache resume overwrite dry_run workers save_every keep_checkpoints log_every eval_every "
+    "report_to format by".split()
 )
 #: Settings that say which model a training begins with; the others are how it learns.
 _SHAPE = (
@@ -60,6 +62,8 @@ CLEAR_BALANCED = 0.55
 #: The commands whose precision is by default that of the machine.
 _OF_PRECISION = ("pretrain", "distill")
 _FIRST_SEED = 0
+#: By which share of the steps a state may be away from the one that is judged.
+_NEAR = 0.001
 
 
 @dataclass(frozen=True)
@@ -265,7 +269,7 @@ class Planner:
                 options[name] = self._model_of(value["variant"], seed, name)
         options |= {"seed": str(seed), "cache": self.cache}
         if self.grid.curve > 1 and variant.command == "pretrain":
-            options["keep_checkpoints"] = str(self.grid.curve)
+            options["states"] = str(self.grid.curve)
         at = f" at {rate}" if len(variant.rates) > 1 else ""
         return self._add(variant.command, f"{variant.name}{at}, seed {seed}", options, waits)
 
@@ -385,11 +389,12 @@ class Planner:
             "version": ".".join(fastplm.__version__.split(".")[:2]),
             "settings": _facts(command, args, identities, self.folder),
         }
-        objective = getattr(args, "objective", None) or ""
-        if objective == "rtd" and args.electra_objective in RECIPES_OF_OBJECTIVES:
-            objective = args.electra_objective
+        objective = getattr(args, "objective", None)
         if objective in RECIPES_OF_OBJECTIVES:
             facts["recipe of the objective"] = RECIPES_OF_OBJECTIVES[objective]
+        if objective == "rtd" and args.electra_objective in RECIPES_OF_DISCRIMINATORS:
+            of = RECIPES_OF_DISCRIMINATORS[args.electra_objective]
+            facts["recipe of the discriminator"] = of
         if command in _OF_PRECISION and args.precision == "auto" and not hardware_has_bf16():
             facts["precision"] = "fp32"  # "auto" is bf16 elsewhere
         text = json.dumps(facts, sort_keys=True)
@@ -414,7 +419,7 @@ def loss_of_choice(held_out: Mapping[str, float]) -> float | None:
     All losses that a training minimises together; but of ELECTRA, whose discriminator detects what
     its generator writes, the generator's alone. The worse a generator, the easier it is to detect,
     so that by the sum of the two the best rate would be one that leaves the generator untrained.
-    Before that counts what ``detects`` says: a rate may suit the generator alone.
+    What ``detects`` says comes first, as a rate may suit the generator alone.
     """
     if "rtd_loss" in held_out and "mlm_loss" in held_out:
         return held_out["mlm_loss"]
@@ -435,11 +440,14 @@ def _part_of(variant: Variant) -> str:
 
 
 def _nearest(kept: list[tuple[int, Path]], share: float) -> Path:
-    """The state that a training kept nearest to a share of its steps."""
-    if not kept:
-        fail("study", "curve", "a training that kept no states", "states", "", DataError)
-    last = kept[-1][0]
-    return min(kept, key=lambda each: abs(each[0] - share * last))[1]
+    """The state that a training kept after a share of its steps."""
+    last = kept[-1][0] if kept else 0
+    step, found = min(kept, key=lambda each: abs(each[0] - share * last), default=(-1, Path()))
+    if abs(step - share * last) > max(1, _NEAR * last):
+        got = f"a training that kept no state after {share:.0%} of its steps"
+        fix = "Delete the folder of its cell."
+        fail("study", "curve", got, "its states", fix, DataError)
+    return found
 
 
 def _config_of(command: str, args: Any, models: Mapping[str, Model]) -> Any:

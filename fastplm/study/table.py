@@ -258,16 +258,18 @@ def _edge(chosen: str, tried: Mapping[str, float | None]) -> str:
     discriminator has learned nothing.
     """
     known = {float(rate): (loss, rate) for rate, loss in tried.items() if loss is not None}
-    ordered = sorted(known, key=lambda rate: known[rate][0])
+    ordered = sorted(known, key=lambda rate: (known[rate][0], rate))
     rates, said = sorted(map(float, tried)), ""
     if not ordered or len(rates) == 1:
         return ""
-    best, *others = ordered
-    if best != float(chosen):
-        return f" {chosen} is taken: at {known[best][1]} the discriminator learned nothing."
+    best = float(chosen)
+    before, others = ordered[: ordered.index(best)], ordered[ordered.index(best) + 1 :]
+    if before:
+        passed = ", ".join(known[rate][1] for rate in before)
+        said = f" {chosen} is taken, as at {passed} the discriminator learned nothing."
     if best in (rates[0], rates[-1]):
         end, beyond = ("lowest", "lower") if best == rates[0] else ("highest", "higher")
-        said = f" The {end} of them is the best: a {beyond} one may be better."
+        said += f" The {end} of them is the best: a {beyond} one may be better."
     as_good = [known[rate][1] for rate in others if known[rate][0] < known[best][0] + CLEAR_NATS]
     if as_good:
         said += f" Within {CLEAR_NATS} nats of it: {', '.join(as_good)}."

@@ -232,7 +232,6 @@ class Distilling(StreamRun):
         return {"model": model.student}
 
     @torch.no_grad()
-    @torch.no_grad()
     def held_out(self, model: Any, samples: Any) -> dict[str, Any]:
         was_training, device = model.training, next(model.parameters()).device
         model.eval()

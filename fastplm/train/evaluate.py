@@ -98,7 +98,8 @@ def evaluate(
         for name in ("mlm_loss", "rtd_loss", "discriminator_mlm_loss", *DETECTION_COUNTS):
             if name in outputs:
                 add(name, outputs[name])
-        if _is_joint(model) and module.config.objective == "all_tokens_mlm":
+        predicts = "discriminator_mlm_loss" in outputs  # not in the first of two stages
+        if predicts and module.config.objective == "all_tokens_mlm":
             add("discriminator_chosen_loss", _over_chosen(module, outputs["replaced_ids"], batch))
         if "rtd_loss" in outputs:
             of_words.append(_detected(module, outputs["replaced_ids"], batch, collator))
@@ -269,8 +270,8 @@ def _over_chosen(
 ) -> torch.Tensor:
     """The summed loss of All-Tokens MLM over the chosen tokens, without its copy mechanism.
 
-    With it most of the loss there is the surprise of not being the input, which has nothing to do
-    with the language, and no place in what a unigram or a bigram has.
+    With it most of the loss is the surprise that a token was replaced. That has nothing to do with
+    the language, and a unigram or a bigram has no such part.
     """
     chosen = batch["labels"] != IGNORE_INDEX
     hidden = model.discriminator.electra(replaced_ids, batch["attention_mask"]).last_hidden_state

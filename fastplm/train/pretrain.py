@@ -87,6 +87,11 @@ class Pretraining(StreamRun):
         return pretraining(self)
 
     @property
+    def states(self) -> frozenset[int]:
+        count = self.args.states or 1
+        return frozenset(round(self.args.steps * number / count) for number in range(1, count))
+
+    @property
     def token_loss(self) -> str:
         return objective_of(self.args).token_loss
 
@@ -107,13 +112,15 @@ class Pretraining(StreamRun):
         args, data = self.args, self.data
         judge = held_out_collator(args, data.tokenizer)
         found = evaluate(model, samples, judge, args.batch_size, self.token_loss)
-        if found.get("encoder_similarity", 0.0) > COLLAPSED:
+        return found | self._counted
+
+    def remark(self, held_out: dict[str, Any]) -> None:
+        if held_out.get("encoder_similarity", 0.0) > COLLAPSED:
             say(
                 "Warning: the encoder gives all tokens one output (their mean cosine is "
-                f"{found['encoder_similarity']:.4f}), so the decoder cannot read its source. Lower "
-                "--lr, or raise --warmup."
+                f"{held_out['encoder_similarity']:.4f}), so the decoder cannot read its source. "
+                "Lower --lr, or raise --warmup."
             )
-        return found | self._counted
 
     @functools.cached_property
     def _counted(self) -> dict[str, float]:

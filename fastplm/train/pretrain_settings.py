@@ -89,8 +89,8 @@ class PretrainArguments(budget.BudgetSettings):
             *("temperature", "rtd_weight", "adversarial", "two_stage", "second_stage_from"),
         ),
         "the machine, and what is written": (
-            *("threads", "workers", "cache", "save_every", "keep_checkpoints", "log_every"),
-            *("eval_every", "report_to"),
+            *("threads", "workers", "cache", "save_every", "keep_checkpoints", "states"),
+            *("log_every", "eval_every", "report_to"),
         ),
     }
 
@@ -157,6 +157,12 @@ class PretrainArguments(budget.BudgetSettings):
     )
     save_every: int = common("save_every")
     keep_checkpoints: int | str = common("keep_checkpoints")
+    states: int | None = setting(
+        "also keep the states after 1/N, 2/N, ... of the steps, for a curve of scores",
+        None,
+        number=whole(2, 1000),
+        metavar="N",
+    )
     log_every: int = common("log_every")
     eval_every: int | None = common("eval_every")
     report_to: str = common("report_to")

@@ -34,8 +34,9 @@ def plot_losses(
 ) -> bool:
     """One panel for the loss, or one for each part where it has parts; held-out text as points.
 
-    The ``token_loss`` of held-out text is beside the whole loss if that has no parts, and has the
-    losses of a unigram and a bigram beside it. Returns whether the picture was drawn.
+    The ``token_loss`` of held-out text is beside the whole loss if that has no parts. Beside losses
+    of masked or next tokens are those of a unigram and a bigram. Returns whether the picture was
+    drawn.
     """
     if drawn(path, lambda: _draw_losses(path, title, history, held_out, token_loss)):
         return True
@@ -57,7 +58,7 @@ def _draw_losses(
         axis.plot(*_points(history, name), label="training")
         if held_out and same in held_out[-1]:
             axis.plot(*_points(held_out, same), "o-", label="held out")
-            counted = ("unigram_loss", "bigram_loss") if same == token_loss else ()
+            counted = ("unigram_loss", "bigram_loss") if same in ("mlm_loss", "clm_loss") else ()
             for each, style in zip(counted, (":", "--"), strict=False):
                 if each in held_out[-1]:
                     label = f"held out, {each.removesuffix('_loss')}"

@@ -40,7 +40,7 @@ class StreamRun(Run):
     # become longer.
     free = frozenset(
         "resume overwrite dry_run out cache workers save_every log_every eval_every threads "
-        "report_to corpus tokenizer vocab_size steps flops seeds keep_checkpoints".split()
+        "report_to corpus tokenizer vocab_size steps flops seeds keep_checkpoints states".split()
     )
     #: The title of the picture of the losses; ``{args.steps}`` in it is the run's own value.
     title: str
@@ -89,6 +89,11 @@ class StreamRun(Run):
         raise NotImplementedError
 
     @property
+    def states(self) -> frozenset[int]:
+        """The steps whose states are kept beside the newest ones."""
+        return frozenset()
+
+    @property
     def token_loss(self) -> str | None:
         """The name of the loss over tokens of held-out text, if there is one."""
         return None
@@ -104,6 +109,9 @@ class StreamRun(Run):
     def held_out(self, model: Any, samples: Any) -> dict[str, Any]:
         """The losses of held-out text."""
         raise NotImplementedError
+
+    def remark(self, held_out: dict[str, Any]) -> None:
+        """Say what the losses of the trained model on held-out text warn of."""
 
     def make_trainer(self, *callbacks: TrainerCallback) -> tuple[Any, Any]:
         """The trainer of an untrained model, and the collator of its samples."""
@@ -214,9 +222,12 @@ class StreamRun(Run):
 
     def build(self) -> None:
         self.device = self.settings.device
-        from fastplm.run.trainer import ScoreEvery
+        from fastplm.run.trainer import KeepStates, ScoreEvery
 
         self.trainer, self.collator = self.make_trainer()
+        self.trainer.states = self.states
+        # The first, as what is logged depends on whether a checkpoint is written.
+        self.trainer.callback_handler.callbacks.insert(0, KeepStates(self.states))
         if self.args.eval_every is not None:
             self.trainer.judge = self._scores
             self.trainer.add_callback(ScoreEvery(self.args.eval_every))
@@ -243,6 +254,7 @@ class StreamRun(Run):
         with trained(self.trainer, self.checkpoint, self.args.report_to):
             if first_process():
                 held_out = self._judged()  # an error of it is none of the disk
+                self.remark(held_out)
                 with writing(self.args.where, self.out):
                     metrics = self._results(held_out)
         self.trainer.accelerator.wait_for_everyone()

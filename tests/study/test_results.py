@@ -244,8 +244,11 @@ def test_a_rate_at_the_end_of_those_that_were_tried(tried, said):
 
 
 def test_a_rate_at_which_the_discriminator_learned_nothing():
-    said = " 1e-3 is taken: at 2e-3 the discriminator learned nothing."
+    said = " 1e-3 is taken, as at 2e-3 the discriminator learned nothing."
+    assert _edge("1e-3", {"5e-4": 5.5, "1e-3": 4.7, "2e-3": 4.5}) == said
+    said += " The lowest of them is the best: a lower one may be better."
     assert _edge("1e-3", {"1e-3": 4.7, "2e-3": 4.5}) == said
+    assert "learned nothing" not in _edge("1e-3", {"2e-3": 4.5, "1e-3": 4.5})  # a tie
 
 
 def test_seeds_that_matter_are_those_of_models_past_their_plateau(study):

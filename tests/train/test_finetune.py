@@ -210,6 +210,14 @@ def test_each_seed_is_logged(arguments, tmp_path):
     assert not result["scores_by_step"]
 
 
+def test_a_score_at_the_end_of_an_epoch_is_taken_once(arguments):
+    """The Trainer asks for scores after the last step of an epoch, and after the epoch."""
+    options = {"steps": None, "epochs": 2, "max_samples": 20, "batch_size": 10, "eval_every": 1}
+    result = finetune(arguments("classification", **options))["seeds"][0]
+    assert result["steps"] == 4
+    assert [entry["step"] for entry in result["scores_by_step"]] == [1, 2, 3]
+
+
 @pytest.mark.parametrize("task", FILES)
 def test_from_file_to_score(task, checkpoint, files, tmp_path, capsys):
     out = tmp_path / "out"

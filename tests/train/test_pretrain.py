@@ -20,6 +20,7 @@ from fastplm.testing import FORWARD_FACTOR, check_error, check_in_fp64
 from fastplm.train import dry_run, pretrain_data, report
 from fastplm.train import pretrain as module
 from fastplm.train.report import numbers_of
+from fastplm.train.trainer import PretrainingTrainer
 
 TEXT = ["The river follows the old house.", "A teacher opens. The train carries the letter away."]
 
@@ -75,7 +76,7 @@ def test_held_out_scores_are_logged(bert, electra):
     [
         {"arch": "gpt2-tiny", "vocab_size": 300},
         {"arch": "electra-tiny"},
-        pytest.param({"arch": "electra-tiny", "two_stage": True}, marks=pytest.mark.slow),
+        {"arch": "electra-tiny", "two_stage": True, "electra_objective": "all_tokens_mlm"},
     ],
     ids=str,
 )
@@ -90,12 +91,36 @@ def test_held_out_text_on_the_way_changes_nothing(options, run, tmp_path, curve)
     assert by_step[-1] == last == {"step": 6, **numbers_of(plain["held_out"])}
     (loss,) = {"mlm_loss", "clm_loss"} & by_step[0].keys()
     losses = [entry[loss] for entry in by_step]
-    assert losses == sorted(losses, reverse=True)
+    assert losses == sorted(losses, reverse=True)  # also of a generator that is frozen at last
     assert scalars(out, f"eval/{loss}") == [
         (2 * place, torch.tensor(value).item()) for place, value in enumerate(losses, 1)
     ]
     shutil.rmtree(out / "checkpoint-6")
     assert run(out, resume=True, eval_every=2, **options)["held_out_by_step"] == by_step
+
+
+def test_held_out_text_costs_no_draw_and_no_time_of_the_training(run, tmp_path, monkeypatch):
+    held_out, evaluate = module.Pretraining.held_out, PretrainingTrainer.evaluate
+    states = []
+
+    def slow(self, *args):
+        torch.rand(100)
+        time.sleep(1)
+        self.trainer.model.eval()
+        return held_out(self, *args)
+
+    def watched(self, **options):
+        states.append(torch.get_rng_state())
+        scores = evaluate(self, **options)
+        states.append(torch.get_rng_state())
+        assert self.model.training
+        return scores
+
+    monkeypatch.setattr(module.Pretraining, "held_out", slow)
+    monkeypatch.setattr(PretrainingTrainer, "evaluate", watched)
+    metrics = run(tmp_path / "out", eval_every=2)
+    assert len(states) == 4 and all(map(torch.equal, states[::2], states[1::2]))
+    assert metrics["train_seconds"] < 2
 
 
 def test_the_picture_has_held_out_text(tmp_path, monkeypatch):

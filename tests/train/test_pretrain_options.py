@@ -281,6 +281,23 @@ def test_checkpoints_that_are_kept(run, tmp_path, keep, there, capsys):
     )
 
 
+def test_states_that_are_kept_for_a_curve(run, tmp_path):
+    """States at equal distances stay beside the newest ones, also in a resumed run."""
+    out = tmp_path / "out"
+    options = {"steps": 10, "states": 3, "save_every": 2, "keep_checkpoints": 1}
+    run(out, **options)
+    there = sorted(path.name for path in out.glob("checkpoint-*"))
+    assert there == ["checkpoint-10", "checkpoint-3", "checkpoint-7"]
+    shutil.rmtree(out / "checkpoint-10")
+    (out / "manifest.json").unlink()
+    run(out, resume=True, **options)
+    assert sorted(path.name for path in out.glob("checkpoint-*")) == there
+    # A run of twice the steps has other states.
+    run(out, resume=True, **options | {"steps": 20})
+    there = sorted(int(path.name[11:]) for path in out.glob("checkpoint-*"))
+    assert there == [7, 13, 20]
+
+
 def test_how_many_checkpoints_there_may_be(arguments, refused, tmp_path):
     words = arguments(tmp_path / "out", keep_checkpoints="some")
     refused(words, "--keep-checkpoints", "'some'; expected a whole number from 1", "or all")
