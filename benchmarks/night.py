@@ -4,10 +4,11 @@
 
 RUN is the folder of a finished ``fastplm pretrain --config overnight``. Each of the states that it
 kept is scored by ``fastplm score --metric minimal-pairs``, unless RUN/pairs has its table already.
-OUT.tsv has a row for each of them, and for each loss of held-out text; OUT.png has the losses, and the accuracies beside published ones, over the hours
-of training. The accuracy that is said of more hours lies on a straight line over their logarithm,
-through the states of the run's second half; a state is behind a run that ends there, whose rate has
-fallen to 0, so the line is steeper than that of finished runs.
+OUT.tsv has a row for each of them, and for each loss of held-out text; OUT.png has the losses, and
+the accuracies beside published ones, over the hours of training. The accuracy that is said of more
+hours lies on a straight line over their logarithm, through the states of the run's second half; a
+state is behind a run that ends there, whose rate has fallen to 0, so the line is steeper than that
+of finished runs.
 """
 
 from __future__ import annotations
