@@ -43,6 +43,12 @@ def cpu_model() -> str:
     return _cpuinfo("model name", platform.processor())
 
 
+def named(device: torch.device) -> str:
+    """A device, and of a GPU its name."""
+    gpu = device.type == "cuda"
+    return f"{device} ({torch.cuda.get_device_name(device)})" if gpu else str(device)
+
+
 @functools.cache
 def _cpuinfo(field: str, otherwise: str) -> str:
     """A field of the first processor, where Linux says it."""

@@ -163,6 +163,7 @@ def _of_training(out: Path) -> tuple[dict[str, Any], float]:
         "vocab_size": metrics["vocab_size"],
         "tokenizer": record["tokenizer"],
         "versions": metrics["versions"],
+        "device": metrics["device"],
     }
     return figures, metrics["train_seconds"]
 

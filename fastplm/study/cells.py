@@ -312,21 +312,19 @@ class Planner:
     ) -> Iterator[tuple[float, list[Model]]]:
         """(share of the training, its model of each seed): the states that are judged."""
         if self.grid.curve > 1 and variant.command == "pretrain" and variant.seeds:
-            last = [self.store.checkpoints(cell) for cell in trainings]
-            ready = all(self.store.done(cell) is not None for cell in trainings)
+            part = judge.part or _part_of(variant)
             for number in range(1, self.grid.curve):
                 share = round(number / self.grid.curve, 4)
-                if ready:
-                    states = [_nearest(kept, share) for kept in last]
-                    part = judge.part or _part_of(variant)
-                    models = [
-                        replace(self._inside(cell, path.name), part=part)
-                        for cell, path in zip(trainings, states, strict=True)
-                    ]
-                else:
-                    models = [self._inside(cell, f"checkpoint-{share}") for cell in trainings]
-                yield share, models
+                yield share, [self._state(cell, part, share) for cell in trainings]
         yield 1.0, self._models(variant, judge.part, trainings)
+
+    def _state(self, cell: Cell, part: str, share: float) -> Model:
+        """The state of a training after a share of its steps: a name until it is finished."""
+        done = self.store.done(cell)
+        if done is None or done["diverged"]:
+            return self._inside(cell, f"checkpoint-{share}")
+        state = _nearest(self.store.checkpoints(cell), share)
+        return replace(self._inside(cell, state.name), part=part)
 
     # --- judges -----------------------------------------------------------------------------------
 

@@ -88,6 +88,7 @@ class Results:
         rows: its variants.
         codes: the states of the code that made its cells.
         versions: of the libraries, as the first training says.
+        devices: that computed the trainings, where they say it.
         published: by judge the accuracies of other systems, as its file has them.
     """
 
@@ -95,6 +96,7 @@ class Results:
     rows: Mapping[str, Row]
     codes: tuple[str, ...]
     versions: Mapping[str, str] = field(default_factory=dict)
+    devices: tuple[str, ...] = ()
     published: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
@@ -131,6 +133,7 @@ def results(grid: Grid, plan: Plan, store: Store) -> Results:
     rows = {name: _row(grid, each, done) for name, each in plan.variants.items()}
     codes = sorted({content["code"] for content in done.values()})
     versions: dict[str, str] = next((c["versions"] for c in done.values() if "versions" in c), {})
+    devices = sorted({content["device"] for content in done.values() if "device" in content})
     published = {
         name: {system: value for system, value in found.items() if value is not None}
         for each in plan.variants.values()
@@ -138,7 +141,7 @@ def results(grid: Grid, plan: Plan, store: Store) -> Results:
         for cell in cells
         if (found := done[cell.key].get("published"))
     }
-    return Results(grid, rows, tuple(codes), versions, published)
+    return Results(grid, rows, tuple(codes), versions, tuple(devices), published)
 
 
 def _row(grid: Grid, planned: Planned, done: Mapping[str, Any]) -> Row:

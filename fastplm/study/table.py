@@ -247,7 +247,8 @@ def _notes(results: Results) -> list[str]:
         )
     if results.versions:
         shown = ", ".join(f"{name} {value}" for name, value in results.versions.items())
-        notes.append(f"Made with {shown}.")
+        there = f", on {' and '.join(results.devices)}" if results.devices else ""
+        notes.append(f"Made with {shown}{there}.")
     return [line for note in notes for line in (note, "")]
 
 

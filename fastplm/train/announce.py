@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastplm import _backends, _extension
+from fastplm._machine import named
 from fastplm.data import NextSentencePairs, TextFiles
 from fastplm.run.budget import described
 from fastplm.run.report import block, counted
@@ -214,7 +215,7 @@ def _precision(args: PretrainArguments, training_arguments: TrainingArguments) -
 def _device(training_arguments: TrainingArguments) -> str:
     device = training_arguments.device
     if device.type == "cuda":
-        return f"{device} ({torch.cuda.get_device_name(device)})"
+        return named(device)
     return f"{device} ({platform.machine()}), {counted(torch.get_num_threads(), 'thread')}"
 
 

@@ -220,11 +220,15 @@ def test_states_of_a_training_are_judged(place):
     states = [cell for cell in planner().plan().cells.values() if "after 50%" in cell.label]
     assert states and all(cell.provisional for cell in states)
     trainings = planner().plan().variants["40 %"].trainings
-    for cell in trainings:
+    for number, cell in enumerate(trainings, 1):
         assert "--states=2" in cell.words
         finish(cell, held_out={})
         for step in (1, 2, 3, 4):
             (Store("cells").at(cell) / f"run/checkpoint-{step}").mkdir(parents=True)
+        # Where other seeds are not finished, those of this one can be judged.
+        states = planner().plan().variants["40 %"].judged["pairs", 0.5]
+        assert [state.provisional for state in states] == [False] * number + [True] * (2 - number)
+        assert f"--model={Store('cells').at(cell) / 'run/checkpoint-2'}" in states[number - 1].words
     judged = planner().plan().variants["40 %"].judged
     for cell, training in zip(judged["pairs", 0.5], trainings, strict=True):
         state = Store("cells").at(training) / "run/checkpoint-2"
@@ -234,6 +238,8 @@ def test_states_of_a_training_are_judged(place):
     (Store("cells").at(trainings[0]) / "run/checkpoint-40").mkdir()
     with pytest.raises(DataError, match="no state after 50% of its steps"):
         planner().plan()
+    finish(trainings[0], held_out={}, diverged=True)
+    assert not planner().plan().variants["40 %"].judged["pairs", 0.5][0].provisional
 
 
 def test_the_rules_of_the_engine(place):
