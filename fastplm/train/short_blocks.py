@@ -44,12 +44,21 @@ class ShortBlocks(Dataset):
         return len(self.whole)  # type: ignore[arg-type]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        if not any(index in part for part in self.short):
-            return self.whole[index]
-        return {_PIECES: self._pieces(index)}
+        return self.__getitems__([index])[0]
 
-    def _pieces(self, index: int) -> list[dict[str, Any]]:
-        sample = self.whole[index]
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Several items at once, as DataLoader asks for them."""
+        cut = [any(index in part for part in self.short) for index in indices]
+        short = self._cut([index for index, is_cut in zip(indices, cut, strict=True) if is_cut])
+        of_whole = [index for index, is_cut in zip(indices, cut, strict=True) if not is_cut]
+        pieces, whole = iter(short), iter(_several(self.whole, of_whole))
+        return [{_PIECES: next(pieces)} if is_cut else next(whole) for is_cut in cut]
+
+    def _cut(self, indices: list[int]) -> list[list[dict[str, Any]]]:
+        """The pieces of each of some samples."""
+        return [self._pieces(sample) for sample in _several(self.whole, indices)]
+
+    def _pieces(self, sample: dict[str, Any]) -> list[dict[str, Any]]:
         size = len(sample["input_ids"]) // self.pieces
         return [
             {
@@ -59,6 +68,13 @@ class ShortBlocks(Dataset):
             | {"sample_index": sample["sample_index"] + piece * _WHOLE}
             for piece in range(self.pieces)
         ]
+
+
+def _several(dataset: Any, indices: list[int]) -> list[dict[str, Any]]:
+    """Items of a dataset, all at once where it can."""
+    if hasattr(dataset, "__getitems__"):
+        return dataset.__getitems__(indices) if indices else []
+    return [dataset[index] for index in indices]
 
 
 def _is_row(value: Any) -> bool:
@@ -77,10 +93,12 @@ class ShortPairs(ShortBlocks):
         super().__init__(whole, pieces, short)
         self.pairs = pairs
 
-    def _pieces(self, index: int) -> list[dict[str, Any]]:
-        first = index * self.pieces
-        found = [self.pairs[first + piece] for piece in range(self.pieces)]
-        return [sample | {"sample_index": sample["sample_index"] + _WHOLE} for sample in found]
+    def _cut(self, indices: list[int]) -> list[list[dict[str, Any]]]:
+        ranges = [range(index * self.pieces, (index + 1) * self.pieces) for index in indices]
+        found = _several(self.pairs, [number for each in ranges for number in each])
+        samples = [each | {"sample_index": each["sample_index"] + _WHOLE} for each in found]
+        places = range(0, len(samples), self.pieces)
+        return [samples[place : place + self.pieces] for place in places]
 
 
 class ShortFirst:

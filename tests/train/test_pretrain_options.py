@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from safetensors import safe_open
 
 import fastplm.models
 from fastplm.cli import _parser
-from fastplm.data import load_tokenizer
+from fastplm.data import load_tokenizer, pairs
 from fastplm.errors import ArgumentValueError, DataError
 from fastplm.inference._checkpoint import load_model
 from fastplm.models.features import FeaturesForSequenceClassification
@@ -104,7 +105,9 @@ def test_the_first_pairs_are_short(settings, tmp_path, objective):
     options |= {"arch": "albert-tiny" if objective == "mlm+sop" else "bert-tiny"}
     whole, _ = batches_of(settings(tmp_path / "whole", **options))
     args = settings(tmp_path / "short", **options, short_block_size=16, short_share=0.6)
-    short, collator = batches_of(args)
+    with mock.patch.object(pairs, "draw", wraps=pairs.draw) as draws:
+        short, collator = batches_of(args)
+    assert draws.call_count == len(short), "pairs are made one by one"
     assert [tuple(batch["input_ids"].shape) for batch in short] == [(8, 16)] * 3 + [(4, 32)] * 2
     label = "sentence_order_label" if objective == "mlm+sop" else "next_sentence_label"
     for batch in short[:3]:
