@@ -17,12 +17,14 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
+from fastplm.run.settings import whole
 from harness import append_row, machine_line
 
 FIELDS = (
@@ -41,33 +43,37 @@ PARTS: dict[str, Callable[[str], bool]] = {
     "attention": lambda name: _LAYER in name and ".attention." in name,
     "feed-forward": lambda name: _LAYER in name and ".attention." not in name,
 }
-_EXAMPLES = 2000
+EXAMPLES = 2000
 _JUDGED = 1000
 
 
-def renew(model: Path, part: str, out: Path) -> None:
-    """Write a copy of a model, with new weights for a part of it."""
-    ours = transformers.AutoModelForMaskedLM.from_pretrained(model)
+def renew(
+    model: Path,
+    is_new: Callable[[str], bool],
+    out: Path,
+    of: Any = transformers.AutoModelForMaskedLM,
+) -> None:
+    """Write a copy of a model, with new weights where ``is_new`` says so of their names."""
+    ours = of.from_pretrained(model)
     transformers.set_seed(0)
-    fresh = transformers.AutoModelForMaskedLM.from_config(ours.config).state_dict()
+    fresh = of.from_config(ours.config).state_dict()
     with torch.no_grad():
         for name, weight in ours.named_parameters():
-            if PARTS[part](name):
+            if is_new(name):
                 weight.copy_(fresh[name])
     ours.save_pretrained(out)
     transformers.AutoTokenizer.from_pretrained(model).save_pretrained(out)
 
 
 def fine_tuned(
-    model: Path, args: argparse.Namespace, pooling: str, rate: float
+    model: Path, args: argparse.Namespace, rate: float, *options: object
 ) -> dict[str, float]:
     """The mean and half the width of the interval of ``fastplm finetune``."""
     with tempfile.TemporaryDirectory() as out:
-        command: list[object] = [sys.executable, "-m", "fastplm", "finetune"]
-        command += ["--task", "classification"]
+        command: list[object] = [sys.executable, "-m", "fastplm", "finetune", *options]
         command += ["--model", model, "--data", args.train, "--eval-data", args.eval]
-        command += ["--threshold", 0, "--max-samples", _EXAMPLES, "--max-eval-samples", _JUDGED]
-        command += ["--learning-rate", rate, "--pooling", pooling, "--seeds", args.seeds]
+        command += ["--max-samples", EXAMPLES, "--max-eval-samples", _JUDGED]
+        command += ["--learning-rate", rate, "--seeds", args.seeds]
         command += ["--threads", 1, "--report-to", "none", "--out", Path(out) / "run"]
         subprocess.run([str(word) for word in command], check=True)
         score = json.loads((Path(out) / "run" / "metrics.json").read_text())["scores"]["accuracy"]
@@ -106,7 +112,7 @@ def bag_of_words(model: Path, args: argparse.Namespace) -> float:
     def accuracy(inputs: Tensor, labels: Tensor, weight: Tensor) -> float:
         return ((inputs @ weight > 0) == labels.bool()).double().mean().item()
 
-    inputs, labels = read(args.train, _EXAMPLES)
+    inputs, labels = read(args.train, EXAMPLES)
     tenth = len(inputs) // 10
     decay = max(
         (10.0**-n for n in range(2, 8)),
@@ -122,11 +128,11 @@ def main() -> None:
     parser.add_argument("models", metavar="MODEL", nargs="+", type=Path)
     for name in ("train", "eval", "rows"):
         parser.add_argument(f"--{name}", metavar="FILE", required=True, type=Path)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=whole(2, 1000), default=5)
     args = parser.parse_args()
     torch.set_num_threads(1)
     for number, model in enumerate(args.models):
-        row = machine_line() | {"model": number, "examples": _EXAMPLES, "seeds": args.seeds}
+        row = machine_line() | {"model": number, "examples": EXAMPLES, "seeds": args.seeds}
         words = {"new_weights": "bag of words", "seeds": 1, "accuracy": bag_of_words(model, args)}
         append_row(args.rows, FIELDS, row | words)
         for part, pooling, rate in [
@@ -134,8 +140,9 @@ def main() -> None:
             *(("none", "mean", rate) for rate in (3e-4, 1e-3)),
         ]:
             with tempfile.TemporaryDirectory() as place:
-                renew(model, part, Path(place))
-                found = fine_tuned(Path(place), args, pooling, rate)
+                renew(model, PARTS[part], Path(place))
+                options = ("--task", "classification", "--threshold", 0, "--pooling", pooling)
+                found = fine_tuned(Path(place), args, rate, *options)
             settings = {"new_weights": part, "pooling": pooling, "learning_rate": rate}
             append_row(args.rows, FIELDS, row | settings | found)
 

@@ -1,4 +1,4 @@
-"""fastplm._machine: memory that a process keeps."""
+"""fastplm._machine: memory that a process keeps, and names of devices."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import fastplm
 from fastplm import _extension, _machine
@@ -67,3 +68,9 @@ def test_commands_keep_memory(monkeypatch):
         with computing(1, huge_pages=run.huge_pages):
             pass
     assert [each["huge_pages"] for each in found] == [False, True, True, False]
+
+
+def test_the_name_of_a_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
+    assert _machine.named(torch.device("cuda", 1)) == "cuda:1 (GPU 1)"
+    assert _machine.named(torch.device("cpu")) == "cpu"

@@ -21,7 +21,7 @@ from typing import Any
 import fastplm
 from fastplm._machine import hardware_has_bf16
 from fastplm.data._folder import file_hash
-from fastplm.errors import ArgumentValueError, DataError, fail
+from fastplm.errors import ArgumentValueError, DataError, check, fail
 from fastplm.run.folder import checkpoints, read_hashed
 from fastplm.study.costs import config_at_folder, configuration_of, cost_of
 from fastplm.study.grid import (
@@ -269,6 +269,10 @@ class Planner:
                 options[name] = self._model_of(value["variant"], seed, name)
         options |= {"seed": str(seed), "cache": self.cache}
         if self.grid.curve > 1 and variant.command == "pretrain":
+            got = f"{self.grid.curve} with {variant.name}, which has two stages"
+            expected = "one stage, as a state of the first has no discriminator"
+            fix = "Take curve or two_stage away."
+            check(not options.get("two_stage"), "study", "curve", got, expected, fix, DataError)
             options["states"] = str(self.grid.curve)
         at = f" at {rate}" if len(variant.rates) > 1 else ""
         return self._add(variant.command, f"{variant.name}{at}, seed {seed}", options, waits)
@@ -319,7 +323,7 @@ class Planner:
         yield 1.0, self._models(variant, judge.part, trainings)
 
     def _state(self, cell: Cell, part: str, share: float) -> Model:
-        """The state of a training after a share of its steps: a name until it is finished."""
+        """The state of a training after a share of its steps; a name where there is none yet."""
         done = self.store.done(cell)
         if done is None or done["diverged"]:
             return self._inside(cell, f"checkpoint-{share}")
@@ -441,7 +445,7 @@ def _nearest(kept: list[tuple[int, Path]], share: float) -> Path:
     """The state that a training kept after a share of its steps."""
     last = kept[-1][0] if kept else 0
     step, found = min(kept, key=lambda each: abs(each[0] - share * last), default=(-1, Path()))
-    if abs(step - share * last) > max(1, _NEAR * last):
+    if not kept or abs(step - share * last) > max(1, _NEAR * last):
         got = f"a training that kept no state after {share:.0%} of its steps"
         fix = "Delete the folder of its cell."
         fail("study", "curve", got, "its states", fix, DataError)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,8 @@ from fastplm.study.grid import HELD_OUT, MEAN, OF_A_MEAN, Grid, Judge
 from fastplm.study.statistics import Interval, Spread, interval, spread
 from fastplm.train.pretrain_settings import COLLAPSED
 
+#: The device of a training whose cell does not say it.
+UNRECORDED = "a device that was not recorded"
 #: Figures of which less is more end so.
 _LOSSES = ("loss", "perplexity")
 #: Figures of held-out text that are beside its losses.
@@ -88,7 +90,7 @@ class Results:
         rows: its variants.
         codes: the states of the code that made its cells.
         versions: of the libraries, as the first training says.
-        devices: that computed the trainings, where they say it.
+        devices: of the trainings; ``UNRECORDED`` for those of cells that do not say it.
         published: by judge the accuracies of other systems, as its file has them.
     """
 
@@ -133,7 +135,6 @@ def results(grid: Grid, plan: Plan, store: Store) -> Results:
     rows = {name: _row(grid, each, done) for name, each in plan.variants.items()}
     codes = sorted({content["code"] for content in done.values()})
     versions: dict[str, str] = next((c["versions"] for c in done.values() if "versions" in c), {})
-    devices = sorted({content["device"] for content in done.values() if "device" in content})
     published = {
         name: {system: value for system, value in found.items() if value is not None}
         for each in plan.variants.values()
@@ -141,7 +142,12 @@ def results(grid: Grid, plan: Plan, store: Store) -> Results:
         for cell in cells
         if (found := done[cell.key].get("published"))
     }
-    return Results(grid, rows, tuple(codes), versions, tuple(devices), published)
+    return Results(grid, rows, tuple(codes), versions, _devices(done.values()), published)
+
+
+def _devices(contents: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    trained = (content for content in contents if "parameters" in content)
+    return tuple(sorted({content.get("device", UNRECORDED) for content in trained}))
 
 
 def _row(grid: Grid, planned: Planned, done: Mapping[str, Any]) -> Row:

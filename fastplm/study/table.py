@@ -17,7 +17,7 @@ from typing import Any
 
 from fastplm.data._output import whole
 from fastplm.study.claims import Comparison
-from fastplm.study.results import CLEAR_NATS, Results, Row, Scores
+from fastplm.study.results import CLEAR_NATS, UNRECORDED, Results, Row, Scores
 
 EARLY = "too early to tell"
 _NONE = "–"
@@ -247,8 +247,9 @@ def _notes(results: Results) -> list[str]:
         )
     if results.versions:
         shown = ", ".join(f"{name} {value}" for name, value in results.versions.items())
-        there = f", on {' and '.join(results.devices)}" if results.devices else ""
-        notes.append(f"Made with {shown}{there}.")
+        notes.append(f"Made with {shown}.")
+    if {*results.devices} - {UNRECORDED}:
+        notes.append(f"Trained on {' and '.join(results.devices)}.")
     return [line for note in notes for line in (note, "")]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -239,7 +240,14 @@ def test_states_of_a_training_are_judged(place):
     with pytest.raises(DataError, match="no state after 50% of its steps"):
         planner().plan()
     finish(trainings[0], held_out={}, diverged=True)
-    assert not planner().plan().variants["40 %"].judged["pairs", 0.5][0].provisional
+    (judge, _) = planner().plan().variants["40 %"].judged["pairs", 0.5]
+    assert not judge.provisional and judge.needs == trainings[:1], "it ends without a model"
+    shutil.rmtree(Store("cells").at(trainings[1]) / "run")
+    with pytest.raises(DataError, match="no state after 50% of its steps"):
+        planner().plan()
+    changed(place, "arch: electra-tiny", "arch: electra-tiny\n  two_stage: true")
+    with pytest.raises(DataError, match="which has two stages"):
+        planner().plan()
 
 
 def test_the_rules_of_the_engine(place):

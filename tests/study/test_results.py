@@ -13,7 +13,16 @@ import pytest
 from fastplm.study.claims import AGREES, CANNOT, DISAGREES, compare
 from fastplm.study.grid import Claim, Judge, read_grid
 from fastplm.study.picture import _points, draw, panels
-from fastplm.study.results import Results, Row, Scores, _mean_of, _not_above, too_early
+from fastplm.study.results import (
+    UNRECORDED,
+    Results,
+    Row,
+    Scores,
+    _devices,
+    _mean_of,
+    _not_above,
+    too_early,
+)
 from fastplm.study.statistics import interval
 from fastplm.study.table import _edge, content, page, write_tables
 
@@ -217,6 +226,11 @@ def test_the_files(study, tmp_path):
         "Held-out loss of 15 %, 40 % by learning rate (seed 0): 1e-3: 3.5000, 1e-2: –. The lowest"
     )
     assert text.count("by learning rate") == 1 and said in text, "both have the same"
+    devices = _devices([{"parameters": 1}, {"parameters": 1, "device": "cpu"}, {"points": []}])
+    assert devices == (UNRECORDED, "cpu"), "of trainings alone"
+    made = replace(results, devices=("cpu", UNRECORDED))
+    assert f"Trained on cpu and {UNRECORDED}." in page(made, [], picture=False)
+    assert "Trained on" not in page(replace(results, devices=(UNRECORDED,)), [], picture=False)
 
 
 @pytest.mark.parametrize(

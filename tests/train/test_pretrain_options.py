@@ -35,6 +35,7 @@ from fastplm.train.objectives import DocumentBlocks, MaskedTokens
 from fastplm.train.pretrain import Pretraining
 from fastplm.train.pretrain_data import held_out_collator, prepare_data
 from fastplm.train.pretrain_settings import PretrainArguments
+from fastplm.train.short_blocks import ShortPairs
 
 CLASSES = {
     "model": transformers.BertForPreTraining,
@@ -96,6 +97,14 @@ def test_the_first_blocks_are_short(settings, tmp_path, arch):
     if collator.random:
         masks = (short[0]["labels"] != -100).view(4, 4, 8)
         assert not torch.equal(masks[:, 0], masks[:, 1])
+
+
+def test_pairs_in_the_place_of_a_sample():
+    """Whichever samples a batch has, of datasets that give one item at a time."""
+    short, whole = ([{"sample_index": at + n} for n in range(8)] for at in (0, 100))
+    items = ShortPairs(short, whole, 2, [range(3)]).__getitems__([1, 4, 0])
+    found = [[pair["sample_index"] - (1 << 40) for pair in items[n]["pieces"]] for n in (0, 2)]
+    assert found == [[2, 3], [0, 1]] and items[1] == {"sample_index": 104}
 
 
 @pytest.mark.parametrize("objective", ["mlm+nsp", "mlm+sop"])
