@@ -72,7 +72,7 @@ def main() -> None:
         label, folder = word.split("=", 1)
         for part, is_new in parts(Path(folder)).items():
             with tempfile.TemporaryDirectory() as place:
-                renew(Path(folder), is_new, Path(place), transformers.ElectraForPreTraining)
+                renew(Path(folder), is_new, Path(place), transformers.AutoModelForPreTraining)
                 found = measured(Path(place), lines)
                 found |= fine_tuned(Path(place), args, _RATE, "--task", "tagging")
             row = machine_line() | settings | found | {"model": label, "new_weights": part}
