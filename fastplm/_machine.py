@@ -43,7 +43,7 @@ def cpu_model() -> str:
     return _cpuinfo("model name", platform.processor())
 
 
-def named(device: torch.device) -> str:
+def device_label(device: torch.device) -> str:
     """A device, and of a GPU its name."""
     gpu = device.type == "cuda"
     return f"{device} ({torch.cuda.get_device_name(device)})" if gpu else str(device)

@@ -72,5 +72,5 @@ def test_commands_keep_memory(monkeypatch):
 
 def test_the_name_of_a_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
-    assert _machine.named(torch.device("cuda", 1)) == "cuda:1 (GPU 1)"
-    assert _machine.named(torch.device("cpu")) == "cpu"
+    assert _machine.device_label(torch.device("cuda", 1)) == "cuda:1 (GPU 1)"
+    assert _machine.device_label(torch.device("cpu")) == "cpu"

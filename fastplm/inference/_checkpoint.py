@@ -11,6 +11,7 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from fastplm import models
+from fastplm._machine import device_label
 from fastplm.data import _output
 from fastplm.run.checkpoint import weights_at
 from fastplm.run.report import counted
@@ -68,7 +69,8 @@ def results(args: Any, *paths: Path | None) -> Iterator[None]:
 def device_name(args: Any, model: Any) -> str:
     """The device of a model, and on a CPU how many threads compute."""
     threads = counted(args.threads or torch.get_num_threads(), "thread")
-    return f"{model.device}, {threads}" if model.device.type == "cpu" else str(model.device)
+    label = device_label(model.device)
+    return f"{label}, {threads}" if model.device.type == "cpu" else label
 
 
 def fp32_name(args: Any) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fastplm._machine import device_label
 from fastplm.data import load_tokenizer
 from fastplm.data._files import lines_of
 from fastplm.data._folder import say
@@ -335,7 +336,7 @@ def _say_what(args: ScoreArguments, model: Any) -> None:
         "data": str(args.data),
         "model": f"{args.model}, {type(model).__name__}",
         "precision": "bf16 (autocast)" if args.bf16 else fp32_name(args),
-        "device": f"{model.device}, {counted(torch.get_num_threads(), 'CPU thread')}",
+        "device": f"{device_label(model.device)}, {counted(torch.get_num_threads(), 'CPU thread')}",
     }
     say(block(rows))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastplm import _backends, _extension
-from fastplm._machine import named
+from fastplm._machine import device_label
 from fastplm.data import NextSentencePairs, TextFiles
 from fastplm.run.budget import described
 from fastplm.run.report import block, counted
@@ -215,7 +215,7 @@ def _precision(args: PretrainArguments, training_arguments: TrainingArguments) -
 def _device(training_arguments: TrainingArguments) -> str:
     device = training_arguments.device
     if device.type == "cuda":
-        return named(device)
+        return device_label(device)
     return f"{device} ({platform.machine()}), {counted(torch.get_num_threads(), 'thread')}"
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from fastplm._machine import named
+from fastplm._machine import device_label
 from fastplm.data._folder import MANIFEST, damage, first_process, say, seal, write_json
 from fastplm.data.examples import Example, read_examples, subset
 from fastplm.errors import DataError, DivergenceError
@@ -204,7 +204,7 @@ class Finetuning(Run):
         metrics = {
             "arguments": settings_of(self.args),
             "versions": versions(),
-            "device": named(self.device),
+            "device": device_label(self.device),
             "eval_examples": len(self.task.test),
             "chance": self.task.chance(),
             "most_frequent_label": self.task.baseline(),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastplm import _extension
-from fastplm._machine import hardware_has_bf16, named
+from fastplm._machine import device_label, hardware_has_bf16
 from fastplm.data._folder import MANIFEST, damage, first_process, say
 from fastplm.run.folder import check_same, checkpoint_to_resume, save_models, step_of, writing
 from fastplm.run.report import settings_of
@@ -290,7 +290,7 @@ class StreamRun(Run):
         metrics = {
             "arguments": settings_of(args),
             "versions": versions(),
-            "device": named(trainer.args.device),
+            "device": device_label(trainer.args.device),
             "precision": "bf16" if trainer.args.bf16 else "fp32",
             "processes": trainer.args.world_size,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
