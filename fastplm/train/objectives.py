@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from fastplm.data import (
     TokenStore,
 )
 from fastplm.data.blocks import check_enough_tokens, room_for_text
+from fastplm.reference.bart_noise import SPARE_SPANS
 from fastplm.train.flops import flops_a_token
 from fastplm.train.presets import FAMILIES, NOISES
 from fastplm.train.short_blocks import ShortBlocks, ShortPairs
@@ -121,6 +123,11 @@ class Objective:
         return self.args.block_size - self.special
 
     @property
+    def source_length(self) -> int:
+        """The tokens that a full sample has for the model, or for its encoder."""
+        return self.args.block_size
+
+    @property
     def target_length(self) -> int:
         """The tokens of a decoder for a full sample; 0 without one."""
         return 0
@@ -128,7 +135,7 @@ class Objective:
     def flops_a_token(self, config: Any) -> float:
         """The FLOPs of forward and backward, for each token of full samples."""
         args, masked = self.args, self.args.preset.mlm_probability
-        lengths = [(1.0, args.block_size)]
+        lengths = [(1.0, self.source_length)]
         if args.short_block_size is not None:
             short = args.short_share
             lengths = [(short, args.short_block_size), (1 - short, args.block_size)]
@@ -321,6 +328,21 @@ class Denoising(Objective):
         return {
             setting: share if name in chosen else 0.0 for name, (setting, share) in NOISES.items()
         }
+
+    @property
+    def source_length(self) -> int:
+        """The expected length: a span of any length becomes one token, and tokens are deleted.
+
+        Spans begin until m tokens are covered, so span k + 1 is one of them if k spans of
+        Poisson lengths cover less than m: their number is the sum of P(Poisson(k lambda) < m).
+        """
+        noise: Any = self.collator()
+        tokens = self.tokens
+        covered = math.floor(tokens * noise.infill_probability + 0.5)
+        before = noise.poisson_lambda * torch.arange(2 * covered + SPARE_SPANS)
+        spans = torch.special.gammaincc(torch.tensor(float(covered)), before).sum().item()
+        kept = (tokens - covered) * (1 - noise.delete_probability)
+        return round(kept + (spans if covered else 0)) + self.special
 
     @property
     def target_length(self) -> int:
