@@ -350,15 +350,18 @@ def test_a_change_of_one_objective_makes_new_cells_of_it_alone(all_data, tmp_pat
         plan = Planner(grid, Store(tmp_path), all_data, 1, tmp_path / "cache").plan()
         return {name: each.trainings[0].key for name, each in plan.variants.items()}
 
+    def raised(recipes, name):
+        monkeypatch.setitem(recipes, name, recipes[name] + 1)
+
     before = trained()
-    monkeypatch.setitem(cells.RECIPES_OF_OBJECTIVES, "denoise", 2)
+    raised(cells.RECIPES_OF_OBJECTIVES, "denoise")
     after = trained()
     assert [name for name in before if before[name] != after[name]] == ["BART"]
-    monkeypatch.setitem(cells.RECIPES_OF_OBJECTIVES, "rtd", 2)
+    raised(cells.RECIPES_OF_OBJECTIVES, "rtd")
     last = trained()
     assert [name for name in after if after[name] != last[name]] == ["ELECTRA"]
     before = trained("objectives")
-    monkeypatch.setitem(cells.RECIPES_OF_DISCRIMINATORS, "all_tokens_mlm", 2)
+    raised(cells.RECIPES_OF_DISCRIMINATORS, "all_tokens_mlm")
     after = trained("objectives")
     assert [name for name in before if before[name] != after[name]] == ["All-Tokens MLM"]
 
