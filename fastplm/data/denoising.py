@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,6 +13,7 @@ from torch import Tensor
 from fastplm.data._collate import TextCollator
 from fastplm.data.collators import mask_token_id, special_ids
 from fastplm.ops.bart_noise import bart_noise
+from fastplm.reference.bart_noise import SPARE_SPANS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -114,6 +116,27 @@ class DataCollatorForDenoising(TextCollator):
             "attention_mask": (column < noised.lengths[:, None]).long(),
             "labels": self._labels(text, lengths[:, None]),
         }
+
+    @classmethod
+    def expected_length(cls, tokens: int, **noise: float) -> float:
+        """The mean number of tokens that the noise leaves of so many, before any is cut.
+
+        A span of any length becomes one mask. Spans begin until m tokens are covered, so there is a
+        span k + 1 if k spans, of Poisson lengths, cover fewer than m: the mean number of spans is
+        the sum of P(Poisson(k lambda) < m) over k. Deletion spares the masks.
+
+        Args:
+            tokens: of a row, without special tokens.
+            noise: settings of the noise that are not the defaults.
+        """
+        names = ("infill_probability", "poisson_lambda", "delete_probability")
+        infilled, mean, deleted = (noise.get(name, getattr(cls, name)) for name in names)
+        covered = math.floor(tokens * infilled + 0.5)  # halves up, as the op does
+        before = mean * torch.arange(2 * covered + SPARE_SPANS, dtype=torch.float64)
+        # P(Poisson(x) < m) is the regularized upper incomplete gamma function Q(m, x).
+        fewer = torch.special.gammaincc(torch.full_like(before, covered), before)
+        spans = float(fewer.sum()) if covered else 0.0
+        return (tokens - covered) * (1 - deleted) + spans
 
     def _labels(self, text: Tensor, lengths: Tensor) -> Tensor:
         """BOS, the text, EOS, and -100 behind."""

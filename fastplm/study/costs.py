@@ -11,7 +11,7 @@ import functools
 import time
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fastplm.data.examples import read_examples
 from fastplm.run.checkpoint import config_at
@@ -67,11 +67,14 @@ def config_at_folder(folder: Path) -> Any:
 
 
 def _of_pretraining(args: Any, config: Any) -> float:
-    block = args.block_size
+    from fastplm.train.objectives import objective_of
+
+    block, no_tokenizer = args.block_size, cast(Any, None)
+    source = objective_of(args)(args, no_tokenizer).source_length
     targets = {"denoise": block, "spans": round(_SPANS * block)}.get(args.objective, 0)
     masked = args.preset.mlm_probability
-    each = flops_a_token(config, block, targets, masked=masked)
-    return each * args.samples * (block + targets)
+    each = flops_a_token(config, source, targets, masked=masked)
+    return each * args.samples * (source + targets)
 
 
 def _of_finetuning(args: Any, config: Any) -> float:

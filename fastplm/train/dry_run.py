@@ -69,7 +69,7 @@ def _dry_run(args: PretrainArguments, folder: Path) -> dict[str, Any]:
         args.pay(flops_a_step(args, data.tokenizer))
     objective = objective_of(args)(args, data.tokenizer)
     flops = objective.flops_a_token(trainer.model.config)
-    a_step = args.samples_a_step * (args.block_size + objective.target_length)
+    a_step = objective.tokens_a_step
     tokens = args.steps * a_step
     seconds = a_step_takes * args.steps
     scale = letters / sum(map(len, text))

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import bisect
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,6 @@ from fastplm.data import (
     TokenStore,
 )
 from fastplm.data.blocks import check_enough_tokens, room_for_text
-from fastplm.reference.bart_noise import SPARE_SPANS
 from fastplm.train.flops import flops_a_token
 from fastplm.train.presets import FAMILIES, NOISES
 from fastplm.train.short_blocks import ShortBlocks, ShortPairs
@@ -124,13 +122,19 @@ class Objective:
 
     @property
     def source_length(self) -> int:
-        """The tokens that a full sample has for the model, or for its encoder."""
+        """The tokens of a full sample that the model, or its encoder, reads; of the mean sample
+        where that differs. It needs no tokenizer."""
         return self.args.block_size
 
     @property
     def target_length(self) -> int:
         """The tokens of a decoder for a full sample; 0 without one."""
         return 0
+
+    @property
+    def tokens_a_step(self) -> int:
+        """The tokens of both sides, of the full samples of an optimizer step."""
+        return self.args.samples_a_step * (self.source_length + self.target_length)
 
     def flops_a_token(self, config: Any) -> float:
         """The FLOPs of forward and backward, for each token of full samples."""
@@ -331,18 +335,8 @@ class Denoising(Objective):
 
     @property
     def source_length(self) -> int:
-        """The expected length: a span of any length becomes one token, and tokens are deleted.
-
-        Spans begin until m tokens are covered, so span k + 1 is one of them if k spans of
-        Poisson lengths cover less than m: their number is the sum of P(Poisson(k lambda) < m).
-        """
-        noise: Any = self.collator()
-        tokens = self.tokens
-        covered = math.floor(tokens * noise.infill_probability + 0.5)
-        before = noise.poisson_lambda * torch.arange(2 * covered + SPARE_SPANS)
-        spans = torch.special.gammaincc(torch.tensor(float(covered)), before).sum().item()
-        kept = (tokens - covered) * (1 - noise.delete_probability)
-        return round(kept + (spans if covered else 0)) + self.special
+        left = DataCollatorForDenoising.expected_length(self.tokens, **self.settings)
+        return round(left) + self.special
 
     @property
     def target_length(self) -> int:

@@ -87,8 +87,7 @@ def make_model(args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> A
 def flops_a_step(args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> float:
     """The FLOPs of forward and backward of an optimizer step of full samples, see ``flops``."""
     objective = objective_of(args)(args, tokenizer)
-    tokens = args.samples_a_step * (objective.source_length + objective.target_length)
-    return tokens * objective.flops_a_token(model_config(args, tokenizer))
+    return objective.tokens_a_step * objective.flops_a_token(model_config(args, tokenizer))
 
 
 def _begun(args: PretrainArguments, made: Any, tokens: int) -> Any:

@@ -54,6 +54,31 @@ def test_the_batch_is_that_of_the_op(tokenizer, samples):
         assert row == ids + [-100] * (len(row) - len(ids))
 
 
+@pytest.mark.parametrize("tokens", [6, 98])
+@pytest.mark.parametrize(
+    "noise",
+    [
+        {},
+        {"infill_probability": 0.0},
+        {"infill_probability": 0.5, "poisson_lambda": 0.4, "delete_probability": 0.2},
+        {"infill_probability": 0.0, "delete_probability": 0.15},
+        {"rotate_probability": 1.0, "mask_probability": 0.2},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:.*did not fit:UserWarning")  # of the long row
+def test_the_length_that_is_expected(tokenizer, noise, tokens):
+    """The mean of 4,096 rows is as near to it as chance allows; without chance it is exact."""
+    text = torch.randint(4, 350, (4096, tokens), generator=torch.Generator().manual_seed(0))
+    collator = DataCollatorForDenoising(tokenizer, **noise)
+    # With a row of four times the length no inserted mask is cut.
+    rows = [*text.tolist(), text[:4].flatten().tolist()]
+    batch = collator([{"input_ids": [0, *row, 2], "sample_index": i} for i, row in enumerate(rows)])
+    lengths = batch["attention_mask"][:-1].sum(1).double() - 2
+    expected = DataCollatorForDenoising.expected_length(tokens, **noise)
+    assert abs(lengths.mean() - expected) <= 4 * lengths.std() / 4096**0.5 + 1e-9
+
+
 def test_sentences_are_permuted_whole(tokenizer):
     sentences = ["one boat sells.", " who paints it?", " we do!", " and so on"]
     ids = [tokenizer(sentence, add_special_tokens=False).input_ids for sentence in sentences]
