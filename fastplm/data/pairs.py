@@ -104,6 +104,16 @@ class _SegmentPairs(Dataset):
         self.chunks: SentenceChunks = stream.dataset  # type: ignore[assignment]
         self.cls_token_id, self.sep_token_id = cls_token_id, sep_token_id
 
+    @staticmethod
+    def expected_length(block_size: int) -> float:
+        """The mean number of tokens of a pair, ``[CLS]`` and two ``[SEP]`` included.
+
+        Of the pairs of runs that fill a block; where a document ends they are shorter.
+        """
+        limit = block_size - 3
+        shortened = (2 + limit) / 2  # each length from 2 to the limit is as likely
+        return limit + _SHORT_PROBABILITY * (shortened - limit) + 3
+
     def __len__(self) -> int:
         return len(self.stream)
 

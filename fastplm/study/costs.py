@@ -73,7 +73,7 @@ def _of_pretraining(args: Any, config: Any) -> float:
     source = objective_of(args)(args, no_tokenizer).source_length
     targets = {"denoise": block, "spans": round(_SPANS * block)}.get(args.objective, 0)
     masked = args.preset.mlm_probability
-    each = flops_a_token(config, source, targets, masked=masked)
+    each = flops_a_token(config, round(source), targets, masked=masked)
     return each * args.samples * (source + targets)
 
 

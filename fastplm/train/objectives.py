@@ -121,7 +121,7 @@ class Objective:
         return self.args.block_size - self.special
 
     @property
-    def source_length(self) -> int:
+    def source_length(self) -> float:
         """The tokens of a full sample that the model, or its encoder, reads; of the mean sample
         where that differs. It needs no tokenizer."""
         return self.args.block_size
@@ -132,14 +132,14 @@ class Objective:
         return 0
 
     @property
-    def tokens_a_step(self) -> int:
-        """The tokens of both sides, of the full samples of an optimizer step."""
+    def tokens_a_step(self) -> float:
+        """The tokens of both sides, of the full samples of an optimizer step, in the mean."""
         return self.args.samples_a_step * (self.source_length + self.target_length)
 
     def flops_a_token(self, config: Any) -> float:
         """The FLOPs of forward and backward, for each token of full samples."""
         args, masked = self.args, self.args.preset.mlm_probability
-        lengths = [(1.0, self.source_length)]
+        lengths = [(1.0, round(self.source_length))]
         if args.short_block_size is not None:
             short = args.short_share
             lengths = [(short, args.short_block_size), (1 - short, args.block_size)]
@@ -230,6 +230,10 @@ class SentenceOrder(MaskedTokens):
     special = 3
     #: The documents that a pair needs.
     documents = 1
+
+    @property
+    def source_length(self) -> float:
+        return self.pairs.expected_length(self.args.block_size)
 
     def lacks(self, store: TokenStore) -> str:
         documents = len(store.documents) - 1
@@ -334,9 +338,9 @@ class Denoising(Objective):
         }
 
     @property
-    def source_length(self) -> int:
+    def source_length(self) -> float:
         left = DataCollatorForDenoising.expected_length(self.tokens, **self.settings)
-        return round(left) + self.special
+        return left + self.special
 
     @property
     def target_length(self) -> int:

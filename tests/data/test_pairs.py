@@ -96,6 +96,18 @@ def test_one_pair_in_ten_is_short(store):
     assert (lengths == BLOCK).mean() > 0.3
 
 
+@pytest.mark.parametrize("kind", [NextSentencePairs, SentenceOrderPairs])
+@pytest.mark.parametrize("block_size", [16, 40])
+def test_the_length_that_is_expected(store_of, kind, block_size):
+    """The mean of 4,096 pairs of long documents is as near to it as chance allows."""
+    sentences = 9 * np.arange(6001)
+    store = store_of(10 + np.arange(sentences[-1]), sentences, [0, 3000, 6000])
+    pairs = pairs_of(store, 4096, block_size=block_size, kind=kind)
+    lengths = np.array([len(item["input_ids"]) for item in items_of(pairs)])
+    error = 4 * lengths.std() / 4096**0.5
+    assert abs(lengths.mean() - kind.expected_length(block_size)) < error < block_size / 20
+
+
 def test_truncation_takes_from_the_longer_segment_at_both_ends():
     first, second = np.arange(30), np.arange(100, 110)
     words = np.random.default_rng(0).integers(0, 1 << 32, size=(2, 4))

@@ -220,12 +220,13 @@ def test_short_blocks_that_are_refused(settings, tmp_path, options, said):
 
 
 def flops_of(metrics, out, folder="model"):
-    """The FLOPs of a step of full samples."""
+    """The FLOPs of a step of full samples, or of the mean pairs."""
     config = transformers.AutoConfig.from_pretrained(out / folder)
     args = metrics["arguments"]
-    masked = args["mlm_probability"] or 0.15
-    tokens = args["batch_size"] * args["block_size"]
-    return tokens * flops_a_token(config, args["block_size"], masked=masked)
+    masked, length = args["mlm_probability"] or 0.15, args["block_size"]
+    if args["objective"] in ("mlm+nsp", "mlm+sop"):
+        length = pairs.NextSentencePairs.expected_length(length)
+    return args["batch_size"] * length * flops_a_token(config, round(length), masked=masked)
 
 
 def test_a_budget_says_how_many_steps(run, tmp_path, bert, capsys):
@@ -245,14 +246,23 @@ def test_a_budget_says_how_many_steps(run, tmp_path, bert, capsys):
     assert more["history"][-1]["step"] == 5 and more["starts"] == [0, 3]
 
 
-def test_bart_pays_for_the_tokens_that_its_noise_leaves(run, settings, tmp_path, monkeypatch):
-    """A span that became one token is not read, nor is a deleted token."""
+@pytest.mark.parametrize(
+    ("arch", "objective"),
+    [("bart-tiny", "denoise"), ("bert-tiny", "mlm+nsp"), ("albert-tiny", "mlm+sop")],
+)
+def test_a_budget_pays_for_the_tokens_that_are_read(
+    run, settings, corpus, tmp_path, monkeypatch, arch, objective
+):
+    """BART's span that became one token is not read, nor what was cut from a pair."""
     monkeypatch.setattr("fastplm.train.trainer._TIMED_SECONDS", 0.0)
+    few = corpus.read_text().replace("\n\n", "\n").split("\n", 70)  # 70 short, and a long one
+    (tmp_path / "few.txt").write_text("\n".join(few[:-1]) + "\n\n" + few[-1])
     budget = {"steps": None, "flops": 4e10, "block_size": 64, "vocab_size": 300}
-    metrics = run(tmp_path / "out", arch="bart-tiny", **budget)
+    budget |= {"arch": arch, "objective": objective, "corpus": tmp_path / "few.txt"}
+    metrics = run(tmp_path / "out", **budget)
     a_step = 4e10 / metrics["arguments"]["steps"]
     assert 4e10 - 2 * a_step < metrics["flops"] < 4e10 + a_step / 2
-    args = settings(tmp_path / "no", arch="bart-tiny", dry_run=True, **budget)
+    args = settings(tmp_path / "no", dry_run=True, **budget)
     figures = dry_run(args)
     assert args.steps == metrics["arguments"]["steps"]
     assert 4e10 - a_step < figures["flops"] <= 4e10
