@@ -1,8 +1,8 @@
-"""The files of a finished study: table.tsv, table.json, study.md and times.tsv.
+"""The files of a finished study: table.tsv, table.json, rates.tsv, study.md and times.tsv.
 
-The first two depend on the figures alone: they are the same bit for bit however often the study was
-interrupted. Times are of the machine and the day, so they have a file of their own; study.md has
-both.
+The first three depend on the figures alone: they are the same bit for bit however often the study
+was interrupted. Times are of the machine and the day, so they have a file of their own; study.md
+has both.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ def write_tables(out: Path, results: Results, claims: Sequence[Comparison], pict
     files = {
         "table.tsv": _tsv(results),
         "table.json": json.dumps(content(results, claims), indent=1) + "\n",
+        "rates.tsv": _rates(results),
         "times.tsv": _times(results),
         "study.md": page(results, claims, picture),
     }
@@ -96,14 +97,18 @@ def _flops(row: Row) -> float | None:
     return None if row.flops is None else float(f"{row.flops:.4g}")
 
 
-def _tsv(results: Results) -> str:
+def _as_tsv(rows: Iterable[Sequence[Any]]) -> str:
+    """Rows of strings and numbers, empty for None."""
     shown = io.StringIO()
-    table = csv.writer(shown, delimiter="\t", lineterminator="\n")
+    csv.writer(shown, delimiter="\t", lineterminator="\n").writerows(rows)
+    return shown.getvalue()
+
+
+def _tsv(results: Results) -> str:
     columns = results.columns
     head = ["variant", "flops", "parameters", "vocab_size", "learning_rate", "seeds"]
-    table.writerow(
-        [*head, *(f"{name}{end}" for name in columns for end in ("", " low", " high", " early"))]
-    )
+    ends = ("", " low", " high", " early")
+    rows: list[Sequence[Any]] = [[*head, *(f"{name}{end}" for name in columns for end in ends)]]
     for row in results.rows.values():
         facts = [row.facts[name] for name in head[2:]]
         cells: list[Any] = []
@@ -112,23 +117,29 @@ def _tsv(results: Results) -> str:
             numbers = [None] * 3 if each is None else list(_numbers(each.interval).values())
             cells += [*("" if n is None else f"{n:.6g}" for n in numbers)]
             cells.append(EARLY if each is not None and each.early else "")
-        flops = _flops(row)
-        values = [row.name, flops, *facts, *cells]
-        table.writerow(["" if value is None else value for value in values])
-    return shown.getvalue()
+        rows.append([row.name, _flops(row), *facts, *cells])
+    return _as_tsv(rows)
+
+
+def _rates(results: Results) -> str:
+    """Of each rate that was tried the held-out loss at seed 0, none where that diverged."""
+    rows: list[Sequence[Any]] = [("variant", "learning_rate", "held_out_loss", "taken")]
+    for row in results.rows.values():
+        taken = row.facts["learning_rate"]
+        for rate, loss in row.facts["rates"].items():
+            shown = None if loss is None else f"{loss:.6g}"
+            rows.append((row.name, rate, shown, "yes" if rate == taken else "no"))
+    return _as_tsv(rows)
 
 
 def _times(results: Results) -> str:
-    shown = io.StringIO()
-    table = csv.writer(shown, delimiter="\t", lineterminator="\n")
     names = ("train_seconds", "train_cpu_seconds", "judge_cpu_seconds")
-    table.writerow(["variant", "flops", *names])
+    rows: list[Sequence[Any]] = [("variant", "flops", *names)]
     for row in results.rows.values():
         times = [row.times[name] for name in names]
-        table.writerow(
-            [row.name, _flops(row) or "", *("" if t is None else f"{t:.1f}" for t in times)]
-        )
-    return shown.getvalue()
+        shown = [None if each is None else f"{each:.1f}" for each in times]
+        rows.append((row.name, _flops(row), *shown))
+    return _as_tsv(rows)
 
 
 # --- the page -------------------------------------------------------------------------------------

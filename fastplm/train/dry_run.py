@@ -96,8 +96,9 @@ def _dry_run(args: PretrainArguments, folder: Path) -> dict[str, Any]:
         "corpus": f"{about}{corpus_tokens:,} tokens"
         + (f", estimated from the first {sum(map(len, text)):,} letters" if scale > 1 else ""),
         "vocabulary": announce.vocabulary(rehearsed, data).partition(" (found")[0],
-        "training": f"{args.steps:,} steps of {a_step:,.0f} tokens ({args.samples_a_step:,} samples): "
-        f"{tokens:,.0f} tokens, the text {epochs:,.{1 if epochs < 10 else 0}f} times",
+        "training": f"{args.steps:,} steps of {a_step:,.0f} tokens "
+        f"({args.samples_a_step:,} samples): {tokens:,.0f} tokens, "
+        f"the text {epochs:,.{1 if epochs < 10 else 0}f} times",
         "learning rate": announce.learning_rate(args),
         "FLOPs": f"{flops * tokens:.3g}",
         **({} if args.flops is None else {"budget": announce.budget(args, data)}),

@@ -220,6 +220,8 @@ def test_the_files(study, tmp_path):
     assert written["variants"][1]["scores"]["sentiment"]["values"] == BETTER
     assert "seconds" not in (tmp_path / "table.tsv").read_text(), "times would differ each time"
     assert (tmp_path / "times.tsv").read_text().splitlines()[1].split("\t")[2:] == ["60.0"] * 3
+    rates = [line.split("\t") for line in (tmp_path / "rates.tsv").read_text().splitlines()]
+    assert rates[1:3] == [["15 %", "1e-3", "3.5", "yes"], ["15 %", "1e-2", "", "no"]]
     text = page(results, claims, picture=True)
     assert "![" in text and claims[0].text in text
     said = (
