@@ -264,6 +264,9 @@ def _of_judge(
         if scratch is not None:
             nothing = np.array(scratch["points"][number]["scores"][figure], np.float64)
             reasons += _not_above(values, nothing, figure.endswith(_LOSSES))
+        is_main = figure == next(iter(point["scores"]))  # chance is that of the first metric
+        if is_main and not _clearly_above(values, contents[0].get("chance", -np.inf)):
+            reasons += ("fine-tuning is not clearly better than one answer to all examples",)
         if not trained:  # of a model that is there, the fine-tuning seeds are all there is
             values = values.T
         name = judge.name if len(points) == 1 else f"{judge.name} {point['examples']}"
@@ -273,15 +276,19 @@ def _of_judge(
 def _of_scoring(contents: Sequence[Any], early: tuple[str, ...]) -> Scores:
     if "pairs" in contents[0]:
         values = np.array([list(each["pairs"].values()) for each in contents], np.float64)
-        found = interval(values, fixed=True)
         # Below chance in all is as far from it as above: a rule that the model has wrong.
-        low = found.mean if found.low is None else found.low
-        if low <= _CHANCE_OF_PAIRS:
+        if not _clearly_above(values, _CHANCE_OF_PAIRS, fixed=True):
             early += (f"its accuracy on minimal pairs is not clearly above {_CHANCE_OF_PAIRS}",)
         return Scores(values, fixed=True, early=early)
     name = next(name for name in contents[0]["corpus"] if name.endswith("perplexity"))
     values = np.array([[each["corpus"][name]] for each in contents], np.float64)
     return Scores(values, lower=True, early=early)
+
+
+def _clearly_above(values: np.ndarray, chance: float, *, fixed: bool = False) -> bool:
+    """Whether the whole interval is above what needs no knowledge; of one seed, whether it is."""
+    found = interval(values, fixed=fixed)
+    return (found.mean if found.low is None else found.low) > chance
 
 
 # --- a budget that can speak ----------------------------------------------------------------------

@@ -21,6 +21,7 @@ from fastplm.study.results import (
     _devices,
     _mean_of,
     _not_above,
+    _of_judge,
     too_early,
 )
 from fastplm.study.statistics import interval
@@ -106,6 +107,20 @@ def study(place):
 
 BASE = [[0.70, 0.71], [0.72, 0.71], [0.69, 0.70]]
 BETTER = [[0.80, 0.82], [0.82, 0.80], [0.79, 0.80]]
+
+
+@pytest.mark.parametrize("chance", [0.5, 0.75, None])
+def test_scores_of_one_answer_to_all_say_nothing(chance):
+    """In two balanced classes new weights may be below chance, and 52 % above them."""
+    film = Judge("film", "finetune", {}, "model", True, None, None)
+    points = [
+        [{"examples": 9, "scores": {"accuracy": values, "f1": [0.1, 0.1]}}] for values in BASE
+    ]
+    contents = [{"points": each} | ({"chance": chance} if chance else {}) for each in points]
+    [(_, scores)] = _of_judge(film, contents, None, (), True)
+    assert ["one answer" in reason for reason in scores.early] == [True] * (chance == 0.75)
+    [(_, scores)] = _of_judge(replace(film, figure="f1"), contents, None, (), True)
+    assert not scores.early, "it is the chance of another figure"
 
 
 def test_the_mean_over_tasks():
