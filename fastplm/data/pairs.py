@@ -108,7 +108,7 @@ class _SegmentPairs(Dataset):
     def expected_length(block_size: int) -> float:
         """The mean number of tokens of a pair, ``[CLS]`` and two ``[SEP]`` included.
 
-        Of the pairs of runs that fill a block; where a document ends they are shorter.
+        It is that of runs that fill a block; where a document ends, pairs are shorter.
         """
         limit = block_size - 3
         shortened = (2 + limit) / 2  # each length from 2 to the limit is as likely
