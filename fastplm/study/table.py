@@ -122,7 +122,7 @@ def _tsv(results: Results) -> str:
 
 
 def _rates(results: Results) -> str:
-    """Of each rate that was tried the held-out loss at seed 0, none where that diverged."""
+    """Each rate that was tried has its held-out loss at seed 0, none where that diverged."""
     rows: list[Sequence[Any]] = [("variant", "learning_rate", "held_out_loss", "taken")]
     for row in results.rows.values():
         taken = row.facts["learning_rate"]
