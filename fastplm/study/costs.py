@@ -69,12 +69,12 @@ def config_at_folder(folder: Path) -> Any:
 def _of_pretraining(args: Any, config: Any) -> float:
     from fastplm.train.objectives import objective_of
 
-    block, no_tokenizer = args.block_size, cast(Any, None)
-    source = objective_of(args)(args, no_tokenizer).source_length
-    targets = {"denoise": block, "spans": round(_SPANS * block)}.get(args.objective, 0)
-    masked = args.preset.mlm_probability
-    each = flops_a_token(config, round(source), targets, masked=masked)
-    return each * args.samples * (source + targets)
+    if args.objective == "spans":  # a tokenizer alone would say how long its targets are
+        block, targets = args.block_size, round(_SPANS * args.block_size)
+        return flops_a_token(config, block, targets) * args.samples * (block + targets)
+    objective = objective_of(args)(args, cast(Any, None))
+    a_step = objective.tokens_a_step * objective.flops_a_token(config)
+    return a_step * args.samples / args.samples_a_step
 
 
 def _of_finetuning(args: Any, config: Any) -> float:

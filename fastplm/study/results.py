@@ -260,6 +260,8 @@ def _of_judge(
     for number, point in enumerate(points):
         figure = judge.figure or next(iter(point["scores"]))
         values = np.array([each["points"][number]["scores"][figure] for each in contents])
+        if not trained:  # of a model that is there, the fine-tuning seeds are all there is
+            values = values.T
         reasons = early
         if scratch is not None:
             nothing = np.array(scratch["points"][number]["scores"][figure], np.float64)
@@ -267,8 +269,6 @@ def _of_judge(
         is_main = figure == next(iter(point["scores"]))  # chance is that of the first metric
         if is_main and not _clearly_above(values, contents[0].get("chance", -np.inf)):
             reasons += ("fine-tuning is not clearly better than one answer to all examples",)
-        if not trained:  # of a model that is there, the fine-tuning seeds are all there is
-            values = values.T
         name = judge.name if len(points) == 1 else f"{judge.name} {point['examples']}"
         yield name, Scores(values.astype(np.float64), False, figure.endswith(_LOSSES), reasons)
 

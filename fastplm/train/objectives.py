@@ -120,11 +120,24 @@ class Objective:
         """The tokens of text that one sample needs."""
         return self.args.block_size - self.special
 
+    def mean_length(self, block_size: int) -> float:
+        """The tokens of a full sample of this size that the model, or its encoder, reads; in the
+        mean where samples differ. It needs no tokenizer."""
+        return block_size
+
+    @property
+    def _lengths(self) -> list[tuple[float, float]]:
+        """The tokens that short pieces of a mean sample have, and whole samples; how long each."""
+        args, whole = self.args, self.mean_length(self.args.block_size)
+        if args.short_block_size is None:
+            return [(whole, whole)]
+        share, short = args.short_share, self.mean_length(args.short_block_size)
+        return [(share * args.pieces * short, short), ((1 - share) * whole, whole)]
+
     @property
     def source_length(self) -> float:
-        """The tokens of a full sample that the model, or its encoder, reads; of the mean sample
-        where that differs. It needs no tokenizer."""
-        return self.args.block_size
+        """The mean over all steps of ``mean_length``, for what stands in the place of a sample."""
+        return sum(tokens for tokens, _ in self._lengths)
 
     @property
     def target_length(self) -> int:
@@ -138,14 +151,12 @@ class Objective:
 
     def flops_a_token(self, config: Any) -> float:
         """The FLOPs of forward and backward, for each token of full samples."""
-        args, masked = self.args, self.args.preset.mlm_probability
-        lengths = [(1.0, round(self.source_length))]
-        if args.short_block_size is not None:
-            short = args.short_share
-            lengths = [(short, args.short_block_size), (1 - short, args.block_size)]
+        masked = self.args.preset.mlm_probability
         return sum(
-            share * flops_a_token(config, length, self.target_length, masked=masked)
-            for share, length in lengths
+            tokens
+            / self.source_length
+            * flops_a_token(config, round(length), self.target_length, masked=masked)
+            for tokens, length in self._lengths
         )
 
     def lacks(self, store: TokenStore) -> str:
@@ -231,9 +242,8 @@ class SentenceOrder(MaskedTokens):
     #: The documents that a pair needs.
     documents = 1
 
-    @property
-    def source_length(self) -> float:
-        return self.pairs.expected_length(self.args.block_size)
+    def mean_length(self, block_size: int) -> float:
+        return self.pairs.expected_length(block_size)
 
     def lacks(self, store: TokenStore) -> str:
         documents = len(store.documents) - 1
@@ -337,10 +347,9 @@ class Denoising(Objective):
             setting: share if name in chosen else 0.0 for name, (setting, share) in NOISES.items()
         }
 
-    @property
-    def source_length(self) -> float:
-        left = DataCollatorForDenoising.expected_length(self.tokens, **self.settings)
-        return left + self.special
+    def mean_length(self, block_size: int) -> float:
+        text = block_size - self.special
+        return DataCollatorForDenoising.expected_length(text, **self.settings) + self.special
 
     @property
     def target_length(self) -> int:

@@ -119,6 +119,9 @@ def test_scores_of_one_answer_to_all_say_nothing(chance):
     contents = [{"points": each} | ({"chance": chance} if chance else {}) for each in points]
     [(_, scores)] = _of_judge(film, contents, None, (), True)
     assert ["one answer" in reason for reason in scores.early] == [True] * (chance == 0.75)
+    one = [{**contents[0], "points": [{"examples": 9, "scores": {"accuracy": [0.70, 0.81, 0.80]}}]}]
+    [(_, scores)] = _of_judge(film, one, None, (), False)  # of a model that is there
+    assert bool(scores.early) == (chance == 0.75), "0.77 is above it, and its interval is not"
     [(_, scores)] = _of_judge(replace(film, figure="f1"), contents, None, (), True)
     assert not scores.early, "it is the chance of another figure"
 

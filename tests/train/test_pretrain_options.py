@@ -33,7 +33,7 @@ from fastplm.train.finetune import build_model, prepare_task
 from fastplm.train.finetune_models import read_config
 from fastplm.train.finetune_settings import FinetuneArguments
 from fastplm.train.flops import flops_a_token
-from fastplm.train.objectives import DocumentBlocks, MaskedTokens
+from fastplm.train.objectives import DocumentBlocks, MaskedTokens, objective_of
 from fastplm.train.pretrain import Pretraining
 from fastplm.train.pretrain_data import held_out_collator, prepare_data
 from fastplm.train.pretrain_settings import PretrainArguments
@@ -247,27 +247,37 @@ def test_a_budget_says_how_many_steps(run, tmp_path, bert, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arch", "objective"),
-    [("bart-tiny", "denoise"), ("bert-tiny", "mlm+nsp"), ("albert-tiny", "mlm+sop")],
+    ("arch", "objective", "short"),
+    [
+        ("bart-tiny", "denoise", {}),
+        ("bert-tiny", "mlm+nsp", {}),
+        ("albert-tiny", "mlm+sop", {"short_block_size": 16, "short_share": 0.9}),
+    ],
+    ids=["denoise", "nsp", "sop, short"],
 )
 def test_a_budget_pays_for_the_tokens_that_are_read(
-    run, settings, corpus, tmp_path, monkeypatch, arch, objective
+    run, settings, corpus, tmp_path, monkeypatch, arch, objective, short
 ):
     """BART's span that became one token is not read, nor what was cut from a pair."""
     monkeypatch.setattr("fastplm.train.trainer._TIMED_SECONDS", 0.0)
     few = corpus.read_text().replace("\n\n", "\n").split("\n", 70)  # 70 short, and a long one
     (tmp_path / "few.txt").write_text("\n".join(few[:-1]) + "\n\n" + few[-1])
     budget = {"steps": None, "flops": 4e10, "block_size": 64, "vocab_size": 300}
-    budget |= {"arch": arch, "objective": objective, "corpus": tmp_path / "few.txt"}
+    budget |= {"arch": arch, "objective": objective, "corpus": tmp_path / "few.txt", **short}
     metrics = run(tmp_path / "out", **budget)
     a_step = 4e10 / metrics["arguments"]["steps"]
-    assert 4e10 - 2 * a_step < metrics["flops"] < 4e10 + a_step / 2
+    assert abs(metrics["flops"] - 4e10) < 2 * a_step
     args = settings(tmp_path / "no", dry_run=True, **budget)
     figures = dry_run(args)
     assert args.steps == metrics["arguments"]["steps"]
     assert 4e10 - a_step < figures["flops"] <= 4e10
     config = transformers.AutoConfig.from_pretrained(tmp_path / "out" / "model")
-    assert cost_of("pretrain", replace(args, flops=None), config) == figures["flops"]
+    expected = pytest.approx(figures["flops"], rel=1e-12)
+    assert cost_of("pretrain", replace(args, flops=None), config) == expected
+    if short:
+        of_pieces, of_whole = map(pairs.SentenceOrderPairs.expected_length, (16, 64))
+        length = objective_of(args)(args, None).source_length
+        assert length == pytest.approx(0.9 * 4 * of_pieces + 0.1 * of_whole)
 
 
 def test_a_budget_of_two_stages(run, tmp_path, electra):
