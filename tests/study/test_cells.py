@@ -333,15 +333,17 @@ def test_every_study_that_comes_along_can_be_planned(all_data, tmp_path, name, s
 
 
 def test_studies_share_their_trainings(all_data, tmp_path):
-    """An ELECTRA is trained once for two studies, as often as the one with fewer seeds needs it."""
+    """A model is trained once for several studies, as often as the one with fewer seeds needs it."""
     keys = {}
-    for name in ("objectives", "electra"):
+    for name in ("objectives", "electra", "causal-or-masked"):
         store = Store(tmp_path)
         plan = Planner(read_grid(name, "tiny"), store, all_data, 1, tmp_path / "cache").plan()
         for variant, each in plan.variants.items():
             keys[name, variant] = [cell.key for cell in each.trainings]
     ours, theirs = keys["objectives", "ELECTRA"], keys["electra", "generator 1/4"]
     assert theirs and theirs == ours[: len(theirs)] != keys["objectives", "MLM"][: len(theirs)]
+    assert keys["causal-or-masked", "ELECTRA"] == ours
+    assert keys["causal-or-masked", "BERT"] == keys["objectives", "MLM"]
 
 
 def test_a_change_of_one_objective_makes_new_cells_of_it_alone(all_data, tmp_path, monkeypatch):
