@@ -149,7 +149,8 @@ def measure(options: argparse.Namespace, task: str) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows in Markdown, one line a task and score, both libraries side by side."""
-    head = ("task", "score", "chance", *LIBRARIES, "seconds", "seconds", "times faster")
+    seconds = (f"seconds, {library}" for library in LIBRARIES)
+    head = ("task", "score", "chance", *LIBRARIES, *seconds, "times faster")
     lines = [head, ("---",) * len(head)]
     for task, metric in dict.fromkeys((row["task"], row["metric"]) for row in rows):
         pair = [row for row in rows if (row["task"], row["metric"]) == (task, metric)]
@@ -192,7 +193,8 @@ def main() -> int:
             writer.writerows(fresh)
     print(f"\n{machine_line()['machine']}, torch {torch.__version__}\n\n{table(rows)}")
     page = folder / "finetuning.md"
-    page.write_text(f"Written by `python benchmarks/finetuning.py`.\n\n{table(rows)}\n")
+    line = "{machine}, torch {torch}, commit {commit}, {date}".format(**rows[-1])
+    page.write_text(f"Written by `python benchmarks/finetuning.py`: {line}.\n\n{table(rows)}\n")
     print(f"\n{path}, {page}")
     return 0
 

@@ -249,6 +249,11 @@ def _notes(results: Results) -> list[str]:
         notes.append(
             f"Held-out loss of {name} by learning rate (seed 0): {shown}.{_edge(chosen, tried)}"
         )
+    if of_rates:
+        notes.append(
+            "The losses by learning rate are sums of all that a training minimises, and of an "
+            "ELECTRA its generator's alone."
+        )
     if results.tokenizers > 1:
         notes.append(f"The variants have {results.tokenizers} different tokenizers.")
     if len(results.codes) > 1:
@@ -261,6 +266,8 @@ def _notes(results: Results) -> list[str]:
         notes.append(f"Made with {shown}.")
     if {*results.devices} - {UNRECORDED}:
         notes.append(f"Trained on {' and '.join(results.devices)}.")
+    if len(results.devices) > 1:
+        notes.append("CPU seconds of trainings on different devices do not compare.")
     return [line for note in notes for line in (note, "")]
 
 

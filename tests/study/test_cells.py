@@ -333,7 +333,7 @@ def test_every_study_that_comes_along_can_be_planned(all_data, tmp_path, name, s
 
 
 def test_studies_share_their_trainings(all_data, tmp_path):
-    """A model is trained once for several studies, as often as the one with fewer seeds needs it."""
+    """A model is trained once for several studies, as often as each of them needs it."""
     keys = {}
     for name in ("objectives", "electra", "causal-or-masked"):
         store = Store(tmp_path)
