@@ -14,7 +14,7 @@ AT_LEVEL := $(if $(LEVEL),ATEN_CPU_CAPABILITY=$(LEVEL))
 # The oldest and the newest Triton that is supported.
 TRITONS := 3.6.0 3.9.0
 
-.PHONY: demo test test-gpu test-device test-compile test-triton test-study test-cpu test-slow \
+.PHONY: demo test test-gpu test-device test-compile test-triton test-study test-study-killed test-cpu test-slow \
 	bench gpu-report docs lint clean
 
 demo: $(VENV)/.base
@@ -71,6 +71,10 @@ test-study: $(VENV)/.test
 
 test-study-there:
 	$(call lane,study,PYTHONPATH=$(CURDIR)/$(VENV)/study OMP_NUM_THREADS=1 $(PYTEST) $(PARALLEL) -rs tests/study -m slow -k "not killed")
+
+# At random moments, so no lane of every day.
+test-study-killed: $(VENV)/study
+	$(call lane,killed study,PYTHONPATH=$(CURDIR)/$(VENV)/study OMP_NUM_THREADS=1 $(PYTEST) tests/study -m slow -k killed)
 
 test-cpu: $(VENV)/.test
 	$(call lane,interpreter and CPU,$(AT_LEVEL) TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PYTEST) $(PARALLEL) -rs -m "not gpu and not slow" --ignore=tests/compile --ignore=tests/ptx)
