@@ -246,6 +246,7 @@ def test_the_files(study, tmp_path):
         "Held-out loss of 15 %, 40 % by learning rate (seed 0): 1e-3: 3.5000, 1e-2: –. The lowest"
     )
     assert text.count("by learning rate (") == 1 and said in text, "both have the same"
+    assert "The losses by learning rate are sums" in text
     devices = _devices([{"parameters": 1}, {"parameters": 1, "device": "cpu"}, {"points": []}])
     assert devices == (UNRECORDED, "cpu"), "of trainings alone"
     made = replace(results, devices=("cpu", UNRECORDED))
