@@ -13,12 +13,14 @@
 
 #include "attention_head.h"
 #include "operators.h"
+#include "scratch.h"
 #include "philox.h"
 
 #define FASTPLM_FILE "attention.cpp"
 #include "each_level.h"
 #include "lanes.h"
 #include "attention.h"
+#include "attention_call.h"
 
 namespace fastplm::FASTPLM_LEVEL {
 namespace {
@@ -256,6 +258,41 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(const AttentionArg
 }
 
 }  // namespace
+
+void attend(const PackedAttention& given) {
+  const auto length = [](const int32_t* starts, int64_t b) { return int64_t{starts[b + 1]} - starts[b]; };
+  int64_t floats = 0, longest = 0;
+  for (int64_t b = 0; b < given.batch; ++b) {
+    longest = std::max(longest, length(given.starts_q, b));
+    floats = std::max(floats, HeadPass<float>::floats(length(given.starts_q, b),
+                                                      length(given.starts_k, b), given.dim, false));
+  }
+  const int64_t tasks = given.batch * given.heads;
+  std::atomic<int64_t> next(0);
+  torch::stable::parallel_for(0, tasks, 1, [&](int64_t, int64_t) {
+    static thread_local Scratch scratch;
+    static thread_local std::vector<Softmax> softmax;  // which nobody reads
+    softmax.resize(longest);
+    for (int64_t task = next++; task < tasks; task = next++) {
+      const int64_t b = task / given.heads, column = task % given.heads * given.dim;
+      const int64_t query = given.starts_q[b], key = given.starts_k[b];
+      const Head<float> head{
+          .seqlen_q = length(given.starts_q, b),
+          .seqlen_k = length(given.starts_k, b),
+          .dim = given.dim,
+          .longest_q = longest,
+          .query = {given.query + query * given.query_row + column, given.query_row},
+          .key = {given.key + key * given.key_row + column, given.key_row},
+          .value = {given.value + key * given.key_row + column, given.key_row},
+          .scale = given.scale,
+          .softmax = softmax.data(),
+      };
+      scratch.reserve(floats);
+      run_head<float>(head, scratch, {given.out + query * given.out_row + column, given.out_row});
+    }
+  });
+}
+
 }  // namespace fastplm::FASTPLM_LEVEL
 
 FASTPLM_OPERATOR(attention)

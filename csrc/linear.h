@@ -187,9 +187,10 @@ FASTPLM_HD void tile_product(int64_t depth, const float* a, const float* b, cons
 }
 
 // Computes the block of C with this number.
-template <int64_t kRows>
+template <int64_t kRows, typename Finish>
 FASTPLM_HD void block_product(const Cut& cut, const float* packed, const Matrix& b,
-                              const float* bias, float* c, int64_t c_row, int64_t block) {
+                              const float* bias, float* c, int64_t c_row, int64_t block,
+                              const Finish& finish) {
   const int64_t first_tile = block / cut.blocks_across * cut.block_tiles;
   const int64_t last_tile = std::min(first_tile + cut.block_tiles, cut.tiles);
   const int64_t first_column = block % cut.blocks_across * cut.block_columns;
@@ -225,6 +226,10 @@ FASTPLM_HD void block_product(const Cut& cut, const float* packed, const Matrix&
         for (int64_t m = 0; m < rows; ++m) {
           std::memcpy(out + m * c_row, edge + m * kTileColumns, sizeof(float) * columns);
         }
+      }
+      if (k + depth < cut.depth) continue;
+      for (int64_t m = 0; m < rows; ++m) {
+        finish(row + m, first_column, last_column - first_column, c + (row + m) * c_row + first_column);
       }
     }
   }

@@ -115,20 +115,19 @@ FASTPLM_HD void add_lanes(Floats* sums) {
 }
 
 // C [kInnerRows, columns] (+)= A B over `depth` elements of K, with columns of B that lie b_col
-// apart. If there are fewer than kInnerColumns, the last one is multiplied several times.
-template <bool kFetch, typename T>
+// apart. If there are fewer than kInnerColumns, the last one is multiplied several times. Each of
+// `ahead` is prefetched, `depth` elements of it.
+template <int kStreams, typename T>
 FASTPLM_HD void inner_tile(int64_t depth, const float* a, int64_t a_row, const T* b, int64_t b_col,
-                           int64_t columns, bool add, float* c) {
+                           int64_t columns, bool add, float* c, const T* const* ahead) {
   const T* column[kInnerColumns];
   for (int n = 0; n < kInnerColumns; ++n) column[n] = b + std::min<int64_t>(n, columns - 1) * b_col;
   Floats sum[kInnerSums] = {};
   int64_t k = 0;
   for (; k + kWidth <= depth; k += kWidth) {
     Floats right[kInnerColumns];
-    for (int n = 0; n < kInnerColumns; ++n) {
-      widen(column[n] + k, right[n]);
-      if (kFetch) __builtin_prefetch(column[n] + k + kInnerAhead);
-    }
+    for (int n = 0; n < kInnerColumns; ++n) widen(column[n] + k, right[n]);
+    for (int i = 0; i < kStreams; ++i) __builtin_prefetch(ahead[i] + k);
     for (int m = 0; m < kInnerRows; ++m) {
       const Floats left = at(a + m * a_row + k);
       for (int n = 0; n < kInnerColumns; ++n) sum[m * kInnerColumns + n] += left * right[n];
@@ -156,13 +155,30 @@ FASTPLM_HD void inner_tile(int64_t depth, const float* a, int64_t a_row, const T
   }
 }
 
-// The same for all rows of A. The first rows prefetch the next part of B.
+// The same for all rows of A. The first rows prefetch the rest of their part of B, the others prefetch
+// the part after it, `next`: so memory is never idle.
 template <typename T>
 FASTPLM_HD void inner_tiles(const FewRows& a, int64_t depth, const T* b, int64_t b_col,
-                            int64_t columns, bool add, float* c) {
-  inner_tile<true>(depth, a.at(0), a.stride, b, b_col, columns, add, c);
-  for (int64_t m = kInnerRows; m < a.rows; m += kInnerRows) {
-    inner_tile<false>(depth, a.at(m), a.stride, b, b_col, columns, add, c + m * kFewColumns);
+                            int64_t columns, bool add, float* c, const T* next, int64_t next_col) {
+  const T* ahead[kInnerColumns];
+  for (int n = 0; n < kInnerColumns; ++n) {
+    ahead[n] = b + std::min<int64_t>(n, columns - 1) * b_col + kInnerAhead;
+  }
+  inner_tile<kInnerColumns>(depth, a.at(0), a.stride, b, b_col, columns, add, c, ahead);
+  for (int n = 0; n < kInnerColumns; ++n) ahead[n] = next + n * next_col;
+  const int64_t others = a.rows / kInnerRows - 1;
+  for (int64_t tile = 1; tile <= others; ++tile) {
+    const float* rows = a.at(tile * kInnerRows);
+    float* to = c + tile * kInnerRows * kFewColumns;
+    if (others == 1) {
+      inner_tile<kInnerColumns>(depth, rows, a.stride, b, b_col, columns, add, to, ahead);
+    } else if (others < kInnerColumns && tile <= kInnerColumns / 2) {
+      inner_tile<2>(depth, rows, a.stride, b, b_col, columns, add, to, ahead + 2 * (tile - 1));
+    } else if (others >= kInnerColumns && tile <= kInnerColumns) {
+      inner_tile<1>(depth, rows, a.stride, b, b_col, columns, add, to, ahead + tile - 1);
+    } else {
+      inner_tile<0>(depth, rows, a.stride, b, b_col, columns, add, to, ahead);
+    }
   }
 }
 
@@ -176,12 +192,13 @@ FASTPLM_HD void inner(const FewRows& a, const T* b, int64_t b_col, int64_t colum
       const FewRows part = a.from(k);
       const T* from = b + n * b_col + k;
       if (sizeof(T) == sizeof(float) || a.rows == kInnerRows) {
-        inner_tiles(part, depth, from, b_col, count, k > 0, c + n);
+        const T* next = k + depth < a.depth ? from + depth : b + (n + kInnerColumns) * b_col;
+        inner_tiles(part, depth, from, b_col, count, k > 0, c + n, next, b_col);
       } else {
         alignas(64) float wide[kInnerColumns * kInnerDepth];
         const int64_t filled = round_up(depth, kWidth);
         widen_rows<kInnerAhead>(count, depth, from, b_col, wide, filled);
-        inner_tiles(part, filled, wide, filled, count, k > 0, c + n);
+        inner_tiles<float>(part, filled, wide, filled, count, k > 0, c + n, wide, filled);
       }
     }
   }

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from transformers.activations import GELUActivation
 from transformers.models.bert.modeling_bert import BertCrossAttention
-from transformers.utils.generic import can_return_tuple
+from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from fastplm._backends import is_written_down, note
 from fastplm._checks import check_shape, values_are_known
@@ -29,6 +29,7 @@ from fastplm.models._base import (
     keeps_padding,
     wants_output,
 )
+from fastplm.models._encoder_call import encoder_call
 from fastplm.models._ragged import (
     NUMBERED,
     LastRows,
@@ -67,6 +68,8 @@ class EncoderModel(FastplmModel):
     """
 
     _summary = "with fused attention, computing only tokens."
+    #: What the parent returns, of a family whose layers one call may run (``_encoder_call``).
+    _output: type[ModelOutput] | None = None
     embeddings: Any
     encoder: Any
     pooler: Any
@@ -157,20 +160,46 @@ class EncoderModel(FastplmModel):
             kwargs["rows"] = told
         if lookup is not None and inputs_embeds is None:
             inputs_embeds, input_ids = lookup(input_ids), None  # type: ignore[arg-type]
-        outputs = on_rows(
-            told.numbers,
-            super().forward,  # type: ignore[misc]
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            return_dict=True,
-            **states,
-            **kwargs,
-        )
+        inputs = {
+            "input_ids": input_ids,
+            "token_type_ids": token_type_ids,
+            "position_ids": position_ids,
+            "inputs_embeds": inputs_embeds,
+        }
+        outputs = None
+        if not (torch.is_grad_enabled() or self.training or states or self._output is None):
+            if plain:
+                kept = self._keeps_padding(masks, kwargs)
+            if kept is None and (full or told.own is not None):
+                outputs = self._in_one_call(given, inputs, told, kwargs)
+        if outputs is None:
+            outputs = on_rows(
+                told.numbers,
+                super().forward,  # type: ignore[misc]
+                attention_mask=attention_mask,
+                return_dict=True,
+                **inputs,
+                **states,
+                **kwargs,
+            )
         pooled = self._pooled if self._pools() else None
         return for_caller(outputs, told, output_rows, unpad, first, pooled)
+
+    def _in_one_call(
+        self, given: Tensor, inputs: dict[str, Any], told: Rows, kwargs: dict[str, Any]
+    ) -> ModelOutput | None:
+        """The parent's forward with all layers in one call; None if they must run themselves."""
+        if self._is_causal() or wants_output(self, "output_hidden_states", kwargs):
+            return None
+        hidden = encoder_call(self.encoder, given, lambda: self._embedded(**inputs), told)
+        if hidden is None:
+            return None
+        pooled = {"pooler_output": self._pooled(hidden)} if self._pools() else {}
+        return self._output(last_hidden_state=hidden, **pooled)  # type: ignore[misc]
+
+    def _embedded(self, **inputs: Any) -> Tensor:
+        """What the first layer reads, [1 or B, T, E]."""
+        return self.embeddings(**inputs)
 
     def _position_table(self) -> nn.Module | None:
         return getattr(self.embeddings, "position_embeddings", None)

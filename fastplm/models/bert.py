@@ -9,6 +9,7 @@ from typing import Any
 
 import transformers
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 from transformers.models.bert import modeling_bert
 
 from fastplm.models import _encoder, _heads
@@ -23,7 +24,8 @@ BertOutput = joined(_encoder.EncoderOutput, modeling_bert.BertOutput)
 BertLayer = joined(_encoder.EncoderLayer, modeling_bert.BertLayer)
 
 
-class BertModel(_encoder.EncoderModel, transformers.BertModel): ...
+class BertModel(_encoder.EncoderModel, transformers.BertModel):
+    _output = BaseModelOutputWithPoolingAndCrossAttentions
 
 
 def _split(head: Any) -> _heads.Head:

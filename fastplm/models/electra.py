@@ -9,6 +9,7 @@ from typing import Any
 
 import transformers
 from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.models.electra import modeling_electra
 from transformers.models.electra.modeling_electra import ElectraForPreTrainingOutput
 from transformers.utils.generic import can_return_tuple
@@ -28,7 +29,14 @@ ElectraOutput = joined(_encoder.EncoderOutput, modeling_electra.ElectraOutput)
 ElectraLayer = joined(_encoder.EncoderLayer, modeling_electra.ElectraLayer)
 
 
-class ElectraModel(_encoder.EncoderModel, transformers.ElectraModel): ...
+class ElectraModel(_encoder.EncoderModel, transformers.ElectraModel):
+    _output = BaseModelOutputWithPastAndCrossAttentions
+
+    def _embedded(self, **inputs: Any) -> Tensor:
+        embedded = super()._embedded(**inputs)
+        return (
+            self.embeddings_project(embedded) if hasattr(self, "embeddings_project") else embedded
+        )
 
 
 class _LanguageModelHead:

@@ -6,6 +6,7 @@ from typing import Any
 
 import transformers
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 from transformers.models.roberta import modeling_roberta
 
 from fastplm._checks import values_are_known
@@ -29,6 +30,8 @@ class RobertaModel(_encoder.EncoderModel, transformers.RobertaModel):
 
     Source: Liu et al. 2019 (arXiv 1907.11692).
     """
+
+    _output = BaseModelOutputWithPoolingAndCrossAttentions
 
     def _positions_taken(self, input_ids: Tensor | None, given: Tensor) -> int:
         """Padding needs no position, so a long input is counted, if its values are known."""

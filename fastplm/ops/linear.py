@@ -161,7 +161,7 @@ def product(
     if a.numel() == 0 or b.numel() == 0:
         return out.zero_() if bias is None else out.copy_(bias)
     operators = torch.ops.fastplm_C
-    split = _is_split(a.shape[0], a.dtype)
+    split = is_split(a.shape[0], a.dtype)
     by_csrc = operators.product_bf16x3 if split else operators.product
     by_csrc.default(dense(a), dense(b), bias, out)
     return out
@@ -212,7 +212,7 @@ def _measured(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call
     (n, k), (of_n, of_k), dtype = weight.shape, weight.stride(), weight.dtype
     rows = input.numel() // (k or 1)
     form = "conv1d" if of_n == 1 and of_k != 1 else "linear"
-    if rows >= _LEAST_SPLIT and dtype is torch.float32 and _is_split(rows, dtype):
+    if rows >= _LEAST_SPLIT and dtype is torch.float32 and is_split(rows, dtype):
         form += " bf16x3"
     if torch.get_num_threads() == 1:
         form += ALONE
@@ -222,7 +222,7 @@ def _measured(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call
     return form, dtype, (rows, n * k, of_weight)
 
 
-def _is_split(rows: int, dtype: torch.dtype) -> bool:
+def is_split(rows: int, dtype: torch.dtype) -> bool:
     """Whether the numbers of a product are taken as two bf16."""
     if dtype is not torch.float32 or rows < _LEAST_SPLIT or not has_bf16x3():
         return False
@@ -266,7 +266,7 @@ def _by_csrc(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | Non
     ):
         return None
     operators = torch.ops.fastplm_C
-    split = _is_split(input.numel() // weight.shape[1], weight.dtype)
+    split = is_split(input.numel() // weight.shape[1], weight.dtype)
     return (operators.linear_bf16x3 if split else operators.linear).default(input, weight, bias)
 
 

@@ -1,0 +1,251 @@
+// fastplm_C::encoder on the CPU: the layers of a BERT, for inference, in one call. Between two layers
+// nothing is left to Python, and no memory is new: with one short text these cost more than the products.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <optional>
+#include <type_traits>
+#include <vector>
+
+#include "operators.h"
+#include "scratch.h"
+
+#define FASTPLM_FILE "encoder.cpp"
+#include "each_level.h"
+#include "lanes.h"
+#include "gelu.h"
+#include "linear.h"
+#include "linear_few_rows.h"
+#include "linear_product.h"
+#include "attention_call.h"
+#include "encoder.h"
+
+namespace fastplm::FASTPLM_LEVEL {
+namespace {
+
+// So many rows, of whole sequences, go through all layers before the next ones do: their states stay in
+// the caches, and a large batch needs no more memory.
+constexpr int64_t kMostRows = 1024;
+constexpr int64_t kNormRows = 64;  // that are worth a thread
+
+const float* floats(const Tensor& tensor) { return static_cast<const float*>(tensor.const_data_ptr()); }
+
+const int32_t* ints(const Tensor& tensor) { return static_cast<const int32_t*>(tensor.const_data_ptr()); }
+
+bool is_plain(const Tensor& tensor) {
+  return tensor.is_cpu() && tensor.scalar_type() == ScalarType::Float;
+}
+
+// A weight [N, K] and a bias [N], or those of a norm; where they are, as they are now.
+struct Pair {
+  explicit Pair(const Tensor* given) : weight(given[0]), bias(given[1]) {}
+  bool is_linear(int64_t rows, int64_t columns) const {
+    return is_plain(weight) && weight.dim() == 2 && weight.size(0) == rows &&
+           weight.size(1) == columns && (weight.stride(0) == 1 || weight.stride(1) == 1) && has(bias, rows);
+  }
+  bool is_norm(int64_t width) const { return has(weight, width) && has(bias, width); }
+  static bool has(const Tensor& row, int64_t width) {
+    return is_plain(row) && row.dim() == 1 && row.size(0) == width && row.is_contiguous();
+  }
+
+  const Tensor& weight;
+  const Tensor& bias;
+};
+
+// The tensors of a layer, in the order of the operator's argument.
+struct Layer {
+  static constexpr int64_t kTensors = 16;
+  explicit Layer(const Tensor* given)
+      : query(given), key(given + 2), value(given + 4), out(given + 6), attention_norm(given + 8),
+        up(given + 10), down(given + 12), norm(given + 14) {}
+  int64_t inner() const { return up.weight.dim() == 2 ? up.weight.size(0) : 0; }
+  bool fits(int64_t width) const {
+    return query.is_linear(width, width) && key.is_linear(width, width) &&
+           value.is_linear(width, width) && out.is_linear(width, width) && inner() > 0 &&
+           up.is_linear(inner(), width) && down.is_linear(width, inner()) &&
+           attention_norm.is_norm(width) && norm.is_norm(width);
+  }
+
+  Pair query, key, value, out, attention_norm, up, down, norm;
+};
+
+// Rows of floats that lie `stride` apart.
+struct Place {
+  float* data;
+  int64_t stride;
+};
+
+// The epilogues of a product: what happens to a piece of a row of its result.
+struct Gelu {
+  FASTPLM_HD void operator()(int64_t, int64_t, int64_t count, float* values) const {
+    gelu_row(tanh, count, values);
+  }
+  bool tanh;
+};
+
+struct AddResidual {
+  FASTPLM_HD void operator()(int64_t row, int64_t column, int64_t count, float* values) const {
+    const float* more = from + row * stride + column;
+    for (int64_t i = 0; i < count; ++i) values[i] += more[i];
+  }
+  const float* from;
+  int64_t stride;
+};
+
+// out [rows, N] = finish(in [rows, K] weight^T + bias)
+template <typename Finish = Nothing>
+void dense(int64_t rows, const float* in, int64_t width, const Pair& pair, const Place& out,
+           const Finish& finish = {}) {
+  const Operand b = Operand(pair.weight).transposed();
+  const Factor<float> factor{floats(pair.weight), floats(pair.bias), out.data};
+  multiply<float>({in, rows, width, width, 1}, b, &factor, 1, out.stride, finish);
+}
+
+void norm(int64_t rows, int64_t width, float eps, const Pair& pair, const float* in, float* out) {
+  for_ranges(rows, 1, kNormRows, [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row) {
+      norm_row(width, eps, floats(pair.weight), floats(pair.bias), in + row * width, out + row * width);
+    }
+  });
+}
+
+// What all layers of a call share.
+struct Shape {
+  int64_t width, heads, inner;  // E, H, the widest feed-forward
+  float eps;
+  bool tanh;
+};
+
+// Memory of the states of `rows` rows, of which a layer asks `asked` at most.
+struct States {
+  States(const Shape& shape, int64_t rows) {
+    static thread_local Scratch memory;
+    const int64_t width = shape.width, wide = std::max(shape.inner, width);
+    memory.reserve(rows * (6 * width + wide) + 5 * kCacheLine);
+    qkv = memory.next(rows * 3 * width);
+    context = memory.next(rows * width);
+    state = memory.next(rows * width);
+    chosen = memory.next(rows * width);
+    inner = memory.next(rows * wide);
+  }
+
+  float *qkv, *context, *state, *chosen, *inner;
+};
+
+// out [asked, E]: a layer's output at the rows that `asking` [asked, E] has, which are x [rows, E] or some of
+// them. `starts` and `starts_q` [batch + 1] say which of both are of one sequence.
+void run_layer(const Shape& shape, const Layer& layer, const States& states, int64_t batch,
+               const int32_t* starts, const float* x, const int32_t* starts_q, const float* asking,
+               float* out) {
+  const int64_t width = shape.width, rows = starts[batch], asked = starts_q[batch];
+  float *query = states.qkv, *key = query + width, *value = key + width;
+  const Pair* inputs[] = {&layer.query, &layer.key, &layer.value};
+  float* outputs[] = {query, key, value};
+  Factor<float> factors[3];
+  bool alike = asking == x;
+  for (int i = 0; i < 3; ++i) {
+    factors[i] = {floats(inputs[i]->weight), floats(inputs[i]->bias), outputs[i]};
+    alike = alike && inputs[i]->weight.stride(0) == layer.query.weight.stride(0) &&
+            inputs[i]->weight.stride(1) == layer.query.weight.stride(1);
+  }
+  if (alike) {
+    const Operand b = Operand(layer.query.weight).transposed();
+    multiply<float>({x, rows, width, width, 1}, b, factors, 3, 3 * width);
+  } else {
+    dense(asked, asking, width, layer.query, {query, 3 * width});
+    dense(rows, x, width, layer.key, {key, 3 * width});
+    dense(rows, x, width, layer.value, {value, 3 * width});
+  }
+  const int64_t dim = width / shape.heads;
+  attend({query, key, value, 3 * width, 3 * width, states.context, width, starts_q, starts, batch,
+          shape.heads, dim, 1.0f / std::sqrt(static_cast<float>(dim))});
+  // The residual is read before it is overwritten: `out` may be x.
+  float *attended = states.inner, *normed = states.context;
+  dense(asked, states.context, width, layer.out, {attended, width}, AddResidual{asking, width});
+  norm(asked, width, shape.eps, layer.attention_norm, attended, normed);
+  const int64_t wide = layer.inner();
+  dense(asked, normed, width, layer.up, {states.inner, wide}, Gelu{shape.tanh});
+  dense(asked, states.inner, wide, layer.down, {out, width}, AddResidual{normed, width});
+  norm(asked, width, shape.eps, layer.norm, out, out);
+}
+
+// The offsets of sequences first … last, from 0 on.
+std::vector<int32_t> from_zero(const int32_t* starts, int64_t first, int64_t last) {
+  std::vector<int32_t> out(starts + first, starts + last + 1);
+  for (int32_t& each : out) each -= starts[first];
+  return out;
+}
+
+bool are_starts(const Tensor& tensor, int64_t rows) {
+  const int32_t* at = ints(tensor);
+  const int64_t batch = tensor.size(0) - 1;
+  return batch >= 0 && at[0] == 0 && at[batch] == rows && std::is_sorted(at, at + batch + 1);
+}
+
+// Whether each of the indices is one of a row of its own sequence.
+bool are_rows(const int64_t* index, int64_t batch, const int32_t* starts_q, const int32_t* starts) {
+  for (int64_t b = 0; b < batch; ++b) {
+    for (int64_t i = starts_q[b]; i < starts_q[b + 1]; ++i) {
+      if (index[i] < starts[b] || index[i] >= starts[b + 1]) return false;
+    }
+  }
+  return true;
+}
+
+// input [N, E] of sequences cu_seqlens int32 [B + 1]; 16 weights a layer -> [N, E], or of the last layer
+// the rows with the indices `rows` int64 [P], cu_rows[b] to cu_rows[b + 1] of sequence b -> [P, E]. The
+// result is None if some tensor is not fp32 or not of its shape, as after model.half().
+std::optional<Tensor> encoder(const Tensor& input, const std::vector<Tensor>& weights,
+                              const Tensor& cu_seqlens, const std::optional<Tensor>& rows,
+                              const std::optional<Tensor>& cu_rows, int64_t heads, double eps, bool tanh) {
+  const int64_t width = input.size(1), batch = cu_seqlens.size(0) - 1;
+  Shape shape{width, heads, 0, static_cast<float>(eps), tanh};
+  std::vector<Layer> layers;
+  for (size_t i = 0; i < weights.size(); i += Layer::kTensors) {
+    layers.emplace_back(&weights[i]);
+    if (!layers.back().fits(width)) return std::nullopt;
+    shape.inner = std::max(shape.inner, layers.back().inner());
+  }
+  if (layers.empty() || !is_plain(input) || !input.is_contiguous()) return std::nullopt;
+  const Tensor& asked = rows ? *cu_rows : cu_seqlens;
+  STD_TORCH_CHECK(are_starts(cu_seqlens, input.size(0)) && asked.size(0) == batch + 1 &&
+                      are_starts(asked, rows ? rows->size(0) : input.size(0)),
+                  "encoder: cu_seqlens do not fit the rows");
+  const int32_t *starts = ints(cu_seqlens), *starts_q = ints(asked);
+  const auto* index = rows ? static_cast<const int64_t*>(rows->const_data_ptr()) : nullptr;
+  STD_TORCH_CHECK(!rows || are_rows(index, batch, starts_q, starts), "encoder: rows of other sequences");
+  Tensor out = empty_tensor(input, {rows ? rows->size(0) : input.size(0), width});
+  for (int64_t first = 0, last; first < batch; first = last) {
+    last = first + 1;
+    while (last < batch && starts[last + 1] - starts[first] <= kMostRows) ++last;
+    const std::vector<int32_t> keys = from_zero(starts, first, last);
+    const std::vector<int32_t> queries = from_zero(starts_q, first, last);
+    const States states(shape, keys.back());
+    const float* x = floats(input) + starts[first] * width;
+    float* to = out.mutable_data_ptr<float>() + starts_q[first] * width;
+    for (const Layer& layer : layers) {
+      const bool is_last = &layer == &layers.back();
+      const float* asking = x;
+      if (is_last && rows) {
+        for (int64_t i = 0; i < queries.back(); ++i) {
+          const int64_t row = index[starts_q[first] + i] - starts[first];
+          std::memcpy(states.chosen + i * width, x + row * width, sizeof(float) * width);
+        }
+        asking = states.chosen;
+      }
+      run_layer(shape, layer, states, last - first, keys.data(), x,
+                asking == x ? keys.data() : queries.data(), asking, is_last ? to : states.state);
+      x = states.state;
+    }
+  }
+  return out;
+}
+
+}  // namespace
+}  // namespace fastplm::FASTPLM_LEVEL
+
+FASTPLM_OPERATOR(encoder,
+                 "(Tensor input, Tensor[] weights, Tensor cu_seqlens, Tensor? rows, Tensor? cu_rows, "
+                 "int heads, float eps, bool tanh) -> Tensor?")

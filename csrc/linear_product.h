@@ -1,0 +1,200 @@
+// Products of a linear layer by linear.h (many rows) and linear_few_rows.h (few), on PyTorch's threads. One
+// thread computes a whole block of the result, always in the same order, so results do not depend on the
+// number of threads. Included once a level, after both.
+
+namespace fastplm::FASTPLM_LEVEL {
+
+// Calls function(i) for each i below count, each on a thread that is free.
+template <typename Function>
+void in_parallel(int64_t count, const Function& function) {
+  std::atomic<int64_t> next(0);
+  torch::stable::parallel_for(0, count, 1, [&](int64_t, int64_t) {
+    for (int64_t i = next++; i < count; i = next++) function(i);
+  });
+}
+
+// A matrix of any type and strides.
+struct Operand {
+  explicit Operand(const Tensor& tensor)
+      : data(tensor.const_data_ptr()),
+        rows(tensor.size(0)),
+        columns(tensor.size(1)),
+        row(tensor.stride(0)),
+        col(tensor.stride(1)) {}
+  Operand(const void* data, int64_t rows, int64_t columns, int64_t row, int64_t col)
+      : data(data), rows(rows), columns(columns), row(row), col(col) {}
+  Operand transposed() const { return {data, columns, rows, col, row}; }
+  Matrix floats() const { return {static_cast<const float*>(data), row, col}; }
+
+  const void* data;
+  int64_t rows, columns, row, col;
+};
+
+// finish(row, column, count, values) gets each piece of a row of the result, which has its bias, while it
+// is in the first-level cache.
+struct Nothing {
+  template <typename T>
+  FASTPLM_HD void operator()(int64_t, int64_t, int64_t, T*) const {}
+};
+
+// Floats for one product, at most one of which a thread has at a time: the thread's own, which are kept,
+// as new pages are slow, or new ones if they are many.
+class Room {
+ public:
+  explicit Room(int64_t floats) {
+    static thread_local Scratch kept;
+    Scratch& from = floats <= kMostKept ? kept : own_;
+    from.reserve(floats);
+    data = from.next(floats);
+  }
+
+  float* data;
+
+ private:
+  static constexpr int64_t kMostKept = int64_t{1} << 20;
+  Scratch own_;
+};
+
+// One of the weights that a matrix is multiplied by in one go, all of one shape and layout.
+template <typename T>
+struct Factor {
+  const T* weight;
+  const T* bias;  // [N], or null
+  T* out;         // [M, N]
+};
+
+template <typename Finish>
+void product_of_many(const Operand& a, const Operand& b, const Factor<float>* factors, int64_t count,
+                     int64_t out_row, const Finish& finish) {
+  const Cut cut(a.rows, b.columns, a.columns, torch::stable::get_num_threads());
+  const Matrix left = a.floats();
+  const Room room(cut.packed_size());
+  float* packed = room.data;
+  with_height(cut, [&](auto rows) {
+    in_parallel(ceil_div(cut.tiles, cut.group_tiles), [&](int64_t group) {
+      const int64_t tile = group * cut.group_tiles;
+      pack_tiles<rows.value>(cut, left, tile, std::min(tile + cut.group_tiles, cut.tiles), packed);
+    });
+    const int64_t blocks = cut.blocks_down * cut.blocks_across;
+    in_parallel(count * blocks, [&](int64_t number) {
+      const Factor<float>& factor = factors[number / blocks];
+      const Matrix right{factor.weight, b.row, b.col};
+      block_product<rows.value>(cut, packed, right, factor.bias, factor.out, out_row,
+                                number % blocks, finish);
+    });
+  });
+}
+
+// --- few rows -------------------------------------------------------------------------------------
+
+// From this many rows on it is faster to pack fp32. Without AVX-512 an inner tile is smaller, and
+// adds up lanes more often; Zen 4 executes AVX-512 in halves. ops/linear.py knows where MKL is
+// faster than both.
+constexpr int64_t kManyRows = 49;
+
+inline int64_t many_inner_rows() {
+  if (kRegisters < 32) return 29;
+#if FASTPLM_HAS_LEVELS
+  static const bool zen4 = __builtin_cpu_is("amdfam19h");
+  if (zen4) return 33;
+#endif
+  return kManyRows;
+}
+
+// A function for products of few rows, and the rows of A that it takes at a time.
+template <typename T>
+struct Method {
+  int64_t tile;
+  void (*run)(const FewRows& a, const T* b, int64_t b_stride, int64_t columns, float* c);
+};
+
+template <typename T>
+void inner_product(const FewRows& a, const T* b, int64_t b_stride, int64_t columns, float* c) {
+  inner(a, b, b_stride, columns, c);
+}
+
+template <int kRows, typename T>
+void outer_product(const FewRows& a, const T* b, int64_t b_stride, int64_t columns, float* c) {
+  outer<kRows>(a, b, b_stride, columns, c);
+}
+
+template <typename T>
+Method<T> method_of(int64_t rows, bool by_rows) {
+  if (!by_rows) return {kInnerRows, inner_product<T>};
+  if (rows > 4) return {kMostOuterRows, outer_product<kMostOuterRows, T>};
+  return {4, outer_product<4, T>};
+}
+
+// to [filled, width] = from [rows, depth], filled up with zeros.
+template <typename T>
+void load_rows(const T* from, int64_t row, int64_t col, int64_t rows, int64_t depth, float* to,
+               int64_t filled, int64_t width) {
+  for (int64_t m = 0; m < filled; ++m, to += width) {
+    const int64_t given = m < rows ? depth : 0;
+    const T* line = from + m * row;
+    if (col == 1) {
+      for (int64_t k = 0; k < given; ++k) to[k] = static_cast<float>(line[k]);
+    } else {
+      for (int64_t k = 0; k < given; ++k) to[k] = static_cast<float>(line[k * col]);
+    }
+    std::fill(to + given, to + width, 0.0f);
+  }
+}
+
+template <typename T>
+void store_rows(int64_t rows, int64_t columns, const float* from, const T* bias, T* to,
+                int64_t to_row) {
+  for (int64_t m = 0; m < rows; ++m) {
+    for (int64_t n = 0; n < columns; ++n) {
+      const float start = bias == nullptr ? 0.0f : static_cast<float>(bias[n]);
+      to[m * to_row + n] = static_cast<T>(from[m * kFewColumns + n] + start);
+    }
+  }
+}
+
+template <typename T, typename Finish>
+void product_of_few(const Operand& a, const Operand& b, const Factor<T>* factors, int64_t count,
+                    int64_t out_row, const Finish& finish) {
+  const int64_t depth = a.columns, columns = b.columns;
+  const bool by_rows = b.col == 1;
+  const int64_t b_stride = by_rows ? b.row : b.col;
+  const Method<T> method = method_of<T>(a.rows, by_rows);
+  // One more cache line, so that rows do not compete for the same places in the cache.
+  const int64_t stride = round_up(depth, kCacheLine) + kCacheLine;
+  const int64_t share = ceil_div(columns, torch::stable::get_num_threads());
+  const int64_t part = std::min(round_up(share, kFewUnit), kFewColumns);
+  const int64_t parts = ceil_div(columns, part);
+  const T* left = static_cast<const T*>(a.data);
+  const Room room(round_up(std::min(kFewRows, a.rows), method.tile) * stride);
+  float* packed = room.data;
+  for (int64_t row = 0; row < a.rows; row += kFewRows) {
+    const int64_t given = std::min(kFewRows, a.rows - row);
+    const FewRows rows{packed, round_up(given, method.tile), depth, stride};
+    load_rows(left + row * a.row, a.row, a.col, given, depth, packed, rows.rows, stride);
+    in_parallel(count * parts, [&](int64_t number) {
+      const Factor<T>& factor = factors[number / parts];
+      const int64_t n = number % parts * part, width = std::min(part, columns - n);
+      alignas(64) float c[kFewRows * kFewColumns];
+      method.run(rows, factor.weight + n * (by_rows ? 1 : b_stride), b_stride, width, c);
+      T* out = factor.out + row * out_row + n;
+      store_rows(given, width, c, factor.bias ? factor.bias + n : nullptr, out, out_row);
+      for (int64_t m = 0; m < given; ++m) finish(row + m, n, width, out + m * out_row);
+    });
+  }
+}
+
+// out [M, N] = A B + bias for each of `count` factors, with rows of `out` out_row apart; then finish. `b`
+// says the shape and the strides of the weights.
+template <typename T, typename Finish = Nothing>
+void multiply(const Operand& a, const Operand& b, const Factor<T>* factors, int64_t count,
+              int64_t out_row, const Finish& finish = {}) {
+  if constexpr (std::is_same_v<T, float>) {
+    const bool by_rows = b.col == 1;
+    if (a.rows >= (by_rows ? kManyRows : many_inner_rows())) {
+      return product_of_many(a, b, factors, count, out_row, finish);
+    }
+  }
+  product_of_few<T>(a, b, factors, count, out_row, finish);
+}
+
+}  // namespace fastplm::FASTPLM_LEVEL
