@@ -44,7 +44,7 @@ struct FewRows {
 // A tile has as many sums as the registers hold beside the operands: fewer sums would wait for one
 // another, and need more loads for each product. The sums of an inner tile are added up kWidth at a
 // time.
-constexpr int kInnerColumns = kRegisters == 32 ? 4 : 3;
+constexpr int kInnerColumns = kRegisters == 32 ? 6 : 3;
 constexpr int kInnerRows = 4;
 constexpr int kInnerSums = (kInnerRows * kInnerColumns + kWidth - 1) / kWidth * kWidth;
 constexpr int kOuterVectors = 3;

@@ -29,7 +29,7 @@ from fastplm.models._base import (
     keeps_padding,
     wants_output,
 )
-from fastplm.models._encoder_call import encoder_call
+from fastplm.models._encoder_call import encoder_call, may_call
 from fastplm.models._ragged import (
     NUMBERED,
     LastRows,
@@ -160,42 +160,43 @@ class EncoderModel(FastplmModel):
             kwargs["rows"] = told
         if lookup is not None and inputs_embeds is None:
             inputs_embeds, input_ids = lookup(input_ids), None  # type: ignore[arg-type]
-        inputs = {
-            "input_ids": input_ids,
-            "token_type_ids": token_type_ids,
-            "position_ids": position_ids,
-            "inputs_embeds": inputs_embeds,
-        }
+        inputs: dict[str, Any] = dict(input_ids=input_ids, token_type_ids=token_type_ids)
+        inputs.update(position_ids=position_ids, inputs_embeds=inputs_embeds)
         outputs = None
-        if not (torch.is_grad_enabled() or self.training or states or self._output is None):
-            if plain:
-                kept = self._keeps_padding(masks, kwargs)
-            if kept is None and (full or told.own is not None):
-                outputs = self._in_one_call(given, inputs, told, kwargs)
+        if not states and (full or told.own is not None):
+            outputs = self._in_one_call(given, inputs, told, masks, kwargs)
         if outputs is None:
-            outputs = on_rows(
-                told.numbers,
-                super().forward,  # type: ignore[misc]
-                attention_mask=attention_mask,
-                return_dict=True,
-                **inputs,
-                **states,
-                **kwargs,
-            )
+            inputs.update(attention_mask=attention_mask, return_dict=True, **states, **kwargs)
+            outputs = on_rows(told.numbers, super().forward, **inputs)  # type: ignore[misc]
         pooled = self._pooled if self._pools() else None
         return for_caller(outputs, told, output_rows, unpad, first, pooled)
 
     def _in_one_call(
-        self, given: Tensor, inputs: dict[str, Any], told: Rows, kwargs: dict[str, Any]
+        self,
+        given: Tensor,
+        inputs: dict[str, Any],
+        told: Rows,
+        masks: Iterable[Tensor | None],
+        kwargs: dict[str, Any],
     ) -> ModelOutput | None:
         """The parent's forward with all layers in one call; None if they must run themselves."""
-        if self._is_causal() or wants_output(self, "output_hidden_states", kwargs):
+        own = told.own
+        rows = given.shape[0] * given.shape[1] if own is None else own.positions.shape[0]
+        if (
+            self._output is None
+            or not may_call(self.encoder, rows)
+            or self._is_causal()
+            or wants_output(self, "output_hidden_states", kwargs)
+            or (own is None and self._keeps_padding(masks, kwargs) is not None)
+        ):
             return None
         hidden = encoder_call(self.encoder, given, lambda: self._embedded(**inputs), told)
         if hidden is None:
             return None
+        name = type(self).__name__
+        note(lambda: f"{name}: its {len(self.encoder.layer)} layers in one call of csrc/")
         pooled = {"pooler_output": self._pooled(hidden)} if self._pools() else {}
-        return self._output(last_hidden_state=hidden, **pooled)  # type: ignore[misc]
+        return self._output(last_hidden_state=hidden, **pooled)
 
     def _embedded(self, **inputs: Any) -> Tensor:
         """What the first layer reads, [1 or B, T, E]."""

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from transformers.activations import GELUActivation
 
 from fastplm import _extension
-from fastplm._backends import requested
+from fastplm._backends import is_traced, requested
 from fastplm._measured import ALONE, aspect, slower
 from fastplm._registry import needs_dispatch
 from fastplm.models._base import DROP_INS, GELUTanh, NewGELUActivation
-from fastplm.models._ragged import LastRows, RaggedBatch, Rows
+from fastplm.models._ragged import Rows
 from fastplm.nn import Dropout, Linear
 from fastplm.nn._rows import is_plain
 from fastplm.ops.linear import is_split
@@ -38,8 +38,11 @@ class _Plan(NamedTuple):
     """What the layers of an encoder are, and how to see in a few microseconds that they still are.
 
     ``dict.get(dicts[i], keys[i]) is values[i]`` for each i: the modules and parameters where they
-    were, no forward on an instance, all in evaluation, the numbers that the call takes.
+    were, no forward on an instance, all in evaluation, the numbers that the call takes. The plan
+    does not hold the encoder itself, at whose end it ends.
     """
+
+    kind: type  # of the encoder
 
     dicts: tuple[dict, ...]
     keys: tuple[str, ...]
@@ -53,9 +56,10 @@ class _Plan(NamedTuple):
     eps: float
     tanh: bool
 
-    def holds(self) -> bool:
+    def holds(self, encoder: nn.Module) -> bool:
         return (
-            16 * len(self.layers) == len(self.weights)
+            type(encoder) is self.kind
+            and 16 * len(self.layers) == len(self.weights)
             and all(map(operator.is_, map(dict.get, self.dicts, self.keys), self.values))
             and all(map(operator.is_, map(type, self.modules), self.classes))
             and not any(self.hooks)
@@ -72,6 +76,7 @@ class _Planner:
     def __init__(self) -> None:
         self.facts: list[tuple[dict, str, Any]] = []
         self.modules: list[nn.Module] = []
+        self.hooks: list[dict] = []
         self.weights: list[nn.Parameter] = []
         self.numbers: set[tuple[int, float, bool]] = set()
 
@@ -86,13 +91,14 @@ class _Planner:
             raise _Unlike(type(module).__name__)
         self.fact(module, "forward", None)
         self.fact(module, "training", False)
-        self.modules.append(module)
+        self.hooks += [getattr(module, name) for name in _HOOKS]
         return module
 
     def child(self, parent: nn.Module, name: str, *kinds: type) -> Any:
         found = parent._modules.get(name)
         self.facts.append((parent._modules, name, found))
-        return self.module(found, *(kinds or tuple(DROP_INS.values())))
+        self.modules.append(self.module(found, *(kinds or tuple(DROP_INS.values()))))
+        return found
 
     def pair(self, parent: nn.Module, name: str, *kinds: type) -> nn.Module:
         """A module with a weight and a bias."""
@@ -155,25 +161,28 @@ class _Planner:
 
 def _made(encoder: nn.Module) -> _Plan | None:
     """The plan of an encoder; None if the call does not know some part of it."""
-    planner = _Planner()
+    planner, kind = _Planner(), type(encoder)
+    if not kind.__module__.startswith("transformers.models."):
+        return None
     try:
-        planner.module(encoder, type(encoder))
-        layers = planner.child(encoder, "layer", nn.ModuleList)
-        for name, layer in layers._modules.items():
-            planner.facts.append((layers._modules, name, layer))
-            planner.module(layer, *DROP_INS.values())
-            planner.layer(layer)
+        planner.module(encoder, kind)
+        layers: Any = encoder._modules["layer"]
+        planner.fact(layers, "_modules", layers._modules)
+        planner.facts.append((encoder._modules, "layer", layers))
+        for name in layers._modules:
+            planner.layer(planner.child(layers, name))
         (heads, eps, tanh), *others = planner.numbers
-    except (_Unlike, AttributeError, ValueError):
+    except (_Unlike, AttributeError, KeyError, ValueError):
         return None
     if others:
         return None
     dicts, keys, values = zip(*planner.facts, strict=True)
-    modules = tuple(planner.modules)
     return _Plan(
+        kind,
         *(dicts, keys, values),
-        *(modules, tuple(map(type, modules))),
-        hooks=tuple(getattr(module, name) for module in modules for name in _HOOKS),
+        modules=tuple(planner.modules),
+        classes=tuple(map(type, planner.modules)),
+        hooks=tuple(planner.hooks),
         layers=layers,
         weights=planner.weights,
         heads=heads,
@@ -187,7 +196,7 @@ _plans: weakref.WeakKeyDictionary[nn.Module, _Plan] = weakref.WeakKeyDictionary(
 
 def _plan_of(encoder: nn.Module) -> _Plan | None:
     plan = _plans.get(encoder)
-    if plan is None or not plan.holds():
+    if plan is None or not plan.holds(encoder):
         plan = _made(encoder)
         if plan is None:
             _plans.pop(encoder, None)
@@ -196,10 +205,27 @@ def _plan_of(encoder: nn.Module) -> _Plan | None:
     return plan
 
 
+def may_call(encoder: nn.Module, rows: int) -> bool:
+    """Whether one call would be faster, and no gradient or choice of a backend is in its way.
+
+    This is asked first, and of every forward, so it takes no more than a few microseconds.
+    """
+    if torch.is_grad_enabled() or encoder.training or is_traced() or not _BUILT:
+        return False
+    try:
+        first = encoder._modules["layer"]._modules["0"]  # type: ignore[union-attr]
+        weight: Any = first._modules["intermediate"]._modules["dense"]._parameters["weight"]  # type: ignore[union-attr]
+    except (AttributeError, KeyError):
+        return False
+    if type(weight) is not nn.Parameter or weight.dtype is not torch.float32 or not weight.is_cpu:
+        return False
+    return requested("attention") in ("auto", "cpp") and _is_faster(rows, *weight.shape)
+
+
 def encoder_call(
     encoder: nn.Module, given: Tensor, embedded: Callable[[], Tensor], rows: Rows
 ) -> Tensor | None:
-    """All layers of ``encoder``, without gradients; None if the layers must run themselves.
+    """All layers of ``encoder``, if ``may_call``; None if they must run themselves.
 
     Args:
         encoder: a module with layers of ``fastplm.models._encoder`` in ``layer``.
@@ -211,49 +237,29 @@ def encoder_call(
         The shape of the first layer's input; [1, P, E] if the last layer computes P rows only.
     """
     own, last = rows.own, rows.last
-    if _is_masked(own) or _is_masked(last) or not _may_call(encoder, given):
+    if (
+        (own is not None and own.key_mask is not None)
+        or (last is not None and last.key_mask is not None)
+        or needs_dispatch((given,))
+        or torch.is_autocast_enabled("cpu")
+        or _has_global_hook()
+    ):
         return None
     plan = _plan_of(encoder)
-    if plan is None:
-        return None
-    (batch, seqlen), weight = given.shape[:2], plan.weights[0]
-    count = batch * seqlen if own is None else own.positions.shape[0]
-    if (
-        not weight.is_cpu
-        or weight.dtype is not torch.float32
-        or not _is_faster(count, weight.shape[1], len(plan.weights[10]))
-    ):
+    if plan is None or (plan.tanh and requested("gelu") not in ("auto", "cpp")):
         return None
     hidden = embedded()
     source, of_source = (None, None) if last is None else (last.source, last.cu_seqlens_q)
     out = torch.ops.fastplm_C.encoder.default(
-        hidden.reshape(count, -1),
+        hidden.flatten(0, 1),
         plan.weights,
-        _starts(batch, seqlen) if own is None else own.cu_seqlens,
+        _starts(*given.shape[:2]) if own is None else own.cu_seqlens,
         *(source, of_source),
         *(plan.heads, plan.eps, plan.tanh),
     )
     if out is None:
         return None
     return out.view(hidden.shape) if last is None else out[None]
-
-
-def _may_call(encoder: nn.Module, given: Tensor) -> bool:
-    """Whether no gradient, trace, hook or choice of a backend needs the layers themselves."""
-    return (
-        _BUILT
-        and not torch.is_grad_enabled()
-        and not encoder.training
-        and not needs_dispatch((given,))
-        and not torch.is_autocast_enabled("cpu")
-        and not _has_global_hook()
-        and all(requested(op) in ("auto", "cpp") for op in ("attention", "linear", "gelu"))
-    )
-
-
-def _is_masked(rows: RaggedBatch | LastRows | None) -> bool:
-    """Whether a row that is computed may not be attended to."""
-    return rows is not None and rows.key_mask is not None
 
 
 @functools.lru_cache(maxsize=256)
@@ -263,14 +269,15 @@ def _starts(batch: int, seqlen: int) -> Tensor:
         return torch.arange(batch + 1, dtype=torch.int32) * seqlen
 
 
-def _is_faster(rows: int, width: int, inner: int) -> bool:
+def _is_faster(rows: int, inner: int, width: int) -> bool:
     """Whether csrc/ was measured to multiply faster than PyTorch, in all products of a layer."""
-    if is_split(rows, torch.float32):
-        return False
-    if requested("linear") == "cpp":
+    wanted = requested("linear")
+    if wanted == "cpp":
         return True
-    form = "linear" + (ALONE if torch.get_num_threads() == 1 else "")
-    return all(
-        slower("linear", (form, torch.float32, (rows, n * k, aspect(n, k)))) is None
-        for n, k in ((width, width), (inner, width), (width, inner))
-    )
+    if wanted != "auto" or is_split(rows, torch.float32):
+        return False
+    form = "linear" + ALONE if torch.get_num_threads() == 1 else "linear"
+    for n, k in ((width, width), (inner, width), (width, inner)):
+        if slower("linear", (form, torch.float32, (rows, n * k, aspect(n, k)))) is not None:
+            return False
+    return True

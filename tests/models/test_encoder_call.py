@@ -1,0 +1,576 @@
+"""The layers of an encoder in one call of csrc/: the results, and when they run themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import itertools
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn.utils import parametrize, prune
+from transformers.activations import GELUActivation
+
+import fastplm
+from fastplm import _extension, models
+from fastplm._backends import record_notes
+from fastplm.models import _encoder_call
+from fastplm.testing import FORWARD_FACTOR, ReversedReductions, check_error, rerounded
+
+pytestmark = pytest.mark.skipif(
+    _extension.lacks("encoder", "CPU") is not None, reason="csrc/ is not built"
+)
+
+SIZES = dict(
+    vocab_size=50,
+    hidden_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    intermediate_size=70,
+    max_position_embeddings=300,
+    pad_token_id=1,
+    initializer_range=0.3,
+)
+FAMILIES = {
+    "bert": (models.BertModel, transformers.BertConfig),
+    "roberta": (models.RobertaModel, transformers.RobertaConfig),
+    "electra": (models.ElectraModel, transformers.ElectraConfig),
+}
+#: Sequences of a batch: alone, alike, of one token, more rows than go through the layers at once.
+BATCHES = ([1], [63], [7, 7, 7], [5, 1, 9, 2], [65, 3], [257] * 4 + [11])
+
+
+def made(family="bert", **changed):
+    """A drop-in model and its parent in evaluation, with the same weights, biases and all."""
+    ours, config = FAMILIES[family]
+    torch.manual_seed(0)
+    model = ours(config(**{**SIZES, **changed})).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model, parent_of(model)
+
+
+def parent_of(model):
+    """A copy with Transformers' classes."""
+    return fastplm.restore(copy.deepcopy(model))
+
+
+def batch(lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    ids = torch.randint(2, 50, mask.shape, generator=generator).masked_fill(~mask, 1)
+    return {"input_ids": ids, "attention_mask": mask.long()}
+
+
+@pytest.fixture(autouse=True)
+def of_csrc():
+    """csrc/ multiplies, whatever was measured on this machine."""
+    with fastplm.use_backend("cpp", "linear"):
+        yield
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The results of each time that one call was asked for: True where it ran the layers."""
+    from fastplm.models import _encoder
+
+    asked, original = [], _encoder.encoder_call
+
+    def recorded(*given):
+        out = original(*given)
+        asked.append(out is not None)
+        return out
+
+    monkeypatch.setattr(_encoder, "encoder_call", recorded)
+    return asked
+
+
+# --- what it computes -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("act", ["gelu", "gelu_new", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_its_error_is_that_of_the_parent(family, act, calls):
+    for lengths, changes in itertools.product(BATCHES, ({}, {"num_hidden_layers": 1})):
+        model, parent = made(family, hidden_act=act, **changes)
+        given, gold = batch(lengths), copy.deepcopy(parent).double()
+        seen = given["attention_mask"].bool()
+        with torch.no_grad():
+            expected = gold(**given).last_hidden_state
+            out = model(**given)
+            measures = [parent(**given)]
+            with ReversedReductions():
+                measures.append(parent(**given))
+            measures += [other(**given) for other in rerounded(parent)]
+            few = model(**given, output_rows="first").last_hidden_state
+        assert type(out) is type(measures[0]) and list(out) == list(measures[0])
+        states = [each.last_hidden_state for each in measures]
+        check_error(
+            f"{lengths}",
+            out.last_hidden_state[seen],
+            expected[seen],
+            [state[seen] for state in states],
+            FORWARD_FACTOR,
+        )
+        check_error(
+            f"first of {lengths}",
+            few[:, 0],
+            expected[:, 0],
+            [s[:, 0] for s in states],
+            FORWARD_FACTOR,
+        )
+        assert not out.last_hidden_state[~seen].any()
+    assert calls and all(calls)
+
+
+@pytest.mark.parametrize(
+    "width, inner, heads", [(24, 40, 3), (64, 256, 1), (40, 33, 8), (400, 17, 4)]
+)
+def test_widths_that_are_no_multiple_of_a_vector(width, inner, heads, calls):
+    model, parent = made(
+        hidden_size=width, intermediate_size=inner, num_attention_heads=heads, num_hidden_layers=2
+    )
+    given = batch([20, 3, 90])
+    with torch.no_grad():
+        out, gold = model(**given), copy.deepcopy(parent).double()(**given)
+        measures = [other(**given) for other in (parent, *rerounded(parent))]
+    seen = given["attention_mask"].bool()
+    check_error(
+        "out",
+        out.last_hidden_state[seen],
+        gold.last_hidden_state[seen],
+        [each.last_hidden_state[seen] for each in measures],
+        FORWARD_FACTOR,
+    )
+    assert calls == [True]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e30])
+def test_what_is_not_finite_stays_in_its_sequence(value, calls):
+    model, parent = made()
+    mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
+    embeds = torch.randn(2, 6, 48)
+    embeds[1, 4:] = float("nan")  # padding
+    with torch.no_grad():
+        clean = model(inputs_embeds=embeds, attention_mask=mask).last_hidden_state
+        embeds[1, 2, 5] = value
+        out = model(inputs_embeds=embeds, attention_mask=mask).last_hidden_state
+        theirs = parent(inputs_embeds=embeds.nan_to_num(0), attention_mask=mask).last_hidden_state
+    assert calls == [True, True] and torch.equal(out[0], clean[0]) and clean.isfinite().all()
+    if value != value:
+        assert out[1, :4].isnan().all()
+    elif abs(value) == 1e30:
+        assert out[1, :4].isfinite().all() == theirs[1, :4].isfinite().all()
+
+
+def test_the_bits_do_not_depend_on_threads_or_on_the_other_sequences_of_many(calls):
+    model, _ = made()
+    given = batch([200, 100, 257, 3, 290, 290, 290])
+    with torch.no_grad():
+        outputs = []
+        for threads in (1, 2, 3):
+            before = torch.get_num_threads()
+            torch.set_num_threads(threads)
+            try:
+                outputs.append(model(**given).last_hidden_state)
+            finally:
+                torch.set_num_threads(before)
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
+    assert all(calls)
+
+
+@pytest.mark.parametrize("transposed", ["query", "all", "none"])
+def test_weights_that_lie_by_columns(transposed, calls):
+    model, parent = made()
+    for name, parameter in model.named_parameters():
+        chosen = transposed == "all" or (transposed == "query" and "query" in name)
+        if "layer" in name and parameter.dim() == 2 and chosen:
+            parameter.data = parameter.data.t().contiguous().t()
+    given = batch([5, 9])
+    with torch.no_grad():
+        out, expected = model(**given).last_hidden_state, parent(**given).last_hidden_state
+    torch.testing.assert_close(out[1], expected[1])
+    assert calls == [True]
+
+
+def test_the_operator_refuses_rows_that_do_not_fit():
+    model, _ = made()
+    plan = _encoder_call._plan_of(model.encoder)
+
+    def run(cu_seqlens, rows=None, cu_rows=None):
+        of = [None if each is None else torch.tensor(each) for each in (cu_seqlens, rows, cu_rows)]
+        starts, rows, cu_rows = (of[0].int(), of[1], None if of[2] is None else of[2].int())
+        return torch.ops.fastplm_C.encoder(
+            torch.randn(6, 48), plan.weights, starts, rows, cu_rows, plan.heads, plan.eps, plan.tanh
+        )
+
+    assert run([0, 4, 6]).shape == (6, 48) and run([0, 4, 6], [1, 5], [0, 1, 2]).shape == (2, 48)
+    for wrong in ([0, 4, 5], [0, 5, 4, 6], [1, 6], [0, 4, 7]):
+        with pytest.raises(RuntimeError, match="cu_seqlens do not fit the rows"):
+            run(wrong)
+    for rows in ([1, 3], [-1, 5], [1, 6]):
+        with pytest.raises(RuntimeError, match="rows of other sequences"):
+            run([0, 4, 6], rows, [0, 1, 2])
+
+
+# --- weights are never out of date ----------------------------------------------------------------
+
+
+def _step(model):
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def _swap_data(model):
+    weight = model.encoder.layer[1].output.dense.weight
+    weight.data = weight.data * 2
+
+
+def _new_parameter(model):
+    dense = model.encoder.layer[0].intermediate.dense
+    dense.weight = nn.Parameter(dense.weight.detach() * 2)
+
+
+def _load(model):
+    model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()})
+
+
+def _assign(model):
+    state = {name: value * 1.5 for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+class _Adapter(nn.Module):
+    """A layer of PEFT's form: a frozen one and two small weights beside it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer = base
+        self.down = nn.Parameter(torch.randn(2, base.in_features))
+        self.up = nn.Parameter(torch.randn(base.out_features, 2))
+
+    def forward(self, x):
+        return self.base_layer(x) + x @ self.down.t() @ self.up.t()
+
+
+def _adapt(model):
+    own = model.encoder.layer[1].attention.self
+    torch.manual_seed(1)
+    own.value = _Adapter(own.value)
+
+
+def _merge(model):
+    """An adapter that was merged: its product is added to the weight in place."""
+    dense = model.encoder.layer[1].attention.self.query
+    torch.manual_seed(1)
+    dense.weight.data += torch.randn(48, 2) @ torch.randn(2, 48)
+
+
+def _hook(model):
+    model.encoder.layer[1].output.register_forward_hook(lambda module, given, out: out * 2)
+
+
+def _pre_hook(model):
+    norm = model.encoder.layer[0].attention.output.LayerNorm
+    norm.register_forward_pre_hook(lambda module, given: (given[0] * torch.arange(48),))
+
+
+def _hook_on_the_encoder(model):
+    def doubled(module, given, out):
+        out.last_hidden_state = out.last_hidden_state * 2
+
+    model.encoder.register_forward_hook(doubled)
+
+
+def _replaced_forward(model):
+    dense = model.encoder.layer[2].intermediate.dense
+    dense.forward = lambda x: nn.functional.linear(x, dense.weight) * 3
+
+
+def _another_activation(model):
+    model.encoder.layer[0].intermediate.intermediate_act_fn = nn.ReLU()
+
+
+def _python_gelu(model):
+    act = GELUActivation()
+    act.act = nn.functional.silu
+    model.encoder.layer[0].intermediate.intermediate_act_fn = act
+
+
+def _eps(model):
+    model.encoder.layer[0].output.LayerNorm.eps = 1e3
+
+
+def _scaling(model):
+    model.encoder.layer[0].attention.self.scaling = 0.01
+
+
+def _own_encoder(model):
+    class Encoder(type(model.encoder)):
+        def forward(self, hidden_states, **kwargs):
+            return super().forward(-hidden_states, **kwargs)
+
+    model.encoder.__class__ = Encoder
+
+
+def _less_layers(model):
+    del model.encoder.layer[1]
+
+
+def _layers_in_another_order(model):
+    model.encoder.layer = nn.ModuleList(list(model.encoder.layer)[::-1])
+
+
+def _prune(model):
+    prune.l1_unstructured(model.encoder.layer[0].output.dense, "weight", amount=0.5)
+
+
+def _parametrize(model):
+    class Doubled(nn.Module):
+        def forward(self, weight):
+            return weight * 2
+
+    dense = model.encoder.layer[0].output.dense
+    parametrize.register_parametrization(dense, "weight", Doubled())
+
+
+def _no_bias(model):
+    model.encoder.layer[1].intermediate.dense.bias = None
+
+
+def _freeze(model):
+    model.requires_grad_(False)
+    model.encoder.layer[0].output.dense.weight.mul_(2)
+
+
+def _in_place(model):
+    with torch.no_grad():
+        model.encoder.layer[0].attention.self.key.bias.copy_(torch.arange(48.0))
+        model.encoder.layer[0].attention.self.query.bias.add_(1)
+
+
+def _half_of_a_layer(model):
+    for module in model.encoder.layer[1].modules():
+        if isinstance(module, nn.Linear):
+            module.weight.data = module.weight.data.clone()
+            module.bias.data = module.bias.data.clone() + 1
+
+
+def _a_norm_of_its_own(model):
+    class Norm(nn.LayerNorm):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    norm = model.encoder.layer[1].output.LayerNorm
+    norm.__class__ = Norm
+
+
+#: What changes an encoder, and whether one call still runs its layers.
+CHANGES = {
+    _step: True,
+    _swap_data: True,
+    _new_parameter: True,
+    _load: True,
+    _assign: True,
+    _merge: True,
+    _freeze: True,
+    _in_place: True,
+    _half_of_a_layer: True,
+    _less_layers: True,
+    _layers_in_another_order: True,
+    _adapt: False,
+    _hook: False,
+    _pre_hook: False,
+    _hook_on_the_encoder: False,
+    _replaced_forward: False,
+    _another_activation: False,
+    _python_gelu: False,
+    _eps: False,
+    _scaling: False,
+    _own_encoder: False,
+    _prune: False,
+    _parametrize: False,
+    _no_bias: False,
+    _a_norm_of_its_own: False,
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
+def test_a_change_is_seen(change, mode, calls):
+    model, parent = made()
+    given = batch([5, 9])
+    with mode():
+        before = model(**given).last_hidden_state
+        model(**given)
+    assert calls == [True, True]
+    for each in (model, parent):
+        change(each)
+    with mode():
+        out, expected = model(**given).last_hidden_state, parent(**given).last_hidden_state
+    torch.testing.assert_close(out[1], expected[1], rtol=1e-4, atol=1e-4)
+    assert calls[2] is CHANGES[change]
+    assert not torch.allclose(out[1], before[1], rtol=1e-2, atol=1e-2)
+
+
+def test_a_hook_that_is_gone_lets_the_call_run_again(calls):
+    model, parent = made()
+    given, handles = batch([4]), []
+    with torch.no_grad():
+        model(**given)
+        handles.append(model.encoder.layer[0].register_forward_hook(lambda *_: None))
+        model(**given)
+        handles.pop().remove()
+        model(**given)
+        model.encoder.layer[0].output.dropout.train()
+        model(**given)
+        model.eval()
+        model(**given)
+    assert calls == [True, False, True, False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_another_dtype_and_back(dtype, calls):
+    """The parameters stay the same objects."""
+    model, parent = made()
+    given = batch([5, 9])
+    with torch.no_grad():
+        first = model(**given).last_hidden_state
+        model.to(dtype)
+        assert model(**given).last_hidden_state.dtype is dtype
+        model.float()
+        model(**given)
+        model.encoder.layer[2].output.dense.bias.data = model.encoder.layer[2].output.dense.bias.to(
+            dtype
+        )
+        with contextlib.suppress(RuntimeError):  # as the layers, whose products take one dtype
+            model(**given)
+    assert first.dtype is torch.float32 and calls[0] and calls[1] and calls[2:] == [False]
+
+
+def test_copies_and_the_end_of_a_model(calls):
+    model, _ = made()
+    given = batch([5, 9])
+    with torch.no_grad():
+        out = model(**given).last_hidden_state
+        copied = copy.deepcopy(model)
+        copied.encoder.layer[0].output.dense.weight.data.zero_()
+        assert not torch.equal(copied(**given).last_hidden_state, out)
+        assert torch.equal(model(**given).last_hidden_state, out)
+    assert calls == [True] * 3
+    plans = len(_encoder_call._plans)
+    del model, copied
+    gc.collect()
+    assert len(_encoder_call._plans) == plans - 2
+
+
+# --- when the layers run themselves ---------------------------------------------------------------
+
+
+def _with(context=contextlib.nullcontext, train=False, **extra):
+    def run(model, given):
+        model.train(train)
+        with context():
+            return model(**given, **extra)
+
+    return run
+
+
+def _traced(model, given):
+    ids = given["input_ids"]
+    model.requires_grad_(False)
+    return torch.jit.trace(lambda ids: model(ids)[0], (ids,), check_trace=False)(ids)
+
+
+def _compiled(model, given):
+    return torch.compile(model, backend="eager")(**given)
+
+
+def _global_hook(model, given):
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        return model(**given)
+    finally:
+        handle.remove()
+
+
+def _other_attention(model, given):
+    model.set_attn_implementation("sdpa")
+    return model(**given)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        _with(torch.enable_grad),
+        _with(train=True),
+        _with(lambda: fastplm.use_backend("eager")),
+        _with(lambda: fastplm.use_backend("stock", "linear")),
+        _with(lambda: fastplm.use_backend("eager", "attention")),
+        _with(lambda: torch.autocast("cpu", torch.bfloat16)),
+        _with(output_hidden_states=True),
+        _with(extra_rows=torch.ones(2, 9, dtype=torch.bool)),
+        _with(unpad=False),
+        _traced,
+        _compiled,
+        _global_hook,
+        _other_attention,
+    ],
+)
+def test_layers_that_must_run_themselves(run, calls):
+    model, _ = made()
+    given = batch([5, 9])
+    with torch.no_grad():
+        model(**given)
+        assert calls == [True]
+        run(model, given)
+    assert not any(calls[1:])
+
+
+def test_output_attentions(calls):
+    model, _ = made()
+    with torch.no_grad():
+        assert len(model(**batch([5]), output_attentions=True).attentions) == 3
+    assert not any(calls)
+
+
+def test_a_decoder(calls):
+    model, parent = made(is_decoder=True)
+    with torch.no_grad():
+        out, expected = model(**batch([5]))[0], parent(**batch([5]))[0]
+    torch.testing.assert_close(out, expected)
+    assert not any(calls)
+
+
+def test_it_runs_where_products_of_csrc_were_measured_to_be_faster(calls, measured):
+    model, _ = made()
+    with torch.no_grad(), fastplm.use_backend("auto"):
+        for op in ("linear", "attention"):
+            measured.ours = lambda name, form, dtype, sizes, op=op: name == op
+            model(**batch([5]))
+    assert calls == [True]
+
+
+@pytest.mark.parametrize("head", ["BertForSequenceClassification", "BertForTokenClassification"])
+def test_heads_get_its_rows(head, calls):
+    torch.manual_seed(0)
+    model = getattr(models, head)(transformers.BertConfig(**SIZES)).eval()
+    given, parent = batch([5, 9, 2]), parent_of(model)
+    with torch.no_grad():
+        out, expected = model(**given).logits, parent(**given).logits
+    seen = given["attention_mask"].bool() if out.dim() == 3 else slice(None)
+    torch.testing.assert_close(out[seen], expected[seen], rtol=1e-4, atol=1e-5)
+    assert calls == [True]
+
+
+def test_explain_says_it():
+    model, _ = made()
+    with torch.no_grad(), record_notes() as notes:
+        model(**batch([5, 9]))
+    assert "3 layers in one call" in notes[-1]
