@@ -32,6 +32,8 @@ def attention(cases: str) -> str:
     return f"tests/ops/test_attention.py -k 'torch and ({cases}) and not half'"
 
 
+CALL = "fastplm/models/_encoder_call.py"
+CALLED = "tests/models/test_encoder_call.py -k"
 CONTRACT = "tests/models/test_contract.py -k"
 REPLACED = "tests/ops/test_replaced_token_loss.py -k"
 LOSS = "tests/ops/test_linear_cross_entropy.py -k"
@@ -767,6 +769,21 @@ MUTATIONS = (
         f"{REPLACED} 'no_row_counts and cpp'",
         3,
     ),
+    Mutation("csrc/encoder.h", "* 0.707106781f;", "* 0.7f;", f"{CALLED} error_is_that", 3),
+    Mutation(
+        "csrc/encoder.cpp",
+        "AddResidual{normed, width}",
+        "AddResidual{asking, width}",
+        f"{CALLED} error_is_that",
+        4,
+    ),
+    Mutation(
+        "csrc/encoder.cpp",
+        "bool alike = asking == x;",
+        "bool alike = true;",
+        f"{CALLED} error_is_that",
+        5,
+    ),
     Mutation(
         "csrc/rms_norm.h",
         "const float along = scale * scale * mean;",
@@ -810,6 +827,18 @@ MUTATIONS = (
         "        mask = mask.bool()\n        keep",
         "        keep",
         "tests/models/test_encoder.py -k any_dtype",
+    ),
+    *(
+        Mutation(CALL, old, new, f"{CALLED} {cases}")
+        for old, new, cases in (
+            ("            and not any(self.hooks)\n", "", "change_is_seen"),
+            ('self.fact(module, "training", False)', "pass", "hook_that_is_gone"),
+            ("self.facts.append((module._parameters, key, found))", "pass", "change_is_seen"),
+            ('self.fact(norm, "eps", eps)', "pass", "change_is_seen"),
+            ("        or _has_global_hook()\n", "", "run_themselves"),
+            ("(own is not None and own.key_mask is not None)", "False", "run_themselves"),
+            ("type(encoder) is self.kind", "True", "change_is_seen"),
+        )
     ),
     Mutation(
         "fastplm/models/_encoder.py",
