@@ -187,7 +187,7 @@ class EncoderModel(FastplmModel):
             or not may_call(self.encoder, rows)
             or self._is_causal()
             or wants_output(self, "output_hidden_states", kwargs)
-            or (own is None and self._keeps_padding(masks, kwargs) is not None)
+            or (own is None and self._keeps_padding(masks, kwargs, layers=False) is not None)
         ):
             return None
         hidden = encoder_call(self.encoder, given, lambda: self._embedded(**inputs), told)
@@ -241,8 +241,13 @@ class EncoderModel(FastplmModel):
         alone = indices and indices.count(indices[-1]) == 1
         return indices[-1] if alone else None
 
-    def _keeps_padding(self, masks: Iterable[Tensor | None], kwargs: dict[str, Any]) -> str | None:
-        """The name in ``KEPT`` of what makes the parent compute padding; None = nothing does."""
+    def _keeps_padding(
+        self, masks: Iterable[Tensor | None], kwargs: dict[str, Any], layers: bool = True
+    ) -> str | None:
+        """The name in ``KEPT`` of what makes the parent compute padding; None = nothing does.
+
+        ``layers``: whether to look at the layers, too.
+        """
         kept = keeps_padding(self, masks, kwargs)
         if kept is not None:
             return kept
@@ -251,7 +256,7 @@ class EncoderModel(FastplmModel):
             return "cache"
         if self.config.chunk_size_feed_forward:  # the number of rows must be a multiple of it
             return "chunks"
-        return None if self._layers_are_ours() else "layers"
+        return None if not layers or self._layers_are_ours() else "layers"
 
     def _mask_of(
         self, given: Tensor, mask: Tensor | None, cache: Any, unpad: Unpad
