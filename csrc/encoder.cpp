@@ -27,27 +27,29 @@ namespace {
 
 // So many rows, of whole sequences, go through all layers before the next ones do: their states stay in
 // the caches, and a large batch needs no more memory.
-constexpr int64_t kMostRows = 1024;
+constexpr int64_t kMostRows = 512;
 constexpr int64_t kNormRows = 64;  // that are worth a thread
 
 const float* floats(const Tensor& tensor) { return static_cast<const float*>(tensor.const_data_ptr()); }
 
 const int32_t* ints(const Tensor& tensor) { return static_cast<const int32_t*>(tensor.const_data_ptr()); }
 
-bool is_plain(const Tensor& tensor) {
-  return tensor.is_cpu() && tensor.scalar_type() == ScalarType::Float;
+// fp32 on the CPU, with memory: a storage can be freed under its tensor.
+bool is_here(const Tensor& tensor) {
+  return tensor.is_cpu() && tensor.scalar_type() == ScalarType::Float &&
+         (tensor.numel() == 0 || tensor.const_data_ptr() != nullptr);
 }
 
-// A weight [N, K] and a bias [N], or those of a norm; where they are, as they are now.
+// A weight [N, K] with a stride of 1 and a bias [N], or those of a norm; where they are, as they are now.
 struct Pair {
   explicit Pair(const Tensor* given) : weight(given[0]), bias(given[1]) {}
   bool is_linear(int64_t rows, int64_t columns) const {
-    return is_plain(weight) && weight.dim() == 2 && weight.size(0) == rows &&
+    return is_here(weight) && weight.dim() == 2 && weight.size(0) == rows &&
            weight.size(1) == columns && (weight.stride(0) == 1 || weight.stride(1) == 1) && has(bias, rows);
   }
   bool is_norm(int64_t width) const { return has(weight, width) && has(bias, width); }
   static bool has(const Tensor& row, int64_t width) {
-    return is_plain(row) && row.dim() == 1 && row.size(0) == width && row.is_contiguous();
+    return is_here(row) && row.dim() == 1 && row.size(0) == width && row.is_contiguous();
   }
 
   const Tensor& weight;
@@ -118,7 +120,7 @@ struct Shape {
   bool tanh;
 };
 
-// Memory of the states of `rows` rows, of which a layer asks `asked` at most.
+// Memory of the states of `rows` rows.
 struct States {
   States(const Shape& shape, int64_t rows) {
     static thread_local Scratch memory;
@@ -184,9 +186,10 @@ bool are_starts(const Tensor& tensor, int64_t rows) {
   return batch >= 0 && at[0] == 0 && at[batch] == rows && std::is_sorted(at, at + batch + 1);
 }
 
-// Whether each of the indices is one of a row of its own sequence.
+// Whether each of the indices is one of a row of its own sequence, and there are not more than rows.
 bool are_rows(const int64_t* index, int64_t batch, const int32_t* starts_q, const int32_t* starts) {
   for (int64_t b = 0; b < batch; ++b) {
+    if (starts_q[b + 1] - starts_q[b] > starts[b + 1] - starts[b]) return false;
     for (int64_t i = starts_q[b]; i < starts_q[b + 1]; ++i) {
       if (index[i] < starts[b] || index[i] >= starts[b + 1]) return false;
     }
@@ -194,26 +197,45 @@ bool are_rows(const int64_t* index, int64_t batch, const int32_t* starts_q, cons
   return true;
 }
 
-// input [N, E] of sequences cu_seqlens int32 [B + 1]; 16 weights a layer -> [N, E], or of the last layer
-// the rows with the indices `rows` int64 [P], cu_rows[b] to cu_rows[b + 1] of sequence b -> [P, E]. The
-// result is None if some tensor is not fp32 or not of its shape, as after model.half().
-std::optional<Tensor> encoder(const Tensor& input, const std::vector<Tensor>& weights,
-                              const Tensor& cu_seqlens, const std::optional<Tensor>& rows,
-                              const std::optional<Tensor>& cu_rows, int64_t heads, double eps, bool tanh) {
-  const int64_t width = input.size(1), batch = cu_seqlens.size(0) - 1;
-  Shape shape{width, heads, 0, static_cast<float>(eps), tanh};
+// The layers of these weights, 16 each; none of them if one is not fp32, or not of its shape.
+std::vector<Layer> layers_of(const std::vector<Tensor>& weights, int64_t width, int64_t head_size) {
   std::vector<Layer> layers;
+  if (head_size < 1 || width % head_size != 0 || weights.size() % Layer::kTensors != 0) return layers;
   for (size_t i = 0; i < weights.size(); i += Layer::kTensors) {
     layers.emplace_back(&weights[i]);
-    if (!layers.back().fits(width)) return std::nullopt;
-    shape.inner = std::max(shape.inner, layers.back().inner());
+    if (!layers.back().fits(width)) return {};
   }
-  if (layers.empty() || !is_plain(input) || !input.is_contiguous()) return std::nullopt;
-  const Tensor& asked = rows ? *cu_rows : cu_seqlens;
-  STD_TORCH_CHECK(are_starts(cu_seqlens, input.size(0)) && asked.size(0) == batch + 1 &&
-                      are_starts(asked, rows ? rows->size(0) : input.size(0)),
+  return layers;
+}
+
+// Whether `encoder` can take these weights.
+bool encoder_fits(const std::vector<Tensor>& weights, int64_t head_size) {
+  return !weights.empty() && weights[0].dim() == 2 &&
+         !layers_of(weights, weights[0].size(1), head_size).empty();
+}
+
+// input [N, E] of sequences cu_seqlens int32 [B + 1]; 16 weights a layer -> [N, E], or of the last layer
+// the rows with the indices `rows` int64 [P], cu_rows[b] to cu_rows[b + 1] of sequence b -> [P, E]. The
+// result is None if a weight does not fit (any more), as after model.half(), or the input is not fp32.
+std::optional<Tensor> encoder(const Tensor& input, const std::vector<Tensor>& weights,
+                              const Tensor& cu_seqlens, const std::optional<Tensor>& rows,
+                              const std::optional<Tensor>& cu_rows, int64_t head_size, double eps,
+                              bool tanh) {
+  STD_TORCH_CHECK(input.dim() == 2 && cu_seqlens.dim() == 1 && rows.has_value() == cu_rows.has_value() &&
+                      cu_seqlens.scalar_type() == ScalarType::Int &&
+                      (!rows || (rows->scalar_type() == ScalarType::Long && rows->is_contiguous() &&
+                                 cu_rows->scalar_type() == ScalarType::Int)),
+                  "encoder: input [N, E], offsets int32, rows int64 with their offsets");
+  const int64_t width = input.size(1), batch = cu_seqlens.size(0) - 1;
+  const std::vector<Layer> layers = layers_of(weights, width, head_size);
+  if (layers.empty() || !is_here(input) || !input.is_contiguous()) return std::nullopt;
+  Shape shape{width, width / head_size, 0, static_cast<float>(eps), tanh};
+  for (const Layer& layer : layers) shape.inner = std::max(shape.inner, layer.inner());
+  const Tensor& starts_of_asked = rows ? *cu_rows : cu_seqlens;
+  STD_TORCH_CHECK(are_starts(cu_seqlens, input.size(0)) && starts_of_asked.size(0) == batch + 1 &&
+                      are_starts(starts_of_asked, rows ? rows->size(0) : input.size(0)),
                   "encoder: cu_seqlens do not fit the rows");
-  const int32_t *starts = ints(cu_seqlens), *starts_q = ints(asked);
+  const int32_t *starts = ints(cu_seqlens), *starts_q = ints(starts_of_asked);
   const auto* index = rows ? static_cast<const int64_t*>(rows->const_data_ptr()) : nullptr;
   STD_TORCH_CHECK(!rows || are_rows(index, batch, starts_q, starts), "encoder: rows of other sequences");
   Tensor out = empty_tensor(input, {rows ? rows->size(0) : input.size(0), width});
@@ -248,4 +270,5 @@ std::optional<Tensor> encoder(const Tensor& input, const std::vector<Tensor>& we
 
 FASTPLM_OPERATOR(encoder,
                  "(Tensor input, Tensor[] weights, Tensor cu_seqlens, Tensor? rows, Tensor? cu_rows, "
-                 "int heads, float eps, bool tanh) -> Tensor?")
+                 "int head_size, float eps, bool tanh) -> Tensor?")
+FASTPLM_OPERATOR(encoder_fits, "(Tensor[] weights, int head_size) -> bool")

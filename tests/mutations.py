@@ -831,12 +831,14 @@ MUTATIONS = (
     *(
         Mutation(CALL, old, new, f"{CALLED} {cases}")
         for old, new, cases in (
-            ("            and not any(self.hooks)\n", "", "change_is_seen"),
-            ('self.fact(module, "training", False)', "pass", "hook_that_is_gone"),
-            ("self.facts.append((module._parameters, key, found))", "pass", "change_is_seen"),
-            ('self.fact(norm, "eps", eps)', "pass", "change_is_seen"),
+            ("and not any(self.hooks)", "", "change_is_seen"),
+            ("and list(self.layers) == self.names", "", "change_is_seen"),
+            ("map(vars, self.modules), self.attributes", "(), ()", "change_is_seen"),
+            ('self.need(not module.training, "training")', "", "hook_that_is_gone"),
+            ("self.facts.append((module._parameters, key, found))", "", "change_is_seen"),
             ("        or _has_global_hook()\n", "", "run_themselves"),
-            ("(own is not None and own.key_mask is not None)", "False", "run_themselves"),
+            ("if rows.key_mask is not None:", "if False:", "run_themselves"),
+            ("forget(encoder)  # whose", "pass  # whose", "replaced_are_not_kept"),
             ("type(encoder) is self.kind", "True", "change_is_seen"),
         )
     ),

@@ -137,9 +137,11 @@ def restore(model: _Model) -> _Model:
 
     from fastplm.hf import NAME
     from fastplm.models._base import DROP_INS, restore_modules
+    from fastplm.models._encoder_call import forget
 
     ours = set(DROP_INS.values())
     for module in model.modules():
+        forget(module)
         if type(module) in ours and "forward" in vars(module):
             got = f"a {type(module).__name__} whose forward was replaced on the instance"
             fix = "Undo that first, with accelerate.utils.extract_model_from_parallel(model, "

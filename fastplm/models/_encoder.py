@@ -185,6 +185,10 @@ class EncoderModel(FastplmModel):
         if (
             self._output is None
             or not may_call(self.encoder, rows)
+            or not type(self).__module__.startswith("fastplm.models.")  # a subclass of the user
+            or "_create_attention_masks" in vars(self)
+            or vars(self.encoder).get("config") is not self.config
+            or not is_plain(self.embeddings, type(self.embeddings))  # or they might run twice
             or self._is_causal()
             or wants_output(self, "output_hidden_states", kwargs)
             or (own is None and self._keeps_padding(masks, kwargs, layers=False) is not None)
@@ -195,12 +199,15 @@ class EncoderModel(FastplmModel):
             return None
         name = type(self).__name__
         note(lambda: f"{name}: its {len(self.encoder.layer)} layers in one call of csrc/")
-        pooled = {"pooler_output": self._pooled(hidden)} if self._pools() else {}
-        return self._output(last_hidden_state=hidden, **pooled)
+        if not self._pools():
+            return self._output(last_hidden_state=hidden)
+        # The first rows of packed sequences lie elsewhere, where ``for_caller`` finds them.
+        pooled = None if told.own or told.last else self._pooled(hidden)
+        return self._output(last_hidden_state=hidden, pooler_output=pooled)
 
     def _embedded(self, **inputs: Any) -> Tensor:
         """What the first layer reads, [1 or B, T, E]."""
-        return self.embeddings(**inputs)
+        return self.embeddings(**inputs, past_key_values_length=0)
 
     def _position_table(self) -> nn.Module | None:
         return getattr(self.embeddings, "position_embeddings", None)

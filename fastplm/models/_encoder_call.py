@@ -3,14 +3,13 @@
 With one or two short texts, Python and PyTorch's calls between the operators of a layer take longer
 than its products. ``fastplm_C::encoder`` runs all layers: it reads the weights where they are, as
 they are at that moment, so there is no copy that could be out of date. The layers themselves are
-its specification, and run whenever anything about them is not as ``_Plan`` knows it.
+its specification. They run wherever a module is not as ``_Plan`` knows it.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,50 +19,79 @@ from torch import Tensor, nn
 from transformers.activations import GELUActivation
 
 from fastplm import _extension
-from fastplm._backends import is_traced, requested
+from fastplm._backends import requested
 from fastplm._measured import ALONE, aspect, slower
 from fastplm._registry import needs_dispatch
 from fastplm.models._base import DROP_INS, GELUTanh, NewGELUActivation
-from fastplm.models._ragged import Rows
+from fastplm.models._ragged import LastRows, RaggedBatch, Rows
 from fastplm.nn import Dropout, Linear
-from fastplm.nn._rows import is_plain
 from fastplm.ops.linear import is_split
 
 _BUILT = _extension.lacks("encoder", "CPU") is None
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+#: What an instance may have in the place of its class: a plan of one that has it is refused.
+_METHODS = ("forward", "feed_forward_chunk", "_compiled_call_impl")
+#: The functions that the layers call, which a profiler may replace.
+_FUNCTIONS = (F.linear, F.gelu, F.layer_norm)
 _has_global_hook = torch.nn.modules.module._has_any_global_hook
+_len_function_modes = torch._C._len_torch_function_stack
+#: The attribute of an encoder with its plan.
+_KEY = "_fastplm_encoder_call"
 
 
 class _Plan(NamedTuple):
-    """What the layers of an encoder are, and how to see in a few microseconds that they still are.
-
-    ``dict.get(dicts[i], keys[i]) is values[i]`` for each i: the modules and parameters where they
-    were, no forward on an instance, all in evaluation, the numbers that the call takes. The plan
-    does not hold the encoder itself, at whose end it ends.
-    """
+    """What the layers of an encoder are, so that each call can see whether they still are."""
 
     kind: type  # of the encoder
-
-    dicts: tuple[dict, ...]
+    modules: tuple[nn.Module, ...]  # of its layers, with all attributes of each ...
+    attributes: tuple[dict, ...]  # ... as they were, but for what their dicts have in them:
+    dicts: tuple[dict, ...]  # entries of dicts by keys, which are modules and parameters
     keys: tuple[str, ...]
     values: tuple[Any, ...]
-    modules: tuple[nn.Module, ...]
+    hooks: tuple[dict, ...]  # dicts of hooks, all of them empty ...
+    recording: tuple[dict, ...]  # ... but for Transformers' own, and how many these have
+    sizes: tuple[int, ...]
+    typed: tuple[Any, ...]  # modules and parameters, and their classes
     classes: tuple[type, ...]
-    hooks: tuple[dict, ...]  # all of them empty
-    layers: nn.ModuleList
+    kinds: tuple[type, ...]  # the classes of modules, and their forwards
+    forwards: tuple[Callable, ...]
+    names: list[str]  # of the layers, in their order
+    layers: dict
     weights: list[nn.Parameter]  # 16 of each layer, see csrc/encoder.cpp
-    heads: int
+    head_size: int
     eps: float
     tanh: bool
 
     def holds(self, encoder: nn.Module) -> bool:
-        return (
-            type(encoder) is self.kind
-            and 16 * len(self.layers) == len(self.weights)
-            and all(map(operator.is_, map(dict.get, self.dicts, self.keys), self.values))
-            and all(map(operator.is_, map(type, self.modules), self.classes))
-            and not any(self.hooks)
-        )
+        try:
+            return (
+                type(encoder) is self.kind
+                and all(map(operator.is_, map(dict.get, self.dicts, self.keys), self.values))
+                and all(map(operator.eq, map(vars, self.modules), self.attributes))
+                and all(map(operator.is_, map(type, self.typed), self.classes))
+                and all(map(operator.is_, map(_forward_of, self.kinds), self.forwards))
+                and not any(self.hooks)
+                and tuple(map(len, self.recording)) == self.sizes
+                and list(self.layers) == self.names
+            )
+        except (RuntimeError, TypeError, ValueError):  # tensors that were compared
+            return False
+
+
+_forward_of = operator.attrgetter("forward")
+
+
+class _Kept:
+    """Holds the plan of an encoder; a copy or a pickle of the encoder begins without one."""
+
+    def __init__(self) -> None:
+        self.plan: _Plan | None = None
+
+    def __deepcopy__(self, memo: Any) -> _Kept:
+        return _Kept()
+
+    def __reduce__(self) -> Any:
+        return _Kept, ()
 
 
 class _Unlike(Exception):
@@ -73,49 +101,54 @@ class _Unlike(Exception):
 class _Planner:
     """Collects a plan; raises ``_Unlike`` at the first part that the call does not know."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Any) -> None:
+        self.config = config
         self.facts: list[tuple[dict, str, Any]] = []
         self.modules: list[nn.Module] = []
         self.hooks: list[dict] = []
+        self.recording: list[dict] = []
         self.weights: list[nn.Parameter] = []
         self.numbers: set[tuple[int, float, bool]] = set()
 
-    def fact(self, owner: Any, key: str, value: Any) -> None:
-        if vars(owner).get(key) is not value:
-            raise _Unlike(key)
-        self.facts.append((vars(owner), key, value))
+    def need(self, right: bool, what: str) -> None:
+        if not right:
+            raise _Unlike(what)
+
+    def without_hooks(self, module: nn.Module) -> None:
+        """The module has none but those by which Transformers records outputs when asked to."""
+        for name in _HOOKS:
+            hooks = vars(module)[name]
+            for key, hook in hooks.items():
+                recorder = "transformers.utils.output_capturing"
+                self.need(getattr(hook, "__module__", None) == recorder, "hook")
+                self.facts.append((hooks, key, hook))
+            (self.recording if hooks else self.hooks).append(hooks)
 
     def module(self, module: Any, *kinds: type) -> Any:
-        """A module of just one of these classes, without hooks; in evaluation."""
-        if not is_plain(module, *kinds):
-            raise _Unlike(type(module).__name__)
-        self.fact(module, "forward", None)
-        self.fact(module, "training", False)
-        self.hooks += [getattr(module, name) for name in _HOOKS]
+        """A module of just one of these classes, in evaluation, which runs its class's methods."""
+        kind = type(module)
+        self.need(kind in kinds, kind.__name__)
+        self.need(not module.training, "training")
+        self.need(not any(name in vars(module) for name in _METHODS), "method")
+        self.need(getattr(kind.forward, "__name__", "") == "forward", "forward")
+        self.without_hooks(module)
+        self.modules.append(module)
         return module
 
     def child(self, parent: nn.Module, name: str, *kinds: type) -> Any:
         found = parent._modules.get(name)
         self.facts.append((parent._modules, name, found))
-        self.modules.append(self.module(found, *(kinds or tuple(DROP_INS.values()))))
-        return found
+        return self.module(found, *(kinds or tuple(DROP_INS.values())))
 
     def pair(self, parent: nn.Module, name: str, *kinds: type) -> nn.Module:
         """A module with a weight and a bias."""
         module = self.child(parent, name, *kinds)
         for key in ("weight", "bias"):
             found = module._parameters.get(key)
-            if type(found) is not nn.Parameter:
-                raise _Unlike(f"{name}.{key}")
+            self.need(type(found) is nn.Parameter and found.layout is torch.strided, key)
             self.facts.append((module._parameters, key, found))
             self.weights.append(found)
         return module
-
-    def norm(self, parent: nn.Module) -> float:
-        norm = self.pair(parent, "LayerNorm", nn.LayerNorm)
-        eps: Any = norm.eps
-        self.fact(norm, "eps", eps)
-        return eps
 
     def layer(self, layer: nn.Module) -> None:
         """The modules that ``fastplm.models._encoder`` has mixins for."""
@@ -125,84 +158,92 @@ class _Planner:
             self.pair(own, name, Linear)
         self.child(own, "dropout", nn.Dropout, Dropout)
         eps = self._end(attention)
-        self._activation(self.child(layer, "intermediate"))
-        if self._end(layer) != eps:
-            raise _Unlike("eps")
-        heads = own.num_attention_heads
-        self.fact(own, "num_attention_heads", heads)
-        self.fact(own, "scaling", own.scaling)
-        if own.scaling != own.attention_head_size**-0.5 or heads * own.attention_head_size != len(
-            own.query.weight
-        ):
-            raise _Unlike("scaling")
-        for module in (layer, own):
-            self.fact(module, "is_decoder", False)
-        self.numbers.add((heads, eps, self.tanh))
+        tanh = self._activation(self.child(layer, "intermediate"))
+        self.need(self._end(layer) == eps, "eps")
+        self.need(own.config is self.config, "config")
+        self.need(own.scaling == own.attention_head_size**-0.5, "scaling")
+        self.need(not own.is_decoder and not layer.is_decoder, "is_decoder")
+        self.numbers.add((own.attention_head_size, eps, tanh))
 
     def _end(self, block: nn.Module) -> float:
         """``EncoderOutput``: a linear layer, dropout, the residual and a norm."""
         output = self.child(block, "output")
         self.pair(output, "dense", Linear)
         self.child(output, "dropout", nn.Dropout, Dropout)
-        return self.norm(output)
+        norm: Any = self.pair(output, "LayerNorm", nn.LayerNorm)
+        return norm.eps
 
-    def _activation(self, block: nn.Module) -> None:
+    def _activation(self, block: nn.Module) -> bool:
+        """Whether the GELU is the form with a tanh."""
         self.pair(block, "dense", Linear)
         kinds = (GELUActivation, NewGELUActivation, GELUTanh)
         act = self.child(block, "intermediate_act_fn", *kinds)
-        self.tanh = type(act) is not GELUActivation
         if type(act) is GELUActivation:
-            self.fact(act, "act", F.gelu)
+            self.need(act.act is F.gelu, "act")
         elif type(act) is GELUTanh:
-            self.fact(act, "act", act.act)
-            if not isinstance(act.act, functools.partial):
-                raise _Unlike("act")
+            self.need(isinstance(act.act, functools.partial), "act")
+        return type(act) is not GELUActivation
 
 
 def _made(encoder: nn.Module) -> _Plan | None:
     """The plan of an encoder; None if the call does not know some part of it."""
-    planner, kind = _Planner(), type(encoder)
+    kind, planner = type(encoder), _Planner(vars(encoder).get("config"))
     if not kind.__module__.startswith("transformers.models."):
         return None
     try:
         planner.module(encoder, kind)
+        planner.modules.clear()  # its attributes have the plan
+        own = vars(encoder)
+        planner.facts += [(own, name, own[name]) for name in ("_modules", "config", *_HOOKS)]
+        planner.facts += [(own, name, None) for name in _METHODS]
         layers: Any = encoder._modules["layer"]
-        planner.fact(layers, "_modules", layers._modules)
+        planner.need(type(layers) is nn.ModuleList, "layer")
         planner.facts.append((encoder._modules, "layer", layers))
         for name in layers._modules:
             planner.layer(planner.child(layers, name))
-        (heads, eps, tanh), *others = planner.numbers
+        (head_size, eps, tanh), *others = planner.numbers
+        planner.need(not others, "numbers")
+        planner.need(torch.ops.fastplm_C.encoder_fits(planner.weights, head_size), "shapes")
     except (_Unlike, AttributeError, KeyError, ValueError):
         return None
-    if others:
-        return None
     dicts, keys, values = zip(*planner.facts, strict=True)
+    modules, typed = planner.modules, (layers, *planner.modules, *planner.weights)
+    kinds = tuple({kind, *map(type, modules)})
     return _Plan(
-        kind,
-        *(dicts, keys, values),
-        modules=tuple(planner.modules),
-        classes=tuple(map(type, planner.modules)),
+        kind=kind,
+        modules=tuple(modules),
+        attributes=tuple(dict(vars(module)) for module in modules),
+        dicts=dicts,
+        keys=keys,
+        values=values,
         hooks=tuple(planner.hooks),
-        layers=layers,
+        recording=tuple(planner.recording),
+        sizes=tuple(map(len, planner.recording)),
+        typed=typed,
+        classes=tuple(map(type, typed)),
+        kinds=kinds,
+        forwards=tuple(map(_forward_of, kinds)),
+        names=list(layers._modules),
+        layers=layers._modules,
         weights=planner.weights,
-        heads=heads,
+        head_size=head_size,
         eps=eps,
         tanh=tanh,
     )
 
 
-_plans: weakref.WeakKeyDictionary[nn.Module, _Plan] = weakref.WeakKeyDictionary()
-
-
 def _plan_of(encoder: nn.Module) -> _Plan | None:
-    plan = _plans.get(encoder)
-    if plan is None or not plan.holds(encoder):
-        plan = _made(encoder)
-        if plan is None:
-            _plans.pop(encoder, None)
-        else:
-            _plans[encoder] = plan
-    return plan
+    kept = encoder.__dict__.get(_KEY)
+    if kept is None:
+        kept = encoder.__dict__[_KEY] = _Kept()
+    if kept.plan is None or not kept.plan.holds(encoder):
+        kept.plan = _made(encoder)
+    return kept.plan
+
+
+def forget(encoder: nn.Module) -> None:
+    """Forget what is known of an encoder."""
+    encoder.__dict__.pop(_KEY, None)
 
 
 def may_call(encoder: nn.Module, rows: int) -> bool:
@@ -210,14 +251,17 @@ def may_call(encoder: nn.Module, rows: int) -> bool:
 
     This is asked first, and of every forward, so it takes no more than a few microseconds.
     """
-    if torch.is_grad_enabled() or encoder.training or is_traced() or not _BUILT:
+    if torch.is_grad_enabled() or encoder.training or not _BUILT:
+        return False
+    if torch._C._is_tracing() or torch.compiler.is_compiling():
         return False
     try:
         first = encoder._modules["layer"]._modules["0"]  # type: ignore[union-attr]
         weight: Any = first._modules["intermediate"]._modules["dense"]._parameters["weight"]  # type: ignore[union-attr]
     except (AttributeError, KeyError):
-        return False
+        weight = None
     if type(weight) is not nn.Parameter or weight.dtype is not torch.float32 or not weight.is_cpu:
+        forget(encoder)  # whose former weights nobody needs
         return False
     return requested("attention") in ("auto", "cpp") and _is_faster(rows, *weight.shape)
 
@@ -229,7 +273,7 @@ def encoder_call(
 
     Args:
         encoder: a module with layers of ``fastplm.models._encoder`` in ``layer``.
-        given: ids [B, T], or embeddings [B, T, E], every row of which may be attended to.
+        given: ids [B, T], or embeddings [B, T, E]; without ``rows.own`` none of it is padding.
         embedded: gives the first layer's input, [B, T, E], or [1, N, E] of packed rows.
         rows: which of them are computed, as the layers would get it.
 
@@ -238,35 +282,55 @@ def encoder_call(
     """
     own, last = rows.own, rows.last
     if (
-        (own is not None and own.key_mask is not None)
-        or (last is not None and last.key_mask is not None)
-        or needs_dispatch((given,))
+        needs_dispatch((given,))
         or torch.is_autocast_enabled("cpu")
         or _has_global_hook()
+        or _len_function_modes() > 0
+        or (F.linear, F.gelu, F.layer_norm) != _FUNCTIONS
+        or not _is_dense(own)
+        or not _is_dense(last)
     ):
         return None
     plan = _plan_of(encoder)
     if plan is None or (plan.tanh and requested("gelu") not in ("auto", "cpp")):
         return None
     hidden = embedded()
+    batch, seqlen = given.shape[:2]
+    if own is None:
+        shape, starts = (batch, seqlen), _starts(batch, seqlen)
+    else:
+        shape, starts = (1, own.positions.shape[0]), own.cu_seqlens
+    if type(hidden) is not Tensor or hidden.shape[:-1] != shape:
+        return None
     source, of_source = (None, None) if last is None else (last.source, last.cu_seqlens_q)
     out = torch.ops.fastplm_C.encoder.default(
         hidden.flatten(0, 1),
         plan.weights,
-        _starts(*given.shape[:2]) if own is None else own.cu_seqlens,
-        *(source, of_source),
-        *(plan.heads, plan.eps, plan.tanh),
+        *(starts, source, of_source),
+        *(plan.head_size, plan.eps, plan.tanh),
     )
     if out is None:
+        forget(encoder)  # a weight has other data, of another dtype or shape
         return None
     return out.view(hidden.shape) if last is None else out[None]
+
+
+def _is_dense(rows: RaggedBatch | LastRows | None) -> bool:
+    """Whether all of these rows may be attended to, and none is an unused slot."""
+    if rows is None:
+        return True
+    if rows.key_mask is not None:
+        return False
+    if isinstance(rows, RaggedBatch):
+        return rows.positions.shape[0] == int(rows.cu_seqlens[-1])
+    return rows.source.shape[0] == int(rows.cu_seqlens_q[-1])
 
 
 @functools.lru_cache(maxsize=256)
 def _starts(batch: int, seqlen: int) -> Tensor:
     """int32 [B + 1]: the offsets of sequences of one length."""
     with torch.inference_mode(False):
-        return torch.arange(batch + 1, dtype=torch.int32) * seqlen
+        return torch.arange(batch + 1, dtype=torch.int32, device="cpu") * seqlen
 
 
 def _is_faster(rows: int, inner: int, width: int) -> bool:

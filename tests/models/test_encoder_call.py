@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
 import contextlib
 import copy
 import gc
 import itertools
+import pickle
+import weakref
 
 import pytest
 import torch
@@ -202,20 +206,27 @@ def test_the_operator_refuses_rows_that_do_not_fit():
     model, _ = made()
     plan = _encoder_call._plan_of(model.encoder)
 
-    def run(cu_seqlens, rows=None, cu_rows=None):
+    def run(cu_seqlens, rows=None, cu_rows=None, size=12):
         of = [None if each is None else torch.tensor(each) for each in (cu_seqlens, rows, cu_rows)]
         starts, rows, cu_rows = (of[0].int(), of[1], None if of[2] is None else of[2].int())
         return torch.ops.fastplm_C.encoder(
-            torch.randn(6, 48), plan.weights, starts, rows, cu_rows, plan.heads, plan.eps, plan.tanh
+            torch.randn(6, 48), plan.weights, starts, rows, cu_rows, size, plan.eps, plan.tanh
         )
 
     assert run([0, 4, 6]).shape == (6, 48) and run([0, 4, 6], [1, 5], [0, 1, 2]).shape == (2, 48)
     for wrong in ([0, 4, 5], [0, 5, 4, 6], [1, 6], [0, 4, 7]):
         with pytest.raises(RuntimeError, match="cu_seqlens do not fit the rows"):
             run(wrong)
-    for rows in ([1, 3], [-1, 5], [1, 6]):
+    for rows, of_rows in (([1, 3], [0, 1, 2]), ([-1, 5], [0, 1, 2]), ([1, 6], [0, 1, 2])):
         with pytest.raises(RuntimeError, match="rows of other sequences"):
-            run([0, 4, 6], rows, [0, 1, 2])
+            run([0, 4, 6], rows, of_rows)
+    with pytest.raises(RuntimeError, match="rows of other sequences"):
+        run([0, 4, 6], [4, 4, 5], [0, 0, 3])
+    with pytest.raises(RuntimeError, match="rows int64 with their offsets"):
+        run([0, 4, 6], [1, 5])
+    for size in (0, 5, -12):
+        assert run([0, 4, 6], size=size) is None
+    assert not torch.ops.fastplm_C.encoder_fits(plan.weights[:-1], 12)
 
 
 # --- weights are never out of date ----------------------------------------------------------------
@@ -319,6 +330,69 @@ def _own_encoder(model):
     model.encoder.__class__ = Encoder
 
 
+def _new_dicts_of_hooks(model):
+    """The usual way to remove all hooks; then another one."""
+    for module in model.encoder.modules():
+        module._forward_hooks = collections.OrderedDict()
+    _hook(model)
+
+
+def _new_dict_of_parameters(model):
+    dense = model.encoder.layer[1].intermediate.dense
+    dense._parameters = dict(dense._parameters, weight=nn.Parameter(dense.weight.detach() * 2))
+
+
+def _exchanged_dicts(model):
+    one, other = model.encoder.layer[0], model.encoder.layer[2]
+    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+
+
+def _own_chunk(model):
+    model.encoder.layer[0].feed_forward_chunk = lambda x: x * 2
+
+
+def _own_mask(model):
+    def own(attention_mask, embedding_output, **others):
+        mask = torch.ones(embedding_output.shape[1], embedding_output.shape[1]).tril()
+        return mask.bool()[None, None], None
+
+    model._create_attention_masks = own
+    model.config._attn_implementation = "sdpa"
+
+
+def _head_size(model):
+    for layer in model.encoder.layer:
+        layer.attention.self.attention_head_size = 24
+
+
+def _own_iteration(model):
+    class Reversed(nn.ModuleList):
+        def __iter__(self):
+            return iter(list(self._modules.values())[::-1])
+
+        def __getitem__(self, index):
+            return super().__getitem__(index)[::-1] if isinstance(index, slice) else None
+
+    model.encoder.layer.__class__ = Reversed
+
+
+def _other_order_of_names(model):
+    layers = model.encoder.layer._modules
+    layers["0"] = layers.pop("0")
+
+
+def _swapped(model):
+    dense = model.encoder.layer[1].intermediate.dense
+    torch.utils.swap_tensors(dense.weight, nn.Parameter(dense.weight.detach() * 2))
+
+
+def _compiled_layer(model):
+    def backend(graph, inputs):
+        return lambda *given: tuple(2 * each for each in graph(*given))
+
+    model.encoder.layer[1].compile(backend=backend)
+
+
 def _less_layers(model):
     del model.encoder.layer[1]
 
@@ -371,7 +445,7 @@ def _a_norm_of_its_own(model):
     norm.__class__ = Norm
 
 
-#: What changes an encoder, and whether one call still runs its layers.
+#: What changes an encoder, and whether one call still runs its layers; None: it is not asked.
 CHANGES = {
     _step: True,
     _swap_data: True,
@@ -394,6 +468,16 @@ CHANGES = {
     _eps: False,
     _scaling: False,
     _own_encoder: False,
+    _new_dicts_of_hooks: False,
+    _new_dict_of_parameters: True,
+    _exchanged_dicts: True,
+    _own_chunk: False,
+    _head_size: False,
+    _own_iteration: False,
+    _other_order_of_names: True,
+    _swapped: True,
+    _compiled_layer: False,
+    _own_mask: None,
     _prune: False,
     _parametrize: False,
     _no_bias: False,
@@ -415,7 +499,7 @@ def test_a_change_is_seen(change, mode, calls):
     with mode():
         out, expected = model(**given).last_hidden_state, parent(**given).last_hidden_state
     torch.testing.assert_close(out[1], expected[1], rtol=1e-4, atol=1e-4)
-    assert calls[2] is CHANGES[change]
+    assert calls[2:] == ([] if CHANGES[change] is None else [CHANGES[change]])
     assert not torch.allclose(out[1], before[1], rtol=1e-2, atol=1e-2)
 
 
@@ -454,20 +538,110 @@ def test_another_dtype_and_back(dtype, calls):
     assert first.dtype is torch.float32 and calls[0] and calls[1] and calls[2:] == [False]
 
 
-def test_copies_and_the_end_of_a_model(calls):
+def test_copies_and_pickles_begin_anew(calls):
     model, _ = made()
     given = batch([5, 9])
     with torch.no_grad():
         out = model(**given).last_hidden_state
-        copied = copy.deepcopy(model)
-        copied.encoder.layer[0].output.dense.weight.data.zero_()
-        assert not torch.equal(copied(**given).last_hidden_state, out)
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(other(**given).last_hidden_state, out)
+            other.encoder.layer[0].output.dense.weight.data.zero_()
+            assert not torch.equal(other(**given).last_hidden_state, out)
         assert torch.equal(model(**given).last_hidden_state, out)
-    assert calls == [True] * 3
-    plans = len(_encoder_call._plans)
-    del model, copied
+    assert calls == [True] * 6
+    assert not any("fastplm" in name for name in vars(fastplm.restore(model).encoder))
+
+
+@pytest.mark.parametrize("cycle", [False, True])
+def test_the_end_of_a_model(cycle):
+    model, _ = made()
+    if cycle:
+        model.encoder.layer[0].__dict__["owner"] = model
+    with torch.no_grad():
+        model(**batch([5]))
+    end = weakref.ref(model.encoder.layer[0].output.dense.weight)
+    del model
     gc.collect()
-    assert len(_encoder_call._plans) == plans - 2
+    assert end() is None
+
+
+def test_weights_that_were_replaced_are_not_kept():
+    model, _ = made()
+    with torch.no_grad():
+        model(**batch([5]))
+        end = weakref.ref(model.encoder.layer[0].output.dense.weight)
+        state = {name: value.bfloat16() for name, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+        model(**batch([5]))
+    gc.collect()
+    assert end() is None
+
+
+def test_the_embeddings_run_once(calls):
+    """Once more at the call in which a weight does not fit any more."""
+    model, parent = made()
+    given, ran = batch([5, 9]), []
+    table = model.embeddings.word_embeddings
+    table.register_forward_hook(lambda *_: ran.append(1))
+    with torch.no_grad():
+        model(**given)
+        for each in (model, parent):
+            wide = torch.randn(48, 140, generator=torch.Generator().manual_seed(0))
+            each.encoder.layer[2].output.dense.weight.data = wide[:, ::2]
+        counts = []
+        for _ in range(3):
+            before = len(ran)
+            out = model(**given).last_hidden_state
+            counts.append(len(ran) - before)
+        torch.testing.assert_close(out[1], parent(**given).last_hidden_state[1])
+    assert counts == [2, 1, 1] and calls == [True, False, False, False]
+
+
+def test_outputs_that_were_recorded_once_let_the_call_run_again(calls):
+    model, _ = made()
+    with torch.no_grad():
+        model(**batch([5, 9]))
+        assert len(model(**batch([5, 9]), output_hidden_states=True).hidden_states) == 4
+        model(**batch([5, 9]))
+    assert calls == [True, True]
+
+
+@pytest.mark.parametrize("unpad", [16, 14])
+def test_unused_slots(unpad, calls):
+    model, parent = made()
+    given = batch([5, 9])
+    with torch.no_grad():
+        out = model(**given, unpad=unpad).last_hidden_state
+        torch.testing.assert_close(out[1], parent(**given).last_hidden_state[1])
+    assert calls == [unpad == 14]
+
+
+def test_the_default_device_is_not_asked(calls):
+    model, _ = made()
+    _encoder_call._starts.cache_clear()
+    ids = batch([7])["input_ids"]
+    with torch.no_grad(), torch.device("meta"):
+        model(ids)
+    with torch.no_grad():
+        model(ids)
+    assert calls[-1]
+
+
+def test_threads_at_once(calls):
+    model, _ = made()
+    inputs = [batch([5 + i, 9, 40], seed=i) for i in range(4)]
+    with torch.no_grad():
+        expected = [model(**given).last_hidden_state for given in inputs]
+
+    def run(i):
+        with torch.no_grad(), fastplm.use_backend("cpp", "linear"):
+            return all(
+                torch.equal(model(**inputs[i]).last_hidden_state, expected[i]) for _ in range(20)
+            )
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(run, range(4)))
+    assert all(calls)
 
 
 # --- when the layers run themselves ---------------------------------------------------------------
