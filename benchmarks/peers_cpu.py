@@ -238,7 +238,8 @@ def compare(model: Any, label: str, lengths: list[int], args: argparse.Namespace
             stock = np.median(took["transformers sdpa"].min(0))
             for name, times in took.items():
                 ms = float(np.median(times.min(0)))
-                row = machine_line() | {"model": label, "batch": size, "batches": len(batches)}
+                row: dict[str, Any] = {**machine_line(), "model": label, "batch": size}
+                row["batches"] = len(batches)
                 row |= {"padding": f"{padding:.2f}", "variant": name}
                 row |= {"version": importlib.metadata.version(VARIANTS[name][0])}
                 right = away[name] <= ALLOWED
