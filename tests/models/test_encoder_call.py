@@ -744,6 +744,26 @@ def test_heads_get_its_rows(head, calls):
     assert calls == [True]
 
 
+def test_sequences_without_a_row(calls):
+    """Some are all padding, and of some the last layer computes nothing."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**SIZES)
+    model = models.BertModel(config, add_pooling_layer=False).eval()
+    parent = parent_of(model)
+    given = batch([257, 3, 257, 257, 11])
+    given["attention_mask"][1] = 0
+    rows = torch.tensor([0, 5, 2 * 257 + 1, -1])
+    with torch.no_grad():
+        out = model(**given, output_rows=rows).last_hidden_state[:3, 0]
+        expected = parent(**given).last_hidden_state.flatten(0, 1)[rows[:3]]
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+        whole = model(**given).last_hidden_state
+        torch.testing.assert_close(whole.flatten(0, 1)[rows[:3]], expected, rtol=1e-4, atol=1e-4)
+        nothing = {name: value[:0] for name, value in given.items()}
+        assert model(**nothing).last_hidden_state.shape == (0, 257, 48)
+    assert calls[:2] == [True, True]
+
+
 def test_explain_says_it():
     model, _ = made()
     with torch.no_grad(), record_notes() as notes:
