@@ -13,7 +13,6 @@
 
 #include "attention_head.h"
 #include "operators.h"
-#include "scratch.h"
 #include "philox.h"
 
 #define FASTPLM_FILE "attention.cpp"

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "scratch.h"
+
 namespace fastplm {
 
 // A tensor's rows of one head of one sequence.

@@ -33,8 +33,9 @@ FASTPLM_HD void gelu_by_erf(Block& x) {
   }
 }
 
-// x [count] = gelu(x), in its form with a tanh or without.
-FASTPLM_HD void gelu_row(bool tanh, int64_t count, float* x) {
+// x [count] = gelu(x), in its form with a tanh or without. It is a call, as the tiles of the product that it
+// ends need all registers.
+__attribute__((noinline)) inline void gelu_row(bool tanh, int64_t count, float* x) {
   if (tanh) return gelu_elements(count, x, x);
   for_blocks(count, [&](auto whole, int64_t i, int64_t size) FASTPLM_INLINE {
     Block block = load_block<whole.value>(size, x + i);

@@ -186,11 +186,18 @@ FASTPLM_HD void tile_product(int64_t depth, const float* a, const float* b, cons
   }
 }
 
+// finish(row, column, count, values) gets each piece of a row of the result, which has its bias, while it
+// is in the first-level cache.
+struct Nothing {
+  template <typename T>
+  FASTPLM_HD void operator()(int64_t, int64_t, int64_t, T*) const {}
+};
+
 // Computes the block of C with this number.
-template <int64_t kRows, typename Finish>
+template <int64_t kRows, typename Finish = Nothing>
 FASTPLM_HD void block_product(const Cut& cut, const float* packed, const Matrix& b,
                               const float* bias, float* c, int64_t c_row, int64_t block,
-                              const Finish& finish) {
+                              const Finish& finish = {}) {
   const int64_t first_tile = block / cut.blocks_across * cut.block_tiles;
   const int64_t last_tile = std::min(first_tile + cut.block_tiles, cut.tiles);
   const int64_t first_column = block % cut.blocks_across * cut.block_columns;

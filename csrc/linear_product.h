@@ -30,13 +30,6 @@ struct Operand {
   int64_t rows, columns, row, col;
 };
 
-// finish(row, column, count, values) gets each piece of a row of the result, which has its bias, while it
-// is in the first-level cache.
-struct Nothing {
-  template <typename T>
-  FASTPLM_HD void operator()(int64_t, int64_t, int64_t, T*) const {}
-};
-
 // Floats for one product, at most one of which a thread has at a time: the thread's own, which are kept,
 // as new pages are slow, or new ones if they are many.
 class Room {
