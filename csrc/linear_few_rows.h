@@ -156,7 +156,8 @@ FASTPLM_HD void inner_tile(int64_t depth, const float* a, int64_t a_row, const T
 }
 
 // The same for all rows of A. The first rows prefetch the rest of their part of B, the others prefetch
-// the part after it, `next`: so memory is never idle.
+// the part after it, `next`: so memory is never idle. Where `next` lies past the end of B nothing happens, as
+// a prefetch of any address is allowed.
 template <typename T>
 FASTPLM_HD void inner_tiles(const FewRows& a, int64_t depth, const T* b, int64_t b_col,
                             int64_t columns, bool add, float* c, const T* next, int64_t next_col) {
