@@ -187,6 +187,12 @@ def product(size: int, dtype: torch.dtype) -> dict[str, Any]:
     return dict(input=floats(size, 40)(dtype), weight=floats(33, 40)(dtype), bias=floats(33)(dtype))
 
 
+def product_int8(size: int, dtype: torch.dtype) -> dict[str, Any]:
+    weight, scale = ops.quantize_int8(torch.randn(33, 40))
+    of_both = dict(input=floats(size, 40)(dtype), bias=floats(33)(dtype))
+    return of_both | dict(weight=weight, scale=scale)
+
+
 def normalized(size: int, dtype: torch.dtype) -> dict[str, Any]:
     return dict(input=floats(size, 40)(dtype), weight=1 + floats(40)(dtype) / 2)
 
@@ -308,6 +314,7 @@ def _samples() -> dict[str, Sample]:
         ("gather_rows", ops.gather_rows, gathered, ("input",)),
         ("maxsim", ops.maxsim, matched, QKV[:2]),
         ("linear", ops.linear, product, WEIGHTS),
+        ("linear_int8", ops.linear_int8, product_int8, ()),
         ("rms_norm", ops.rms_norm, normalized, WEIGHTS[:2]),
         ("gelu", ops.gelu, activated, ("input",)),
         ("dropout", ops.dropout, dropped, ("input",)),
@@ -323,7 +330,11 @@ def _samples() -> dict[str, Sample]:
 
 SAMPLES = _samples()
 DIFFERENTIABLE = {name: sample for name, sample in SAMPLES.items() if sample.wrt}
-OF_TOKENS = {name: sample for name, sample in SAMPLES.items() if not sample.wrt}
+OF_TOKENS = {
+    name: sample
+    for name, sample in SAMPLES.items()
+    if sample.op in ("mask_tokens", "corrupt_spans", "bart_noise")
+}
 #: One sample for each set of kernels, as the interpreter is slow.
 DISTINCT = {
     name: sample

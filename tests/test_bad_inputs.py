@@ -232,6 +232,20 @@ OPS = {
             "bias": (zeros(5), zeros(6, dtype=HALF)),
         },
     ),
+    "linear_int8": (
+        dict(input=ROWS, weight=zeros(1, 2, 16, 4, dtype=torch.uint8), scale=zeros(6)),
+        {
+            "input": (torch.tensor(1.0), ROWS.long(), None),
+            "weight": (
+                zeros(6, 8, dtype=torch.int8),
+                zeros(1, 2, 16, 4),
+                zeros(1, 3, 16, 4, dtype=torch.uint8),
+                zeros(2, 2, 16, 4, dtype=torch.uint8),
+            ),
+            "scale": (zeros(6, dtype=HALF), zeros(6, 1)),
+            "bias": (zeros(5), zeros(6, dtype=HALF)),
+        },
+    ),
     "rms_norm": (
         dict(input=ROWS, weight=zeros(8)),
         {

@@ -14,6 +14,7 @@ from fastplm.ops.linear_cross_entropy import (
     linear_cross_entropy_with_sample,
 )
 from fastplm.ops.linear_distillation import linear_distillation, linear_distillation_topk
+from fastplm.ops.linear_int8 import linear_int8
 from fastplm.ops.mask_tokens import mask_tokens
 from fastplm.ops.maxsim import maxsim
 from fastplm.ops.replaced_token_loss import replaced_token_loss
@@ -23,6 +24,7 @@ from fastplm.reference.bart_noise import NoisedText
 from fastplm.reference.corrupt_spans import CorruptedSpans
 from fastplm.reference.linear_cross_entropy import RowStatistics
 from fastplm.reference.linear_distillation import LinearDistillation
+from fastplm.reference.linear_int8 import dequantize_int8, quantize_int8
 from fastplm.reference.mask_tokens import MaskedTokens
 from fastplm.reference.maxsim import MaxSim
 from fastplm.reference.replaced_token_loss import DetectionCounts
@@ -40,6 +42,7 @@ __all__ = [
     "attention_varlen",
     "bart_noise",
     "corrupt_spans",
+    "dequantize_int8",
     "dropout",
     "gather_rows",
     "gelu",
@@ -48,8 +51,10 @@ __all__ = [
     "linear_cross_entropy_with_sample",
     "linear_distillation",
     "linear_distillation_topk",
+    "linear_int8",
     "mask_tokens",
     "maxsim",
+    "quantize_int8",
     "replaced_token_loss",
     "rms_norm",
     "span_corruption_fit",
