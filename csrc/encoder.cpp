@@ -1,6 +1,7 @@
 // fastplm_C::encoder on the CPU: the layers of a BERT, for inference, in one call. Between two layers
 // nothing is left to Python, and no memory is new: with one short text these cost more than the products.
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <cstring>
@@ -11,6 +12,7 @@
 
 #include "operators.h"
 #include "scratch.h"
+#include "vectors.h"
 
 #define FASTPLM_FILE "encoder.cpp"
 #include "each_level.h"
@@ -19,6 +21,7 @@
 #include "linear.h"
 #include "linear_few_rows.h"
 #include "linear_product.h"
+#include "linear_int8.h"
 #include "attention_call.h"
 #include "encoder.h"
 
@@ -34,35 +37,51 @@ const float* floats(const Tensor& tensor) { return static_cast<const float*>(ten
 
 const int32_t* ints(const Tensor& tensor) { return static_cast<const int32_t*>(tensor.const_data_ptr()); }
 
-// fp32 on the CPU, with memory: a storage can be freed under its tensor.
-bool is_here(const Tensor& tensor) {
-  return tensor.is_cpu() && tensor.scalar_type() == ScalarType::Float &&
+// Of this type and on the CPU, with memory: a storage can be freed under its tensor.
+bool is_here(const Tensor& tensor, ScalarType type = ScalarType::Float) {
+  return tensor.is_cpu() && tensor.scalar_type() == type &&
          (tensor.numel() == 0 || tensor.const_data_ptr() != nullptr);
 }
 
-// A weight [N, K] with a stride of 1 and a bias [N], or those of a norm; where they are, as they are now.
+// A weight [N, K] with a stride of 1, or one in 8 bits with its scale [N], and a bias [N]; or those of a
+// norm. They are read where they are, as they are now.
 struct Pair {
-  explicit Pair(const Tensor* given) : weight(given[0]), bias(given[1]) {}
+  // Takes the tensors of a linear layer or norm, and moves on to the next.
+  Pair(const Tensor*& next, bool int8)
+      : weight(*next++), scale(int8 ? next++ : nullptr), bias(*next++) {}
   bool is_linear(int64_t rows, int64_t columns) const {
+    if (scale != nullptr) {
+      return is_packed(rows, columns) && has(*scale, rows) && has(bias, rows);
+    }
     return is_here(weight) && weight.dim() == 2 && weight.size(0) == rows &&
            weight.size(1) == columns && (weight.stride(0) == 1 || weight.stride(1) == 1) && has(bias, rows);
+  }
+  bool is_packed(int64_t rows, int64_t columns) const {
+    return is_here(weight, ScalarType::Byte) && weight.dim() == 4 && weight.is_contiguous() &&
+           weight.size(0) == ceil_div(rows, kPanel) && weight.size(1) == ceil_div(columns, kStepDepth) &&
+           weight.size(2) == kPanel && weight.size(3) == kStepDepth;
   }
   bool is_norm(int64_t width) const { return has(weight, width) && has(bias, width); }
   static bool has(const Tensor& row, int64_t width) {
     return is_here(row) && row.dim() == 1 && row.size(0) == width && row.is_contiguous();
   }
+  bool is_laid_out_as(const Pair& other) const {
+    return scale != nullptr || (weight.stride(0) == other.weight.stride(0) &&
+                                weight.stride(1) == other.weight.stride(1));
+  }
 
   const Tensor& weight;
+  const Tensor* scale;
   const Tensor& bias;
 };
 
 // The tensors of a layer, in the order of the operator's argument.
 struct Layer {
-  static constexpr int64_t kTensors = 16;
-  explicit Layer(const Tensor* given)
-      : query(given), key(given + 2), value(given + 4), out(given + 6), attention_norm(given + 8),
-        up(given + 10), down(given + 12), norm(given + 14) {}
-  int64_t inner() const { return up.weight.dim() == 2 ? up.weight.size(0) : 0; }
+  static int64_t tensors(bool int8) { return int8 ? 22 : 16; }
+  Layer(const Tensor* next, bool int8)
+      : query(next, int8), key(next, int8), value(next, int8), out(next, int8),
+        attention_norm(next, false), up(next, int8), down(next, int8), norm(next, false) {}
+  int64_t inner() const { return up.bias.dim() == 1 ? up.bias.size(0) : 0; }
   bool fits(int64_t width) const {
     return query.is_linear(width, width) && key.is_linear(width, width) &&
            value.is_linear(width, width) && out.is_linear(width, width) && inner() > 0 &&
@@ -71,12 +90,6 @@ struct Layer {
   }
 
   Pair query, key, value, out, attention_norm, up, down, norm;
-};
-
-// Rows of floats that lie `stride` apart.
-struct Place {
-  float* data;
-  int64_t stride;
 };
 
 // The epilogues of a product: what happens to a piece of a row of its result.
@@ -96,13 +109,25 @@ struct AddResidual {
   int64_t stride;
 };
 
-// out [rows, N] = finish(in [rows, K] weight^T + bias)
-template <typename Finish = Nothing>
-void dense(int64_t rows, const float* in, int64_t width, const Pair& pair, const Place& out,
-           const Finish& finish = {}) {
-  const Operand b = Operand(pair.weight).transposed();
-  const Factor<float> factor{floats(pair.weight), floats(pair.bias), out.data};
-  multiply<float>({in, rows, width, width, 1}, b, &factor, 1, out.stride, finish);
+// out [rows, N] = finish(in [rows, K] weight^T + bias) for each of `count` weights of one shape and layout, whose
+// results lie row by row beside one another in places `stride` apart.
+template <size_t kCount, typename Finish = Nothing>
+void dense(int64_t rows, const float* in, int64_t width, const std::array<const Pair*, kCount>& pairs,
+           const std::array<float*, kCount>& out, int64_t stride, const Finish& finish = {}) {
+  if (pairs[0]->scale != nullptr) {
+    std::array<Int8Factor<float>, kCount> factors;
+    for (size_t i = 0; i < kCount; ++i) {
+      const Pair& pair = *pairs[i];
+      factors[i] = {static_cast<const uint8_t*>(pair.weight.const_data_ptr()), floats(*pair.scale),
+                    floats(pair.bias), out[i]};
+    }
+    return multiply_int8<float>(in, rows, width, factors.data(), kCount, pairs[0]->bias.size(0), stride,
+                                finish);
+  }
+  std::array<Factor<float>, kCount> factors;
+  for (size_t i = 0; i < kCount; ++i) factors[i] = {floats(pairs[i]->weight), floats(pairs[i]->bias), out[i]};
+  const Operand b = Operand(pairs[0]->weight).transposed();
+  multiply<float>({in, rows, width, width, 1}, b, factors.data(), kCount, stride, finish);
 }
 
 void norm(int64_t rows, int64_t width, float eps, const Pair& pair, const float* in, float* out) {
@@ -143,33 +168,24 @@ void run_layer(const Shape& shape, const Layer& layer, const States& states, int
                float* out) {
   const int64_t width = shape.width, rows = starts[batch], asked = starts_q[batch];
   float *query = states.qkv, *key = query + width, *value = key + width;
-  const Pair* inputs[] = {&layer.query, &layer.key, &layer.value};
-  float* outputs[] = {query, key, value};
-  Factor<float> factors[3];
-  bool alike = asking == x;
-  for (int i = 0; i < 3; ++i) {
-    factors[i] = {floats(inputs[i]->weight), floats(inputs[i]->bias), outputs[i]};
-    alike = alike && inputs[i]->weight.stride(0) == layer.query.weight.stride(0) &&
-            inputs[i]->weight.stride(1) == layer.query.weight.stride(1);
-  }
-  if (alike) {
-    const Operand b = Operand(layer.query.weight).transposed();
-    multiply<float>({x, rows, width, width, 1}, b, factors, 3, 3 * width);
+  const Pair &of_query = layer.query, &of_key = layer.key, &of_value = layer.value;
+  if (asking == x && of_key.is_laid_out_as(of_query) && of_value.is_laid_out_as(of_query)) {
+    dense<3>(rows, x, width, {&of_query, &of_key, &of_value}, {query, key, value}, 3 * width);
   } else {
-    dense(asked, asking, width, layer.query, {query, 3 * width});
-    dense(rows, x, width, layer.key, {key, 3 * width});
-    dense(rows, x, width, layer.value, {value, 3 * width});
+    dense<1>(asked, asking, width, {&of_query}, {query}, 3 * width);
+    dense<1>(rows, x, width, {&of_key}, {key}, 3 * width);
+    dense<1>(rows, x, width, {&of_value}, {value}, 3 * width);
   }
   const int64_t dim = width / shape.heads;
   attend({query, key, value, 3 * width, 3 * width, states.context, width, starts_q, starts, batch,
           shape.heads, dim, 1.0f / std::sqrt(static_cast<float>(dim))});
   // The residual is read before it is overwritten: `out` may be x.
   float *attended = states.inner, *normed = states.context;
-  dense(asked, states.context, width, layer.out, {attended, width}, AddResidual{asking, width});
+  dense<1>(asked, states.context, width, {&layer.out}, {attended}, width, AddResidual{asking, width});
   norm(asked, width, shape.eps, layer.attention_norm, attended, normed);
   const int64_t wide = layer.inner();
-  dense(asked, normed, width, layer.up, {states.inner, wide}, Gelu{shape.tanh});
-  dense(asked, states.inner, wide, layer.down, {out, width}, AddResidual{normed, width});
+  dense<1>(asked, normed, width, {&layer.up}, {states.inner}, wide, Gelu{shape.tanh});
+  dense<1>(asked, states.inner, wide, {&layer.down}, {out}, width, AddResidual{normed, width});
   norm(asked, width, shape.eps, layer.norm, out, out);
 }
 
@@ -197,12 +213,21 @@ bool are_rows(const int64_t* index, int64_t batch, const int32_t* starts_q, cons
   return true;
 }
 
-// The layers of these weights, 16 each; none of them if one is not fp32, or not of its shape.
+// The width of the layers with these weights; 0 if they have none.
+int64_t width_of(const std::vector<Tensor>& weights) {
+  const size_t bias = !weights.empty() && weights[0].scalar_type() == ScalarType::Byte ? 2 : 1;
+  return weights.size() > bias && weights[bias].dim() == 1 ? weights[bias].size(0) : 0;
+}
+
+// The layers of these weights, 16 each or 22 in 8 bits; none of them if one is not fp32 or in 8 bits, or not of
+// its shape.
 std::vector<Layer> layers_of(const std::vector<Tensor>& weights, int64_t width, int64_t head_size) {
   std::vector<Layer> layers;
-  if (head_size < 1 || width % head_size != 0 || weights.size() % Layer::kTensors != 0) return layers;
-  for (size_t i = 0; i < weights.size(); i += Layer::kTensors) {
-    layers.emplace_back(&weights[i]);
+  if (head_size < 1 || width < 1 || width % head_size != 0) return layers;
+  const bool int8 = weights[0].scalar_type() == ScalarType::Byte;
+  if (weights.size() % Layer::tensors(int8) != 0) return layers;
+  for (size_t i = 0; i < weights.size(); i += Layer::tensors(int8)) {
+    layers.emplace_back(&weights[i], int8);
     if (!layers.back().fits(width)) return {};
   }
   return layers;
@@ -210,11 +235,10 @@ std::vector<Layer> layers_of(const std::vector<Tensor>& weights, int64_t width, 
 
 // Whether `encoder` can take these weights.
 bool encoder_fits(const std::vector<Tensor>& weights, int64_t head_size) {
-  return !weights.empty() && weights[0].dim() == 2 &&
-         !layers_of(weights, weights[0].size(1), head_size).empty();
+  return !layers_of(weights, width_of(weights), head_size).empty();
 }
 
-// input [N, E] of sequences cu_seqlens int32 [B + 1]; 16 weights a layer -> [N, E], or of the last layer
+// input [N, E] of sequences cu_seqlens int32 [B + 1]; 16 or 22 weights a layer -> [N, E], or of the last layer
 // the rows with the indices `rows` int64 [P], cu_rows[b] to cu_rows[b + 1] of sequence b -> [P, E]. The
 // result is None if a weight does not fit (any more), as after model.half(), or the input is not fp32.
 std::optional<Tensor> encoder(const Tensor& input, const std::vector<Tensor>& weights,
@@ -227,6 +251,7 @@ std::optional<Tensor> encoder(const Tensor& input, const std::vector<Tensor>& we
                                  cu_rows->scalar_type() == ScalarType::Int)),
                   "encoder: input [N, E], offsets int32, rows int64 with their offsets");
   const int64_t width = input.size(1), batch = cu_seqlens.size(0) - 1;
+  if (weights.empty() || width != width_of(weights)) return std::nullopt;
   const std::vector<Layer> layers = layers_of(weights, width, head_size);
   if (layers.empty() || !is_here(input) || !input.is_contiguous()) return std::nullopt;
   Shape shape{width, width / head_size, 0, static_cast<float>(eps), tanh};

@@ -12,15 +12,18 @@ if TYPE_CHECKING:
     from fastplm._machine import keep_memory
     from fastplm.errors import FastplmError
     from fastplm.models._accelerate import accelerate, restore
+    from fastplm.models._quantize import dequantize, quantize
 
 __version__ = "0.1.0"
 __all__ = [
     "FastplmError",
     "accelerate",
+    "dequantize",
     "explain",
     "info",
     "keep_memory",
     "ops",
+    "quantize",
     "restore",
     "use_backend",
     "__version__",
@@ -29,9 +32,11 @@ __all__ = [
 _MODULES = {
     "FastplmError": "errors",
     "accelerate": "models._accelerate",
+    "dequantize": "models._quantize",
     "explain": "_explain",
     "info": "_explain",
     "keep_memory": "_machine",
+    "quantize": "models._quantize",
     "restore": "models._accelerate",
     "use_backend": "_backends",
 }

@@ -24,7 +24,7 @@ from fastplm._measured import ALONE, aspect, slower
 from fastplm._registry import needs_dispatch
 from fastplm.models._base import DROP_INS, GELUTanh, NewGELUActivation
 from fastplm.models._ragged import LastRows, RaggedBatch, Rows
-from fastplm.nn import Dropout, Linear
+from fastplm.nn import Dropout, Linear, LinearInt8
 from fastplm.ops.linear import is_split
 
 _BUILT = _extension.lacks("encoder", "CPU") is None
@@ -33,6 +33,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _METHODS = ("forward", "feed_forward_chunk", "_compiled_call_impl")
 #: The functions that the layers call, which a profiler may replace.
 _FUNCTIONS = (F.linear, F.gelu, F.layer_norm)
+_LINEAR = (Linear, LinearInt8)
 _has_global_hook = torch.nn.modules.module._has_any_global_hook
 _len_function_modes = torch._C._len_torch_function_stack
 #: The attribute of an encoder with its plan.
@@ -57,7 +58,7 @@ class _Plan(NamedTuple):
     forwards: tuple[Callable, ...]
     names: list[str]  # of the layers, in their order
     layers: dict
-    weights: list[nn.Parameter]  # 16 of each layer, see csrc/encoder.cpp
+    weights: list[Tensor]  # 16 of each layer, or 22 in 8 bits, see csrc/encoder.cpp
     head_size: int
     eps: float
     tanh: bool
@@ -107,7 +108,7 @@ class _Planner:
         self.modules: list[nn.Module] = []
         self.hooks: list[dict] = []
         self.recording: list[dict] = []
-        self.weights: list[nn.Parameter] = []
+        self.weights: list[Tensor] = []
         self.numbers: set[tuple[int, float, bool]] = set()
 
     def need(self, right: bool, what: str) -> None:
@@ -141,12 +142,16 @@ class _Planner:
         return self.module(found, *(kinds or tuple(DROP_INS.values())))
 
     def pair(self, parent: nn.Module, name: str, *kinds: type) -> nn.Module:
-        """A module with a weight and a bias."""
+        """A module with a weight and a bias, or in 8 bits with a scale, too."""
         module = self.child(parent, name, *kinds)
-        for key in ("weight", "bias"):
-            found = module._parameters.get(key)
-            self.need(type(found) is nn.Parameter and found.layout is torch.strided, key)
-            self.facts.append((module._parameters, key, found))
+        int8 = type(module) is LinearInt8
+        parameters, buffers = module._parameters, module._buffers
+        keys = [(buffers, "packed"), (buffers, "scale")] if int8 else [(parameters, "weight")]
+        for held, key in (*keys, (parameters, "bias")):
+            found: Any = held.get(key)
+            kind = nn.Parameter if held is parameters else Tensor
+            self.need(type(found) is kind and found.layout is torch.strided, key)
+            self.facts.append((held, key, found))
             self.weights.append(found)
         return module
 
@@ -155,7 +160,7 @@ class _Planner:
         attention = self.child(layer, "attention")
         own = self.child(attention, "self")
         for name in ("query", "key", "value"):
-            self.pair(own, name, Linear)
+            self.pair(own, name, *_LINEAR)
         self.child(own, "dropout", nn.Dropout, Dropout)
         eps = self._end(attention)
         tanh = self._activation(self.child(layer, "intermediate"))
@@ -168,14 +173,14 @@ class _Planner:
     def _end(self, block: nn.Module) -> float:
         """``EncoderOutput``: a linear layer, dropout, the residual and a norm."""
         output = self.child(block, "output")
-        self.pair(output, "dense", Linear)
+        self.pair(output, "dense", *_LINEAR)
         self.child(output, "dropout", nn.Dropout, Dropout)
         norm: Any = self.pair(output, "LayerNorm", nn.LayerNorm)
         return norm.eps
 
     def _activation(self, block: nn.Module) -> bool:
         """Whether the GELU is the form with a tanh."""
-        self.pair(block, "dense", Linear)
+        self.pair(block, "dense", *_LINEAR)
         kinds = (GELUActivation, NewGELUActivation, GELUTanh)
         act = self.child(block, "intermediate_act_fn", *kinds)
         if type(act) is GELUActivation:
@@ -257,7 +262,11 @@ def may_call(encoder: nn.Module, rows: int) -> bool:
         return False
     try:
         first = encoder._modules["layer"]._modules["0"]  # type: ignore[union-attr]
-        weight: Any = first._modules["intermediate"]._modules["dense"]._parameters["weight"]  # type: ignore[union-attr]
+        dense: Any = first._modules["intermediate"]._modules["dense"]  # type: ignore[union-attr]
+        if type(dense) is LinearInt8:
+            wanted = requested("attention"), requested("linear_int8")
+            return all(one in ("auto", "cpp") for one in wanted)
+        weight = dense._parameters["weight"]
     except (AttributeError, KeyError):
         weight = None
     if type(weight) is not nn.Parameter or weight.dtype is not torch.float32 or not weight.is_cpu:

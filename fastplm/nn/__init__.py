@@ -7,6 +7,7 @@ from fastplm.nn.contrastive import ContrastiveLoss, GradCache
 from fastplm.nn.dropout import Dropout
 from fastplm.nn.gelu import GELU
 from fastplm.nn.linear import Linear
+from fastplm.nn.linear_int8 import LinearInt8
 from fastplm.nn.mlm_head import AlbertMLMHead, BertMLMHead, ElectraMLMHead, MLMHead, RobertaMLMHead
 from fastplm.nn.rms_norm import RMSNorm
 from fastplm.nn.rtd_head import ElectraRTDHead, RTDHead
@@ -23,6 +24,7 @@ __all__ = [
     "GELU",
     "GradCache",
     "Linear",
+    "LinearInt8",
     "MLMHead",
     "RMSNorm",
     "RTDHead",

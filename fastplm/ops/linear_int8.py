@@ -7,9 +7,10 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
+from fastplm._backends import is_traced, requested
 from fastplm._checks import check_shape
 from fastplm._declare import Arg
-from fastplm._registry import Op
+from fastplm._registry import Op, needs_dispatch
 from fastplm.errors import UnsupportedError, fail
 from fastplm.ops._common import csrc_rejects
 from fastplm.reference.linear_int8 import PANEL, STEP, linear_int8_ref, quantize_int8
@@ -20,6 +21,8 @@ _FIX = "Take `weight` and `scale` from ops.quantize_int8."
 _MOST_DEPTH = (2**31 - 1) // 127**2
 #: The most dimensions of a tensor that csrc/ makes.
 _MOST_DIMS = 8
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Call(NamedTuple):
@@ -81,6 +84,8 @@ def linear_int8(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | Non
         al. 2022 (arXiv 2208.07339), section 2.1, for a scale of each row and each output.
     Reference: ``fastplm.reference.linear_int8.linear_int8_ref``.
     """
+    if _is_plain(input, weight, scale, bias):
+        return torch.ops.fastplm_C.linear_int8.default(input, weight, scale, bias)
     if isinstance(input, Tensor) and input.requires_grad and torch.is_grad_enabled():
         fail(
             _WHERE,
@@ -94,6 +99,29 @@ def linear_int8(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | Non
 
 
 _rejects = csrc_rejects("linear_int8", fp64=False)
+_BUILT = _rejects((torch.empty(0),), forced=False) is None
+
+
+def _is_plain(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> bool:
+    """Whether a call is right, and for csrc/: what a layer asks in less time than all checks take."""
+    return (
+        _BUILT
+        and not is_traced()
+        and type(input) in _PLAIN
+        and type(weight) is Tensor
+        and input.is_cpu
+        and weight.is_cpu
+        and input.dtype in _DTYPES
+        and (bias is None or (type(bias) in _PLAIN and bias.dtype is input.dtype and bias.is_cpu))
+        and requested("linear_int8") in ("auto", "cpp")
+        and not needs_dispatch((input, weight, scale, bias))
+        and not (torch.is_grad_enabled() and input.requires_grad)
+        and 0 < input.dim() <= _MOST_DIMS
+        and min(input.numel(), scale.numel()) > 0
+        and input.shape[-1] <= _MOST_DEPTH
+        and weight.shape[1] == -(-input.shape[-1] // STEP)
+        and (bias is None or bias.shape == scale.shape)
+    )
 
 
 def _cpp_rejects(call: Call, *, forced: bool) -> str | None:
