@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from fastplm.errors import UnsupportedError, check, fail

@@ -17,8 +17,8 @@ from fastplm.reference.linear_int8 import (
     unpack_int8,
 )
 
-#: The names of the weight and its scale in a state dict. No float layer has them, so neither kind of
-#: checkpoint is loaded as the other.
+#: The names of the weight and its scale in a state dict. No layer of floats has them, so neither
+#: kind of checkpoint is loaded as the other.
 _WEIGHT, _SCALE = "weight_int8", "weight_scale"
 
 
@@ -49,8 +49,9 @@ class LinearInt8(nn.Module):
         self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("scale", scale, persistent=False)
         bias: Any = linear.bias
-        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-        # In a tuple, as the layer itself must be no submodule: its weight would be in the state dict.
+        own = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.register_parameter("bias", own)
+        # In a tuple, as a submodule's weight would be in the state dict.
         self._kept = (linear,) if keep_weight else None
         self._dtype = weight.dtype
         self.train(False)

@@ -103,7 +103,7 @@ _BUILT = _rejects((torch.empty(0),), forced=False) is None
 
 
 def _is_plain(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> bool:
-    """Whether a call is right, and for csrc/: what a layer asks in less time than all checks take."""
+    """Whether a call is right, and for csrc/, in less time than all checks take: layers ask."""
     return (
         _BUILT
         and not is_traced()

@@ -1,4 +1,4 @@
-"""ops.linear_int8 against its reference, bit for bit where there are only integers, and at extremes."""
+"""ops.linear_int8 against its reference, bit for bit without a bias, and at extremes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastplm.testing import check_error
 LACKING = _extension.lacks("linear_int8", "CPU")
 needs_csrc = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-#: Tiles of every height, panels that are not full, steps that are not, more rows than are quantized at once.
+#: Tiles of every height, panels and steps that are not full, more rows than are quantized at once.
 SHAPES = [
     *((rows, 40, 13) for rows in range(1, 26)),
     *((7, columns, 8) for columns in (1, 15, 16, 17, 31, 33, 64, 65, 130)),
