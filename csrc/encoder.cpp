@@ -22,6 +22,7 @@
 #include "linear_few_rows.h"
 #include "linear_product.h"
 #include "linear_int8.h"
+#include "linear_int8_product.h"
 #include "attention_call.h"
 #include "encoder.h"
 
@@ -37,7 +38,7 @@ const float* floats(const Tensor& tensor) { return static_cast<const float*>(ten
 
 const int32_t* ints(const Tensor& tensor) { return static_cast<const int32_t*>(tensor.const_data_ptr()); }
 
-// Of this type and on the CPU, with memory: a storage can be freed under its tensor.
+// Whether it is of this type and on the CPU, with memory: a storage can be freed under its tensor.
 bool is_here(const Tensor& tensor, ScalarType type = ScalarType::Float) {
   return tensor.is_cpu() && tensor.scalar_type() == type &&
          (tensor.numel() == 0 || tensor.const_data_ptr() != nullptr);

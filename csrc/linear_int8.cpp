@@ -18,6 +18,7 @@
 #include "linear_few_rows.h"
 #include "linear_product.h"
 #include "linear_int8.h"
+#include "linear_int8_product.h"
 
 namespace fastplm::FASTPLM_LEVEL {
 namespace {

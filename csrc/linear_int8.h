@@ -11,15 +11,13 @@
 //
 // Source: Jacob et al. 2018, "Quantization and Training of Neural Networks for Efficient
 // Integer-Arithmetic-Only Inference", section 2; rows scaled one by one as in Dettmers et al. 2022
-// (arXiv 2208.07339), section 2. Included once a level, after lanes.h and linear_product.h.
+// (arXiv 2208.07339), section 2. Included once a level, after vectors.h, lanes.h and linear.h.
 
 namespace fastplm::FASTPLM_LEVEL {
 
 constexpr int64_t kPanel = 16;     // columns of a panel
 constexpr int64_t kStepDepth = 4;  // k of a step
-constexpr int64_t kInt8Group = 64;   // columns that a thread computes at a time
-constexpr int64_t kInt8Rows = 256;   // rows of those, ...
-constexpr int64_t kInt8Most = 2048;  // and rows that are quantized before they are multiplied
+constexpr int64_t kInt8Group = 64;  // columns that a thread computes at a time
 constexpr float kMostQuantum = 127.0f;
 // Rows with no larger number are zeros: 127 / a would overflow.
 constexpr float kLeastPeak = 0x1p-119f;
@@ -234,7 +232,7 @@ Tile<typename kTile::Q> tile_of(int64_t rows) {
   return kTile::template run<kHeight>;
 }
 
-// --- the product ----------------------------------------------------------------------------------
+// --- blocks ---------------------------------------------------------------------------------------
 
 // A packed B [K, N], its scales and a bias, and where its product goes.
 template <typename T>
@@ -273,60 +271,6 @@ void int8_block(const Quanta<typename kTile::Q>& a, int64_t steps, const Int8Fac
     }
     for (int64_t m = row; m < row + rows; ++m) finish(m, n, end - n, factor.out + m * out_row + n);
   }
-}
-
-template <typename kTile, typename T, typename Finish>
-void product_int8(const T* a, int64_t rows, int64_t depth, const Int8Factor<T>* factors, int64_t count,
-                  int64_t columns, int64_t out_row, const Finish& finish) {
-  using Q = typename kTile::Q;
-  const int64_t steps = ceil_div(depth, kStepDepth), most = std::min(rows, kInt8Most);
-  // One more cache line, so that rows do not compete for the same places in the cache.
-  const int64_t stride = round_up(steps * kStepDepth, 64) + 64;
-  const int64_t floats = ceil_div(most * stride * int64_t{sizeof(Q)}, int64_t{sizeof(float)});
-  const Room room(floats + 2 * most);
-  const Quanta<Q> quanta{reinterpret_cast<Q*>(room.data), stride, room.data + floats,
-                         reinterpret_cast<int32_t*>(room.data + floats + most)};
-  for (int64_t start = 0; start < rows; start += most) {
-    const int64_t given = std::min(most, rows - start);
-    for_ranges(given, 1, 8, [&](int64_t first, int64_t last) {
-      std::vector<float> wide(std::is_same_v<T, float> ? 0 : depth);
-      for (int64_t m = first; m < last; ++m) {
-        quantize_row(depth, as_floats(depth, depth, a + (start + m) * depth, wide.data()), m, quanta);
-      }
-    });
-    const int64_t groups = ceil_div(columns, kInt8Group), blocks = ceil_div(given, kInt8Rows);
-    in_parallel(count * blocks * groups, [&](int64_t number) {
-      Int8Factor<T> factor = factors[number / (blocks * groups)];
-      factor.out += start * out_row;
-      const int64_t first = number / groups % blocks * kInt8Rows;
-      int8_block<kTile>(quanta, steps, factor, columns, out_row, first, std::min(first + kInt8Rows, given),
-                        number % groups * kInt8Group, finish);
-    });
-  }
-}
-
-#if FASTPLM_WIDTH == 16
-inline bool has_vnni() {
-  static const bool has = __builtin_cpu_supports("avx512vnni");
-  return has;
-}
-#endif
-
-// out [M, N] = A B + bias for each of `count` factors of one shape; then finish(row, column, count, values).
-// A [M, K] is dense, and no size is 0.
-template <typename T, typename Finish = Nothing>
-void multiply_int8(const T* a, int64_t rows, int64_t depth, const Int8Factor<T>* factors, int64_t count,
-                   int64_t columns, int64_t out_row, const Finish& finish = {}) {
-#if FASTPLM_WIDTH == 16
-  if (has_vnni()) {
-    return product_int8<VnniTile>(a, rows, depth, factors, count, columns, out_row, finish);
-  }
-#endif
-#if FASTPLM_WIDTH >= 8
-  product_int8<WideTile>(a, rows, depth, factors, count, columns, out_row, finish);
-#else
-  product_int8<PlainTile>(a, rows, depth, factors, count, columns, out_row, finish);
-#endif
 }
 
 }  // namespace fastplm::FASTPLM_LEVEL

@@ -34,6 +34,8 @@ def attention(cases: str) -> str:
 
 CALL = "fastplm/models/_encoder_call.py"
 CALLED = "tests/models/test_encoder_call.py -k"
+INT8 = "tests/ops/test_linear_int8.py -k"
+QUANTIZED = "tests/models/test_quantize.py -k"
 CONTRACT = "tests/models/test_contract.py -k"
 REPLACED = "tests/ops/test_replaced_token_loss.py -k"
 LOSS = "tests/ops/test_linear_cross_entropy.py -k"
@@ -769,18 +771,51 @@ MUTATIONS = (
         f"{REPLACED} 'no_row_counts and cpp'",
         3,
     ),
+    Mutation("csrc/linear_int8.h", "-128 * sum;", "-127 * sum;", f"{INT8} bit_for_bit", 3),
+    Mutation("csrc/linear_int8.h", "peak < kLeastPeak", "false", f"{INT8} smallest", 4),
+    Mutation(
+        "csrc/encoder.cpp",
+        "floats(*pair.scale),",
+        "floats(*pairs[0]->scale),",
+        f"{QUANTIZED} error_of_the_layers",
+        4,
+    ),
+    Mutation(
+        "fastplm/nn/linear_int8.py",
+        "self.scale = scale.to(self.scale.device)",
+        "pass",
+        f"{QUANTIZED} 16_bits",
+    ),
+    Mutation(
+        "fastplm/nn/linear_int8.py",
+        "self._kept = None  # another",
+        "pass  # another",
+        f"{QUANTIZED} safetensors",
+    ),
+    Mutation(
+        "fastplm/models/_quantize.py",
+        "module.get_parameter(name).requires_grad_()",
+        "pass",
+        f"{QUANTIZED} kept_weights",
+    ),
+    Mutation(
+        "fastplm/models/_quantize.py",
+        "    model.requires_grad_(False)",
+        "",
+        f"{QUANTIZED} training",
+    ),
     Mutation("csrc/encoder.h", "* 0.707106781f;", "* 0.7f;", f"{CALLED} error_is_that", 3),
     Mutation(
         "csrc/encoder.cpp",
-        "AddResidual{normed, width}",
-        "AddResidual{asking, width}",
+        "width, AddResidual{normed, width});",
+        "width, AddResidual{asking, width});",
         f"{CALLED} error_is_that",
         4,
     ),
     Mutation(
         "csrc/encoder.cpp",
-        "bool alike = asking == x;",
-        "bool alike = true;",
+        "if (asking == x && of_key",
+        "if (of_key",
         f"{CALLED} error_is_that",
         5,
     ),
@@ -835,7 +870,7 @@ MUTATIONS = (
             ("and list(self.layers) == self.names", "", "change_is_seen"),
             ("map(vars, self.modules), self.attributes", "(), ()", "change_is_seen"),
             ('self.need(not module.training, "training")', "", "hook_that_is_gone"),
-            ("self.facts.append((module._parameters, key, found))", "", "change_is_seen"),
+            ("self.facts.append((held, key, found))", "", "change_is_seen"),
             ("        or _has_global_hook()\n", "", "run_themselves"),
             ("if rows.key_mask is not None:", "if False:", "run_themselves"),
             ("forget(encoder)  # whose", "pass  # whose", "replaced_are_not_kept"),

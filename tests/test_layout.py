@@ -330,6 +330,7 @@ def early_messages(tree: ast.AST) -> list[str]:
         if isinstance(node, ast.FunctionDef) and node.name in (
             "__init__",
             "extra_repr",
+            "_load_from_state_dict",
             "_compiled",
             "rows_computed",
         ):

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from fastplm.errors import UnsupportedError, check, fail
+from fastplm.errors import UnsupportedError, fail
 
 _Model = TypeVar("_Model", bound=nn.Module)
 #: The attribute with the names of the parameters that required a gradient.
@@ -55,18 +55,11 @@ def quantize(model: _Model, *, skip: Sequence[str] = (), keep_weights: bool = Fa
     from fastplm.nn import LinearInt8
 
     where = "quantize"
-    check(
-        isinstance(model, nn.Module),
-        where,
-        "model",
-        f"a {type(model).__name__}",
-        "a torch.nn.Module",
-        "Pass the model itself.",
-    )
+    _check_module(where, model)
     unknown = set(skip)
     found: list[tuple[nn.Module, str, nn.Module]] = []
     for name, parent, key, linear in _linears(model):
-        ends = {end for end in skip if f".{name}".endswith(f".{end}")}
+        ends = {end for end in skip if ("." + name).endswith("." + end)}
         unknown -= ends
         if not ends:
             found.append((parent, key, linear))
@@ -75,16 +68,11 @@ def quantize(model: _Model, *, skip: Sequence[str] = (), keep_weights: bool = Fa
         fix = "Take names of model.named_modules()."
         fail(where, "skip", sorted(unknown), expected, fix, UnsupportedError)
     already = any(isinstance(module, LinearInt8) for module in model.modules())
-    expected = "a model whose blocks, in an nn.ModuleList, have layers of exactly nn.Linear"
-    check(
-        bool(found) or already,
-        where,
-        "model",
-        f"a {type(model).__name__} without linear layers in blocks",
-        expected,
-        "Quantize before adapters are added, or merge them.",
-        UnsupportedError,
-    )
+    if not found and not already:
+        got = f"a {type(model).__name__} without linear layers in blocks"
+        expected = "a model whose blocks, in an nn.ModuleList, have layers of exactly nn.Linear"
+        fix = "Quantize before adapters are added, or merge them."
+        fail(where, "model", got, expected, fix, UnsupportedError)
     trained = [name for name, one in model.named_parameters() if one.requires_grad]
     for parent, key, linear in found:
         setattr(parent, key, LinearInt8(linear, keep_weight=keep_weights))
@@ -109,14 +97,7 @@ def dequantize(model: _Model) -> _Model:
     from fastplm.models._base import DROP_INS, drop_in_for
     from fastplm.nn import LinearInt8
 
-    check(
-        isinstance(model, nn.Module),
-        "dequantize",
-        "model",
-        f"a {type(model).__name__}",
-        "a torch.nn.Module",
-        "Pass the model itself.",
-    )
+    _check_module("dequantize", model)
     drop_ins = set(DROP_INS.values())
     accelerated = any(type(module) in drop_ins for module in model.modules())
     for parent in list(model.modules()):
@@ -133,6 +114,12 @@ def dequantize(model: _Model) -> _Model:
         for name in vars(module).pop(_TRAINED, ()):
             module.get_parameter(name).requires_grad_()
     return model
+
+
+def _check_module(where: str, model: object) -> None:
+    if not isinstance(model, nn.Module):
+        got = f"a {type(model).__name__}"
+        fail(where, "model", got, "a torch.nn.Module", "Pass the model itself.")
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:

@@ -27,7 +27,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 class Call(NamedTuple):
     input: Annotated[Tensor, Arg("[...]")]
-    weight: Annotated[Tensor, Arg("[P, S, H, F]", (torch.uint8,), _FIX)]
+    weight: Annotated[Tensor, Arg(None, (torch.uint8,), _FIX)]
     scale: Annotated[Tensor, Arg("[M]", (torch.float32,), _FIX)]
     bias: Annotated[Tensor | None, Arg("[M]", "input")] = None
 

@@ -287,9 +287,12 @@ def test_safetensors(family, tmp_path):
     model = fastplm.quantize(made(family))
     save_model(model, str(tmp_path / "int8.safetensors"))
     torch.manual_seed(3)
-    other = fastplm.quantize(MODELS[family]().eval())
+    other = fastplm.quantize(MODELS[family]().eval(), keep_weights=True)
     load_model(other, str(tmp_path / "int8.safetensors"))
     assert torch.equal(states(other, GIVEN), states(model, GIVEN))
+    # It does not go back to weights that are not those of the checkpoint.
+    given_back = states(fastplm.dequantize(copy.deepcopy(other)), GIVEN)
+    assert torch.equal(given_back, states(fastplm.dequantize(copy.deepcopy(model)), GIVEN))
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(states(again, GIVEN), states(model, GIVEN))
 
