@@ -4,6 +4,7 @@
 namespace fastplm::FASTPLM_LEVEL {
 
 constexpr int64_t kInt8Rows = 256;   // rows that a thread computes at a time
+constexpr int64_t kInt8Quantized = 32768;  // numbers that are worth a thread
 constexpr int64_t kInt8Most = 2048;  // rows that are quantized before they are multiplied
 
 template <typename kTile, typename T, typename Finish>
@@ -19,7 +20,7 @@ void product_int8(const T* a, int64_t rows, int64_t depth, const Int8Factor<T>* 
                          reinterpret_cast<int32_t*>(room.data + floats + most)};
   for (int64_t start = 0; start < rows; start += most) {
     const int64_t given = std::min(most, rows - start);
-    for_ranges(given, 1, 8, [&](int64_t first, int64_t last) {
+    for_ranges(given, 1, ceil_div(kInt8Quantized, depth), [&](int64_t first, int64_t last) {
       std::vector<float> wide(std::is_same_v<T, float> ? 0 : depth);
       for (int64_t m = first; m < last; ++m) {
         quantize_row(depth, as_floats(depth, depth, a + (start + m) * depth, wide.data()), m, quanta);
