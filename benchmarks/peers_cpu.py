@@ -279,6 +279,9 @@ def measure(label: str, model: Any, tokenizer: Any, args: argparse.Namespace) ->
     longest = getattr(model.config, "max_position_embeddings", 512)
     table, fields = VARIANTS[args.task], MEMORY_FIELDS if args.memory else FIELDS
     beams = f", {args.beams} beams" if args.beams > 1 else ""
+    order = "sorted" if args.sorted else "natural"
+    if args.length is not None and args.task != "train":
+        order = "one length"
     with tempfile.TemporaryDirectory() as folder:
         given = Given(args.task, Path(folder), [], args.beams)
         for part in (model, tokenizer):
@@ -295,8 +298,7 @@ def measure(label: str, model: Any, tokenizer: Any, args: argparse.Namespace) ->
                 rows = compare(runs, table, batches, args.rounds)
             about = {**machine_line(), "task": args.task + beams, "model": label}
             about |= {"batch": len(batches[0].inputs["input_ids"]), "batches": len(batches)}
-            about |= {"order": "sorted" if args.sorted else "natural"}
-            about |= {"padding": f"{padding_of(batches):.2f}"}
+            about |= {"order": order, "padding": f"{padding_of(batches):.2f}"}
             for row in rows:
                 row = about | row
                 row["version"] = importlib.metadata.version(table[row["variant"]].package)
