@@ -47,8 +47,6 @@ MEMORY_FIELDS = (*SETTING, "imported_mb", "peak_mb")
 ALLOWED = 1e-4
 #: Seconds until the threads of a runtime stop to wait busily for more work.
 ASLEEP = 5e-3
-#: The batches whose ranges of values OpenVINO's int8 model gets.
-EXAMPLES = 8
 
 
 def bert(hidden: int, layers: int, heads: int) -> transformers.BertConfig:
@@ -292,7 +290,7 @@ def measure(label: str, model: Any, tokenizer: Any, args: argparse.Namespace) ->
                 part.save_pretrained(given.checkpoint)
         runs: dict[str, Run] = {}
         for batches in settings(args, tokenizer, longest):
-            given.examples = given.examples or batches[:EXAMPLES]
+            given.examples = given.examples or batches
             if args.memory:
                 rows = memories(args.variants, given, batches)
             else:

@@ -63,9 +63,11 @@ def test_sorted_texts_and_texts_of_one_length_have_less_padding(run):
 
 
 @pytest.mark.parametrize("task", ["rerank", "tag", "generate", "train"])
-def test_every_task_agrees_with_transformers(run, task):
-    rows = run("--task", task, "--length", "9", "--variants", STOCK, "fastplm")
-    assert [row["task"] for row in rows] == [task] * 4
+def test_every_task_agrees_with_transformers(run, task, monkeypatch):
+    monkeypatch.setattr(peers_cpu_variants, "NEW", 4)
+    options = "--length", "9", "--batch-size", "4", "--rounds", "1", "--variants", STOCK, "fastplm"
+    rows = run("--task", task, *options)
+    assert [row["task"] for row in rows] == [task] * 2
     assert all(row["ms"] for row in rows)
 
 
