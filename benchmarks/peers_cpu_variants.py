@@ -8,7 +8,6 @@ the largest memory that the process had, in bytes: first after its imports, then
 
 from __future__ import annotations
 
-import copy
 import importlib
 import json
 import pickle
@@ -348,7 +347,10 @@ def of_ctranslate2(kind: str) -> Callable[[Given], Run]:
         if given.task == "generate":
             return ctranslate2_generation(given, options)
         encoder = ctranslate2.Encoder(converted(given), **options)
-        head = None if given.task == "embed" else copy.deepcopy(given.model().classifier)
+        head = None
+        if given.task != "embed":  # saved by itself, as its process needs no other weights
+            path = given.made("head.pt", lambda path: torch.save(given.model().classifier, path))
+            head = torch.load(path, weights_only=False)
         state = "pooler_output" if given.task == "rerank" else "last_hidden_state"
 
         def run(batch: Batch) -> Any:
@@ -425,7 +427,9 @@ VARIANTS: dict[str, dict[str, Variant]] = {
     "rerank": {
         **ENCODING,
         "CrossEncoder": Variant("sentence-transformers", of_cross_encoder(same)),
-        "CrossEncoder, fastplm": Variant("fastplm", of_cross_encoder(fastplm.accelerate)),
+        "CrossEncoder, fastplm": Variant(
+            "sentence-transformers", of_cross_encoder(fastplm.accelerate)
+        ),
     },
     "tag": ENCODING,
     "generate": GENERATION,
