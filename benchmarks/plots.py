@@ -1,9 +1,9 @@
 """Pictures from the rows alone: ``python benchmarks/plots.py [RESULTS [IMAGES]]``.
 
 For each machine with rows, IMAGES/<picture>-<machine>.png: "roofline" (each kernel under what the
-machine can do), "speed" (bars against peers), "padding" (a model's step by its share of padding)
-and "memory" (a loss by the size of its vocabulary). A picture without its rows is not drawn; a
-message names the missing rows.
+machine can do), "speed" (bars against peers), "padding" (a model's step by its share of padding),
+"memory" (a loss by the size of its vocabulary) and, from peers_cpu.csv, "peers" (inference on a
+CPU). A picture without its rows is not drawn; a message names the missing rows.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ Key = tuple[str, str, str]
 
 OURS = "fastplm"
 KEY = ("op", "case", "direction", "variant")
+PEERS_KEY = ("task", "model", "order", "padding", "batch", "variant")
 # Okabe and Ito's colours, which colour-blind people can tell apart.
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, YELLOW = (
     *("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442"),
@@ -48,17 +49,17 @@ MARKERS = {"forward": "o", "backward": "v", "training": "s"}
 # --- rows -----------------------------------------------------------------------------------------
 
 
-def latest_rows(folder: Path) -> list[Row]:
+def latest_rows(folder: Path, key: tuple[str, ...] = KEY) -> list[Row]:
     """The rows of each (op, case, direction) under a machine's folder, from its last run alone, as
-    only variants that took turns can be compared."""
-    latest: dict[Key, dict[str, Row]] = {}
+    only variants that took turns can be compared. ``key`` names other columns, the variant last."""
+    latest: dict[tuple[str, ...], dict[str, Row]] = {}
     for path in sorted(folder.glob("*.csv")):
         with path.open(newline="") as file:
             reader = csv.DictReader(file)
-            if not set(KEY) <= set(reader.fieldnames or ()):
+            if not set(key) <= set(reader.fieldnames or ()):
                 continue  # a table of another kind, such as that of fine-tuning
             for row in reader:
-                variants = latest.setdefault((row["op"], row["case"], row["direction"]), {})
+                variants = latest.setdefault(tuple(row[name] for name in key[:-1]), {})
                 if any(other["date"] != row["date"] for other in variants.values()):
                     variants.clear()
                 variants[row["variant"]] = row
@@ -465,6 +466,61 @@ def memory(rows: list[Row]) -> Figure | str:
     return figure
 
 
+_ORDERS = {
+    "natural": (BLUE, "o", "in their own order"),
+    "sorted": (GREEN, "^", "sorted by length"),
+    "one length": (ORANGE, "s", "of one length"),
+}
+
+
+def peers(rows: list[Row]) -> Figure | str:
+    """Hidden states of texts: fastplm's rate over that of the best other variant in fp32, by the
+    number of texts at once; one panel a model, one line an order of the texts."""
+    gains: dict[str, dict[str, dict[int, tuple[float, str, Row]]]] = {}
+    settings: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in of_one_machine(row for row in rows if row["task"] == "embed"):
+        if number(row, "texts_per_s") and "int8" not in row["variant"]:
+            setting = tuple(row[name] for name in PEERS_KEY[:-1])
+            settings.setdefault(setting, {})[row["variant"]] = row
+    for (_, model, order, _, batch), found in settings.items():
+        others = [row for name, row in found.items() if name != OURS]
+        if OURS in found and others:
+            best = max(others, key=lambda row: number(row, "texts_per_s"))
+            gain = number(best, "ms") / number(found[OURS], "ms")
+            of_order = gains.setdefault(model, {}).setdefault(order, {})
+            of_order[int(batch)] = (gain, best["variant"], found[OURS])
+    points = [at for orders in gains.values() for of in orders.values() for at in of.values()]
+    if not points:
+        return "no rows of fastplm beside others (python benchmarks/peers_cpu.py)"
+    ahead = sum(gain >= 1 for gain, _, _ in points)
+    title = f"Hidden states on a CPU: fastplm is the fastest in {ahead} of {len(points)} cases"
+    figure = _figure(title, [row for _, _, row in points], (9, 3.9))
+    axes_row = figure.subplots(1, len(gains), sharey=True, squeeze=False)[0]
+    for axes, (model, orders) in zip(axes_row, gains.items(), strict=True):
+        axes.axhline(1, color="black", linewidth=0.9)
+        for order, found in orders.items():
+            colour, marker, label = _ORDERS[order]
+            sizes = sorted(found)
+            heights = [found[size][0] for size in sizes]
+            axes.plot(sizes, heights, marker=marker, color=colour, label=f"texts {label}")
+            for size in sizes:
+                gain, best, row = found[size]
+                text = f"{100 * number(row, 'padding'):.0f} %\n{best}"
+                place = dict(xytext=(0, 7), textcoords="offset points", ha="center")
+                axes.annotate(text, (size, gain), **place, fontsize=6.5, color=colour)
+        sizes = sorted({size for found in orders.values() for size in found})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, list(map(str, sizes)))
+        axes.set_xlabel("texts at once", fontsize=10)
+        axes.set_title(model, fontsize=9.5, loc="left")
+        axes.margins(x=0.2, y=0.2)
+        _clean(axes)
+    axes_row[0].set_ylabel("rate relative to the best other in fp32", fontsize=9)
+    axes_row[0].yaxis.set_major_formatter(lambda value, _: f"{value:g}×")
+    axes_row[0].legend(fontsize=8.5, frameon=False, loc="upper left", title_fontsize=8)
+    return figure
+
+
 PICTURES: dict[str, Callable[[list[Row]], Figure | str]] = {
     "roofline": roofline,
     "speed": speed,
@@ -484,8 +540,10 @@ def draw(
     rows = [row for row in latest_rows(folder) if row["op"] not in without]
     images.mkdir(parents=True, exist_ok=True)
     drawn, missing = [], []
-    for name, picture in PICTURES.items():
-        figure = picture(rows)
+    figures = {name: picture(rows) for name, picture in PICTURES.items()}
+    if of_peers := latest_rows(folder, PEERS_KEY):
+        figures["peers"] = peers(of_peers)
+    for name, figure in figures.items():
         if isinstance(figure, str):
             missing.append(f"{name}{suffix}: {figure}")
             continue

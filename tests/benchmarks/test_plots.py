@@ -188,6 +188,27 @@ def test_memory_is_drawn_by_the_size_of_the_vocabulary():
     assert "2,048" in title(figure) and "2.5×" in title(figure)
 
 
+def rates(batch, padding, order="natural", date="2026-01-02 03:04", **ms):
+    about = dict(date=date, machine="cpu", torch="2", triton="3", commit="abc", task="embed")
+    about |= dict(model="minilm", batch=batch, order=order, padding=padding)
+    for variant, time in ms.items():
+        row = about | dict(variant=variant.replace("_", " "), ms=time, texts_per_s=1e3 / time)
+        yield {name: str(value) for name, value in row.items()}
+
+
+def test_inference_is_drawn_over_the_best_peer_in_fp32(tmp_path):
+    rows = [*rates(1, 0, fastplm=2, openvino=2, transformers_sdpa=9, openvino_int8=1)]
+    rows += rates(8, 0.4, fastplm=1, openvino=9, date="2025-01-01 00:00")
+    rows += rates(8, 0.4, fastplm=10, openvino=30, onnxruntime=15)
+    rows += rates(8, 0.1, "sorted", fastplm=10, openvino=9)
+    write(tmp_path / "peers_cpu.csv", rows, rows[0])
+    figure = plots.peers(plots.latest_rows(tmp_path, plots.PEERS_KEY))
+    lines = {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].lines[1:]}
+    assert lines == {"texts in their own order": [1, 1.5], "texts sorted by length": [0.9]}
+    assert "2 of 3" in title(figure)
+    assert "40 %\nonnxruntime" in [text.get_text() for text in figure.axes[0].texts]
+
+
 def test_every_machine_gets_its_pictures_and_what_is_missing_is_said(tmp_path):
     write(tmp_path / "rows/cpu/attention.csv", [row(gb_per_s=4, gflop_per_s=8)])
     write(tmp_path / "rows/some-gpu/bert.csv", steps("x padding {}% y", {0: 1, 30: 1, 50: 1}))
