@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastplm._checks import check_int
 from fastplm.data import load_tokenizer
 from fastplm.errors import check, check_choice, check_type
 from fastplm.inference._checkpoint import head_of, load_model
@@ -44,16 +45,20 @@ class _Column:
         function: Callable[..., Any],
         model: str | Path,
         columns: tuple[str, ...],
-        into: str,
+        into: tuple[str, ...],
         settings: dict[str, Any],
-        how: tuple[bool, str, int | None],
+        bf16: bool,
+        matmul_precision: str,
+        threads: int | None,
     ) -> None:
         inspect.signature(function).bind(None, None, (), **settings)  # TypeError of unknown ones
+        check_choice(where, "matmul_precision", matmul_precision, MATMUL_PRECISIONS)
+        if threads is not None:
+            check_int(where, "threads", threads, 1, 1024, "Pass a number of threads.")
+        config_at(where, "model", model)
         self._where, self._columns, self._into, self._settings = where, columns, into, settings
-        self._model = Path(model)
-        self._bf16, self._precision, self._threads = how
-        check_choice(where, "matmul_precision", self._precision, MATMUL_PRECISIONS)
-        config_at(where, "model", self._model)
+        self._model, self._bf16 = Path(model), bf16
+        self._precision, self._threads = matmul_precision, threads
         known = ((path.name, path.stat()) for path in self._model.iterdir())
         self._files = sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in known)
 
@@ -62,7 +67,7 @@ class _Column:
         """The model and its tokenizer."""
         raise NotImplementedError
 
-    def _added(self, *texts: list[str]) -> dict[str, Any]:
+    def _added(self, *texts: list[str]) -> tuple[Any, ...]:
         """The new columns, of the texts of each of ``columns``."""
         raise NotImplementedError
 
@@ -73,15 +78,16 @@ class _Column:
         """The batch with the new columns; texts are a list or an array [B] of strings."""
         expected = "a dictionary of columns, as map_batches and map(batched=True) give it"
         check_type(self._where, "batch", batch, Mapping, expected)
-        got, names = f"the columns {', '.join(batch)}", " and ".join(self._columns)
-        there = all(name in batch for name in self._columns)
-        fix = "Name the column of the texts with `column`."
-        check(there, self._where, "batch", got, f"a column {names}", fix)
+        got = f"the columns {', '.join(batch)}"
+        for name in self._columns:
+            fix = "Name the column of the texts with `column`."
+            check(name in batch, self._where, "batch", got, f"a column {name} among them", fix)
+        for name in self._into:
+            fix = "Name another one with `into`."
+            check(name not in batch, self._where, "into", got, f"no column {name} yet", fix)
         with computing(self._threads), fp32_products(self._precision):
             added = self._added(*(list(batch[name]) for name in self._columns))
-        twice, fix = ", ".join(added.keys() & batch.keys()), "Choose another name with `into`."
-        check(not twice, self._where, "into", f"{twice}, which is there", "a new column", fix)
-        return {**batch, **added}
+        return {**batch, **dict(zip(self._into, added, strict=True))}
 
 
 class TextEmbedder(_Column):
@@ -116,7 +122,7 @@ class TextEmbedder(_Column):
         **settings: Any,
     ) -> None:
         how = bf16, matmul_precision, threads
-        super().__init__("embed", embed, model, (column,), into, settings, how)
+        super().__init__("embed", embed, model, (column,), (into,), settings, *how)
         if not {"pooling", "words"} & settings.keys():
             self._settings = (sentence_transformers_settings(model) or {}) | settings
 
@@ -125,8 +131,8 @@ class TextEmbedder(_Column):
         split = self._settings.get("words") is not None
         return load_encoder(self._where, self._model, bf16=self._bf16, split=split)
 
-    def _added(self, *texts: list[str]) -> dict[str, Any]:
-        return {self._into: embed(*self._loaded, *texts, **self._settings)}
+    def _added(self, *texts: list[str]) -> tuple[Any, ...]:
+        return (embed(*self._loaded, *texts, **self._settings),)
 
 
 class TextScorer(_Column):
@@ -172,20 +178,18 @@ class TextScorer(_Column):
         whole = source is None or self._metric == "log-likelihood"
         check(whole, where, "source", got, "None, as no source is read", fix)
         columns = (column,) if source is None else (column, source)
-        how = bf16, matmul_precision, threads
-        super().__init__(where, _SCORES[self._metric], model, columns, into, settings, how)
+        both, how = (into, f"{into}_tokens"), (bf16, matmul_precision, threads)
+        super().__init__(where, _SCORES[self._metric], model, columns, both, settings, *how)
 
     @cached_property
     def _loaded(self) -> tuple[Any, Any]:
         model = load_model(self._where, self._model, self._head)
         return model, load_tokenizer(self._model, needs=())
 
-    def _added(self, *texts: list[str]) -> dict[str, Any]:
+    def _added(self, *texts: list[str]) -> tuple[Any, ...]:
         model, tokenizer = self._loaded
-        texts_alone, *sources = texts
-        given = {"sources": sources[0]} if sources else {}
+        given = dict(zip(("texts", "sources"), texts, strict=False))
         with torch.autocast(model.device.type, torch.bfloat16, enabled=self._bf16):
-            scores = _SCORES[self._metric](model, tokenizer, texts_alone, **given, **self._settings)
+            scores = _SCORES[self._metric](model, tokenizer, **given, **self._settings)
         counts = [len(score.tokens) for score in scores]
-        sums = np.array([score.sum for score in scores])
-        return {self._into: sums, f"{self._into}_tokens": np.array(counts, np.int64)}
+        return np.array([score.sum for score in scores]), np.array(counts, np.int64)
