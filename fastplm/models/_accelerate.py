@@ -12,7 +12,9 @@ from fastplm.errors import UnsupportedError, check, fail
 
 # Importing Transformers and the models takes seconds, so both are imported on the first call.
 
-_Model = TypeVar("_Model", bound=nn.Module)
+_Model = TypeVar("_Model")
+#: Where objects of other libraries have their model: Transformers' pipelines, setfit's.
+_INNER = ("model", "model_body")
 
 #: The attribute in which ``accelerate`` stores a model's previous attention implementation.
 _BEFORE = "_fastplm_attention_before"
@@ -33,7 +35,9 @@ def accelerate(model: _Model) -> _Model:
     models of Transformers only the attention implementation changes, if they support one.
 
     Args:
-        model: a model of Transformers, or a module that contains models.
+        model: a model of Transformers, a module that contains models, such as a
+            ``SentenceTransformer``, or an object that has one in ``model`` or ``model_body``, such
+            as a pipeline.
 
     Returns:
         ``model``.
@@ -51,9 +55,7 @@ def accelerate(model: _Model) -> _Model:
         'transformers.models.bert.modeling_bert'
     """
     where, got = "accelerate", f"a {type(model).__name__}"
-    is_module = isinstance(model, nn.Module)
-    check(is_module, where, "model", got, "a torch.nn.Module", "Pass the model itself.")
-    anything, kept = switch(model)
+    anything, kept = switch(module_of(where, model))
     got += " that cannot change" + (f": {'; '.join(kept)}" if kept else "")
     expected = "a model of Transformers with drop-in classes in fastplm.models, or one whose "
     expected += "attention implementation can be set"
@@ -65,6 +67,15 @@ def accelerate(model: _Model) -> _Model:
 
         logging.get_logger(__name__).warning(f"accelerate did not change: {'; '.join(kept)}")
     return model
+
+
+def module_of(where: str, model: object) -> nn.Module:
+    """The module that a user means: ``model``, or that of another library's object."""
+    for inner in (model, *(getattr(model, name, None) for name in _INNER)):
+        if isinstance(inner, nn.Module):
+            return inner
+    expected = "a torch.nn.Module, or an object that has one in `model` or `model_body`"
+    fail(where, "model", f"a {type(model).__name__}", expected, "Pass the model itself.")
 
 
 def switch(model: nn.Module, attention: bool = True) -> tuple[bool, list[str]]:
@@ -139,8 +150,8 @@ def restore(model: _Model) -> _Model:
     from fastplm.models._base import DROP_INS, restore_modules
     from fastplm.models._encoder_call import forget
 
-    ours = set(DROP_INS.values())
-    for module in model.modules():
+    ours, inner = set(DROP_INS.values()), module_of("restore", model)
+    for module in inner.modules():
         forget(module)
         if type(module) in ours and "forward" in vars(module):
             got = f"a {type(module).__name__} whose forward was replaced on the instance"
@@ -148,9 +159,9 @@ def restore(model: _Model) -> _Model:
             fix += "keep_fp32_wrapper=False) if Accelerate did it."
             expected = "a module that uses the forward of its class"
             fail("restore", "model", got, expected, fix, UnsupportedError)
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    models = [module for module in inner.modules() if isinstance(module, PreTrainedModel)]
     own = [module for module in models if type(module) in ours]
-    restore_modules(model)
+    restore_modules(inner)
     # First the models without a stored value: they may share their configuration with others.
     for module in own:
         if _BEFORE not in vars(module) and module.config._attn_implementation == NAME:

@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 from torch import nn
 
 from fastplm.errors import UnsupportedError, fail
+from fastplm.models._accelerate import module_of
 
-_Model = TypeVar("_Model", bound=nn.Module)
+_Model = TypeVar("_Model")
 #: The attribute with the names of the parameters that required a gradient.
 _TRAINED = "_fastplm_trained"
 
@@ -27,8 +28,8 @@ def quantize(model: _Model, *, skip: Sequence[str] = (), keep_weights: bool = Fa
     has int8 weights: to load one, quantize a model of the same configuration first.
 
     Args:
-        model: a model of Transformers, or a module that contains one, such as a
-            ``SentenceTransformer``. Its blocks are what is in an ``nn.ModuleList``.
+        model: a model, or what has one, as for ``fastplm.accelerate``. Its blocks are what is in
+            an ``nn.ModuleList``.
         skip: ends of the names of linear layers that stay as they are, such as
             ``["output.dense"]``, by whole parts of a name.
         keep_weights: keep the weights in memory, so that ``dequantize`` gives them back bit for
@@ -55,10 +56,10 @@ def quantize(model: _Model, *, skip: Sequence[str] = (), keep_weights: bool = Fa
     from fastplm.nn import LinearInt8
 
     where = "quantize"
-    _check_module(where, model)
+    inner = module_of(where, model)
     unknown = set(skip)
     found: list[tuple[nn.Module, str, nn.Module]] = []
-    for name, parent, key, linear in _linears(model):
+    for name, parent, key, linear in _linears(inner):
         ends = {end for end in skip if ("." + name).endswith("." + end)}
         unknown -= ends
         if not ends:
@@ -67,19 +68,20 @@ def quantize(model: _Model, *, skip: Sequence[str] = (), keep_weights: bool = Fa
         expected = "ends of names of linear layers in the model's blocks"
         fix = "Take names of model.named_modules()."
         fail(where, "skip", sorted(unknown), expected, fix, UnsupportedError)
-    already = any(isinstance(module, LinearInt8) for module in model.modules())
+    already = any(isinstance(module, LinearInt8) for module in inner.modules())
     if not found and not already:
         got = f"a {type(model).__name__} without linear layers in blocks"
         expected = "a model whose blocks, in an nn.ModuleList, have layers of exactly nn.Linear"
         fix = "Quantize before adapters are added, or merge them."
         fail(where, "model", got, expected, fix, UnsupportedError)
-    trained = [name for name, one in model.named_parameters() if one.requires_grad]
+    trained = [name for name, one in inner.named_parameters() if one.requires_grad]
     for parent, key, linear in found:
         setattr(parent, key, LinearInt8(linear, keep_weight=keep_weights))
     if trained:
-        setattr(model, _TRAINED, trained)
-    model.requires_grad_(False)
-    return model.eval()
+        setattr(inner, _TRAINED, trained)
+    inner.requires_grad_(False)
+    inner.eval()
+    return model
 
 
 def dequantize(model: _Model) -> _Model:
@@ -97,10 +99,9 @@ def dequantize(model: _Model) -> _Model:
     from fastplm.models._base import DROP_INS, drop_in_for
     from fastplm.nn import LinearInt8
 
-    _check_module("dequantize", model)
-    drop_ins = set(DROP_INS.values())
-    accelerated = any(type(module) in drop_ins for module in model.modules())
-    for parent in list(model.modules()):
+    inner, drop_ins = module_of("dequantize", model), set(DROP_INS.values())
+    accelerated = any(type(module) in drop_ins for module in inner.modules())
+    for parent in list(inner.modules()):
         for key, child in list(parent._modules.items()):
             if not isinstance(child, LinearInt8):
                 continue
@@ -110,16 +111,10 @@ def dequantize(model: _Model) -> _Model:
             if ours is not None:
                 linear.__class__ = ours
             setattr(parent, key, linear.eval())
-    for module in list(model.modules()):
+    for module in list(inner.modules()):
         for name in vars(module).pop(_TRAINED, ()):
             module.get_parameter(name).requires_grad_()
     return model
-
-
-def _check_module(where: str, model: object) -> None:
-    if not isinstance(model, nn.Module):
-        got = f"a {type(model).__name__}"
-        fail(where, "model", got, "a torch.nn.Module", "Pass the model itself.")
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:

@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import types
 import warnings
 from pathlib import Path
 
@@ -568,6 +569,25 @@ def test_pipelines_answer_as_they_do_with_the_parent(tokenizer, task, name, opti
     truth = torch.tensor(numbers(gold), dtype=torch.float64)
     bases = [torch.tensor(numbers(answers(each))) for each in rerounded(parent(torch.float32))]
     check_error(task, torch.tensor(numbers(given)), truth, bases, GRADIENT_FACTOR)
+
+
+def test_objects_that_have_a_model(tokenizer):
+    """A pipeline has it in ``model``; setfit's has it in ``model_body``."""
+    config = small_config("bert", vocab_size=len(tokenizer))
+    stock = transformers.BertForSequenceClassification(config).eval()
+    pipe = pipeline("text-classification", model=stock, tokenizer=tokenizer, device="cpu")
+    before = pipe(TEXTS)
+    for given in (pipe, types.SimpleNamespace(model_body=stock)):
+        assert fastplm.accelerate(given) is given
+        assert type(stock) is models.BertForSequenceClassification
+        assert fastplm.quantize(given, keep_weights=True) is given
+        assert any(isinstance(module, fastplm.nn.LinearInt8) for module in stock.modules())
+        assert pipe(TEXTS) != before
+        assert fastplm.restore(fastplm.dequantize(given)) is given
+        assert pipe(TEXTS) == before
+    for function in (fastplm.accelerate, fastplm.restore, fastplm.quantize, fastplm.dequantize):
+        with pytest.raises(ValueError, match="one in `model` or `model_body`"):
+            function(types.SimpleNamespace(model="bert"))
 
 
 @pytest.mark.parametrize("family", LANGUAGE_MODELS)
