@@ -28,11 +28,13 @@ namespace {
 Tensor linear_int8(const Tensor& input, const Tensor& weight, const Tensor& scale,
                    const std::optional<Tensor>& bias) {
   const Tensor rows = dense(input), packed = dense(weight), scales = dense(scale);
+  STD_TORCH_CHECK(scale.dim() == 1 && input.dim() > 0, "linear_int8: input [..., K], scale [N]");
   const int64_t depth = input.size(input.dim() - 1), columns = scale.size(0);
   STD_TORCH_CHECK(weight.dim() == 4 && weight.scalar_type() == ScalarType::Byte &&
                       weight.size(0) == ceil_div(columns, kPanel) && weight.size(2) == kPanel &&
                       weight.size(1) == ceil_div(depth, kStepDepth) && weight.size(3) == kStepDepth &&
-                      scale.scalar_type() == ScalarType::Float,
+                      scale.scalar_type() == ScalarType::Float &&
+                      (weight.numel() == 0 || packed.const_data_ptr() != nullptr),
                   "linear_int8: weight uint8 [ceil(N / 16), ceil(K / 4), 16, 4], scale fp32 [N]");
   std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
   sizes.back() = columns;

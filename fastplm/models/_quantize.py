@@ -7,11 +7,12 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from fastplm.errors import UnsupportedError, fail
+from fastplm.errors import ArgumentTypeError, UnsupportedError, fail
 from fastplm.models._accelerate import module_of
 
 _Model = TypeVar("_Model")
-#: The attribute with the names of the parameters that required a gradient.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: The attribute of a module with the names of its parameters that required a gradient.
 _TRAINED = "_fastplm_trained"
 
 
@@ -24,8 +25,10 @@ def quantize(model: _Model, *, skip: Sequence[str] = (), keep_weights: bool = Fa
     without ``fastplm.accelerate``, before or after it; on a CPU it is made to be fast
     (docs/models.md has what it gains and costs), elsewhere it is correct.
 
-    No parameter requires a gradient afterwards, and ``model.train()`` is refused. Its state dict
-    has int8 weights: to load one, quantize a model of the same configuration first.
+    Layers with hooks or a parametrization, and subclasses, stay in floats. No parameter requires a
+    gradient afterwards, and a forward in training mode is refused. The state dict has int8 weights:
+    to load one, quantize a model of the same configuration first. ``save_pretrained`` is refused,
+    as ``from_pretrained`` would not see them. ONNX's exporters do not know these layers.
 
     Args:
         model: a model, or what has one, as for ``fastplm.accelerate``. Its blocks are what is in
@@ -33,13 +36,14 @@ def quantize(model: _Model, *, skip: Sequence[str] = (), keep_weights: bool = Fa
         skip: ends of the names of linear layers that stay as they are, such as
             ``["output.dense"]``, by whole parts of a name.
         keep_weights: keep the weights in memory, so that ``dequantize`` gives them back bit for
-            bit. Otherwise they are gone, and the model takes a quarter of the memory there.
+            bit. Otherwise they are gone, and these layers take a quarter of the memory of fp32.
 
     Returns:
         ``model``.
 
     Raises:
-        UnsupportedError: nothing can be replaced, or a name in ``skip`` is of no layer.
+        UnsupportedError: nothing can be replaced, there is an adapter with a ``base_layer``, or a
+            name in ``skip`` is of no layer.
         ArgumentValueError, ArgumentTypeError: an argument that does not fit.
 
     Examples:
@@ -53,12 +57,16 @@ def quantize(model: _Model, *, skip: Sequence[str] = (), keep_weights: bool = Fa
 
     Source: Dettmers et al. 2022 (arXiv 2208.07339), section 2.1, without its outliers in fp16.
     """
+    from transformers import PreTrainedModel
+
+    from fastplm.models._encoder_call import forget
     from fastplm.nn import LinearInt8
 
     where = "quantize"
+    if isinstance(skip, str) or not all(isinstance(end, str) for end in skip):
+        fail(where, "skip", skip, "a list of names", "Put it in a list.", ArgumentTypeError)
     inner = module_of(where, model)
-    unknown = set(skip)
-    found: list[tuple[nn.Module, str, nn.Module]] = []
+    unknown, found = set(skip), []
     for name, parent, key, linear in _linears(inner):
         ends = {end for end in skip if ("." + name).endswith("." + end)}
         unknown -= ends
@@ -68,17 +76,24 @@ def quantize(model: _Model, *, skip: Sequence[str] = (), keep_weights: bool = Fa
         expected = "ends of names of linear layers in the model's blocks"
         fix = "Take names of model.named_modules()."
         fail(where, "skip", sorted(unknown), expected, fix, UnsupportedError)
-    already = any(isinstance(module, LinearInt8) for module in inner.modules())
-    if not found and not already:
+    if not found and not any(isinstance(module, LinearInt8) for module in inner.modules()):
         got = f"a {type(model).__name__} without linear layers in blocks"
         expected = "a model whose blocks, in an nn.ModuleList, have layers of exactly nn.Linear"
-        fix = "Quantize before adapters are added, or merge them."
+        fix = "Quantize a model with its weights in memory, before hooks are added."
         fail(where, "model", got, expected, fix, UnsupportedError)
-    trained = [name for name, one in inner.named_parameters() if one.requires_grad]
+    for module in inner.modules():
+        trained = [name for name, one in module._parameters.items() if _is_trained(one)]
+        if trained:
+            vars(module)[_TRAINED] = trained
+        if isinstance(module, PreTrainedModel):
+            vars(module)["save_pretrained"] = _refuse_to_save
+        forget(module)
+    made: dict[int, LinearInt8] = {}  # a layer may be at several places
     for parent, key, linear in found:
-        setattr(parent, key, LinearInt8(linear, keep_weight=keep_weights))
-    if trained:
-        setattr(inner, _TRAINED, trained)
+        if id(linear) not in made:
+            made[id(linear)] = LinearInt8(linear, keep_weight=keep_weights)
+            vars(made[id(linear)])[_TRAINED] = vars(linear).pop(_TRAINED, [])
+        setattr(parent, key, made[id(linear)])
     inner.requires_grad_(False)
     inner.eval()
     return model
@@ -97,44 +112,69 @@ def dequantize(model: _Model) -> _Model:
         ``model``, in evaluation mode.
     """
     from fastplm.models._base import DROP_INS, drop_in_for
+    from fastplm.models._encoder_call import forget
     from fastplm.nn import LinearInt8
 
-    inner, drop_ins = module_of("dequantize", model), set(DROP_INS.values())
-    accelerated = any(type(module) in drop_ins for module in inner.modules())
+    inner, parents = module_of("dequantize", model), {own: kind for kind, own in DROP_INS.items()}
+    accelerated = any(type(module) in parents for module in inner.modules())
+    made: dict[int, nn.Module] = {}
     for parent in list(inner.modules()):
         for key, child in list(parent._modules.items()):
             if not isinstance(child, LinearInt8):
                 continue
-            linear: Any = child.dequantize()
-            linear.requires_grad_(False)
-            ours = drop_in_for(linear) if accelerated else None
-            if ours is not None:
-                linear.__class__ = ours
-            setattr(parent, key, linear.eval())
-    for module in list(inner.modules()):
+            if id(child) not in made:
+                linear = made[id(child)] = child.dequantize().requires_grad_(False).eval()
+                kind = drop_in_for(linear) if accelerated else parents.get(type(linear))
+                linear.__class__ = kind or type(linear)
+                vars(linear)[_TRAINED] = vars(child).get(_TRAINED, [])
+            setattr(parent, key, made[id(child)])
+    for module in inner.modules():
         for name in vars(module).pop(_TRAINED, ()):
-            module.get_parameter(name).requires_grad_()
+            if module._parameters.get(name) is not None:
+                module._parameters[name].requires_grad_()  # type: ignore[union-attr]
+        if vars(module).get("save_pretrained") is _refuse_to_save:
+            del vars(module)["save_pretrained"]
+        forget(module)
     return model
 
 
+def _is_trained(parameter: nn.Parameter | None) -> bool:
+    return parameter is not None and parameter.requires_grad
+
+
+def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
+    """In the place of a model's ``save_pretrained``: ``from_pretrained`` would not see 8 bits."""
+    expected = "a model of floats, as from_pretrained would begin with new weights"
+    fix = "Save model.state_dict() and load it into a quantized model, or fastplm.dequantize it."
+    fail("save_pretrained", "model", "layers in 8 bits", expected, fix, UnsupportedError)
+
+
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
-    """(name, parent, name in it, linear layer) of the layers in blocks, each once."""
+    """(name, parent, name in it, linear layer) of each place of a layer in blocks."""
     from transformers.pytorch_utils import Conv1D
 
     from fastplm.models._base import DROP_INS
+    from fastplm.nn import FusedAttention
 
     kinds = {nn.Linear, Conv1D, DROP_INS[nn.Linear], DROP_INS.get(Conv1D)}
-    seen: set[int] = set()
+    seen: set[tuple[int, str]] = set()
     for path, blocks in model.named_modules():
         if not isinstance(blocks, nn.ModuleList):
             continue
         for inner, parent in blocks.named_modules():
+            within = ".".join(part for part in (path, inner) if part)
+            if hasattr(parent, "base_layer"):
+                fix = "Merge it first, such as by merge_and_unload() of PEFT."
+                got = f"an adapter at `{within}`"
+                fail("quantize", "model", got, "layers of the model itself", fix, UnsupportedError)
+            if isinstance(parent, FusedAttention):  # multiplies by parts of its weights
+                continue
             for key, child in parent._modules.items():
-                weight = getattr(child, "weight", None)
-                if type(child) not in kinds or id(child) in seen or not _is_plain(child, weight):
+                place, weight = (id(parent), key), getattr(child, "weight", None)
+                if type(child) not in kinds or place in seen or not _is_plain(child, weight):
                     continue
-                seen.add(id(child))
-                yield ".".join(part for part in (path, inner, key) if part), parent, key, child
+                seen.add(place)
+                yield f"{within}.{key}", parent, key, child
 
 
 def _is_plain(linear: Any, weight: Any) -> bool:
@@ -144,5 +184,5 @@ def _is_plain(linear: Any, weight: Any) -> bool:
         and weight.is_floating_point()
         and not weight.is_meta
         and "forward" not in vars(linear)
-        and not any((linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks))
+        and not any(vars(linear)[hooks] for hooks in _HOOKS)
     )

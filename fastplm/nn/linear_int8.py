@@ -22,6 +22,40 @@ from fastplm.reference.linear_int8 import (
 _WEIGHT, _SCALE = "weight_int8", "weight_scale"
 
 
+_WHERE = "LinearInt8"
+
+
+class _WithoutValues(torch.Tensor):
+    """A tensor without memory that refuses every function of its values.
+
+    PyTorch's own meta tensors do not: ``F.linear`` of one gives whatever lies in the memory.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if func == torch.Tensor.device.__get__:
+            return args[0].of_layer
+        if func in _ABOUT:
+            return super().__torch_function__(func, types, args, kwargs)
+        name = getattr(func, "__name__", "a function")
+        fix = "Let the module call the layer, or keep the layer in floats: fastplm.quantize has "
+        fix += "`skip`. dequantize() has the values."
+        fail(_WHERE, "weight", f"a call of {name}", "no use of its values", fix, UnsupportedError)
+
+
+#: What can be asked of a weight in 8 bits.
+_ABOUT = {
+    *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point),
+    *(torch.Tensor.stride, torch.Tensor.element_size, torch.is_floating_point),
+    *(
+        getattr(torch.Tensor, name).__get__
+        for name in ("shape", "dtype", "ndim", "layout", "requires_grad", "is_cpu", "is_cuda")
+    ),
+}
+
+
 class LinearInt8(nn.Module):
     """A linear layer in 8 bits, for inference. ``fastplm.quantize`` puts it in a model.
 
@@ -57,43 +91,45 @@ class LinearInt8(nn.Module):
         self.train(False)
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., K] -> [..., M]."""
-        buffers = self._buffers
-        return linear_int8(input, buffers["packed"], buffers["scale"], self._parameters["bias"])  # type: ignore[arg-type]
+        """[..., K] -> [..., M] in the dtype of ``input``, under autocast, too."""
+        if self.training:
+            got, expected = "a layer that is trained", "eval(), as rounding has no gradient"
+            fix = "Call model.eval(); to train the model, fastplm.dequantize it."
+            fail(_WHERE, "training", got, expected, fix, UnsupportedError)
+        if input.is_nested or input.shape[-1] != self.in_features:
+            got = "a nested tensor" if input.is_nested else f"shape {tuple(input.shape)}"
+            fix = "In nn.TransformerEncoder, pass enable_nested_tensor=False."
+            fail(_WHERE, "input", got, f"[..., {self.in_features}]", fix if input.is_nested else "")
+        bias, buffers = self._parameters["bias"], self._buffers
+        if bias is not None and bias.dtype is not input.dtype:
+            bias = bias.to(input.dtype)  # type: ignore[assignment]
+        return linear_int8(input, buffers["packed"], buffers["scale"], bias)  # type: ignore[arg-type]
 
     @property
     def weight(self) -> Tensor:
-        """int8 [M, K] without values, for code that asks for the shape or dtype of a weight."""
-        return torch.empty(self.out_features, self.in_features, dtype=torch.int8, device="meta")
+        """int8 [M, K] of which only shape, dtype and device can be asked; see ``dequantize``."""
+        shape = torch.empty(self.out_features, self.in_features, dtype=torch.int8, device="meta")
+        weight: Any = shape.as_subclass(_WithoutValues)
+        weight.of_layer = self.packed.device
+        return weight
 
     def dequantize(self) -> nn.Module:
         """The layer that this one was made of; with rounded weights, if they were not kept."""
+        linear: Any
         if self._kept is not None:
-            return self._kept[0].to(self.scale.device)
-        bias = self.bias
-        with torch.device("meta"):
-            if self.transposed:
-                from transformers.pytorch_utils import Conv1D
+            linear = self._kept[0].to(self.scale.device, self._dtype)
+        else:
+            with torch.device("meta"):
+                if self.transposed:
+                    from transformers.pytorch_utils import Conv1D
 
-                linear: Any = Conv1D(self.out_features, self.in_features)
-            else:
-                linear = nn.Linear(self.in_features, self.out_features, bias=bias is not None)
-        weight = dequantize_int8(self.packed, self.scale, self.in_features).to(self._dtype)
-        linear.weight = nn.Parameter(weight.t().contiguous() if self.transposed else weight)
-        linear.bias = bias
+                    linear = Conv1D(self.out_features, self.in_features)
+                else:
+                    linear = nn.Linear(self.in_features, self.out_features)
+            weight = dequantize_int8(self.packed, self.scale, self.in_features).to(self._dtype)
+            linear.weight = nn.Parameter(weight.t().contiguous() if self.transposed else weight)
+        linear.bias = self.bias
         return linear
-
-    def train(self, mode: bool = True) -> LinearInt8:
-        if mode:
-            fail(
-                "LinearInt8.train",
-                "mode",
-                "True",
-                "False, as rounding has no gradient",
-                "Call fastplm.dequantize(model) before you train it.",
-                UnsupportedError,
-            )
-        return super().train(mode)
 
     def extra_repr(self) -> str:
         own = f"in_features={self.in_features}, out_features={self.out_features}"
@@ -101,11 +137,10 @@ class LinearInt8(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LinearInt8:
         scale = self.scale
+        self._dtype = fn(torch.empty(0, dtype=self._dtype, device=scale.device)).dtype
         super()._apply(fn, recurse)
         if self.scale.dtype is not torch.float32:  # model.half(): 8 bits are scaled in fp32
             self.scale = scale.to(self.scale.device)
-        if self.bias is not None:
-            self._dtype = self.bias.dtype
         return self
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:

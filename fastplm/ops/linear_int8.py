@@ -6,6 +6,7 @@ from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fastplm._backends import is_traced, requested
 from fastplm._checks import check_shape
@@ -23,6 +24,7 @@ _MOST_DEPTH = (2**31 - 1) // 127**2
 _MOST_DIMS = 8
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _PLAIN = (Tensor, torch.nn.Parameter)
+_STRIDED = torch.strided
 
 
 class Call(NamedTuple):
@@ -37,9 +39,9 @@ class Call(NamedTuple):
         if self.input.shape[-1] > _MOST_DEPTH:
             got, expected = f"rows of {self.input.shape[-1]}", f"at most {_MOST_DEPTH} numbers"
             fail(where, "input", got, expected, "A longer sum may not fit into 32 bits.")
-        panels, steps = -(-self.scale.shape[0] // PANEL), -(-self.input.shape[-1] // STEP)
         names = "[ceil(M / 16), ceil(K / 4), 16, 4], M of `scale` and K of `input`,"
-        check_shape(where, "weight", self.weight, (panels, steps, PANEL, STEP), names, _FIX)
+        shape = _packed_shape(self.input, self.scale)
+        check_shape(where, "weight", self.weight, shape, names, _FIX)
 
 
 def linear_int8(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -64,7 +66,7 @@ def linear_int8(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | Non
         In fp32 (fp64 if there is fp64), and the result is rounded once. Without a bias "cpp" is the
         reference bit for bit, at every level of instructions. What is lost is up to half a step of
         a row's 127 steps, and of a column's. A row with no number of 2^-119 or more is taken as
-        zeros; one with NaN or infinity is NaN.
+        zeros; one with NaN or infinity is NaN, as is an output whose weights have one.
 
     Determinism:
         It repeats bit for bit with any number of threads, and a row has the same result whatever
@@ -72,7 +74,7 @@ def linear_int8(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | Non
 
     Raises:
         ArgumentValueError, ArgumentTypeError: shapes, dtypes or devices that do not fit.
-        UnsupportedError: ``input`` requires a gradient.
+        UnsupportedError: ``input`` or ``bias`` requires a gradient, in either mode of AD.
         BackendError: a forced backend cannot run the call.
 
     Examples:
@@ -86,12 +88,12 @@ def linear_int8(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | Non
     """
     if _is_plain(input, weight, scale, bias):
         return torch.ops.fastplm_C.linear_int8.default(input, weight, scale, bias)
-    if isinstance(input, Tensor) and input.requires_grad and torch.is_grad_enabled():
+    if _has_gradient(input, bias):
         fail(
             _WHERE,
             "input",
-            "a tensor that requires a gradient",
-            "one that does not, as rounding has none",
+            "an input or bias that requires a gradient",
+            "none that does, as rounding has none",
             "Call it under torch.inference_mode(); to train a model, fastplm.dequantize it.",
             UnsupportedError,
         )
@@ -108,19 +110,47 @@ def _is_plain(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None)
         _BUILT
         and not is_traced()
         and type(input) in _PLAIN
-        and type(weight) is Tensor
+        and type(weight) is type(scale) is Tensor
+        and input.layout is weight.layout is scale.layout is _STRIDED
+        and not input.is_nested
         and input.is_cpu
         and weight.is_cpu
+        and scale.is_cpu
         and input.dtype in _DTYPES
-        and (bias is None or (type(bias) in _PLAIN and bias.dtype is input.dtype and bias.is_cpu))
+        and weight.dtype is torch.uint8
+        and scale.dtype is torch.float32
         and requested("linear_int8") in ("auto", "cpp")
         and not needs_dispatch((input, weight, scale, bias))
-        and not (torch.is_grad_enabled() and input.requires_grad)
+        and not _has_gradient(input, bias)
         and 0 < input.dim() <= _MOST_DIMS
+        and scale.dim() == 1
         and min(input.numel(), scale.numel()) > 0
         and input.shape[-1] <= _MOST_DEPTH
-        and weight.shape[1] == -(-input.shape[-1] // STEP)
-        and (bias is None or bias.shape == scale.shape)
+        and weight.shape == _packed_shape(input, scale)
+        and (
+            bias is None
+            or (
+                type(bias) in _PLAIN
+                and bias.is_cpu
+                and bias.dtype is input.dtype
+                and bias.shape == scale.shape
+            )
+        )
+    )
+
+
+def _packed_shape(input: Tensor, scale: Tensor) -> tuple[int, int, int, int]:
+    return -(-scale.shape[0] // PANEL), -(-input.shape[-1] // STEP), PANEL, STEP
+
+
+def _has_gradient(*tensors: Tensor | None) -> bool:
+    """Whether one of them asks for a gradient, or has a tangent of forward-mode AD."""
+    if forward_ad._current_level >= 0:
+        duals = (forward_ad.unpack_dual(one) for one in tensors if isinstance(one, Tensor))
+        if any(dual.tangent is not None for dual in duals):
+            return True
+    return torch.is_grad_enabled() and any(
+        isinstance(one, Tensor) and one.requires_grad for one in tensors
     )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -14,11 +16,17 @@ from transformers.pytorch_utils import Conv1D
 
 import fastplm
 from fastplm import _extension, models, ops
-from fastplm.errors import ArgumentTypeError, UnsupportedError
+from fastplm.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from fastplm.models import _encoder_call
 from fastplm.nn import LinearInt8
 from fastplm.reference.linear_int8 import linear_int8_ref
-from fastplm.testing import FORWARD_FACTOR, ReversedReductions, check_error, rerounded
+from fastplm.testing import (
+    GRADIENT_FACTOR,
+    ReversedReductions,
+    ShuffledReductions,
+    check_error,
+    rerounded,
+)
 
 SIZES = dict(vocab_size=50, pad_token_id=1, bos_token_id=2, eos_token_id=3)
 BERT = SIZES | dict(
@@ -118,7 +126,7 @@ def test_each_layer_is_the_formula():
     with torch.no_grad():
         ours.bias.zero_()
         assert torch.equal(ours(x), expected)
-    assert ours.weight.shape == dense.weight.shape and ours.weight.is_meta
+    assert ours.weight.shape == dense.weight.shape
 
 
 def test_skip_keeps_layers():
@@ -129,6 +137,8 @@ def test_skip_keeps_layers():
     ]
     with pytest.raises(UnsupportedError, match=r"`skip`.*'uery'"):
         fastplm.quantize(made(), skip=["uery"])
+    with pytest.raises(ArgumentTypeError, match="a list of names"):
+        fastplm.quantize(made(), skip="query")
 
 
 def test_what_cannot_be_quantized_says_so():
@@ -162,15 +172,17 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("family", ["bert", "roberta", "electra"])
 @pytest.mark.parametrize("lengths", [[1], [63], [5, 1, 9, 2], [257] * 3 + [11]], ids=str)
 def test_the_call_has_the_error_of_the_layers(family, lengths, calls):
-    """A rounding more or less moves a number to the next of its 255 steps, in either."""
+    """A rounding more or less moves a number to the next of its 255 steps, in either: which of
+    them it moves is by chance, so the budget is that of gradients."""
     model, given = fastplm.quantize(made(family)), batch(lengths)
     gold = states(copy.deepcopy(model).double(), given)
     measures = [states(model, given)]
-    with ReversedReductions():
-        measures.append(states(model, given))
+    for mode in (ReversedReductions(), ShuffledReductions(0), ShuffledReductions(1)):
+        with mode:
+            measures.append(states(model, given))
     measures += [states(other, given) for other in rerounded(model)]
     out = states(fastplm.accelerate(copy.deepcopy(model)), given)
-    check_error("out", out, gold, measures, FORWARD_FACTOR)
+    check_error("out", out, gold, measures, GRADIENT_FACTOR)
     assert calls == [True]
 
 
@@ -233,7 +245,7 @@ def test_weights_are_never_stale(change, mode):
     assert not torch.allclose(out[seen], before[seen])
     gold = states(copy.deepcopy(stock).double(), GIVEN)
     measures = [states(stock, GIVEN), *(states(other, GIVEN) for other in rerounded(stock))]
-    check_error("out", out[seen].clone(), gold, measures, FORWARD_FACTOR)
+    check_error("out", out[seen].clone(), gold, measures, GRADIENT_FACTOR)
 
 
 @needs_call
@@ -319,11 +331,144 @@ def test_a_checkpoint_of_the_other_kind_is_refused():
 def test_training_is_refused_with_its_reason():
     model = fastplm.quantize(made())
     assert model(**GIVEN).last_hidden_state.requires_grad is False  # without no_grad, too
+    model.train()
     with pytest.raises(UnsupportedError, match="dequantize"):
-        model.train()
+        model(**GIVEN)
+    model.eval()
     model.embeddings.word_embeddings.weight.requires_grad_()
     with pytest.raises(UnsupportedError, match="requires a gradient"):
         model(**GIVEN)
+
+
+@pytest.mark.parametrize("accelerated", [False, True])
+@pytest.mark.parametrize("family", ["bert", "t5", "gpt2"])
+def test_autocast(family, accelerated):
+    model = fastplm.quantize(made(family))
+    if accelerated:
+        fastplm.accelerate(model)
+    expected = states(model, GIVEN)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = states(model, GIVEN)
+    assert out.isfinite().all() and out.shape == expected.shape
+
+
+def test_a_folder_that_would_load_as_new_weights_is_not_written(tmp_path):
+    model = fastplm.quantize(made())
+    with pytest.raises(UnsupportedError, match="state_dict"):
+        model.save_pretrained(tmp_path)
+    assert not any(tmp_path.iterdir())
+    fastplm.dequantize(model).save_pretrained(tmp_path)
+    assert torch.equal(
+        states(transformers.BertModel.from_pretrained(tmp_path).eval(), GIVEN),
+        states(model, GIVEN),
+    )
+
+
+def test_values_of_a_weight_cannot_be_used():
+    """PyTorch's own meta tensors would give what lies in the memory."""
+    layer = LinearInt8(nn.Linear(5, 6))
+    weight = layer.weight
+    assert weight.shape == (6, 5) and weight.dtype is torch.int8 and weight.size(1) == 5
+    assert weight.device == torch.device("cpu") and isinstance(weight, torch.Tensor)
+    for use in (
+        lambda: nn.functional.linear(torch.randn(2, 5), weight),
+        lambda: weight.data.add_(1),
+        lambda: weight[:3],
+        lambda: weight.float(),
+        lambda: weight.sum(),
+    ):
+        with pytest.raises(UnsupportedError, match="LinearInt8: `weight`"):
+            use()
+
+
+def test_modules_that_multiply_by_the_weights_themselves():
+    torch.manual_seed(0)
+    module = nn.ModuleList([fastplm.nn.FusedAttention(32, 4), nn.Linear(32, 32)]).eval()
+    x, context = torch.randn(1, 3, 32), torch.randn(1, 5, 32)
+    with torch.no_grad():
+        expected = module[0](x, context)
+        fastplm.quantize(module)
+        assert torch.equal(module[0](x, context), expected) and type(module[1]) is LinearInt8
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    lengths = torch.tensor([[False] * 3, [False, True, True]])
+    x = torch.randn(2, 3, 32)
+    with torch.no_grad():
+        expected = encoder(x, src_key_padding_mask=lengths)
+        out = fastplm.quantize(encoder)(x, src_key_padding_mask=lengths)
+        assert 0 < (out - expected)[0].norm() < expected[0].norm() / 20
+        nested = fastplm.quantize(nn.TransformerEncoder(layer, 2).eval())
+        nested.load_state_dict(encoder.state_dict())
+        # PyTorch's own fused path, which reads the weights and takes nested tensors, is not taken.
+        assert torch.equal(nested(x, src_key_padding_mask=lengths)[0], out[0])
+        rows = torch.nested.nested_tensor([torch.randn(2, 32), torch.randn(3, 32)])
+        with pytest.raises(ArgumentValueError, match="enable_nested_tensor=False"):
+            encoder.layers[0].linear1(rows)
+
+
+def test_inputs_of_another_width_are_refused():
+    """Where the weight is filled up, csrc/ could not see it."""
+    with torch.no_grad(), pytest.raises(UnsupportedError, match=r"\[..., 13\]"):
+        LinearInt8(nn.Linear(13, 4))(torch.randn(2, 16))
+
+
+def test_adapters_are_refused():
+    class Adapter(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base_layer, self.down = base, nn.Linear(70, 2)
+
+    model = made()
+    block = model.encoder.layer[1].output
+    block.dense = Adapter(block.dense)
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(UnsupportedError, match="adapter at `encoder.layer.1.output.dense`.*erge"):
+        fastplm.quantize(model)
+    assert [type(module) for module in model.modules()] == before
+
+
+def test_one_layer_at_two_places_stays_one():
+    model = made()
+    first, second = (layer.output for layer in model.encoder.layer[:2])
+    second.dense = first.dense
+    fastplm.quantize(model)
+    assert type(first.dense) is LinearInt8 and second.dense is first.dense
+    fastplm.dequantize(model)
+    assert type(first.dense) is nn.Linear and second.dense is first.dense
+
+
+def test_parts_that_are_gone_or_new_when_it_is_undone():
+    model = fastplm.quantize(made(), keep_weights=True)
+    model.pooler = None
+    dense = model.encoder.layer[0].output.dense
+    dense.bias = nn.Parameter(torch.full((48,), 3.0), requires_grad=False)
+    fastplm.dequantize(model.encoder)
+    assert torch.equal(model.encoder.layer[0].output.dense.bias, torch.full((48,), 3.0))
+    assert all(parameter.requires_grad for parameter in model.encoder.parameters())
+    assert not any(parameter.requires_grad for parameter in model.embeddings.parameters())
+    assert all(one.requires_grad for one in fastplm.dequantize(model).parameters())
+
+
+@pytest.mark.parametrize("keep_weights", [False, True])
+@pytest.mark.parametrize("family", ["bert", "t5"])
+def test_another_dtype_when_it_is_undone(family, keep_weights):
+    model = fastplm.quantize(made(family), keep_weights=keep_weights).to(torch.bfloat16)
+    assert states(fastplm.dequantize(model), GIVEN).dtype is torch.bfloat16
+
+
+def test_restored_before_it_is_undone():
+    model = fastplm.quantize(fastplm.accelerate(made()), keep_weights=True)
+    fastplm.dequantize(fastplm.restore(model))
+    assert not any(type(one).__module__.startswith("fastplm") for one in model.modules())
+
+
+def test_the_plan_of_a_call_keeps_no_former_weights():
+    model = fastplm.accelerate(made())
+    states(model, GIVEN)
+    weight = weakref.ref(model.encoder.layer[0].output.dense.weight)
+    fastplm.quantize(model)
+    gc.collect()
+    assert weight() is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

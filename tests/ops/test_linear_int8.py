@@ -7,7 +7,7 @@ import torch
 
 import fastplm
 from fastplm import _extension, ops
-from fastplm.errors import ArgumentValueError, UnsupportedError
+from fastplm.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from fastplm.reference.linear_int8 import (
     linear_int8_ref,
     pack_int8,
@@ -196,8 +196,26 @@ def test_threads_change_nothing(threads):
         torch.set_num_threads(before)
 
 
+def test_scales_that_are_no_row_are_refused():
+    input, weight, scale, _ = made(2, 20, 5)
+    for wrong in (scale[:, None], scale[:, None].expand(20, 2), scale.double(), scale[0], None):
+        with pytest.raises((ArgumentValueError, ArgumentTypeError), match="scale"):
+            ops.linear_int8(input, weight, wrong)
+    for wrong in (weight[0], weight.to(torch.int8), weight[:1], weight.float(), None):
+        with pytest.raises((ArgumentValueError, ArgumentTypeError), match="weight"):
+            ops.linear_int8(input, wrong, scale)
+
+
+def test_forward_mode_ad_is_refused():
+    input, weight, scale, bias = made(2, 4, 5)
+    with pytest.raises(UnsupportedError, match="requires a gradient"):
+        torch.func.jvp(lambda x: ops.linear_int8(x, weight, scale, bias), (input,), (input,))
+
+
 def test_a_gradient_is_refused():
     input, weight, scale, bias = made(2, 4, 5)
+    with pytest.raises(UnsupportedError, match="fastplm.dequantize"):
+        ops.linear_int8(input, weight, scale, bias.clone().requires_grad_())
     with pytest.raises(UnsupportedError, match="fastplm.dequantize"):
         ops.linear_int8(input.requires_grad_(), weight, scale, bias)
     with torch.no_grad():
