@@ -16,7 +16,7 @@ import copy
 import json
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +168,25 @@ def tagging(data: Path, tokenizer: Any, part: str, tags: list[str]) -> tuple[lis
     return given, labels
 
 
+def jobs(args: argparse.Namespace, tokenizer: Any) -> Iterator[tuple[str, Any, str, int, Score]]:
+    """(task, model in fp32, metric, number of examples, score), one after the other."""
+    data, load = args.data, transformers.AutoModelForSequenceClassification.from_pretrained
+    encoder = fastplm.accelerate(transformers.AutoModel.from_pretrained(args.model)).eval()
+    yield "retrieval, XQuAD", encoder, *retrieval(data, tokenizer)
+    yield "paraphrases, MRPC", encoder, *paraphrases(data, tokenizer)
+    given = sentiment(data, tokenizer, "train", args.reviews)
+    model = trained(fastplm.accelerate(load(args.model)), *given, epochs=2)
+    given = sentiment(data, tokenizer, "test", 10**9)
+    yield "film reviews", model, "accuracy", sum(map(len, given[1])), accuracy(*given)
+    tags: list[str] = []
+    given = tagging(data, tokenizer, "dev", tags)
+    test = tagging(data, tokenizer, "test", tags)
+    load = transformers.AutoModelForTokenClassification.from_pretrained
+    model = trained(fastplm.accelerate(load(args.model, num_labels=len(tags))), *given, epochs=3)
+    count = sum(int((each >= 0).sum()) for each in test[1])
+    yield "parts of speech, EWT", model, "accuracy", count, accuracy(*test)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="folder of a sentence encoder")
@@ -178,34 +197,14 @@ def main() -> int:
     random.seed(0)
     torch.manual_seed(0)
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
-    encoder = fastplm.accelerate(transformers.AutoModel.from_pretrained(args.model))
-    jobs: list[tuple[str, Any, tuple[str, int, Score]]] = [
-        ("retrieval, XQuAD", encoder.eval(), retrieval(args.data, tokenizer)),
-        ("paraphrases, MRPC", encoder, paraphrases(args.data, tokenizer)),
-    ]
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(args.model)
-    given = sentiment(args.data, tokenizer, "train", args.reviews)
-    model = trained(fastplm.accelerate(model), *given, epochs=2)
-    given = sentiment(args.data, tokenizer, "test", 10**9)
-    count = sum(map(len, given[1]))
-    jobs.append(("sentiment, film reviews", model, ("accuracy", count, accuracy(*given))))
-    tags: list[str] = []
-    given = tagging(args.data, tokenizer, "dev", tags)
-    test = tagging(args.data, tokenizer, "test", tags)
-    model = transformers.AutoModelForTokenClassification.from_pretrained(
-        args.model, num_labels=len(tags)
-    )
-    model = trained(fastplm.accelerate(model), *given, epochs=3)
-    count = sum(int((each >= 0).sum()) for each in test[1])
-    jobs.append(("parts of speech, EWT", model, ("accuracy", count, accuracy(*test))))
-    for task, model, (metric, count, score) in jobs:
+    for task, model, metric, count, score in jobs(args, tokenizer):
         before = None
         for name, make in VARIANTS.items():
             value, vectors = score(make(copy.deepcopy(model)))
             before = vectors if before is None else before
             norms = np.linalg.norm(vectors, axis=1) * np.linalg.norm(before, axis=1)
             cosine = float(((vectors * before).sum(1) / norms).mean())
-            row = {**machine_line(), "model": args.model.parent.name, "task": task}
+            row = {**machine_line(), "model": args.model.name, "task": task}
             row |= {"metric": metric, "examples": count, "variant": name}
             row |= {"score": f"{100 * value:.2f}", "cosine": f"{cosine:.4f}"}
             append_row(args.rows, FIELDS, row)
