@@ -154,8 +154,6 @@ def torch_int8(model: nn.Module) -> nn.Module:
 
 
 def fastplm_int8(model: nn.Module) -> nn.Module:
-    if not hasattr(fastplm, "quantize"):
-        raise Unavailable("this fastplm has no quantize")
     return fastplm.quantize(fastplm.accelerate(model))
 
 
