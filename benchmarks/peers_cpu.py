@@ -202,9 +202,13 @@ def cosine(some: list[np.ndarray], others: list[np.ndarray]) -> float:
     return float(((one * other).sum(1) / lengths).mean())
 
 
-#: CTranslate2 brings threads of GNU's OpenMP, which then has more of them than processors, so that
-#: those of PyTorch wait less busily, and small batches take up to twice as long: it runs apart.
-TOGETHER = [name for name in VARIANTS if not name.startswith("ctranslate2")]
+def together(task: str, alone: bool) -> list[str]:
+    """The variants that can take turns in one process.
+
+    CTranslate2 brings threads of GNU's OpenMP, which then has more of them than processors. So
+    those of PyTorch wait less busily, and small batches take up to twice as long.
+    """
+    return [name for name in VARIANTS[task] if alone or not name.startswith("ctranslate2")]
 
 
 def rest() -> None:
@@ -340,7 +344,7 @@ def main() -> int:
     parser.add_argument("--batches", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    args.variants = args.variants or list(VARIANTS[args.task])
+    args.variants = args.variants or together(args.task, args.memory)
     if unknown := set(args.variants) - set(VARIANTS[args.task]):
         parser.error(f"{args.task} has no {', '.join(unknown)}: {', '.join(VARIANTS[args.task])}")
     if args.task in ("generate", "train"):
