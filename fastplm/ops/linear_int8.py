@@ -80,7 +80,7 @@ def linear_int8(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | Non
     Examples:
         >>> weight, scale = ops.quantize_int8(torch.tensor([[3.0, 4.0], [5.0, 6.0]]))
         >>> ops.linear_int8(torch.tensor([[1.0, 2.0]]), weight, scale)
-        tensor([[11.0241, 17.0481]])
+        tensor([[11.0157, 17.0473]])
 
     Source: Jacob et al. 2018 (arXiv 1712.05877), section 2, for products of integers; Dettmers et
         al. 2022 (arXiv 2208.07339), section 2.1, for a scale of each row and each output.
