@@ -27,10 +27,12 @@ def test_names():
         "FastplmError",
         "__version__",
         "accelerate",
+        "dequantize",
         "explain",
         "info",
         "keep_memory",
         "ops",
+        "quantize",
         "restore",
         "use_backend",
     }
