@@ -794,13 +794,13 @@ MUTATIONS = (
     ),
     Mutation(
         "fastplm/models/_quantize.py",
-        "module.get_parameter(name).requires_grad_()",
+        "module._parameters[name].requires_grad_()",
         "pass",
         f"{QUANTIZED} kept_weights",
     ),
     Mutation(
         "fastplm/models/_quantize.py",
-        "    model.requires_grad_(False)",
+        "    inner.requires_grad_(False)",
         "",
         f"{QUANTIZED} training",
     ),

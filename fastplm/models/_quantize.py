@@ -174,7 +174,7 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]
                 if type(child) not in kinds or place in seen or not _is_plain(child, weight):
                     continue
                 seen.add(place)
-                yield f"{within}.{key}", parent, key, child
+                yield within + "." + key, parent, key, child
 
 
 def _is_plain(linear: Any, weight: Any) -> bool:
