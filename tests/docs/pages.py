@@ -129,6 +129,9 @@ def write_files(folder: Path) -> None:
     bart = configuration("bart-tiny", vocab_size=len(letters), tokenizer=letters)
     transformers.BartForConditionalGeneration(bart).save_pretrained(folder / "path/to/bart")
     letters.save_pretrained(folder / "path/to/bart")
+    gpt2 = configuration("gpt2-tiny", vocab_size=len(letters), tokenizer=letters)
+    transformers.GPT2LMHeadModel(gpt2).save_pretrained(folder / "path/to/gpt2")
+    letters.save_pretrained(folder / "path/to/gpt2")
     part = {"is_decoder": True, "add_cross_attention": True}
     decoder = transformers.BertConfig(**{**config.to_dict(), "vocab_size": len(letters), **part})
     both = transformers.EncoderDecoderModel(
