@@ -112,7 +112,7 @@ def _is_plain(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None)
         and type(input) in _PLAIN
         and type(weight) is type(scale) is Tensor
         and input.layout is weight.layout is scale.layout is _STRIDED
-        and not input.is_nested
+        and not (input.is_nested or weight.is_nested or scale.is_nested)
         and input.is_cpu
         and weight.is_cpu
         and scale.is_cpu
@@ -131,6 +131,7 @@ def _is_plain(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None)
             bias is None
             or (
                 type(bias) in _PLAIN
+                and not bias.is_nested
                 and bias.is_cpu
                 and bias.dtype is input.dtype
                 and bias.shape == scale.shape
