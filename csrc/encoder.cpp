@@ -110,7 +110,7 @@ struct AddResidual {
   int64_t stride;
 };
 
-// out [rows, N] = finish(in [rows, K] weight^T + bias) for each of `count` weights of one shape and layout, whose
+// out [rows, N] = finish(in [rows, K] weight^T + bias) for each of kCount weights of one shape and layout, whose
 // results lie row by row beside one another in places `stride` apart.
 template <size_t kCount, typename Finish = Nothing>
 void dense(int64_t rows, const float* in, int64_t width, const std::array<const Pair*, kCount>& pairs,
