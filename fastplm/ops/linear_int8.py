@@ -65,8 +65,9 @@ def linear_int8(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | Non
     Numerics:
         In fp32 (fp64 if there is fp64); a result of 16 bits is rounded once more. Without a bias
         "cpp" is the reference bit for bit, at every level of instructions. What is lost is up to
-        half a step of a row's 127 steps, and of a column's. A row with no number of 2^-119 or more is taken as
-        zeros; one with NaN or infinity is NaN, as is an output whose weights have one.
+        half a step of a row's 127 steps, and of a column's. A row with no number of
+        2^-119 or more is taken as zeros; one with NaN or infinity is NaN, as is an output whose
+        weights have one.
 
     Determinism:
         It repeats bit for bit with any number of threads, and a row has the same result whatever
