@@ -20,6 +20,7 @@
 #include "gelu.h"
 #include "linear.h"
 #include "linear_few_rows.h"
+#include "linear_in_place.h"
 #include "linear_product.h"
 #include "linear_int8.h"
 #include "linear_int8_product.h"

@@ -10,12 +10,14 @@
 
 #include "operators.h"
 #include "scratch.h"
+#include "vectors.h"
 
 #define FASTPLM_FILE "linear.cpp"
 #include "each_level.h"
 #include "lanes.h"
 #include "linear.h"
 #include "linear_few_rows.h"
+#include "linear_in_place.h"
 #include "linear_product.h"
 
 namespace fastplm::FASTPLM_LEVEL {

@@ -7,8 +7,8 @@
 // all rows, and the next vectors are prefetched. The layout of B decides how a tile of C is
 // computed:
 //
-//   inner   columns are contiguous (nn.Linear): a vector of K for each of a few rows and columns, whose
-//           lanes are added up at the end;
+//   inner   columns are contiguous (nn.Linear) and rows are 4 at most: a vector of K for each of them and of
+//           a few columns, whose lanes are added up at the end; linear_in_place.h is for more rows;
 //   outer   rows are contiguous (Conv1D, the gradient of nn.Linear's input): vectors of N, to which a
 //           few steps of K are added.
 //
@@ -16,9 +16,6 @@
 
 namespace fastplm::FASTPLM_LEVEL {
 
-// Elements of K that the tiles of a few columns take at a time: the first-level cache holds their
-// part of B for the next rows of A.
-constexpr int64_t kInnerDepth = 768;
 // An outer tile adds up kOuterDepth steps of K at a time, so it reads this many rows of B side by
 // side. Each kOuterSlice steps are summed apart, then added to the rest: this rounds less than one
 // long sum.
@@ -81,11 +78,11 @@ FASTPLM_HD void widen(const Fp16* from, Floats& to) {
   to = reinterpret_cast<const Floats&>(out);
 }
 
-// to [rows, width] = from [rows, count], filled up with zeros; width is whole vectors.
+// to [rows, width] = from [rows, count], filled up with zeros; width is whole vectors, rows lie to_row apart.
 template <int64_t kAhead, typename T>
 FASTPLM_HD void widen_rows(int64_t rows, int64_t count, const T* from, int64_t from_row, float* to,
-                           int64_t width) {
-  for (int64_t row = 0; row < rows; ++row, from += from_row, to += width) {
+                           int64_t width, int64_t to_row) {
+  for (int64_t row = 0; row < rows; ++row, from += from_row, to += to_row) {
     int64_t i = 0;
     for (; i + kWidth <= count; i += kWidth) {
       widen(from + i, at(to + i));
@@ -114,12 +111,11 @@ FASTPLM_HD void add_lanes(Floats* sums) {
   }
 }
 
-// C [kInnerRows, columns] (+)= A B over `depth` elements of K, with columns of B that lie b_col
-// apart. If there are fewer than kInnerColumns, the last one is multiplied several times. Each of
-// `ahead` is prefetched, `depth` elements of it.
-template <int kStreams, typename T>
+// C [kInnerRows, columns] = A B over `depth` elements of K, with columns of B that lie b_col apart. If there are
+// fewer than kInnerColumns, the last one is multiplied several times.
+template <typename T>
 FASTPLM_HD void inner_tile(int64_t depth, const float* a, int64_t a_row, const T* b, int64_t b_col,
-                           int64_t columns, bool add, float* c, const T* const* ahead) {
+                           int64_t columns, float* c) {
   const T* column[kInnerColumns];
   for (int n = 0; n < kInnerColumns; ++n) column[n] = b + std::min<int64_t>(n, columns - 1) * b_col;
   Floats sum[kInnerSums] = {};
@@ -127,7 +123,7 @@ FASTPLM_HD void inner_tile(int64_t depth, const float* a, int64_t a_row, const T
   for (; k + kWidth <= depth; k += kWidth) {
     Floats right[kInnerColumns];
     for (int n = 0; n < kInnerColumns; ++n) widen(column[n] + k, right[n]);
-    for (int i = 0; i < kStreams; ++i) __builtin_prefetch(ahead[i] + k);
+    for (int n = 0; n < kInnerColumns; ++n) __builtin_prefetch(column[n] + k + kInnerAhead);
     for (int m = 0; m < kInnerRows; ++m) {
       const Floats left = at(a + m * a_row + k);
       for (int n = 0; n < kInnerColumns; ++n) sum[m * kInnerColumns + n] += left * right[n];
@@ -151,57 +147,16 @@ FASTPLM_HD void inner_tile(int64_t depth, const float* a, int64_t a_row, const T
   }
   const float* sums = totals;
   for (int m = 0; m < kInnerRows; ++m, c += kFewColumns, sums += kInnerColumns) {
-    for (int64_t n = 0; n < columns; ++n) c[n] = add ? c[n] + sums[n] : sums[n];
+    for (int64_t n = 0; n < columns; ++n) c[n] = sums[n];
   }
 }
 
-// The same for all rows of A. The first rows prefetch the rest of their part of B, the others prefetch
-// the part after it, `next`: so memory is never idle. Where `next` lies past the end of B nothing happens, as
-// a prefetch of any address is allowed.
-template <typename T>
-FASTPLM_HD void inner_tiles(const FewRows& a, int64_t depth, const T* b, int64_t b_col,
-                            int64_t columns, bool add, float* c, const T* next, int64_t next_col) {
-  const T* ahead[kInnerColumns];
-  for (int n = 0; n < kInnerColumns; ++n) {
-    ahead[n] = b + std::min<int64_t>(n, columns - 1) * b_col + kInnerAhead;
-  }
-  inner_tile<kInnerColumns>(depth, a.at(0), a.stride, b, b_col, columns, add, c, ahead);
-  for (int n = 0; n < kInnerColumns; ++n) ahead[n] = next + n * next_col;
-  const int64_t others = a.rows / kInnerRows - 1;
-  for (int64_t tile = 1; tile <= others; ++tile) {
-    const float* rows = a.at(tile * kInnerRows);
-    float* to = c + tile * kInnerRows * kFewColumns;
-    if (others == 1) {
-      inner_tile<kInnerColumns>(depth, rows, a.stride, b, b_col, columns, add, to, ahead);
-    } else if (others < kInnerColumns && tile <= kInnerColumns / 2) {
-      inner_tile<2>(depth, rows, a.stride, b, b_col, columns, add, to, ahead + 2 * (tile - 1));
-    } else if (others >= kInnerColumns && tile <= kInnerColumns) {
-      inner_tile<1>(depth, rows, a.stride, b, b_col, columns, add, to, ahead + tile - 1);
-    } else {
-      inner_tile<0>(depth, rows, a.stride, b, b_col, columns, add, to, ahead);
-    }
-  }
-}
-
-// C [rows, columns] = A B, with columns of B that lie b_col apart.
+// C [kInnerRows, columns] = A B, with columns of B that lie b_col apart.
 template <typename T>
 FASTPLM_HD void inner(const FewRows& a, const T* b, int64_t b_col, int64_t columns, float* c) {
   for (int64_t n = 0; n < columns; n += kInnerColumns) {
     const int64_t count = std::min<int64_t>(kInnerColumns, columns - n);
-    for (int64_t k = 0; k < a.depth; k += kInnerDepth) {
-      const int64_t depth = std::min(kInnerDepth, a.depth - k);
-      const FewRows part = a.from(k);
-      const T* from = b + n * b_col + k;
-      if (sizeof(T) == sizeof(float) || a.rows == kInnerRows) {
-        const T* next = k + depth < a.depth ? from + depth : b + (n + kInnerColumns) * b_col;
-        inner_tiles(part, depth, from, b_col, count, k > 0, c + n, next, b_col);
-      } else {
-        alignas(64) float wide[kInnerColumns * kInnerDepth];
-        const int64_t filled = round_up(depth, kWidth);
-        widen_rows<kInnerAhead>(count, depth, from, b_col, wide, filled);
-        inner_tiles<float>(part, filled, wide, filled, count, k > 0, c + n, wide, filled);
-      }
-    }
+    inner_tile(a.depth, a.at(0), a.stride, b + n * b_col, b_col, count, c + n);
   }
 }
 
@@ -256,7 +211,7 @@ FASTPLM_HD void outer_slice(const FewRows& a, const T* b, int64_t b_row, int64_t
       } else {
         alignas(64) float wide[kOuterDepth * kOuterColumns];
         const int64_t count = whole ? kOuterColumns : columns - n;
-        widen_rows<kOuterAhead>(depth, count, from, b_row, wide, kOuterColumns);
+        widen_rows<kOuterAhead>(depth, count, from, b_row, wide, kOuterColumns, kOuterColumns);
         outer_tiles<kRows>(part, depth, wide, kOuterColumns, k > 0, c + n);
       }
     }

@@ -1,6 +1,6 @@
-// Products of a linear layer by linear.h (many rows) and linear_few_rows.h (few), on PyTorch's threads. One
-// thread computes a whole block of the result, always in the same order, so results do not depend on the
-// number of threads. Included once a level, after both.
+// Products of a linear layer by linear.h (many rows), linear_in_place.h (some) and linear_few_rows.h (few), on
+// PyTorch's threads. One thread computes a whole block of the result, always in the same order, so results do
+// not depend on the number of threads. Included once a level, after all three.
 
 namespace fastplm::FASTPLM_LEVEL {
 
@@ -80,19 +80,9 @@ void product_of_many(const Operand& a, const Operand& b, const Factor<float>* fa
 
 // --- few rows -------------------------------------------------------------------------------------
 
-// From this many rows on it is faster to pack fp32. Without AVX-512 an inner tile is smaller, and
-// adds up lanes more often; Zen 4 executes AVX-512 in halves. ops/linear.py knows where MKL is
-// faster than both.
+// From so many rows on it is faster to pack fp32, that lies by rows and that lies by columns.
 constexpr int64_t kManyRows = 49;
-
-inline int64_t many_inner_rows() {
-  if (kRegisters < 32) return 29;
-#if FASTPLM_HAS_LEVELS
-  static const bool zen4 = __builtin_cpu_is("amdfam19h");
-  if (zen4) return 33;
-#endif
-  return kManyRows;
-}
+constexpr int64_t kManyInPlace = 384;
 
 // A function for products of few rows, and the rows of A that it takes at a time.
 template <typename T>
@@ -134,13 +124,13 @@ void load_rows(const T* from, int64_t row, int64_t col, int64_t rows, int64_t de
   }
 }
 
-template <typename T>
+template <int64_t kStride, typename T>
 void store_rows(int64_t rows, int64_t columns, const float* from, const T* bias, T* to,
                 int64_t to_row) {
   for (int64_t m = 0; m < rows; ++m) {
     for (int64_t n = 0; n < columns; ++n) {
       const float start = bias == nullptr ? 0.0f : static_cast<float>(bias[n]);
-      to[m * to_row + n] = static_cast<T>(from[m * kFewColumns + n] + start);
+      to[m * to_row + n] = static_cast<T>(from[m * kStride + n] + start);
     }
   }
 }
@@ -170,8 +160,48 @@ void product_of_few(const Operand& a, const Operand& b, const Factor<T>* factors
       alignas(64) float c[kFewRows * kFewColumns];
       method.run(rows, factor.weight + n * (by_rows ? 1 : b_stride), b_stride, width, c);
       T* out = factor.out + row * out_row + n;
-      store_rows(given, width, c, factor.bias ? factor.bias + n : nullptr, out, out_row);
+      store_rows<kFewColumns>(given, width, c, factor.bias ? factor.bias + n : nullptr, out, out_row);
       for (int64_t m = 0; m < given; ++m) finish(row + m, n, width, out + m * out_row);
+    });
+  }
+}
+
+// --- in place -------------------------------------------------------------------------------------
+
+constexpr int64_t kInPlacePacked = 32768;  // numbers that are worth a thread
+constexpr int64_t kInPlaceMost = int64_t{1} << 20;  // numbers of A that are packed before they are multiplied
+
+// Columns lie b.col apart.
+template <typename T, typename Finish>
+void product_in_place(const Operand& a, const Operand& b, const Factor<T>* factors, int64_t count,
+                      int64_t out_row, const Finish& finish) {
+  const int64_t depth = a.columns, threads = torch::stable::get_num_threads();
+  const int64_t most = std::min(a.rows, std::max(kInPlaceRows, kInPlaceMost / QuadTiles::filled(depth)));
+  const int64_t width = std::min(round_up(ceil_div(b.columns, threads), kCacheLine), kInPlaceColumns);
+  const int64_t across = ceil_div(b.columns, width);
+  const Room room(QuadTiles(most).packed_size(depth));
+  for (int64_t start = 0; start < a.rows; start += most) {
+    const QuadTiles tiles(std::min(most, a.rows - start));
+    const T* left = static_cast<const T*>(a.data) + start * a.row;
+    const int64_t grain = ceil_div(kInPlacePacked * tiles.count, tiles.packed_size(depth));
+    for_ranges(tiles.count, 1, grain, [&](int64_t first, int64_t last) {
+      for (int64_t tile = first; tile < last; ++tile) {
+        pack_quads(tiles, tile, left, a.row, a.col, depth, room.data + tiles.place(tile, depth));
+      }
+    });
+    const int64_t down = ceil_div(tiles.rows, kInPlaceRows), blocks = across * down;
+    in_parallel(count * blocks, [&](int64_t number) {
+      const Factor<T>& factor = factors[number / blocks];
+      const int64_t n = number % blocks / down * width, columns = std::min(width, b.columns - n);
+      const int64_t first = tiles.count * (number % down) / down;
+      const int64_t last = tiles.count * (number % down + 1) / down;
+      alignas(64) float c[kInPlaceRows * kInPlaceColumns];
+      in_place_block(tiles, first, last, room.data, depth, factor.weight + n * b.col, b.col, columns, c);
+      const int64_t row = tiles.row(first), given = std::min(tiles.row(last), tiles.rows) - row;
+      T* out = factor.out + (start + row) * out_row + n;
+      const T* bias = factor.bias ? factor.bias + n : nullptr;
+      store_rows<kInPlaceColumns>(given, columns, c, bias, out, out_row);
+      for (int64_t m = 0; m < given; ++m) finish(start + row + m, n, columns, out + m * out_row);
     });
   }
 }
@@ -181,12 +211,13 @@ void product_of_few(const Operand& a, const Operand& b, const Factor<T>* factors
 template <typename T, typename Finish = Nothing>
 void multiply(const Operand& a, const Operand& b, const Factor<T>* factors, int64_t count,
               int64_t out_row, const Finish& finish = {}) {
+  const bool by_rows = b.col == 1;
   if constexpr (std::is_same_v<T, float>) {
-    const bool by_rows = b.col == 1;
-    if (a.rows >= (by_rows ? kManyRows : many_inner_rows())) {
+    if (a.rows >= (by_rows ? kManyRows : kManyInPlace)) {
       return product_of_many(a, b, factors, count, out_row, finish);
     }
   }
+  if (!by_rows && a.rows > kInnerRows) return product_in_place(a, b, factors, count, out_row, finish);
   product_of_few<T>(a, b, factors, count, out_row, finish);
 }
 

@@ -64,8 +64,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     csrc/ multiplies on a CPU where it was measured to be faster there (``fastplm measure``):
 
-    - few rows, as in generation of a batch or with beams: PyTorch packs the weight, which costs
-      more than reading it; ``csrc/linear_few_rows.h`` reads it once;
+    - few rows, as in generation or of short sentences: PyTorch packs the weight, which costs
+      more than reading it; ``csrc/linear_few_rows.h`` and ``linear_in_place.h`` read it once;
     - fp16 and bf16 on a CPU that does not compute in them: the same, for any number of rows;
     - fp32 on CPUs with AVX-512 that are not Intel's: MKL does not use it there,
       ``csrc/linear.h`` does;
@@ -86,8 +86,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         [..., M] in the dtype of ``input``; under autocast in that of autocast.
 
     Numerics:
-        Backend "cpp" adds up in fp32, 384 products at a time, as MKL does; of few rows, and of fp16
-        and bf16, in shorter sums, which are rounded once, with the bias added. With two bf16 for a
+        Backend "cpp" adds up in fp32, 384 products at a time, as MKL does, or in shorter sums; of
+        few rows, and of fp16 and bf16, these are rounded once, with the bias added. With two bf16 for a
         number, a product loses 3 2^-18 of itself at most, and a number over 3.38e38 makes its row
         or column NaN: ``fastplm.reference.linear.linear_bf16x3_ref``.
 

@@ -1,4 +1,4 @@
-// csrc/linear.h and linear_few_rows.h under sanitizers, compiled for one level:
+// csrc/linear.h, linear_few_rows.h and linear_in_place.h under sanitizers, compiled for one level:
 // matrices are allocations of exactly their size, results those of plain loops in double.
 #include <algorithm>
 #include <cmath>
@@ -11,11 +11,13 @@
 
 #include "half.h"
 #include "base.h"
+#include "vectors.h"
 #include "one_level.h"
 
 #include "lanes.h"
 #include "linear.h"
 #include "linear_few_rows.h"
+#include "linear_in_place.h"
 
 namespace {
 
@@ -94,16 +96,20 @@ struct Eighth {
   }
 };
 
+// How a product is computed: by rows of B, kRows at a time, or by columns, of one tile or of any number of rows.
+constexpr int kInner = 0, kInPlace = -1;
+
 template <int kRows, typename T>
 void run_few(int64_t rows, int64_t columns, int64_t depth, std::mt19937& random) {
   constexpr bool kByRows = kRows > 0;
-  constexpr int64_t kTile = kByRows ? kRows : kInnerRows;
+  constexpr int64_t kTile = kByRows ? kRows : kRows == kInner ? kInnerRows : 1;
+  constexpr int64_t kColumns = kRows == kInPlace ? kInPlaceColumns : kFewColumns;
   std::uniform_int_distribution<int> eighths(-31, 31);
   const int64_t filled = (rows + kTile - 1) / kTile * kTile, stride = round_up(depth, kWidth);
   const std::unique_ptr<float[]> a(new float[filled * stride]());
   const std::unique_ptr<T[]> b(new T[columns * depth]);
   const std::unique_ptr<float[]> plain(new float[columns * depth]);
-  const std::unique_ptr<float[]> c(new float[kFewRows * kFewColumns]);
+  const std::unique_ptr<float[]> c(new float[std::max(kFewRows * kFewColumns, kInPlaceRows * kInPlaceColumns)]);
   for (int64_t m = 0; m < rows; ++m) {
     for (int64_t k = 0; k < depth; ++k) a[m * stride + k] = Eighth{eighths(random)};
   }
@@ -115,8 +121,15 @@ void run_few(int64_t rows, int64_t columns, int64_t depth, std::mt19937& random)
   const FewRows left{a.get(), filled, depth, stride};
   if constexpr (kByRows) {
     outer<kRows>(left, b.get(), columns, columns, c.get());
-  } else {
+  } else if constexpr (kRows == kInner) {
     inner(left, b.get(), depth, columns, c.get());
+  } else {
+    const QuadTiles tiles(rows);
+    const std::unique_ptr<float[]> packed(new float[tiles.packed_size(depth)]);
+    for (int64_t tile = 0; tile < tiles.count; ++tile) {
+      pack_quads(tiles, tile, a.get(), stride, 1, depth, packed.get() + tiles.place(tile, depth));
+    }
+    in_place_block(tiles, 0, tiles.count, packed.get(), depth, b.get(), depth, columns, c.get());
   }
   for (int64_t m = 0; m < rows; ++m) {
     for (int64_t n = 0; n < columns; ++n) {
@@ -124,9 +137,9 @@ void run_few(int64_t rows, int64_t columns, int64_t depth, std::mt19937& random)
       for (int64_t k = 0; k < depth; ++k) {
         gold += a[m * stride + k] * plain[kByRows ? k * columns + n : n * depth + k];
       }
-      if (c[m * kFewColumns + n] != gold) {
+      if (c[m * kColumns + n] != gold) {
         std::printf("%ld lanes, %ld x %ld x %ld: [%ld, %ld] is %g, not %g\n", long(kWidth), long(rows),
-                    long(columns), long(depth), long(m), long(n), c[m * kFewColumns + n], gold);
+                    long(columns), long(depth), long(m), long(n), c[m * kColumns + n], gold);
         std::exit(1);
       }
     }
@@ -135,9 +148,11 @@ void run_few(int64_t rows, int64_t columns, int64_t depth, std::mt19937& random)
 
 template <int kRows, typename T>
 void run_few_sizes(std::mt19937& random) {
-  for (int64_t rows : {1, 5, 17}) {
-    for (int64_t columns : {1, 5, 48, 97}) {
-      for (int64_t depth : {1, 16, 19, 390, 785}) {
+  for (int64_t rows : {1, 5, 17, 50, 107}) {
+    if (rows > (kRows == kInner ? kInnerRows : kRows == kInPlace ? kInPlaceRows : kFewRows)) continue;
+    for (int64_t columns : {1, 5, 8, 48, 64, 97}) {
+      if (kRows == kInPlace && columns > kInPlaceColumns) continue;
+      for (int64_t depth : {1, 4, 16, 19, 384, 390, 785}) {
         run_few<kRows, T>(rows, columns, depth, random);
       }
     }
@@ -150,9 +165,12 @@ int main() {
   std::mt19937 random(7);
   double worst = 0.0;
   int runs = 0;
-  run_few_sizes<0, float>(random);
-  run_few_sizes<0, Fp16>(random);
-  run_few_sizes<0, Bf16>(random);
+  run_few_sizes<kInner, float>(random);
+  run_few_sizes<kInner, Fp16>(random);
+  run_few_sizes<kInner, Bf16>(random);
+  run_few_sizes<kInPlace, float>(random);
+  run_few_sizes<kInPlace, Fp16>(random);
+  run_few_sizes<kInPlace, Bf16>(random);
   run_few_sizes<4, float>(random);
   run_few_sizes<4, Bf16>(random);
   run_few_sizes<kMostOuterRows, float>(random);

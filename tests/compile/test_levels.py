@@ -24,9 +24,15 @@ TILES = {
     ("attention", "avx512"): 6 * 4,
     ("linear", "avx2"): 6 * 2,
     ("linear", "avx512"): 12 * 2,
+    ("linear in place", "avx2"): 3 * 4,
+    ("linear in place", "avx512"): 6 * 4,
 }
 #: Functions of the largest tiles.
-KERNELS = {"attention": "product_columns", "linear": "product_of_many"}
+KERNELS = {
+    "attention": "product_columns",
+    "linear": "product_of_many",
+    "linear in place": "quad_tiles",
+}
 _FUNCTION = re.compile(r"^[0-9a-f]+ <(?P<name>.*)>:$")
 _INSTRUCTION = re.compile(r"^ *(?P<at>[0-9a-f]+):\t(?P<text>.*)$")
 _JUMP = re.compile(r"^j\w+ +(?P<to>[0-9a-f]+)")

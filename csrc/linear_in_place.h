@@ -1,0 +1,189 @@
+// The product of a linear layer whose weight is read where it is.
+//
+//   C [M, N] = A [M, K] B [N, K]^T      A and C in fp32; B in fp32, fp16 or bf16, widened on the way
+//
+// A vector of A has four steps of K for each of kQuadRows rows, side by side. The same four steps of a column of
+// B are loaded into all quarters of a register, so no number of B is moved before it is multiplied: a library
+// that packs B copies, for a batch of short texts, as many numbers as it multiplies. A sum's lanes are its four
+// parts, which are added up once a slice of K.
+//
+//   A, packed     [k / 4] of vectors  | row 0: k k+1 k+2 k+3 | row 1: k k+1 k+2 k+3 | ...
+//   B, in place   column n            |        k k+1 k+2 k+3 |        k k+1 k+2 k+3 | ...
+//
+// Included once a level, after vectors.h, lanes.h and linear_few_rows.h.
+
+namespace fastplm::FASTPLM_LEVEL {
+
+constexpr int64_t kQuad = 4;
+constexpr int64_t kQuadRows = kWidth / kQuad;
+// A tile has up to kMostQuads vectors of rows and kQuadColumns columns, or twice as many columns of a few
+// rows: so many sums fit into the registers beside the operands.
+constexpr int64_t kMostQuads = kRegisters == 32 ? 6 : 3;
+constexpr int64_t kQuadColumns = 4;
+// A thread computes at most so many rows and columns at a time. Of each slice of K, a tile's rows of A stay in
+// the first-level cache for all columns, and the columns of B in the second for all tiles.
+constexpr int64_t kInPlaceRows = 240;
+constexpr int64_t kInPlaceColumns = 64;
+constexpr int64_t kInPlaceSlice = 384;
+static_assert(kInPlaceRows % (kMostQuads * kQuadRows) == 0 && kInPlaceColumns % (2 * kQuadColumns) == 0);
+
+// How the rows of A are cut into tiles of nearly one height.
+struct QuadTiles {
+  explicit QuadTiles(int64_t rows)
+      : rows(rows), vectors(ceil_div(rows, kQuadRows)), count(ceil_div(vectors, kMostQuads)) {}
+  int64_t first(int64_t tile) const { return vectors * tile / count; }  // vector
+  int64_t height(int64_t tile) const { return first(tile + 1) - first(tile); }
+  int64_t row(int64_t tile) const { return first(tile) * kQuadRows; }
+  // Where a tile is in what all of them are packed to, [vectors kQuadRows, depth filled up].
+  static int64_t filled(int64_t depth) { return round_up(depth, kQuad); }
+  int64_t packed_size(int64_t depth) const { return vectors * kQuadRows * filled(depth); }
+  int64_t place(int64_t tile, int64_t depth) const { return row(tile) * filled(depth); }
+
+  int64_t rows, vectors, count;
+};
+
+// --- packing --------------------------------------------------------------------------------------
+
+// Packs a tile of A, filled up with zeros to whole vectors. Element (m, k) is at a[m * row + k * col].
+template <typename T>
+FASTPLM_HD void pack_quads(const QuadTiles& tiles, int64_t tile, const T* a, int64_t row, int64_t col,
+                           int64_t depth, float* packed) {
+  const int64_t height = tiles.height(tile), first = tiles.row(tile);
+  const int64_t whole = col == 1 ? depth / kQuad : 0;
+  for (int64_t i = 0; i < height * kQuadRows; ++i) {
+    float* to = packed + i * kQuad;
+    const int64_t step = height * kWidth;
+    const bool given = first + i < tiles.rows;
+    const T* from = a + (first + i) * row;
+    int64_t quad = 0;
+    for (; given && quad < whole; ++quad, to += step) {
+      for (int64_t k = 0; k < kQuad; ++k) to[k] = static_cast<float>(from[quad * kQuad + k]);
+    }
+    for (; quad < ceil_div(depth, kQuad); ++quad, to += step) {
+      for (int64_t k = 0; k < kQuad; ++k) {
+        const int64_t at = quad * kQuad + k;
+        to[k] = given && at < depth ? static_cast<float>(from[at * col]) : 0.0f;
+      }
+    }
+  }
+}
+
+// --- tiles ----------------------------------------------------------------------------------------
+
+// All quarters of the vector are these four numbers.
+FASTPLM_HD void repeat_quad(const float* from, Floats& to) {
+#if FASTPLM_WIDTH == 16
+  to = reinterpret_cast<const Floats&>(
+      static_cast<const __m512&>(_mm512_broadcast_f32x4(_mm_loadu_ps(from))));
+#elif FASTPLM_WIDTH == 8
+  to = reinterpret_cast<const Floats&>(
+      static_cast<const __m256&>(_mm256_broadcast_ps(reinterpret_cast<const __m128*>(from))));
+#else
+  to = at(from);
+#endif
+}
+
+// C [kHeight kQuadRows, kColumns] (+)= A B^T over `depth` steps of K, a multiple of four. The same steps of the
+// columns at `next` are prefetched, if it is not null: of any address, as nothing happens past the end of B.
+template <int64_t kHeight, int64_t kColumns>
+FASTPLM_HD void quad_tile(int64_t depth, const float* a, const float* b, int64_t b_col, bool add, float* c,
+                          const float* next) {
+  Floats sum[kColumns][kHeight] = {};
+  for (int64_t k = 0; k < depth; k += kQuad, a += kHeight * kWidth) {
+    if (next != nullptr && k % kCacheLine == 0) {
+      for (int64_t n = 0; n < kColumns; ++n) __builtin_prefetch(next + n * b_col + k);
+    }
+    Floats left[kHeight];
+#pragma GCC unroll 6
+    for (int64_t m = 0; m < kHeight; ++m) left[m] = at(a + m * kWidth);
+#pragma GCC unroll 8
+    for (int64_t n = 0; n < kColumns; ++n) {
+      Floats right;
+      repeat_quad(b + n * b_col + k, right);
+#pragma GCC unroll 6
+      for (int64_t m = 0; m < kHeight; ++m) sum[n][m] += left[m] * right;
+    }
+  }
+  using Four = float __attribute__((vector_size(16), aligned(4), may_alias));
+#pragma GCC unroll 6
+  for (int64_t m = 0; m < kHeight; ++m) {
+#pragma GCC unroll 2
+    for (int64_t n = 0; n < kColumns; n += kQuad) {
+      // The parts of four columns are added up, so that a quarter has the four columns of a row.
+      Floats one, other, first, second;
+      exchange<1>(sum[n][m], sum[n + 1][m], one, other);
+      first = one + other;
+      exchange<1>(sum[n + 2][m], sum[n + 3][m], one, other);
+      second = one + other;
+      exchange<2>(first, second, one, other);
+      const Floats total = one + other;
+      for (int64_t row = 0; row < kQuadRows; ++row) {
+        Four& to = *reinterpret_cast<Four*>(c + (m * kQuadRows + row) * kInPlaceColumns + n);
+        const Four& four = reinterpret_cast<const Four*>(&total)[row];
+        to = add ? to + four : four;
+      }
+    }
+  }
+}
+
+// The same for `columns`, a multiple of 2 kQuadColumns. Each tile prefetches the columns of the one after it, the
+// last one those at `next`.
+template <int64_t kHeight>
+void quad_tiles(int64_t depth, const float* a, const float* b, int64_t b_col, int64_t columns, bool add,
+                float* c, const float* next) {
+  constexpr bool kFits = 2 * kQuadColumns * kHeight + kHeight + 1 <= kRegisters;
+  constexpr int64_t kColumns = kFits ? 2 * kQuadColumns : kQuadColumns;
+  for (int64_t n = 0; n < columns; n += kColumns) {
+    const float* from = b + n * b_col;
+    const float* after = n + kColumns < columns ? from + kColumns * b_col : next;
+    quad_tile<kHeight, kColumns>(depth, a, from, b_col, add, c + n, next == nullptr ? nullptr : after);
+  }
+}
+
+// The function for `height` vectors of rows.
+template <int64_t kHeight = kMostQuads>
+decltype(&quad_tiles<kHeight>) quad_tiles_of(int64_t height) {
+  if constexpr (kHeight > 1) {
+    if (height < kHeight) return quad_tiles_of<kHeight - 1>(height);
+  }
+  return quad_tiles<kHeight>;
+}
+
+// --- blocks ---------------------------------------------------------------------------------------
+
+// C [rows, kInPlaceColumns] = A B^T for tiles first … last - 1 of A, kInPlaceRows at most, and `columns` columns of
+// B. Those are copied, a slice at a time, if they are not fp32, or no whole tile: a few at a time for one tile, as
+// they stay in the first-level cache.
+template <typename T>
+void in_place_block(const QuadTiles& tiles, int64_t first, int64_t last, const float* packed, int64_t depth,
+                    const T* b, int64_t b_col, int64_t columns, float* c) {
+  constexpr int64_t kUnit = 2 * kQuadColumns, kStride = kInPlaceSlice + kCacheLine;
+  const bool whole = std::is_same_v<T, float> && columns % kUnit == 0 && depth % kQuad == 0;
+  const int64_t most = whole || last - first > 1 ? columns : kUnit;
+  alignas(64) float copied[kInPlaceColumns * kStride];
+  for (int64_t k = 0; k < depth; k += kInPlaceSlice) {
+    const int64_t slice = std::min(kInPlaceSlice, depth - k);
+    for (int64_t n = 0; n < columns; n += most) {
+      const T* from = b + n * b_col + k;
+      const int64_t given = std::min(most, columns - n), filled = round_up(given, kUnit);
+      const float *right = copied, *next = nullptr;
+      if (whole) {
+        right = reinterpret_cast<const float*>(from);
+        next = k + slice < depth ? right + slice : right - k + columns * b_col;
+      } else {
+        widen_rows<kInnerAhead>(given, slice, from, b_col, copied, round_up(slice, kWidth), kStride);
+        std::fill(copied + given * kStride, copied + filled * kStride, 0.0f);
+      }
+      for (int64_t tile = first; tile < last; ++tile) {
+        const int64_t height = tiles.height(tile);
+        const float* a = packed + tiles.place(tile, depth) + k * height * kQuadRows;
+        float* out = c + (tiles.row(tile) - tiles.row(first)) * kInPlaceColumns + n;
+        const auto run = quad_tiles_of(height);
+        run(round_up(slice, kQuad), a, right, whole ? b_col : kStride, filled, k > 0, out,
+            tile == first ? next : nullptr);
+      }
+    }
+  }
+}
+
+}  // namespace fastplm::FASTPLM_LEVEL
