@@ -42,4 +42,15 @@ inline Level level() {
   return chosen;
 }
 
+// Whether oneDNN's environment variable ONEDNN_MAX_CPU_ISA allows VNNI, which multiplies bytes. PyTorch's variable
+// cannot tell AVX2 with it from AVX2 without.
+inline bool vnni_is_allowed() {
+  const char* most = std::getenv("ONEDNN_MAX_CPU_ISA");
+  if (most == nullptr) return true;
+  for (const char* without : {"SSE41", "AVX", "AVX2", "AVX512_CORE"}) {
+    if (std::strcmp(most, without) == 0) return false;
+  }
+  return true;
+}
+
 }  // namespace fastplm

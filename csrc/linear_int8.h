@@ -6,8 +6,8 @@
 // Sums are exact integers, so every way to add them up has the same result. B is packed in panels of 16
 // columns, [panel, step, 16, 4]: a step is 4 k of each column, and q_b is stored as q_b + 128, as the
 // instructions multiply bytes without a sign by bytes with one (VNNI). So sums begin at
-// -128 sum_k q_a[m, k]. AVX2 has no such instruction but pmaddubsw, whose sums of two products do not fit
-// into its 16 bits: there both factors are widened to 16 bits, and pmaddwd adds up in 32.
+// -128 sum_k q_a[m, k]. AVX2 without AVX-VNNI has no such instruction but pmaddubsw, whose sums of two products do
+// not fit into its 16 bits: there both factors are widened to 16 bits, and pmaddwd adds up in 32.
 //
 // Source: Jacob et al. 2018, "Quantization and Training of Neural Networks for Efficient
 // Integer-Arithmetic-Only Inference", section 2; rows scaled one by one as in Dettmers et al. 2022
@@ -103,7 +103,12 @@ FASTPLM_HD void quantize_row(int64_t width, const float* x, int64_t m, const Qua
     const __m256i q = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + i), _mm256_set1_ps(factor)));
     sums = _mm256_add_epi32(sums, q);
     const __m128i low = _mm256_castsi256_si128(q), high = _mm256_extracti128_si256(q, 1);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm_packs_epi32(low, high));
+    const __m128i words = _mm_packs_epi32(low, high);
+    if constexpr (sizeof(Q) == 1) {
+      _mm_storeu_si64(to + i, _mm_packs_epi16(words, words));
+    } else {
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), words);
+    }
   }
   alignas(32) int32_t lanes[8];
   _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), sums);
@@ -218,6 +223,40 @@ struct VnniTile {
     for (int64_t m = 0; m < kHeight; ++m) {
       _mm512_storeu_si512(c + m * 2 * kPanel, sum[m][0]);
       _mm512_storeu_si512(c + m * 2 * kPanel + kPanel, sum[m][1]);
+    }
+  }
+};
+#elif FASTPLM_WIDTH == 8
+// The same with 8 times 4 bytes: AVX-VNNI, which CPUs without AVX-512 have.
+struct VnniTile {
+  using Q = int8_t;
+  static constexpr int64_t kRows = 6;
+  static constexpr int64_t kPanels = 1;
+
+  template <int64_t kHeight>
+  __attribute__((target("avxvnni"))) static void run(int64_t steps, const Q* a, int64_t a_row,
+                                                     const int32_t* start, const uint8_t* panel, int64_t,
+                                                     int32_t* c) {
+    __m256i sum[kHeight][2];
+#pragma GCC unroll 6
+    for (int64_t m = 0; m < kHeight; ++m) sum[m][0] = sum[m][1] = _mm256_set1_epi32(start[m]);
+    for (int64_t step = 0; step < steps; ++step, panel += kPanel * kStepDepth) {
+      const auto* halves = reinterpret_cast<const __m256i*>(panel);
+      const __m256i first = _mm256_loadu_si256(halves), second = _mm256_loadu_si256(halves + 1);
+#pragma GCC unroll 6
+      for (int64_t m = 0; m < kHeight; ++m) {
+        int32_t four;
+        std::memcpy(&four, a + m * a_row + step * kStepDepth, sizeof(four));
+        const __m256i row = _mm256_set1_epi32(four);
+        sum[m][0] = _mm256_dpbusd_avx_epi32(sum[m][0], first, row);
+        sum[m][1] = _mm256_dpbusd_avx_epi32(sum[m][1], second, row);
+      }
+    }
+#pragma GCC unroll 6
+    for (int64_t m = 0; m < kHeight; ++m) {
+      for (int64_t n = 0; n < 2; ++n) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(c + m * kPanel) + n, sum[m][n]);
+      }
     }
   }
 };

@@ -37,9 +37,13 @@ void product_int8(const T* a, int64_t rows, int64_t depth, const Int8Factor<T>* 
   }
 }
 
-#if FASTPLM_WIDTH == 16
+#if FASTPLM_WIDTH >= 8
 inline bool has_vnni() {
-  static const bool has = __builtin_cpu_supports("avx512vnni");
+#if FASTPLM_WIDTH == 16
+  static const bool has = __builtin_cpu_supports("avx512vnni") && vnni_is_allowed();
+#else
+  static const bool has = __builtin_cpu_supports("avxvnni") && vnni_is_allowed();
+#endif
   return has;
 }
 #endif
@@ -49,12 +53,10 @@ inline bool has_vnni() {
 template <typename T, typename Finish = Nothing>
 void multiply_int8(const T* a, int64_t rows, int64_t depth, const Int8Factor<T>* factors, int64_t count,
                    int64_t columns, int64_t out_row, const Finish& finish = {}) {
-#if FASTPLM_WIDTH == 16
+#if FASTPLM_WIDTH >= 8
   if (has_vnni()) {
     return product_int8<VnniTile>(a, rows, depth, factors, count, columns, out_row, finish);
   }
-#endif
-#if FASTPLM_WIDTH >= 8
   product_int8<WideTile>(a, rows, depth, factors, count, columns, out_row, finish);
 #else
   product_int8<PlainTile>(a, rows, depth, factors, count, columns, out_row, finish);

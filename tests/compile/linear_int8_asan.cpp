@@ -93,6 +93,8 @@ int main() {
 #endif
 #if FASTPLM_WIDTH == 16
   if (__builtin_cpu_supports("avx512vnni")) runs += run_all<VnniTile>(random);
+#elif FASTPLM_WIDTH == 8
+  if (__builtin_cpu_supports("avxvnni")) runs += run_all<VnniTile>(random);
 #endif
   std::printf("%d products\n", runs);
   return 0;
