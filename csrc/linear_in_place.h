@@ -44,25 +44,35 @@ struct QuadTiles {
 
 // --- packing --------------------------------------------------------------------------------------
 
-// Packs a tile of A, filled up with zeros to whole vectors. Element (m, k) is at a[m * row + k * col].
+template <typename T>
+FASTPLM_HD void widen_quad(const T* from, float* to) {
+  if constexpr (std::is_same_v<T, float>) {
+    std::memcpy(to, from, sizeof(float) * kQuad);
+  } else {
+    for (int64_t k = 0; k < kQuad; ++k) to[k] = static_cast<float>(from[k]);
+  }
+}
+
+// Packs a tile of A, whole vectors: past the last row that row is repeated, past the last step there are zeros.
+// Element (m, k) is at a[m * row + k * col].
 template <typename T>
 FASTPLM_HD void pack_quads(const QuadTiles& tiles, int64_t tile, const T* a, int64_t row, int64_t col,
                            int64_t depth, float* packed) {
-  const int64_t height = tiles.height(tile), first = tiles.row(tile);
-  const int64_t whole = col == 1 ? depth / kQuad : 0;
-  for (int64_t i = 0; i < height * kQuadRows; ++i) {
-    float* to = packed + i * kQuad;
-    const int64_t step = height * kWidth;
-    const bool given = first + i < tiles.rows;
-    const T* from = a + (first + i) * row;
-    int64_t quad = 0;
-    for (; given && quad < whole; ++quad, to += step) {
-      for (int64_t k = 0; k < kQuad; ++k) to[k] = static_cast<float>(from[quad * kQuad + k]);
+  const int64_t height = tiles.height(tile), whole = col == 1 ? depth / kQuad : 0;
+  for (int64_t m = 0; m < height; ++m) {
+    const T* from[kQuadRows];
+    for (int64_t i = 0; i < kQuadRows; ++i) {
+      from[i] = a + std::min(tiles.row(tile) + m * kQuadRows + i, tiles.rows - 1) * row;
     }
-    for (; quad < ceil_div(depth, kQuad); ++quad, to += step) {
-      for (int64_t k = 0; k < kQuad; ++k) {
-        const int64_t at = quad * kQuad + k;
-        to[k] = given && at < depth ? static_cast<float>(from[at * col]) : 0.0f;
+    float* to = packed + m * kWidth;
+    int64_t quad = 0;
+    for (; quad < whole; ++quad, to += height * kWidth) {
+      for (int64_t i = 0; i < kQuadRows; ++i) widen_quad(from[i] + quad * kQuad, to + i * kQuad);
+    }
+    for (; quad < ceil_div(depth, kQuad); ++quad, to += height * kWidth) {
+      for (int64_t i = 0; i < kWidth; ++i) {
+        const int64_t k = quad * kQuad + i % kQuad;
+        to[i] = k < depth ? static_cast<float>(from[i / kQuad][k * col]) : 0.0f;
       }
     }
   }

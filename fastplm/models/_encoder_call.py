@@ -45,7 +45,7 @@ class _Plan(NamedTuple):
 
     kind: type  # of the encoder
     modules: tuple[nn.Module, ...]  # of its layers, with all attributes of each ...
-    attributes: tuple[dict, ...]  # ... as they were, but for what their dicts have in them:
+    attributes: list[dict]  # ... as they were, but for what their dicts have in them:
     dicts: tuple[dict, ...]  # entries of dicts by keys, which are modules and parameters
     keys: tuple[str, ...]
     values: tuple[Any, ...]
@@ -68,7 +68,7 @@ class _Plan(NamedTuple):
             return (
                 type(encoder) is self.kind
                 and all(map(operator.is_, map(dict.get, self.dicts, self.keys), self.values))
-                and all(map(operator.eq, map(vars, self.modules), self.attributes))
+                and list(map(vars, self.modules)) == self.attributes
                 and all(map(operator.is_, map(type, self.typed), self.classes))
                 and all(map(operator.is_, map(_forward_of, self.kinds), self.forwards))
                 and not any(self.hooks)
@@ -217,7 +217,7 @@ def _made(encoder: nn.Module) -> _Plan | None:
     return _Plan(
         kind=kind,
         modules=tuple(modules),
-        attributes=tuple(dict(vars(module)) for module in modules),
+        attributes=[dict(vars(module)) for module in modules],
         dicts=dicts,
         keys=keys,
         values=values,
