@@ -20,8 +20,8 @@ constexpr int64_t kQuadRows = kWidth / kQuad;
 // rows: so many sums fit into the registers beside the operands.
 constexpr int64_t kMostQuads = kRegisters == 32 ? 6 : 3;
 constexpr int64_t kQuadColumns = 4;
-// A thread computes at most so many rows and columns at a time. Of each slice of K, a tile's rows of A stay in
-// the first-level cache for all columns, and the columns of B in the second for all tiles.
+// A thread computes at most so many rows and columns at a time. While it computes a slice of K, a tile's rows
+// stay in the first-level cache for all columns, and the columns stay in the second for all tiles.
 constexpr int64_t kInPlaceRows = 240;
 constexpr int64_t kInPlaceColumns = 64;
 constexpr int64_t kInPlaceSlice = 384;

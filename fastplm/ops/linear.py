@@ -87,9 +87,9 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Numerics:
         Backend "cpp" adds up in fp32, 384 products at a time, as MKL does, or in shorter sums; of
-        few rows, and of fp16 and bf16, these are rounded once, with the bias added. With two bf16 for a
-        number, a product loses 3 2^-18 of itself at most, and a number over 3.38e38 makes its row
-        or column NaN: ``fastplm.reference.linear.linear_bf16x3_ref``.
+        few rows, and of fp16 and bf16, these are rounded once, with the bias added. With two bf16
+        for a number, a product loses 3 2^-18 of itself at most, and a number over 3.38e38 makes its
+        row or column NaN: ``fastplm.reference.linear.linear_bf16x3_ref``.
 
     Determinism:
         Forward and backward repeat bit for bit, on "cpp" with any number of threads.
