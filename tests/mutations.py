@@ -34,6 +34,7 @@ def attention(cases: str) -> str:
 
 CALL = "fastplm/models/_encoder_call.py"
 CALLED = "tests/models/test_encoder_call.py -k"
+LINEAR = "tests/ops/test_linear.py -k"
 INT8 = "tests/ops/test_linear_int8.py -k"
 QUANTIZED = "tests/models/test_quantize.py -k"
 CONTRACT = "tests/models/test_contract.py -k"
@@ -771,6 +772,7 @@ MUTATIONS = (
         f"{REPLACED} 'no_row_counts and cpp'",
         3,
     ),
+    Mutation("csrc/linear_in_place.h", "k > 0, out", "false, out", f"{LINEAR} few_rows", 6),
     Mutation("csrc/linear_int8.h", "-128 * sum;", "-127 * sum;", f"{INT8} bit_for_bit", 3),
     Mutation("csrc/linear_int8.h", "peak < kLeastPeak", "false", f"{INT8} smallest", 4),
     Mutation(
@@ -868,7 +870,7 @@ MUTATIONS = (
         for old, new, cases in (
             ("and not any(self.hooks)", "", "change_is_seen"),
             ("and list(self.layers) == self.names", "", "change_is_seen"),
-            ("map(vars, self.modules), self.attributes", "(), ()", "change_is_seen"),
+            ("list(map(vars, self.modules)) == self.attributes", "True", "change_is_seen"),
             ('self.need(not module.training, "training")', "", "hook_that_is_gone"),
             ("self.facts.append((held, key, found))", "", "change_is_seen"),
             ("        or _has_global_hook()\n", "", "run_themselves"),

@@ -664,3 +664,19 @@ class Storages(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 self.found[storage.data_ptr()] = storage
         return out
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The results of each time that one call was asked for: True where it ran the layers."""
+    from fastplm.models import _encoder
+
+    asked, original = [], _encoder.encoder_call
+
+    def recorded(*given):
+        out = original(*given)
+        asked.append(out is not None)
+        return out
+
+    monkeypatch.setattr(_encoder, "encoder_call", recorded)
+    return asked

@@ -84,22 +84,6 @@ def of_csrc():
         yield
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """The results of each time that one call was asked for: True where it ran the layers."""
-    from fastplm.models import _encoder
-
-    asked, original = [], _encoder.encoder_call
-
-    def recorded(*given):
-        out = original(*given)
-        asked.append(out is not None)
-        return out
-
-    monkeypatch.setattr(_encoder, "encoder_call", recorded)
-    return asked
-
-
 def last(model, given):
     """The states of the second sequence."""
     return model(**given).last_hidden_state[1]

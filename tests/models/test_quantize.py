@@ -152,22 +152,6 @@ def test_what_cannot_be_quantized_says_so():
 # --- the layers of an encoder in one call ---------------------------------------------------------
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """The results of each time that one call was asked for: True where it ran the layers."""
-    from fastplm.models import _encoder
-
-    asked, original = [], _encoder.encoder_call
-
-    def recorded(*given):
-        out = original(*given)
-        asked.append(out is not None)
-        return out
-
-    monkeypatch.setattr(_encoder, "encoder_call", recorded)
-    return asked
-
-
 @needs_call
 @pytest.mark.parametrize("family", ["bert", "roberta", "electra"])
 @pytest.mark.parametrize("lengths", [[1], [63], [5, 1, 9, 2], [257] * 3 + [11]], ids=str)

@@ -45,6 +45,8 @@ SHAPES = (
 #: and 768, which are summed apart; several threads' parts; and more rows than one pass takes.
 FEW = ((1, 1, 1), (4, 16, 48), (8, 32, 96), (3, 15, 47), (9, 770, 49), (48, 1601, 3), (2, 40, 901))
 HALF = ((64, 17, 5), (131, 385, 50))
+#: One tile of 24 rows and 64 columns; partial ones; K that is not whole fours; two threads' rows.
+IN_PLACE = ((24, 384, 64), (23, 6, 72), (5, 768, 8), (241, 386, 9), (383, 4, 200))
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 WRT = ("input", "weight", "bias")
 
@@ -77,12 +79,20 @@ def test_shapes(shape):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("transposed", [False, True], ids=["linear", "conv1d"])
-@pytest.mark.parametrize("shape", FEW + HALF, ids=str)
+@pytest.mark.parametrize("shape", FEW + HALF + IN_PLACE, ids=str)
 def test_few_rows_and_half_precision(shape, transposed, dtype):
     inputs = make(*shape, dtype=dtype)
     if transposed:
         inputs["weight"] = by_columns(inputs["weight"])
     check(inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_has_the_same_product_among_any_number_of_rows(dtype):
+    inputs = make(383, 390, 70, dtype)
+    whole = run(**inputs)
+    for rows in (5, 24, 100, 241):
+        assert torch.equal(run(**inputs | {"input": inputs["input"][:rows]}), whole[:rows])
 
 
 @pytest.mark.parametrize("offset", [0.0, 3.0])
