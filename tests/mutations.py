@@ -774,7 +774,7 @@ MUTATIONS = (
     ),
     Mutation("csrc/linear_in_place.h", "k > 0, out", "false, out", f"{LINEAR} few_rows", 6),
     Mutation("csrc/linear_int8.h", "-128 * sum;", "-127 * sum;", f"{INT8} bit_for_bit", 3),
-    Mutation("csrc/linear_int8.h", "peak < kLeastPeak", "false", f"{INT8} smallest", 4),
+    Mutation("csrc/linear_int8.h", "    sum += quantum;\n", "", f"{INT8} bit_for_bit", 4),
     Mutation(
         "csrc/encoder.cpp",
         "floats(*pair.scale),",
