@@ -78,6 +78,8 @@ def server(model: str, options: list[str], threads: int) -> Iterator[int]:
                 pass
             assert process.poll() is None, "the server ended"
             time.sleep(1)
+        else:
+            raise TimeoutError(f"no server after {SECONDS_TO_START} s")
         yield port
     finally:
         os.killpg(process.pid, signal.SIGKILL)  # LitServe has a process for each part
@@ -86,6 +88,7 @@ def server(model: str, options: list[str], threads: int) -> Iterator[int]:
 
 def load(port: int, texts: list[str], clients: int) -> tuple[np.ndarray, float, np.ndarray]:
     """The vectors of all texts, the requests a second, and the milliseconds of each request."""
+    clients = min(clients, len(texts))
     each = [Client(port) for _ in range(clients)]
     parts = [texts[first::clients] for first in range(clients)]
     start = time.perf_counter()

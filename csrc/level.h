@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <strings.h>
 
 // Whether a function can be compiled with instructions that no compiler flag switches on.
 #if defined(__x86_64__) && !defined(__clang__) && __GNUC__ >= 12
@@ -42,13 +43,14 @@ inline Level level() {
   return chosen;
 }
 
-// Whether oneDNN's environment variable ONEDNN_MAX_CPU_ISA allows VNNI, which multiplies bytes. PyTorch's variable
-// cannot tell AVX2 with it from AVX2 without.
+// Whether oneDNN's environment variable ONEDNN_MAX_CPU_ISA, or DNNL_MAX_CPU_ISA as it was called, allows VNNI, which
+// multiplies bytes. PyTorch's variable cannot tell AVX2 with it from AVX2 without. The level stays that of level().
 inline bool vnni_is_allowed() {
   const char* most = std::getenv("ONEDNN_MAX_CPU_ISA");
+  if (most == nullptr) most = std::getenv("DNNL_MAX_CPU_ISA");
   if (most == nullptr) return true;
   for (const char* without : {"SSE41", "AVX", "AVX2", "AVX512_CORE"}) {
-    if (std::strcmp(most, without) == 0) return false;
+    if (strcasecmp(most, without) == 0) return false;
   }
   return true;
 }

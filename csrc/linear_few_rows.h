@@ -21,6 +21,8 @@ namespace fastplm::FASTPLM_LEVEL {
 // long sum.
 constexpr int64_t kOuterDepth = 16;
 constexpr int64_t kOuterSlice = 384;
+// Each kInnerDepth elements of K are summed apart, too.
+constexpr int64_t kInnerDepth = 768;
 // B is prefetched so many elements ahead.
 constexpr int64_t kInnerAhead = 128;
 constexpr int64_t kOuterAhead = 48;
@@ -111,11 +113,11 @@ FASTPLM_HD void add_lanes(Floats* sums) {
   }
 }
 
-// C [kInnerRows, columns] = A B over `depth` elements of K, with columns of B that lie b_col apart. If there are
+// C [kInnerRows, columns] (+)= A B over `depth` elements of K, with columns of B that lie b_col apart. If there are
 // fewer than kInnerColumns, the last one is multiplied several times.
 template <typename T>
 FASTPLM_HD void inner_tile(int64_t depth, const float* a, int64_t a_row, const T* b, int64_t b_col,
-                           int64_t columns, float* c) {
+                           int64_t columns, bool add, float* c) {
   const T* column[kInnerColumns];
   for (int n = 0; n < kInnerColumns; ++n) column[n] = b + std::min<int64_t>(n, columns - 1) * b_col;
   Floats sum[kInnerSums] = {};
@@ -147,7 +149,7 @@ FASTPLM_HD void inner_tile(int64_t depth, const float* a, int64_t a_row, const T
   }
   const float* sums = totals;
   for (int m = 0; m < kInnerRows; ++m, c += kFewColumns, sums += kInnerColumns) {
-    for (int64_t n = 0; n < columns; ++n) c[n] = sums[n];
+    for (int64_t n = 0; n < columns; ++n) c[n] = add ? c[n] + sums[n] : sums[n];
   }
 }
 
@@ -156,7 +158,10 @@ template <typename T>
 FASTPLM_HD void inner(const FewRows& a, const T* b, int64_t b_col, int64_t columns, float* c) {
   for (int64_t n = 0; n < columns; n += kInnerColumns) {
     const int64_t count = std::min<int64_t>(kInnerColumns, columns - n);
-    inner_tile(a.depth, a.at(0), a.stride, b + n * b_col, b_col, count, c + n);
+    for (int64_t k = 0; k < a.depth; k += kInnerDepth) {
+      const int64_t depth = std::min(kInnerDepth, a.depth - k);
+      inner_tile(depth, a.at(0) + k, a.stride, b + n * b_col + k, b_col, count, k > 0, c + n);
+    }
   }
 }
 

@@ -25,6 +25,8 @@ constexpr int64_t kQuadColumns = 4;
 constexpr int64_t kInPlaceRows = 240;
 constexpr int64_t kInPlaceColumns = 64;
 constexpr int64_t kInPlaceSlice = 384;
+// What is copied is prefetched so many elements ahead.
+constexpr int64_t kInPlaceAhead = 128;
 static_assert(kInPlaceRows % (kMostQuads * kQuadRows) == 0 && kInPlaceColumns % (2 * kQuadColumns) == 0);
 
 // How the rows of A are cut into tiles of nearly one height.
@@ -181,7 +183,7 @@ void in_place_block(const QuadTiles& tiles, int64_t first, int64_t last, const f
         right = reinterpret_cast<const float*>(from);
         next = k + slice < depth ? right + slice : right - k + columns * b_col;
       } else {
-        widen_rows<kInnerAhead>(given, slice, from, b_col, copied, round_up(slice, kWidth), kStride);
+        widen_rows<kInPlaceAhead>(given, slice, from, b_col, copied, round_up(slice, kWidth), kStride);
         std::fill(copied + given * kStride, copied + filled * kStride, 0.0f);
       }
       for (int64_t tile = first; tile < last; ++tile) {

@@ -5,25 +5,32 @@
         -d '{"inputs": ["A first text.", "A second one, which is longer."]}'
 
 CHECKPOINT is a folder or name that sentence-transformers loads. The answer is a list of vectors,
-one for each text, as from /embed of text-embeddings-inference, so its clients can be used.
+one for each text, of length 1 unless the request has "normalize": false. Of the fields of
+text-embeddings-inference's /embed these two are known; a request with another one is refused.
 """
-
-from __future__ import annotations
 
 import argparse
 
 import litserve
-from fastapi import HTTPException
+import numpy as np
+from pydantic import BaseModel
 from sentence_transformers import SentenceTransformer
 
 import fastplm
+
+
+class Request(BaseModel, extra="forbid"):
+    """FastAPI checks it before it waits for others, so a bad one fails alone."""
+
+    inputs: str | list[str]
+    normalize: bool = True
 
 
 class Embed(litserve.LitAPI):
     """One model for all requests: LitServe calls ``setup`` in the process of a worker."""
 
     def __init__(self, checkpoint: str, fast: bool = True, int8: bool = False) -> None:
-        # A request waits two milliseconds for others at most, and 32 are computed at once.
+        # A request waits two milliseconds for others at most; 32 are computed at once.
         super().__init__(max_batch_size=32, batch_timeout=0.002, api_path="/embed")
         self.checkpoint, self.fast, self.int8 = checkpoint, fast, int8
 
@@ -34,18 +41,21 @@ class Embed(litserve.LitAPI):
         if self.int8:
             fastplm.quantize(self.model)
 
-    # LitServe would read a type of ``request`` as that of a field of the query.
-    def decode_request(self, request) -> list[str]:
-        texts = request.get("inputs") if isinstance(request, dict) else None
-        texts = [texts] if isinstance(texts, str) else texts
-        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            raise HTTPException(422, 'expected {"inputs": TEXT} or {"inputs": [TEXT, ...]}')
-        return texts
+    def decode_request(self, request: Request) -> Request:
+        return request
 
-    def predict(self, requests: list[list[str]]) -> list[list[list[float]]]:
-        texts = [text for request in requests for text in request]
-        vectors = iter(self.model.encode(texts, show_progress_bar=False).tolist())
-        return [[next(vectors) for _ in request] for request in requests]
+    def predict(self, requests: list[Request]) -> list[list[list[float]]]:
+        texts = [
+            [each.inputs] if isinstance(each.inputs, str) else each.inputs for each in requests
+        ]
+        flat = [text for given in texts for text in given]
+        vectors = self.model.encode(flat, show_progress_bar=False)
+        ends = np.cumsum([len(given) for given in texts])
+        answers = np.split(vectors, ends[:-1]) if flat else [np.empty((0, 0))] * len(requests)
+        for request, answer in zip(requests, answers, strict=True):
+            if request.normalize:
+                answer /= np.linalg.norm(answer, axis=1, keepdims=True).clip(1e-12)
+        return [answer.tolist() for answer in answers]
 
     def unbatch(self, output: list[list[list[float]]]) -> list[list[list[float]]]:
         return output

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import http.client
+import json
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import serving
 from sentence_transformers import SentenceTransformer
 
 TEXTS = ["ab cd", "a long text that is here to make the other ones short", "b", "of the b c d"]
+BAD = ['{"inputs": 3}', "no JSON", "[1]", '{"text": "a"}', '{"inputs": "a", "prompt_name": "b"}']
 
 
 def answer(port: int, body: str) -> tuple[int, bytes]:
@@ -27,14 +30,20 @@ def answer(port: int, body: str) -> tuple[int, bytes]:
     ],
 )
 def test_the_example_serves_the_models_vectors(variant, checkpoint):
-    known = SentenceTransformer(str(checkpoint), device="cpu").encode(TEXTS)
+    known = SentenceTransformer(str(checkpoint), device="cpu")
+    known = known.encode(TEXTS, normalize_embeddings=True)
     with serving.server(str(checkpoint), serving.VARIANTS[variant], threads=1) as port:
         vectors, _, took = serving.load(port, TEXTS * 4, clients=4)
         assert len(took) == 4 * len(TEXTS)
         if variant == "fastplm":
-            status, body = answer(port, '{"inputs": 3}')
-            assert status == 422 and b"expected" in body
+            with ThreadPoolExecutor(4) as pool:  # good and bad requests at once
+                good = pool.map(lambda _: serving.load(port, TEXTS * 4, clients=2), range(2))
+                bad = pool.map(lambda body: answer(port, body)[0], BAD * 8)
+                assert list(bad) == [422] * len(BAD) * 8
+                assert all(np.array_equal(more[0].shape, vectors.shape) for more in good)
             assert answer(port, '{"inputs": []}') == (200, b"[]")
-    away = np.abs(vectors - np.tile(known, (4, 1))).max()
+            _, body = answer(port, '{"inputs": "ab cd", "normalize": false}')
+            assert abs(np.linalg.norm(json.loads(body)[0]) - 1) > 1e-3
     limit = 0.1 if "int8" in variant else 1e-5
+    away = np.abs(vectors - np.tile(known, (4, 1))).max()
     assert away < limit * np.abs(known).max()

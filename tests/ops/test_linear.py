@@ -97,8 +97,9 @@ def test_a_row_has_the_same_product_among_any_number_of_rows(dtype):
 
 @pytest.mark.parametrize("offset", [0.0, 3.0])
 @pytest.mark.parametrize("transposed", [False, True], ids=["linear", "conv1d"])
-def test_long_sums_lose_no_more_than_in_pytorch(transposed, offset):
-    inputs = make(3, 12_000, 40)
+@pytest.mark.parametrize("rows", [3, 4, 9])
+def test_long_sums_lose_no_more_than_in_pytorch(rows, transposed, offset):
+    inputs = make(rows, 12_000, 40)
     inputs["input"] += offset
     if transposed:
         inputs["weight"] = by_columns(inputs["weight"])
