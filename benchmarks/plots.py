@@ -25,7 +25,7 @@ Key = tuple[str, str, str]
 
 OURS = "fastplm"
 KEY = ("op", "case", "direction", "variant")
-PEERS_KEY = ("task", "model", "order", "padding", "batch", "variant")
+PEERS_KEY = ("task", "model", "order", "padding", "batch")
 # Okabe and Ito's colours, which colour-blind people can tell apart.
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, YELLOW = (
     *("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442"),
@@ -473,14 +473,28 @@ _ORDERS = {
 }
 
 
+def rows_of_peers(folder: Path) -> list[Row]:
+    """The rows of peers_cpu.csv of the newest commit and of its highest level. Not all of its
+    variants can run in one process, so those of several runs are put together."""
+    path = folder / "peers_cpu.csv"
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["task"] == "embed"]
+    newest = max(rows, key=lambda row: row["date"], default=None)
+    rows = [row for row in rows if newest and row["commit"] == newest["commit"]]
+    highest = max((row["machine"] for row in rows), key=lambda text: "avx512" in text, default="")
+    return [row for row in rows if row["machine"] == highest]
+
+
 def peers(rows: list[Row]) -> Figure | str:
     """Hidden states of texts: fastplm's rate over that of the best other variant in fp32, by the
     number of texts at once; one panel a model, one line an order of the texts."""
     gains: dict[str, dict[str, dict[int, tuple[float, str, Row]]]] = {}
     settings: dict[tuple[str, ...], dict[str, Row]] = {}
-    for row in of_one_machine(row for row in rows if row["task"] == "embed"):
+    for row in rows:
         if number(row, "texts_per_s") and "int8" not in row["variant"]:
-            setting = tuple(row[name] for name in PEERS_KEY[:-1])
+            setting = tuple(row[name] for name in PEERS_KEY)
             settings.setdefault(setting, {})[row["variant"]] = row
     for (_, model, order, _, batch), found in settings.items():
         others = [row for name, row in found.items() if name != OURS]
@@ -541,7 +555,7 @@ def draw(
     images.mkdir(parents=True, exist_ok=True)
     drawn, missing = [], []
     figures = {name: picture(rows) for name, picture in PICTURES.items()}
-    if of_peers := latest_rows(folder, PEERS_KEY):
+    if of_peers := rows_of_peers(folder):
         figures["peers"] = peers(of_peers)
     for name, figure in figures.items():
         if isinstance(figure, str):

@@ -202,7 +202,7 @@ def test_inference_is_drawn_over_the_best_peer_in_fp32(tmp_path):
     rows += rates(8, 0.4, fastplm=10, openvino=30, onnxruntime=15)
     rows += rates(8, 0.1, "sorted", fastplm=10, openvino=9)
     write(tmp_path / "peers_cpu.csv", rows, rows[0])
-    figure = plots.peers(plots.latest_rows(tmp_path, plots.PEERS_KEY))
+    figure = plots.peers(plots.rows_of_peers(tmp_path))
     lines = {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].lines[1:]}
     assert lines == {"texts in their own order": [1, 1.5], "texts sorted by length": [0.9]}
     assert "2 of 3" in title(figure)
