@@ -3,9 +3,9 @@
 //   C [M, N] = A [M, K] B [N, K]^T      A and C in fp32; B in fp32, fp16 or bf16, widened on the way
 //
 // A vector of A has four steps of K for each of kQuadRows rows, side by side. The same four steps of a column of
-// B are loaded into all quarters of a register, so no number of B is moved before it is multiplied: a library
-// that packs B copies, for a batch of short texts, as many numbers as it multiplies. A sum's lanes are its four
-// parts, which are added up once a slice of K.
+// B are loaded into all quarters of a register, so no number of B is moved before it is multiplied: with a few
+// hundred rows, to pack B (linear.h) costs a tenth of the product. A sum's lanes are its four parts, which are
+// added up once a slice of K.
 //
 //   A, packed     [k / 4] of vectors  | row 0: k k+1 k+2 k+3 | row 1: k k+1 k+2 k+3 | ...
 //   B, in place   column n            |        k k+1 k+2 k+3 |        k k+1 k+2 k+3 | ...
