@@ -10,19 +10,29 @@ text-embeddings-inference's /embed these two are known; a request with another o
 """
 
 import argparse
+from typing import Annotated
 
 import litserve
 import numpy as np
-from pydantic import BaseModel
+from pydantic import AfterValidator, BaseModel
 from sentence_transformers import SentenceTransformer
 
 import fastplm
 
 
+def encodable(text: str) -> str:
+    """JSON can have half a character, a lone surrogate, which no tokenizer takes."""
+    text.encode()  # raises a ValueError
+    return text
+
+
+Text = Annotated[str, AfterValidator(encodable)]
+
+
 class Request(BaseModel, extra="forbid"):
     """FastAPI checks it before it waits for others, so a bad one fails alone."""
 
-    inputs: str | list[str]
+    inputs: Text | list[Text]
     normalize: bool = True
 
 
