@@ -25,6 +25,7 @@ constexpr int64_t kQuadColumns = 4;
 constexpr int64_t kInPlaceRows = 240;
 constexpr int64_t kInPlaceColumns = 64;
 constexpr int64_t kInPlaceSlice = 384;
+constexpr int64_t kFewTiles = 8;
 // What is copied is prefetched so many elements ahead.
 constexpr int64_t kInPlaceAhead = 128;
 static_assert(kInPlaceRows % (kMostQuads * kQuadRows) == 0 && kInPlaceColumns % (2 * kQuadColumns) == 0);
@@ -95,15 +96,15 @@ FASTPLM_HD void repeat_quad(const float* from, Floats& to) {
 #endif
 }
 
-// C [kHeight kQuadRows, kColumns] (+)= A B^T over `depth` steps of K, a multiple of four. The same steps of the
-// columns at `next` are prefetched, if it is not null: of any address, as nothing happens past the end of B.
+// C [kHeight kQuadRows, kColumns] (+)= A B^T over `depth` steps of K, a multiple of four. The same steps of `ahead`
+// columns at `next` are prefetched: of any address, as nothing happens past the end of B.
 template <int64_t kHeight, int64_t kColumns>
 FASTPLM_HD void quad_tile(int64_t depth, const float* a, const float* b, int64_t b_col, bool add, float* c,
-                          const float* next) {
+                          const float* next, int64_t ahead) {
   Floats sum[kColumns][kHeight] = {};
   for (int64_t k = 0; k < depth; k += kQuad, a += kHeight * kWidth) {
-    if (next != nullptr && k % kCacheLine == 0) {
-      for (int64_t n = 0; n < kColumns; ++n) __builtin_prefetch(next + n * b_col + k);
+    if (k % kCacheLine == 0) {
+      for (int64_t n = 0; n < ahead; ++n) __builtin_prefetch(next + n * b_col + k);
     }
     Floats left[kHeight];
 #pragma GCC unroll 6
@@ -138,17 +139,15 @@ FASTPLM_HD void quad_tile(int64_t depth, const float* a, const float* b, int64_t
   }
 }
 
-// The same for `columns`, a multiple of 2 kQuadColumns. Each tile prefetches the columns of the one after it, the
-// last one those at `next`.
+// The same for `columns`, a multiple of 2 kQuadColumns, which share the columns to prefetch.
 template <int64_t kHeight>
 void quad_tiles(int64_t depth, const float* a, const float* b, int64_t b_col, int64_t columns, bool add,
-                float* c, const float* next) {
+                float* c, const float* next, int64_t ahead) {
   constexpr bool kFits = 2 * kQuadColumns * kHeight + kHeight + 1 <= kRegisters;
   constexpr int64_t kColumns = kFits ? 2 * kQuadColumns : kQuadColumns;
   for (int64_t n = 0; n < columns; n += kColumns) {
-    const float* from = b + n * b_col;
-    const float* after = n + kColumns < columns ? from + kColumns * b_col : next;
-    quad_tile<kHeight, kColumns>(depth, a, from, b_col, add, c + n, next == nullptr ? nullptr : after);
+    const int64_t first = ahead * n / columns, last = ahead * (n + kColumns) / columns;
+    quad_tile<kHeight, kColumns>(depth, a, b + n * b_col, b_col, add, c + n, next + first * b_col, last - first);
   }
 }
 
@@ -164,14 +163,15 @@ decltype(&quad_tiles<kHeight>) quad_tiles_of(int64_t height) {
 // --- blocks ---------------------------------------------------------------------------------------
 
 // C [rows, kInPlaceColumns] = A B^T for tiles first … last - 1 of A, kInPlaceRows at most, and `columns` columns of
-// B. Those are copied, a slice at a time, if they are not fp32, or no whole tile: a few at a time for one tile, as
-// they stay in the first-level cache.
+// B. Those are copied, a slice at a time, if they are not fp32, or no whole tile. A few tiles take a few columns
+// at a time, which stay in the first-level cache. What comes next is prefetched meanwhile: after the last slice
+// the columns at `after`.
 template <typename T>
 void in_place_block(const QuadTiles& tiles, int64_t first, int64_t last, const float* packed, int64_t depth,
-                    const T* b, int64_t b_col, int64_t columns, float* c) {
+                    const T* b, int64_t b_col, int64_t columns, const T* after, float* c) {
   constexpr int64_t kUnit = 2 * kQuadColumns, kStride = kInPlaceSlice + kCacheLine;
   const bool whole = std::is_same_v<T, float> && columns % kUnit == 0 && depth % kQuad == 0;
-  const int64_t most = whole || last - first > 1 ? columns : kUnit;
+  const int64_t most = last - first > kFewTiles ? columns : kUnit;
   alignas(64) float copied[kInPlaceColumns * kStride];
   for (int64_t k = 0; k < depth; k += kInPlaceSlice) {
     const int64_t slice = std::min(kInPlaceSlice, depth - k);
@@ -181,18 +181,21 @@ void in_place_block(const QuadTiles& tiles, int64_t first, int64_t last, const f
       const float *right = copied, *next = nullptr;
       if (whole) {
         right = reinterpret_cast<const float*>(from);
-        next = k + slice < depth ? right + slice : right - k + columns * b_col;
+        const T* then = n + most < columns ? from + most * b_col : k + slice < depth ? b + k + slice : after;
+        next = reinterpret_cast<const float*>(then);
       } else {
         widen_rows<kInPlaceAhead>(given, slice, from, b_col, copied, round_up(slice, kWidth), kStride);
         std::fill(copied + given * kStride, copied + filled * kStride, 0.0f);
       }
       for (int64_t tile = first; tile < last; ++tile) {
-        const int64_t height = tiles.height(tile);
+        const int64_t height = tiles.height(tile), right_col = whole ? b_col : kStride;
         const float* a = packed + tiles.place(tile, depth) + k * height * kQuadRows;
         float* out = c + (tiles.row(tile) - tiles.row(first)) * kInPlaceColumns + n;
-        const auto run = quad_tiles_of(height);
-        run(round_up(slice, kQuad), a, right, whole ? b_col : kStride, filled, k > 0, out,
-            tile == first ? next : nullptr);
+        // Each tile prefetches its share.
+        const int64_t begin = most * (tile - first) / (last - first), end = most * (tile - first + 1) / (last - first);
+        quad_tiles_of(height)(round_up(slice, kQuad), a, right, right_col, filled, k > 0, out,
+                              next == nullptr ? nullptr : next + begin * b_col,
+                              next == nullptr ? 0 : end - begin);
       }
     }
   }

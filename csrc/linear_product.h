@@ -191,13 +191,17 @@ void product_in_place(const Operand& a, const Operand& b, const Factor<T>* facto
       }
     });
     const int64_t down = ceil_div(tiles.rows, kInPlaceRows), blocks = across * down;
+    // The columns of a block.
+    const auto weight_of = [&](int64_t number) {
+      return number < count * blocks ? factors[number / blocks].weight + number % blocks / down * width * b.col : nullptr;
+    };
     in_parallel(count * blocks, [&](int64_t number) {
       const Factor<T>& factor = factors[number / blocks];
       const int64_t n = number % blocks / down * width, columns = std::min(width, b.columns - n);
       const int64_t first = tiles.count * (number % down) / down;
       const int64_t last = tiles.count * (number % down + 1) / down;
       alignas(64) float c[kInPlaceRows * kInPlaceColumns];
-      in_place_block(tiles, first, last, room.data, depth, factor.weight + n * b.col, b.col, columns, c);
+      in_place_block(tiles, first, last, room.data, depth, weight_of(number), b.col, columns, weight_of(number + threads), c);
       const int64_t row = tiles.row(first), given = std::min(tiles.row(last), tiles.rows) - row;
       T* out = factor.out + (start + row) * out_row + n;
       const T* bias = factor.bias ? factor.bias + n : nullptr;
