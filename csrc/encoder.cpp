@@ -198,6 +198,43 @@ std::vector<int32_t> from_zero(const int32_t* starts, int64_t first, int64_t las
   return out;
 }
 
+// Runs all layers on sequences with these offsets, kMostRows rows at a time. The last layer computes the rows with
+// the indices index[starts_q[b]] to index[starts_q[b + 1]] of sequence b, or all if `index` is null.
+//   begin(row, rows, states)    gives the first layer's input from a row on;
+//   place(row, states)          says where the last layer's output goes from a row on;
+//   end(first, last, states)    is told when it is there.
+template <typename Begin, typename Place, typename End>
+void run_layers(const Shape& shape, const std::vector<Layer>& layers, int64_t batch, const int32_t* starts,
+                const int32_t* starts_q, const int64_t* index, const Begin& begin, const Place& place,
+                const End& end) {
+  const int64_t width = shape.width;
+  for (int64_t first = 0, last; first < batch; first = last) {
+    last = first + 1;
+    while (last < batch && starts[last + 1] - starts[first] <= kMostRows) ++last;
+    if (starts[first] == starts[last]) continue;
+    const std::vector<int32_t> keys = from_zero(starts, first, last);
+    const std::vector<int32_t> queries = from_zero(starts_q, first, last);
+    const States states(shape, keys.back());
+    const float* x = begin(starts[first], keys.back(), states);
+    float* to = place(starts_q[first], states);
+    for (const Layer& layer : layers) {
+      const bool is_last = &layer == &layers.back();
+      const float* asking = x;
+      if (is_last && index != nullptr) {
+        for (int64_t i = 0; i < queries.back(); ++i) {
+          const int64_t row = index[starts_q[first] + i] - starts[first];
+          std::memcpy(states.chosen + i * width, x + row * width, sizeof(float) * width);
+        }
+        asking = states.chosen;
+      }
+      run_layer(shape, layer, states, last - first, keys.data(), x,
+                asking == x ? keys.data() : queries.data(), asking, is_last ? to : states.state);
+      x = states.state;
+    }
+    end(starts_q[first], starts_q[last], states);
+  }
+}
+
 bool are_starts(const Tensor& tensor, int64_t rows) {
   const int32_t* at = ints(tensor);
   const int64_t batch = tensor.size(0) - 1;
@@ -266,30 +303,201 @@ std::optional<Tensor> encoder(const Tensor& input, const std::vector<Tensor>& we
   const auto* index = rows ? static_cast<const int64_t*>(rows->const_data_ptr()) : nullptr;
   STD_TORCH_CHECK(!rows || are_rows(index, batch, starts_q, starts), "encoder: rows of other sequences");
   Tensor out = empty_tensor(input, {rows ? rows->size(0) : input.size(0), width});
-  for (int64_t first = 0, last; first < batch; first = last) {
-    last = first + 1;
-    while (last < batch && starts[last + 1] - starts[first] <= kMostRows) ++last;
-    const std::vector<int32_t> keys = from_zero(starts, first, last);
-    const std::vector<int32_t> queries = from_zero(starts_q, first, last);
-    const States states(shape, keys.back());
-    const float* x = floats(input) + starts[first] * width;
-    float* to = out.mutable_data_ptr<float>() + starts_q[first] * width;
-    for (const Layer& layer : layers) {
-      const bool is_last = &layer == &layers.back();
-      const float* asking = x;
-      if (is_last && rows) {
-        for (int64_t i = 0; i < queries.back(); ++i) {
-          const int64_t row = index[starts_q[first] + i] - starts[first];
-          std::memcpy(states.chosen + i * width, x + row * width, sizeof(float) * width);
-        }
-        asking = states.chosen;
-      }
-      run_layer(shape, layer, states, last - first, keys.data(), x,
-                asking == x ? keys.data() : queries.data(), asking, is_last ? to : states.state);
-      x = states.state;
-    }
-  }
+  const auto begin = [&](int64_t row, int64_t, const States&) { return floats(input) + row * width; };
+  const auto place = [&](int64_t row, const States&) { return out.mutable_data_ptr<float>() + row * width; };
+  const auto end = [](int64_t, int64_t, const States&) {};
+  run_layers(shape, layers, batch, starts, starts_q, index, begin, place, end);
   return out;
+}
+
+// --- from ids on ----------------------------------------------------------------------------------
+
+// Integers of any of these types, one after another.
+struct Integers {
+  static bool can_read(const Tensor& tensor) {
+    const ScalarType type = tensor.scalar_type();
+    return tensor.is_cpu() && tensor.is_contiguous() && tensor.numel() > 0 &&
+           tensor.const_data_ptr() != nullptr &&
+           (type == ScalarType::Long || type == ScalarType::Int || type == ScalarType::Bool);
+  }
+  explicit Integers(const Tensor& tensor)
+      : data(tensor.const_data_ptr()), type(tensor.scalar_type()), count(tensor.numel()) {}
+  int64_t operator[](int64_t i) const {
+    if (type == ScalarType::Long) return static_cast<const int64_t*>(data)[i];
+    if (type == ScalarType::Int) return static_cast<const int32_t*>(data)[i];
+    return static_cast<const bool*>(data)[i];
+  }
+
+  const void* data;
+  ScalarType type;
+  int64_t count;
+};
+
+// A token that is computed: where it is in [B, T], and its rows in the tables.
+struct Token {
+  int64_t place, word, position, type;
+};
+
+// The tables [rows, width], the norm of their sum, and the ids that are taken where none are given: the
+// positions [1, T], and by positions the types.
+struct Embeddings {
+  static constexpr size_t kTensors = 7;
+  explicit Embeddings(const Tensor* next)
+      : word(*next++), position(*next++), type(*next++), norm(next, false), position_ids(*next++),
+        type_ids(*next++) {}
+  int64_t width() const { return word.dim() == 2 ? word.size(1) : 0; }
+  bool is_table(const Tensor& tensor) const {
+    return is_here(tensor) && tensor.dim() == 2 && tensor.is_contiguous() && tensor.size(1) == width();
+  }
+  bool fits() const {
+    return is_table(word) && is_table(position) && is_table(type) && norm.is_norm(width()) &&
+           Integers::can_read(position_ids) && Integers::can_read(type_ids);
+  }
+
+  const Tensor &word, &position, &type;
+  Pair norm;
+  const Tensor &position_ids, &type_ids;
+};
+
+// The tokens of a batch whose mask is not 0, and the offsets of sequences [B + 1] among them. They are empty
+// if an index is none of a table's, or there is no token, or a sequence is `pooled` whose first place has none.
+struct Tokens {
+  // Positions count the ids that are not padding_id from padding_id + 1 on, as in RoBERTa, if it is not negative.
+  Tokens(const Embeddings& tables, const Tensor& input_ids, const std::optional<Tensor>& mask,
+         const std::optional<Tensor>& types, int64_t padding_id, bool pooled)
+      : starts{0} {
+    const int64_t batch = input_ids.size(0), seqlen = input_ids.size(1);
+    const Integers ids(input_ids), positions(tables.position_ids), type_ids(tables.type_ids);
+    const Integers seen(mask ? *mask : input_ids), given(types ? *types : input_ids);
+    const int64_t words = tables.word.size(0), places = tables.position.size(0), kinds = tables.type.size(0);
+    const bool counts = padding_id >= 0;
+    if (!counts && seqlen > std::min(positions.count, places)) return;
+    const auto is_row = [](int64_t index, int64_t rows) { return index >= 0 && index < rows; };
+    std::vector<Token> found;
+    found.reserve(batch * seqlen);
+    for (int64_t b = 0, place = 0; b < batch; ++b) {
+      for (int64_t t = 0, counted = padding_id; t < seqlen; ++t, ++place) {
+        Token token{place, ids[place], 0, 0};
+        if (!is_row(token.word, words)) return;
+        token.position = !counts ? positions[t] : token.word == padding_id ? padding_id : ++counted;
+        if (!is_row(token.position, std::min(places, types ? places : type_ids.count))) return;
+        if (mask && seen[place] == 0) {
+          if (pooled && t == 0) return;
+          continue;
+        }
+        token.type = types ? given[place] : type_ids[token.position];
+        if (!is_row(token.type, kinds)) return;
+        found.push_back(token);
+      }
+      starts.push_back(static_cast<int32_t>(found.size()));
+    }
+    all = std::move(found);
+  }
+  std::vector<Token> all;
+  std::vector<int32_t> starts;
+};
+
+// out [count, width]: the normed sums of the tokens' rows.
+void embed(const Embeddings& tables, float eps, const Token* tokens, int64_t count, float* out) {
+  const int64_t width = tables.width();
+  const float *words = floats(tables.word), *types = floats(tables.type), *positions = floats(tables.position);
+  const float *weight = floats(tables.norm.weight), *bias = floats(tables.norm.bias);
+  for_ranges(count, 1, kNormRows, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      const float* word = words + tokens[i].word * width;
+      const float* type = types + tokens[i].type * width;
+      const float* position = positions + tokens[i].position * width;
+      float* to = out + i * width;
+      for (int64_t j = 0; j < width; ++j) to[j] = word[j] + type[j] + position[j];
+      norm_row(width, eps, weight, bias, to, to);
+    }
+  });
+}
+
+// out [places, width] = the rows of tokens first … last - 1, each in its place; the places before each, and those
+// after the last one of all, are 0.
+void put(const std::vector<Token>& tokens, int64_t first, int64_t last, int64_t places, int64_t width,
+         const float* rows, float* out) {
+  const int64_t count = static_cast<int64_t>(tokens.size());
+  for_ranges(last - first, 1, kNormRows, [&](int64_t begin, int64_t end) {
+    for (int64_t i = first + begin; i < first + end; ++i) {
+      const int64_t place = tokens[i].place, before = i > 0 ? tokens[i - 1].place + 1 : 0;
+      std::fill(out + before * width, out + place * width, 0.0f);
+      std::memcpy(out + place * width, rows + (i - first) * width, sizeof(float) * width);
+      if (i + 1 == count) std::fill(out + (place + 1) * width, out + places * width, 0.0f);
+    }
+  });
+}
+
+struct Tanh {
+  FASTPLM_HD void operator()(int64_t, int64_t, int64_t count, float* values) const {
+    for (int64_t i = 0; i < count; ++i) values[i] = std::tanh(values[i]);
+  }
+};
+
+// A linear layer in a list of tensors, which is empty if there is none.
+std::optional<Pair> pair_of(const std::vector<Tensor>& tensors) {
+  if (tensors.empty()) return std::nullopt;
+  const Tensor* next = tensors.data();
+  return Pair(next, tensors.size() == 3);
+}
+
+// The backbone of a BERT or ELECTRA: ids [B, T], mask and types likewise -> hidden states [B, T, E], with zeros
+// where the mask is 0, and if there is a pooler [B, E]. `embeddings` are those of the struct, and a projection and a
+// pooler are a weight and a bias, with the scale between them in 8 bits. The result is empty if something does not
+// fit: then the modules themselves must run, or say what is wrong.
+std::vector<Tensor> backbone(const Tensor& input_ids, const std::optional<Tensor>& mask,
+                             const std::optional<Tensor>& types, const std::vector<Tensor>& embeddings,
+                             const std::vector<Tensor>& projection, const std::vector<Tensor>& weights,
+                             const std::vector<Tensor>& pooler, int64_t padding_id, int64_t head_size,
+                             double embeddings_eps, double eps, bool tanh) {
+  const auto reads = [&](const std::optional<Tensor>& given) {
+    return !given || (Integers::can_read(*given) && given->dim() == 2 && given->size(0) == input_ids.size(0) &&
+                      given->size(1) == input_ids.size(1));
+  };
+  if (input_ids.dim() != 2 || !reads(input_ids) || !reads(mask) || !reads(types) || weights.empty() ||
+      embeddings.size() != Embeddings::kTensors) {
+    return {};
+  }
+  const int64_t width = width_of(weights), batch = input_ids.size(0), places = input_ids.numel();
+  const std::vector<Layer> layers = layers_of(weights, width, head_size);
+  const Embeddings tables(embeddings.data());
+  const std::optional<Pair> project = pair_of(projection), pool = pair_of(pooler);
+  if (layers.empty() || !tables.fits() || (pool && !pool->is_linear(width, width)) ||
+      (project ? !project->is_linear(width, tables.width()) : tables.width() != width)) {
+    return {};
+  }
+  const Tokens tokens(tables, input_ids, mask, types, padding_id, pool.has_value());
+  const auto count = static_cast<int64_t>(tokens.all.size());
+  if (count == 0) return {};
+  Shape shape{width, width / head_size, tables.width(), static_cast<float>(eps), tanh};
+  for (const Layer& layer : layers) shape.inner = std::max(shape.inner, layer.inner());
+  std::vector<Tensor> results{
+      empty_tensor(input_ids, {batch, input_ids.size(1), width}, ScalarType::Float)};
+  float* out = results[0].mutable_data_ptr<float>();
+  const auto begin = [&](int64_t row, int64_t rows, const States& states) -> const float* {
+    float* embedded = project ? states.inner : states.state;
+    embed(tables, static_cast<float>(embeddings_eps), tokens.all.data() + row, rows, embedded);
+    if (project) dense<1>(rows, embedded, tables.width(), {&*project}, {states.state}, width);
+    return states.state;
+  };
+  const auto place = [&](int64_t row, const States& states) {
+    return count == places ? out + row * width : states.state;
+  };
+  const auto end = [&](int64_t first, int64_t last, const States& states) {
+    if (count < places) put(tokens.all, first, last, places, width, states.state, out);
+  };
+  const int32_t* starts = tokens.starts.data();
+  run_layers(shape, layers, batch, starts, starts, nullptr, begin, place, end);
+  if (pool) {
+    std::vector<float> first(batch * width);
+    for (int64_t b = 0; b < batch; ++b) {
+      std::memcpy(&first[b * width], out + b * (places / batch) * width, sizeof(float) * width);
+    }
+    results.push_back(empty_tensor(results[0], {batch, width}));
+    dense<1>(batch, first.data(), width, {&*pool}, {results[1].mutable_data_ptr<float>()}, width, Tanh{});
+  }
+  return results;
 }
 
 }  // namespace
@@ -298,4 +506,8 @@ std::optional<Tensor> encoder(const Tensor& input, const std::vector<Tensor>& we
 FASTPLM_OPERATOR(encoder,
                  "(Tensor input, Tensor[] weights, Tensor cu_seqlens, Tensor? rows, Tensor? cu_rows, "
                  "int head_size, float eps, bool tanh) -> Tensor?")
+FASTPLM_OPERATOR(backbone,
+                 "(Tensor input_ids, Tensor? mask, Tensor? types, Tensor[] embeddings, Tensor[] projection, "
+                 "Tensor[] weights, Tensor[] pooler, int padding_id, int head_size, float embeddings_eps, "
+                 "float eps, bool tanh) -> Tensor[]")
 FASTPLM_OPERATOR(encoder_fits, "(Tensor[] weights, int head_size) -> bool")

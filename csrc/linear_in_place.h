@@ -102,19 +102,19 @@ template <int64_t kHeight, int64_t kColumns>
 FASTPLM_HD void quad_tile(int64_t depth, const float* a, const float* b, int64_t b_col, bool add, float* c,
                           const float* next, int64_t ahead) {
   Floats sum[kColumns][kHeight] = {};
-  for (int64_t k = 0; k < depth; k += kQuad, a += kHeight * kWidth) {
-    if (k % kCacheLine == 0) {
-      for (int64_t n = 0; n < ahead; ++n) __builtin_prefetch(next + n * b_col + k);
-    }
-    Floats left[kHeight];
+  for (int64_t k = 0; k < depth;) {
+    for (int64_t n = 0; n < ahead; ++n) __builtin_prefetch(next + n * b_col + k);
+    for (const int64_t end = std::min(k + kCacheLine, depth); k < end; k += kQuad, a += kHeight * kWidth) {
+      Floats left[kHeight];
 #pragma GCC unroll 6
-    for (int64_t m = 0; m < kHeight; ++m) left[m] = at(a + m * kWidth);
+      for (int64_t m = 0; m < kHeight; ++m) left[m] = at(a + m * kWidth);
 #pragma GCC unroll 8
-    for (int64_t n = 0; n < kColumns; ++n) {
-      Floats right;
-      repeat_quad(b + n * b_col + k, right);
+      for (int64_t n = 0; n < kColumns; ++n) {
+        Floats right;
+        repeat_quad(b + n * b_col + k, right);
 #pragma GCC unroll 6
-      for (int64_t m = 0; m < kHeight; ++m) sum[n][m] += left[m] * right;
+        for (int64_t m = 0; m < kHeight; ++m) sum[n][m] += left[m] * right;
+      }
     }
   }
   using Four = float __attribute__((vector_size(16), aligned(4), may_alias));

@@ -233,6 +233,11 @@ def is_recorded() -> bool:
     return getattr(_thread, "record", None) is not None
 
 
+def takes_notes() -> bool:
+    """Whether this is inside ``record_notes``."""
+    return getattr(_thread, "notes", None) is not None
+
+
 def note(text: Callable[[], str]) -> None:
     """Add a line for ``fastplm.explain``. ``text`` is only called inside ``record_notes``."""
     notes = getattr(_thread, "notes", None)

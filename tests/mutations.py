@@ -875,7 +875,7 @@ MUTATIONS = (
             ("self.facts.append((held, key, found))", "", "change_is_seen"),
             ("        or _has_global_hook()\n", "", "run_themselves"),
             ("if rows.key_mask is not None:", "if False:", "run_themselves"),
-            ("forget(encoder)  # whose", "pass  # whose", "replaced_are_not_kept"),
+            ("forget(encoder, model)  # whose", "pass  # whose", "replaced_are_not_kept"),
             ("type(encoder) is self.kind", "True", "change_is_seen"),
         )
     ),

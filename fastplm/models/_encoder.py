@@ -8,6 +8,8 @@ The classes are mixins in front of Transformers' classes. The parent's forward r
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -29,7 +31,7 @@ from fastplm.models._base import (
     keeps_padding,
     wants_output,
 )
-from fastplm.models._encoder_call import encoder_call, may_call
+from fastplm.models._encoder_call import backbone_call, encoder_call, may_call
 from fastplm.models._ragged import (
     NUMBERED,
     LastRows,
@@ -51,6 +53,8 @@ from fastplm.nn.dropout import on_rows
 
 # If the head reads a larger share of the rows than this, the last layer computes all rows.
 _WORTH_CUTTING = 0.75
+_is_none = functools.partial(operator.is_, None)
+_STATES = ("last_hidden_state", "pooler_output")
 
 
 class EncoderModel(FastplmModel):
@@ -113,6 +117,12 @@ class EncoderModel(FastplmModel):
             ``RaggedBatch`` as ``unpad`` it is [1, N, E], and the pooler gets 0 for a sequence whose
             first row is not in that batch.
         """
+        crossed = (encoder_hidden_states, encoder_attention_mask, encoder_rows)
+        others: tuple = (position_ids, inputs_embeds, past_key_values, use_cache, unpad, lookup)
+        others = (*others, *crossed, output_rows, extra_rows, sample_index)
+        made = self._from_ids_on((input_ids, attention_mask, token_type_ids), others, kwargs)
+        if made is not None:
+            return made
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None or (input_ids is not None and inputs_embeds is not None):
             return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds)  # type: ignore
@@ -153,9 +163,7 @@ class EncoderModel(FastplmModel):
             position_ids = told.own.pack(position_ids)
             inputs_embeds = told.own.pack_rows(inputs_embeds)
             attention_mask = told.own.key_mask_row(always=self._is_causal())
-        states, told.cross = cross_inputs(
-            encoder_hidden_states, encoder_attention_mask, encoder_rows, told.own
-        )
+        states, told.cross = cross_inputs(*crossed, told.own)
         if told.matters:
             kwargs["rows"] = told
         if lookup is not None and inputs_embeds is None:
@@ -171,6 +179,19 @@ class EncoderModel(FastplmModel):
         pooled = self._pooled if self._pools() else None
         return for_caller(outputs, told, output_rows, unpad, first, pooled)
 
+    def _is_ours(self) -> bool:
+        """Whether one call may run the layers: not if the class is a subclass of the user."""
+        return self._output is not None and type(self).__module__.startswith("fastplm.models.")
+
+    def _from_ids_on(
+        self, given: tuple[Tensor | None, ...], others: tuple, kwargs: dict[str, Any]
+    ) -> ModelOutput | None:
+        """All of the forward in one call, of ids, mask and types; None if the modules must run."""
+        if kwargs or not self._is_ours() or not all(map(_is_none, others)):
+            return None
+        states, output = backbone_call(self, *given), self._output
+        return output(**dict(zip(_STATES, states, strict=False))) if states and output else None
+
     def _in_one_call(
         self,
         given: Tensor,
@@ -183,9 +204,8 @@ class EncoderModel(FastplmModel):
         own = told.own
         rows = given.shape[0] * given.shape[1] if own is None else own.positions.shape[0]
         if (
-            self._output is None
-            or not may_call(self.encoder, rows)
-            or not type(self).__module__.startswith("fastplm.models.")  # a subclass of the user
+            not self._is_ours()
+            or not may_call(self, rows)
             or "_create_attention_masks" in vars(self)
             or vars(self.encoder).get("config") is not self.config
             or not is_plain(self.embeddings, type(self.embeddings))  # or they might run twice
@@ -198,12 +218,13 @@ class EncoderModel(FastplmModel):
         if hidden is None:
             return None
         name = type(self).__name__
+        output: Any = self._output
         note(lambda: f"{name}: its {len(self.encoder.layer)} layers in one call of csrc/")
         if not self._pools():
-            return self._output(last_hidden_state=hidden)
+            return output(last_hidden_state=hidden)
         # The first rows of packed sequences lie elsewhere, where ``for_caller`` finds them.
         pooled = None if told.own or told.last else self._pooled(hidden)
-        return self._output(last_hidden_state=hidden, pooler_output=pooled)
+        return output(last_hidden_state=hidden, pooler_output=pooled)
 
     def _embedded(self, **inputs: Any) -> Tensor:
         """What the first layer reads, [1 or B, T, E]."""

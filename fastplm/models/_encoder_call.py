@@ -1,9 +1,10 @@
-"""The layers of an encoder in one call of csrc/, for inference on a CPU.
+"""An encoder in one call of csrc/, for inference on a CPU.
 
 With one or two short texts, Python and PyTorch's calls between the operators of a layer take longer
-than its products. ``fastplm_C::encoder`` runs all layers: it reads the weights where they are, as
-they are at that moment, so there is no copy that could be out of date. The layers themselves are
-its specification. They run wherever a module is not as ``_Plan`` knows it.
+than its products. ``fastplm_C::backbone`` runs a model from its ids on, and ``fastplm_C::encoder``
+all layers. They read the weights where they are, as they are at that moment, so there is no copy
+that could be out of date. The modules themselves are their specification. They run wherever one is
+not as ``_Plan`` knows it.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from torch import Tensor, nn
 from transformers.activations import GELUActivation
 
 from fastplm import _extension
-from fastplm._backends import requested
+from fastplm._backends import requested, takes_notes
 from fastplm._measured import ALONE, aspect, slower
 from fastplm._registry import needs_dispatch
+from fastplm.hf import NAME
 from fastplm.models._base import DROP_INS, GELUTanh, NewGELUActivation
 from fastplm.models._ragged import LastRows, RaggedBatch, Rows
 from fastplm.nn import Dropout, Linear, LinearInt8
@@ -31,20 +33,30 @@ _BUILT = _extension.lacks("encoder", "CPU") is None
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 #: What an instance may have in the place of its class: a plan of one that has it is refused.
 _METHODS = ("forward", "feed_forward_chunk", "_compiled_call_impl")
-#: The functions that the layers call, which a profiler may replace.
-_FUNCTIONS = (F.linear, F.gelu, F.layer_norm)
+#: The functions that the modules call, which a profiler may replace.
+_FUNCTIONS = (F.linear, F.gelu, F.layer_norm, F.embedding)
 _LINEAR = (Linear, LinearInt8)
 _has_global_hook = torch.nn.modules.module._has_any_global_hook
 _len_function_modes = torch._C._len_torch_function_stack
-#: The attribute of an encoder with its plan.
+#: The attribute of an encoder, or of a model, with its plan.
 _KEY = "_fastplm_encoder_call"
+
+
+class _Ends(NamedTuple):
+    """What is before and after the layers of a model, see ``backbone`` in csrc/encoder.cpp."""
+
+    embeddings: list[Tensor]
+    projection: list[Tensor]
+    pooler: list[Tensor]
+    padding_id: int  # -1: positions do not depend on the ids
+    eps: float
 
 
 class _Plan(NamedTuple):
     """What the layers of an encoder are, so that each call can see whether they still are."""
 
     kind: type  # of the encoder
-    modules: tuple[nn.Module, ...]  # of its layers, with all attributes of each ...
+    modules: tuple[Any, ...]  # of its layers, and a model's configuration, with all attributes ...
     attributes: list[dict]  # ... as they were, but for what their dicts have in them:
     dicts: tuple[dict, ...]  # entries of dicts by keys, which are modules and parameters
     keys: tuple[str, ...]
@@ -62,6 +74,7 @@ class _Plan(NamedTuple):
     head_size: int
     eps: float
     tanh: bool
+    ends: _Ends | None  # of a model
 
     def holds(self, encoder: nn.Module) -> bool:
         try:
@@ -141,18 +154,22 @@ class _Planner:
         self.facts.append((parent._modules, name, found))
         return self.module(found, *(kinds or tuple(DROP_INS.values())))
 
+    def tensor(self, held: dict, key: str, kind: type) -> None:
+        found: Any = held.get(key)
+        right: bool = type(found) is kind
+        self.need(right and found.layout is torch.strided and found.is_cpu, key)
+        self.facts.append((held, key, found))
+        self.weights.append(found)
+
     def pair(self, parent: nn.Module, name: str, *kinds: type) -> nn.Module:
         """A module with a weight and a bias, or in 8 bits with a scale, too."""
         module = self.child(parent, name, *kinds)
-        int8 = type(module) is LinearInt8
-        parameters, buffers = module._parameters, module._buffers
-        keys = [(buffers, "packed"), (buffers, "scale")] if int8 else [(parameters, "weight")]
-        for held, key in (*keys, (parameters, "bias")):
-            found: Any = held.get(key)
-            kind = nn.Parameter if held is parameters else Tensor
-            self.need(type(found) is kind and found.layout is torch.strided, key)
-            self.facts.append((held, key, found))
-            self.weights.append(found)
+        if type(module) is LinearInt8:
+            self.tensor(module._buffers, "packed", Tensor)
+            self.tensor(module._buffers, "scale", Tensor)
+        else:
+            self.tensor(module._parameters, "weight", nn.Parameter)
+        self.tensor(module._parameters, "bias", nn.Parameter)
         return module
 
     def layer(self, layer: nn.Module) -> None:
@@ -189,9 +206,53 @@ class _Planner:
             self.need(isinstance(act.act, functools.partial), "act")
         return type(act) is not GELUActivation
 
+    def part(self, model: nn.Module, name: str, family: str) -> Any:
+        """A module of the class of Transformers that this family's models have."""
+        kind: Any = type(model._modules.get(name))
+        self.need(kind.__module__.startswith("transformers.models."), name)
+        self.need(kind.__name__ == type(model).__name__.replace("Model", family), name)
+        return self.child(model, name, kind)
 
-def _made(encoder: nn.Module) -> _Plan | None:
-    """The plan of an encoder; None if the call does not know some part of it."""
+    def ends(self, model: Any) -> _Ends:
+        """The modules of an ``EncoderModel`` before and after its layers."""
+        own, config, parts = vars(model), self.config, model._modules
+        self.need(own.get("config") is config and config._attn_implementation == NAME, "config")
+        self.need(not (config.is_decoder or config.chunk_size_feed_forward), "config")
+        self.need(not (config.output_hidden_states or config.output_attentions), "config")
+        self.facts += [(own, name, own[name]) for name in ("_modules", "config")]
+        self.facts += [(own, "_create_attention_masks", None), (parts, "encoder", model.encoder)]
+        embeddings = self.part(model, "embeddings", "Embeddings")
+        tables: list[Tensor] = []
+        self.weights = tables
+        for name in ("word_embeddings", "position_embeddings", "token_type_embeddings"):
+            table = self.child(embeddings, name, nn.Embedding)
+            self.need(table.max_norm is None, "max_norm")
+            self.tensor(table._parameters, "weight", nn.Parameter)
+        norm: Any = self.pair(embeddings, "LayerNorm", nn.LayerNorm)
+        self.child(embeddings, "dropout", nn.Dropout, Dropout)
+        for name in ("position_ids", "token_type_ids"):
+            self.tensor(embeddings._buffers, name, Tensor)
+        projection: list[Tensor] = []
+        self.weights = projection
+        if parts.get("embeddings_project") is None:
+            self.facts.append((parts, "embeddings_project", None))
+        else:
+            self.pair(model, "embeddings_project", *_LINEAR)
+        pooler: list[Tensor] = []
+        self.weights = pooler
+        if parts.get("pooler") is None:
+            self.facts.append((parts, "pooler", None))
+        else:
+            pools = self.part(model, "pooler", "Pooler")
+            self.pair(pools, "dense", *_LINEAR)
+            self.child(pools, "activation", nn.Tanh)
+        padding_id = vars(embeddings).get("padding_idx", -1)
+        self.need(type(padding_id) is int, "padding_idx")
+        return _Ends(tables, projection, pooler, padding_id, norm.eps)
+
+
+def _made(encoder: nn.Module, model: nn.Module | None = None) -> _Plan | None:
+    """The plan of an encoder or of a whole model; None if a call does not know some part of it."""
     kind, planner = type(encoder), _Planner(vars(encoder).get("config"))
     if not kind.__module__.startswith("transformers.models."):
         return None
@@ -208,16 +269,22 @@ def _made(encoder: nn.Module) -> _Plan | None:
             planner.layer(planner.child(layers, name))
         (head_size, eps, tanh), *others = planner.numbers
         planner.need(not others, "numbers")
-        planner.need(torch.ops.fastplm_C.encoder_fits(planner.weights, head_size), "shapes")
+        weights = planner.weights
+        planner.need(torch.ops.fastplm_C.encoder_fits(weights, head_size), "shapes")
+        ends = None if model is None else planner.ends(model)
     except (_Unlike, AttributeError, KeyError, ValueError):
         return None
     dicts, keys, values = zip(*planner.facts, strict=True)
-    modules, typed = planner.modules, (layers, *planner.modules, *planner.weights)
-    kinds = tuple({kind, *map(type, modules)})
+    typed = (layers, *planner.modules, *weights)
+    kinds = tuple({kind, *map(type, planner.modules)})
+    watched: list[Any] = planner.modules
+    if ends is not None:
+        typed += (model, *ends.embeddings, *ends.projection, *ends.pooler)
+        watched = [*watched, planner.config]
     return _Plan(
         kind=kind,
-        modules=tuple(modules),
-        attributes=[dict(vars(module)) for module in modules],
+        modules=tuple(watched),
+        attributes=[dict(vars(module)) for module in watched],
         dicts=dicts,
         keys=keys,
         values=values,
@@ -230,39 +297,43 @@ def _made(encoder: nn.Module) -> _Plan | None:
         forwards=tuple(map(_forward_of, kinds)),
         names=list(layers._modules),
         layers=layers._modules,
-        weights=planner.weights,
+        weights=weights,
         head_size=head_size,
         eps=eps,
         tanh=tanh,
+        ends=ends,
     )
 
 
-def _plan_of(encoder: nn.Module) -> _Plan | None:
-    kept = encoder.__dict__.get(_KEY)
+def _plan_of(encoder: nn.Module, model: nn.Module | None = None) -> _Plan | None:
+    owner = encoder if model is None else model
+    kept = owner.__dict__.get(_KEY)
     if kept is None:
-        kept = encoder.__dict__[_KEY] = _Kept()
+        kept = owner.__dict__[_KEY] = _Kept()
     if kept.plan is None or not kept.plan.holds(encoder):
-        kept.plan = _made(encoder)
+        kept.plan = _made(encoder, model)
     return kept.plan
 
 
-def forget(encoder: nn.Module) -> None:
-    """Forget what is known of an encoder."""
-    encoder.__dict__.pop(_KEY, None)
+def forget(*modules: nn.Module) -> None:
+    """Forget what is known of encoders and models."""
+    for module in modules:
+        module.__dict__.pop(_KEY, None)
 
 
-def may_call(encoder: nn.Module, rows: int) -> bool:
+def may_call(model: Any, rows: int) -> bool:
     """Whether one call would be faster, and no gradient or choice of a backend is in its way.
 
     This is asked first, and of every forward, so it takes no more than a few microseconds.
     """
+    encoder: Any = model._modules["encoder"]
     if torch.is_grad_enabled() or encoder.training or not _BUILT:
         return False
     if torch._C._is_tracing() or torch.compiler.is_compiling():
         return False
     try:
-        first = encoder._modules["layer"]._modules["0"]  # type: ignore[union-attr]
-        dense: Any = first._modules["intermediate"]._modules["dense"]  # type: ignore[union-attr]
+        first = encoder._modules["layer"]._modules["0"]
+        dense: Any = first._modules["intermediate"]._modules["dense"]
         if type(dense) is LinearInt8:
             wanted = requested("attention"), requested("linear_int8")
             return all(one in ("auto", "cpp") for one in wanted)
@@ -270,9 +341,50 @@ def may_call(encoder: nn.Module, rows: int) -> bool:
     except (AttributeError, KeyError):
         weight = None
     if type(weight) is not nn.Parameter or weight.dtype is not torch.float32 or not weight.is_cpu:
-        forget(encoder)  # whose former weights nobody needs
+        forget(encoder, model)  # whose former weights nobody needs
         return False
     return requested("attention") in ("auto", "cpp") and _is_faster(rows, *weight.shape)
+
+
+def _is_intercepted(given: tuple[Tensor, ...]) -> bool:
+    """Whether somebody would see the calls of the modules and of their functions."""
+    return (
+        needs_dispatch(given)
+        or torch.is_autocast_enabled("cpu")
+        or _has_global_hook()
+        or _len_function_modes() > 0
+        or (F.linear, F.gelu, F.layer_norm, F.embedding) != _FUNCTIONS
+    )
+
+
+def backbone_call(
+    model: Any, input_ids: Tensor | None, mask: Tensor | None, types: Tensor | None
+) -> list[Tensor]:
+    """A model's forward from ids on, wherever one call can run all of it and is faster.
+
+    Args:
+        model: an ``EncoderModel``.
+        input_ids, mask, types: as in its ``forward``.
+
+    Returns:
+        The last hidden state [B, T, E], with zeros for padding, and of a model with a pooler its
+        output [B, E]; [] if the modules must run themselves, or find what is wrong.
+    """
+    if type(input_ids) is not Tensor or not may_call(model, input_ids.numel()) or takes_notes():
+        return []
+    given = tuple(each for each in (input_ids, mask, types) if each is not None)
+    if _is_intercepted(given) or not all(each.is_cpu for each in given):
+        return []
+    encoder: Any = model._modules["encoder"]
+    plan = _plan_of(encoder, model)
+    if plan is None or (plan.tanh and requested("gelu") not in ("auto", "cpp")):
+        return []
+    ends: Any = plan.ends
+    return torch.ops.fastplm_C.backbone.default(
+        *(input_ids, mask, types),
+        *(ends.embeddings, ends.projection, plan.weights, ends.pooler),
+        *(ends.padding_id, plan.head_size, ends.eps, plan.eps, plan.tanh),
+    )
 
 
 def encoder_call(
@@ -290,15 +402,7 @@ def encoder_call(
         The shape of the first layer's input; [1, P, E] if the last layer computes P rows only.
     """
     own, last = rows.own, rows.last
-    if (
-        needs_dispatch((given,))
-        or torch.is_autocast_enabled("cpu")
-        or _has_global_hook()
-        or _len_function_modes() > 0
-        or (F.linear, F.gelu, F.layer_norm) != _FUNCTIONS
-        or not _is_dense(own)
-        or not _is_dense(last)
-    ):
+    if _is_intercepted((given,)) or not _is_dense(own) or not _is_dense(last):
         return None
     plan = _plan_of(encoder)
     if plan is None or (plan.tanh and requested("gelu") not in ("auto", "cpp")):

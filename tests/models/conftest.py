@@ -666,17 +666,26 @@ class Storages(TorchDispatchMode):
         return out
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """The results of each time that one call was asked for: True where it ran the layers."""
+@pytest.fixture(params=["backbone", "encoder"])
+def calls(monkeypatch, request):
+    """The results of each time that one call was asked for: True where it ran the layers.
+
+    That is the call of a whole model, or of its layers only.
+    """
     from fastplm.models import _encoder
 
-    asked, original = [], _encoder.encoder_call
+    asked, whole, original = [], _encoder.backbone_call, _encoder.encoder_call
+
+    def from_ids(*given):
+        out = whole(*given) if request.param == "backbone" else []
+        asked.extend([True] if out else [])
+        return out
 
     def recorded(*given):
         out = original(*given)
         asked.append(out is not None)
         return out
 
+    monkeypatch.setattr(_encoder, "backbone_call", from_ids)
     monkeypatch.setattr(_encoder, "encoder_call", recorded)
     return asked

@@ -21,7 +21,7 @@ from transformers.activations import GELUActivation
 import fastplm
 from fastplm import _extension, models
 from fastplm._backends import record_notes
-from fastplm.models import _encoder_call
+from fastplm.models import _encoder, _encoder_call
 from fastplm.testing import (
     FORWARD_FACTOR,
     ReversedReductions,
@@ -793,3 +793,230 @@ def test_explain_says_it():
     with torch.no_grad(), record_notes() as notes:
         model(**batch([5, 9]))
     assert "3 layers in one call" in notes[-1]
+
+
+# --- from ids on ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def whole(monkeypatch):
+    """Whether one call ran a model from ids on, of each forward that asked for it."""
+    asked, original = [], _encoder.backbone_call
+
+    def recorded(*given):
+        out = original(*given)
+        asked.append(bool(out))
+        return out
+
+    monkeypatch.setattr(_encoder, "backbone_call", recorded)
+    return asked
+
+
+def tokens(out, given):
+    """The states of tokens and, of a model with a pooler, its output: [rows, E]."""
+    seen = given.get("attention_mask")
+    seen = torch.ones(out[0].shape[:2]) if seen is None else seen
+    return torch.cat([out[0][seen.expand(out[0].shape[:2]).bool()], *out[1:]])
+
+
+GIVEN = {
+    "as a tokenizer's": batch([5, 9, 1]),
+    "no padding": batch([6, 6]),
+    "no mask": {"input_ids": batch([6, 6])["input_ids"]},
+    "several blocks of rows": batch([257, 3, 257, 256, 11]),
+    "a mask of bools": {**batch([5, 9]), "attention_mask": batch([5, 9])["attention_mask"].bool()},
+    "int32": {name: value.int() for name, value in batch([5, 9]).items()},
+    "types": {**batch([5, 9]), "token_type_ids": torch.arange(18).view(2, 9) % 2},
+    "types of int32": {**batch([4]), "token_type_ids": torch.tensor([[0, 1, 1, 0]]).int()},
+    "padding between": {
+        "input_ids": batch([6, 6])["input_ids"],
+        "attention_mask": torch.tensor([[1, 1, 0, 1, 0, 0], [1, 0, 0, 0, 0, 1]]),
+    },
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_from_ids_on(family, given, whole):
+    for changes in ({}, {"embedding_size": 20}) if family == "electra" else ({},):
+        model, parent = made(family, type_vocab_size=2, **changes)
+        with torch.no_grad():
+            out = model(**GIVEN[given])
+            hold(
+                given,
+                *(tokens(out, GIVEN[given]), parent),
+                lambda m: tokens(m(**GIVEN[given]), GIVEN[given]),
+            )
+        unseen = GIVEN[given].get("attention_mask", torch.ones(1)) == 0
+        assert not out[0][unseen.expand(out[0].shape[:2])].any()
+    assert whole and all(whole)
+
+
+LEFT = {
+    "padding on the left": {**batch([6, 6]), "attention_mask": torch.arange(6).expand(2, 6) > 1},
+    "a mask of floats": {**batch([6]), "attention_mask": torch.ones(1, 6)},
+    "one mask for all": {**batch([6, 6]), "attention_mask": torch.ones(1, 6).long()},
+    "by columns": {"input_ids": batch([6, 6])["input_ids"].t().contiguous().t()},
+    "positions": {**batch([6]), "position_ids": torch.arange(6)[None] + 3},
+    "embeddings": {"inputs_embeds": torch.ones(1, 6, 48)},
+}
+
+
+@pytest.mark.parametrize("given", LEFT)
+def test_what_is_left_to_the_modules(given, whole):
+    model, parent = made()
+    with torch.no_grad():
+        out = tokens(model(**LEFT[given]), LEFT[given])
+        hold(given, out, parent, lambda each: tokens(each(**LEFT[given]), LEFT[given]))
+    assert not any(whole)
+
+
+WRONG = {
+    "too large an id": {"input_ids": torch.tensor([[3, 50]])},
+    "a negative id": {"input_ids": torch.tensor([[-1, 3]])},
+    "one in the padding": {
+        "input_ids": torch.tensor([[3, 50]]),
+        "attention_mask": torch.tensor([[1, 0]]),
+    },
+    "a type": {**batch([2]), "token_type_ids": torch.tensor([[0, 2]])},
+    "too long": {"input_ids": torch.full((1, 301), 2)},
+    "a longer mask": {**batch([2]), "attention_mask": torch.ones(1, 3).long()},
+    "a longer row of types": {**batch([2]), "token_type_ids": torch.zeros(1, 3).long()},
+    "ids of floats": {"input_ids": torch.ones(1, 2)},
+    "one dimension": {"input_ids": torch.ones(2).long()},
+    "a list": {"input_ids": [[1, 2]]},
+    "nothing": {},
+}
+
+
+@pytest.mark.parametrize("given", WRONG)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_wrong_input_gets_the_error_of_the_modules(family, given, monkeypatch):
+    model, _ = made(family)
+    raised = []
+    for asked in (True, False):
+        if not asked:
+            monkeypatch.setattr(_encoder, "backbone_call", lambda *_: [])
+        with torch.no_grad(), pytest.raises(Exception) as info:
+            model(**WRONG[given])
+        raised.append((type(info.value), str(info.value)))
+    assert raised[0] == raised[1]
+
+
+def _words(model):
+    model.embeddings.word_embeddings.weight.data = torch.randn(
+        50, 48, generator=torch.Generator().manual_seed(0)
+    )
+
+
+def _more_words(model):
+    torch.manual_seed(0)
+    model.embeddings.word_embeddings = nn.Embedding(60, 48).eval()
+
+
+def _hook_on_words(model):
+    model.embeddings.word_embeddings.register_forward_hook(lambda module, given, out: out * 2)
+
+
+def _hook_on_the_embeddings(model):
+    model.embeddings.register_forward_hook(lambda module, given, out: out * 2)
+
+
+def _own_embeddings(model):
+    model.embeddings.forward = lambda input_ids, **others: model.embeddings.word_embeddings(
+        input_ids
+    )
+
+
+def _types_by_default(model):
+    model.embeddings.token_type_ids.fill_(1)
+
+
+def _eps_of_embeddings(model):
+    model.embeddings.LayerNorm.eps = 10.0
+
+
+def _least_norm(model):
+    model.embeddings.word_embeddings.max_norm = 0.1
+
+
+def _pool(model):
+    with torch.no_grad():
+        model.pooler.dense.bias.add_(1)
+
+
+def _another_pooler(model):
+    model.pooler.activation = nn.Sigmoid()
+
+
+def _hook_on_the_pooler(model):
+    model.pooler.dense.register_forward_hook(lambda module, given, out: out * 2)
+
+
+def _no_pooler(model):
+    model.pooler = None
+
+
+def _new_embeddings(model):
+    torch.manual_seed(1)
+    model.embeddings = type(model.embeddings)(model.config).eval()
+
+
+#: What changes a model around its layers, and whether one call still runs all of it.
+AROUND = {
+    _words: True,
+    _more_words: True,
+    _types_by_default: True,
+    _eps_of_embeddings: True,
+    _pool: True,
+    _no_pooler: True,
+    _new_embeddings: True,
+    _hook_on_words: False,
+    _hook_on_the_embeddings: False,
+    _own_embeddings: False,
+    _least_norm: False,
+    _another_pooler: False,
+    _hook_on_the_pooler: False,
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("change", AROUND, ids=lambda change: change.__name__.strip("_"))
+def test_a_change_around_the_layers_is_seen(change, mode, whole):
+    model, parent = made()
+    given = batch([5, 9])
+    with mode():
+        before = tokens(model(**given), given)
+    for each in (model, parent):
+        change(each)
+    with mode():
+        out = tokens(model(**given), given)
+        hold("out", out, parent, lambda each: tokens(each(**given), given))
+    assert whole == [True, AROUND[change]]
+    assert before.shape != out.shape or not torch.allclose(before, out, atol=1e-2)
+
+
+def test_tables_of_another_dtype_are_left_to_the_modules(whole):
+    model, _ = made()
+    with torch.no_grad():
+        model(**batch([5]))
+        model.embeddings.word_embeddings.bfloat16()
+        model(**batch([5]))
+        model.embeddings.word_embeddings.float()
+        model(**batch([5]))
+        model.config.output_hidden_states = True
+        assert len(model(**batch([5])).hidden_states) == 4
+    assert whole == [True, False, True, False]
+
+
+def test_weights_of_a_model_that_were_replaced_are_not_kept():
+    """Neither the layers' nor the tables'."""
+    model, _ = made()
+    with torch.no_grad():
+        model(**batch([5]))
+        ends = [weakref.ref(parameter) for parameter in model.parameters()]
+        state = {name: value.bfloat16() for name, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+        model(**batch([5]))
+    gc.collect()
+    assert not any(end() is not None for end in ends)
