@@ -36,12 +36,14 @@ from fastplm.ops.linear import has_bf16x3
 Call = Callable[[], Any]
 _HALF = (torch.bfloat16, torch.float16)
 _DTYPES = (torch.float32, *_HALF)
-_MEASURED = ("attention", "dropout", "gelu", "linear", "rms_norm")
+_MEASURED = ("attention", "dropout", "encoder", "gelu", "linear", "rms_norm")
 _ROUNDS = 7
 #: Seconds to time one side for in a round, far above the clock's grain; most seconds of a cell.
 _SLICE, _MOST = 2e-3, 0.5
 #: Up to this many queries, as a decoder adds them, attention is timed with cold caches.
 _FEW_QUERIES = 4
+#: Tokens of a sequence of an encoder; how many weights its layers have together, about.
+_TOKENS, _OF_LAYERS = 32, 1 << 24
 #: Weights of a model, of 12 layers, which a product finds in no near cache; and the most bytes.
 _WEIGHTS, _OF_WEIGHTS = 72, 1 << 28
 #: fp32 elements that are read before a cold call, which is timed alone, in more rounds.
@@ -65,7 +67,7 @@ class Plan(NamedTuple):
 
 
 def plans() -> Iterator[Plan]:
-    """Every op whose backend on a CPU follows from the table."""
+    """Every op whose backend on a CPU follows from the table, and an encoder with those ops."""
     for dtype in _DTYPES:
         yield from _linear(dtype)
         yield from _attention(dtype)
@@ -73,6 +75,7 @@ def plans() -> Iterator[Plan]:
             yield _pointwise("gelu", form, dtype, _gelu)
             yield _pointwise("dropout", form, dtype, _dropout)
             yield _pointwise("rms_norm", form, dtype, _rms_norm)
+    yield from _encoder()
 
 
 def measure(write: Callable[[str], None], only: tuple[str, ...] = ()) -> Path:
@@ -103,7 +106,9 @@ def measure(write: Callable[[str], None], only: tuple[str, ...] = ()) -> Path:
         if only and plan.op not in only:
             continue
         name = f"{plan.form} {_measured.dtype_key(plan.dtype)}"
-        with use_backend("cpp", plan.op), _threads(plan.form):  # whatever the table says
+        # An op is called whatever the table says. The parts of an encoder do as it says.
+        forced = _encoder_by_table() if plan.op == "encoder" else use_backend("cpp", plan.op)
+        with forced, _threads(plan.form):
             cells = [
                 _cell(*plan.make(*sizes), sizes[0] <= plan.cold)
                 for sizes in itertools.product(*plan.axes)
@@ -118,6 +123,11 @@ def measure(write: Callable[[str], None], only: tuple[str, ...] = ()) -> Path:
         _write(path, dump(contents))
     _measured.table.cache_clear()
     return path
+
+
+def _encoder_by_table() -> contextlib.AbstractContextManager:
+    _measured.table.cache_clear()
+    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -267,6 +277,42 @@ def _attention(dtype: torch.dtype) -> Iterator[Plan]:
         cold = _FEW_QUERIES if form == "forward" else 0
         for threads in ("", _measured.ALONE):
             yield Plan("attention", form + threads, dtype, axes, make, cold)
+
+
+def _encoder() -> Iterator[Plan]:
+    """A BERT in one call of csrc/, and module by module."""
+    import transformers
+
+    from fastplm import models
+
+    @functools.cache
+    def model_of(width: int) -> Any:
+        config = transformers.BertConfig(
+            vocab_size=1000,
+            hidden_size=width,
+            num_attention_heads=width // 32,
+            intermediate_size=4 * width,
+            num_hidden_layers=min(12, max(2, _OF_LAYERS // (12 * width**2))),
+        )
+        return models.BertModel(config).eval()
+
+    def make(rows: int, width: int) -> tuple[Call, Call]:
+        model = model_of(width)
+        ids = torch.randint(1000, (math.ceil(rows / _TOKENS), min(rows, _TOKENS)))
+
+        def ours() -> Any:
+            with torch.inference_mode(), use_backend("cpp", "linear"):
+                return model(ids)
+
+        def stock() -> Any:
+            with torch.inference_mode():
+                return transformers.BertModel.forward(model, ids)
+
+        return ours, stock
+
+    for threads in ("", _measured.ALONE):
+        axes = [[8, 32, 128, 512, 2048], [256, 384, 768]]
+        yield Plan("encoder", "forward" + threads, torch.float32, axes, make)
 
 
 def _pointwise(

@@ -104,7 +104,8 @@ class Table:
     def __init__(self, path: Path | None, contents: dict[str, Any]) -> None:
         self.path = path
         self.contents = contents
-        #: ``reason_of`` of a call's speedup: layers ask, so the answers are kept.
+        #: The speedup of a call, and ``reason_of`` it: layers ask, so the answers are kept.
+        self.gain = functools.lru_cache(maxsize=4096)(self.speedup)
         self.slower = functools.lru_cache(maxsize=4096)(
             lambda *call: reason_of(self.speedup(*call))
         )

@@ -85,6 +85,9 @@ class Measured:
             return seqlen_q > 1 or seqlen_k * heads > 1 << 14
         return op in self.least and sizes[0] >= self.least[op]
 
+    def gain(self, *call) -> float | None:
+        return None  # not measured
+
     def slower(self, *call) -> str | None:
         return None if self.ours(*call) else "PyTorch's was measured 2.00x as fast"
 

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import GELUActivation
 
-from fastplm import _extension
+from fastplm import _extension, _measured
 from fastplm._backends import requested, takes_notes
-from fastplm._measured import ALONE, aspect, slower
+from fastplm._measured import ALONE, LEAST_GAIN, aspect, slower
 from fastplm._registry import needs_dispatch
 from fastplm.hf import NAME
 from fastplm.models._base import DROP_INS, GELUTanh, NewGELUActivation
@@ -447,13 +447,18 @@ def _starts(batch: int, seqlen: int) -> Tensor:
 
 
 def _is_faster(rows: int, inner: int, width: int) -> bool:
-    """Whether csrc/ was measured to multiply faster than PyTorch, in all products of a layer."""
+    """Whether one call was measured to be faster; if it was not measured, whether csrc/ was seen to
+    multiply faster than PyTorch in all products of a layer."""
     wanted = requested("linear")
     if wanted == "cpp":
         return True
     if wanted != "auto" or is_split(rows, torch.float32):
         return False
-    form = "linear" + ALONE if torch.get_num_threads() == 1 else "linear"
+    alone = ALONE if torch.get_num_threads() == 1 else ""
+    gain = _measured.table().gain("encoder", "forward" + alone, torch.float32, (rows, width))
+    if gain is not None:
+        return gain >= LEAST_GAIN
+    form = "linear" + alone
     for n, k in ((width, width), (inner, width), (width, inner)):
         if slower("linear", (form, torch.float32, (rows, n * k, aspect(n, k)))) is not None:
             return False

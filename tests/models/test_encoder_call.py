@@ -753,6 +753,17 @@ def test_it_runs_where_products_of_csrc_were_measured_to_be_faster(calls, measur
     assert calls == [True]
 
 
+@pytest.mark.parametrize("gain", [1.01, 1.03])
+def test_it_runs_where_it_was_measured_to_be_faster(gain, calls, measured):
+    model, _ = made()
+    asked = []
+    measured.gain = lambda *call: asked.append(call) or gain
+    with torch.no_grad(), fastplm.use_backend("auto"):
+        model(**batch([5, 9]))
+    assert calls == [True] * (gain > 1.02)
+    assert {call[0] for call in asked} == {"encoder"} and {call[3][1] for call in asked} == {48}
+
+
 @pytest.mark.parametrize("head", ["BertForSequenceClassification", "BertForTokenClassification"])
 def test_heads_get_its_rows(head, calls):
     torch.manual_seed(0)
