@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from fastplm import _machine, _measured, ops
-from fastplm._backends import use_backend
+from fastplm._backends import OP_NAMES, use_backend
 from fastplm.errors import DataError, check_choice, message
 from fastplm.ops.attention import plain_attention
 from fastplm.ops.linear import has_bf16x3
@@ -42,8 +42,6 @@ _ROUNDS = 7
 _SLICE, _MOST = 2e-3, 0.5
 #: Up to this many queries, as a decoder adds them, attention is timed with cold caches.
 _FEW_QUERIES = 4
-#: Tokens of a sequence of an encoder; how many weights its layers have together, about.
-_TOKENS, _OF_LAYERS = 32, 1 << 24
 #: Weights of a model, of 12 layers, which a product finds in no near cache; and the most bytes.
 _WEIGHTS, _OF_WEIGHTS = 72, 1 << 28
 #: fp32 elements that are read before a cold call, which is timed alone, in more rounds.
@@ -67,7 +65,7 @@ class Plan(NamedTuple):
 
 
 def plans() -> Iterator[Plan]:
-    """Every op whose backend on a CPU follows from the table, and an encoder with those ops."""
+    """Every op whose backend on a CPU follows from the table."""
     for dtype in _DTYPES:
         yield from _linear(dtype)
         yield from _attention(dtype)
@@ -75,15 +73,19 @@ def plans() -> Iterator[Plan]:
             yield _pointwise("gelu", form, dtype, _gelu)
             yield _pointwise("dropout", form, dtype, _dropout)
             yield _pointwise("rms_norm", form, dtype, _rms_norm)
-    yield from _encoder()
 
 
-def measure(write: Callable[[str], None], only: tuple[str, ...] = ()) -> Path:
+def measure(
+    write: Callable[[str], None],
+    only: tuple[str, ...] = (),
+    more: Callable[[], Iterator[Plan]] = lambda: iter(()),
+) -> Path:
     """Measure this machine, write its own table and return the file.
 
     Args:
         write: called with a line of text after each series.
         only: names of ops; none means all. What the file has of others is kept.
+        more: series that are measured after the ops, by what was measured of these.
 
     Raises:
         ArgumentValueError: an op that has nothing to choose.
@@ -102,12 +104,16 @@ def measure(write: Callable[[str], None], only: tuple[str, ...] = ()) -> Path:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
-    for plan in plans():
+    for plan in itertools.chain(plans(), more()):
         if only and plan.op not in only:
             continue
         name = f"{plan.form} {_measured.dtype_key(plan.dtype)}"
-        # An op is called whatever the table says. The parts of an encoder do as it says.
-        forced = _encoder_by_table() if plan.op == "encoder" else use_backend("cpp", plan.op)
+        # An op is called whatever the table says. The parts of others do as it says so far.
+        forced: Any = contextlib.nullcontext()
+        if plan.op in OP_NAMES:
+            forced = use_backend("cpp", plan.op)
+        else:
+            _measured.table.cache_clear()
         with forced, _threads(plan.form):
             cells = [
                 _cell(*plan.make(*sizes), sizes[0] <= plan.cold)
@@ -123,11 +129,6 @@ def measure(write: Callable[[str], None], only: tuple[str, ...] = ()) -> Path:
         _write(path, dump(contents))
     _measured.table.cache_clear()
     return path
-
-
-def _encoder_by_table() -> contextlib.AbstractContextManager:
-    _measured.table.cache_clear()
-    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -277,42 +278,6 @@ def _attention(dtype: torch.dtype) -> Iterator[Plan]:
         cold = _FEW_QUERIES if form == "forward" else 0
         for threads in ("", _measured.ALONE):
             yield Plan("attention", form + threads, dtype, axes, make, cold)
-
-
-def _encoder() -> Iterator[Plan]:
-    """A BERT in one call of csrc/, and module by module."""
-    import transformers
-
-    from fastplm import models
-
-    @functools.cache
-    def model_of(width: int) -> Any:
-        config = transformers.BertConfig(
-            vocab_size=1000,
-            hidden_size=width,
-            num_attention_heads=width // 32,
-            intermediate_size=4 * width,
-            num_hidden_layers=min(12, max(2, _OF_LAYERS // (12 * width**2))),
-        )
-        return models.BertModel(config).eval()
-
-    def make(rows: int, width: int) -> tuple[Call, Call]:
-        model = model_of(width)
-        ids = torch.randint(1000, (math.ceil(rows / _TOKENS), min(rows, _TOKENS)))
-
-        def ours() -> Any:
-            with torch.inference_mode(), use_backend("cpp", "linear"):
-                return model(ids)
-
-        def stock() -> Any:
-            with torch.inference_mode():
-                return transformers.BertModel.forward(model, ids)
-
-        return ours, stock
-
-    for threads in ("", _measured.ALONE):
-        axes = [[8, 32, 128, 512, 2048], [256, 384, 768]]
-        yield Plan("encoder", "forward" + threads, torch.float32, axes, make)
 
 
 def _pointwise(

@@ -158,8 +158,9 @@ def _info(*, all: bool) -> int:
 
 def _measure(ops: list[str]) -> int:
     from fastplm._measure import measure
+    from fastplm.models._measure import plans
 
-    path = measure(_show, tuple(ops))
+    path = measure(_show, tuple(ops), plans)
     _show(f"Written to {path}; fastplm uses it on this machine from now on.")
     return 0
 

@@ -463,6 +463,7 @@ def test_what_pytorch_would_broadcast_is_an_error_all_the_same(measured):
 
 def test_an_encoder_is_measured_in_one_call_and_module_by_module(monkeypatch):
     from fastplm.models import _encoder
+    from fastplm.models import _measure as of_models
 
     if _extension.lacks("encoder", "CPU") is not None:
         pytest.skip("csrc/ is not built")
@@ -474,7 +475,7 @@ def test_an_encoder_is_measured_in_one_call_and_module_by_module(monkeypatch):
         return out
 
     monkeypatch.setattr(_encoder, "backbone_call", recorded)
-    together, alone = _measure._encoder()
+    together, alone = of_models.plans()
     assert alone.form == together.form + _measured.ALONE
     for rows in (8, 64):
         ours, stock = together.make(rows, 256)
