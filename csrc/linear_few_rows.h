@@ -8,7 +8,8 @@
 // computed:
 //
 //   inner   columns are contiguous (nn.Linear) and rows are 4 at most: a vector of K for each of them and of
-//           a few columns, whose lanes are added up at the end; linear_in_place.h is for more rows;
+//           a few columns, whose lanes are added up at the end; linear_in_place.h is for more rows, and at AVX2
+//           for all;
 //   outer   rows are contiguous (Conv1D, the gradient of nn.Linear's input): vectors of N, to which a
 //           few steps of K are added.
 //

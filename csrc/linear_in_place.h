@@ -25,6 +25,7 @@ constexpr int64_t kQuadColumns = 4;
 constexpr int64_t kInPlaceRows = 240;
 constexpr int64_t kInPlaceColumns = 64;
 constexpr int64_t kInPlaceSlice = 384;
+// So few tiles take 2 kQuadColumns columns at a time, with all steps of K.
 constexpr int64_t kFewTiles = 8;
 // What is copied is prefetched so many elements ahead.
 constexpr int64_t kInPlaceAhead = 128;
@@ -96,14 +97,26 @@ FASTPLM_HD void repeat_quad(const float* from, Floats& to) {
 #endif
 }
 
-// C [kHeight kQuadRows, kColumns] (+)= A B^T over `depth` steps of K, a multiple of four. The same steps of `ahead`
-// columns at `next` are prefetched: of any address, as nothing happens past the end of B.
+// Columns to prefetch, `column` bytes apart, with `step` bytes for each step of K: of any address, as nothing happens
+// past the end of B.
+struct Ahead {
+  Ahead part(int64_t i, int64_t parts) const {
+    const int64_t first = count * i / parts;
+    return {from + first * column, column, step, count * (i + 1) / parts - first};
+  }
+
+  const char* from;
+  int64_t column, step, count;
+};
+
+// C [kHeight kQuadRows, kColumns] (+)= A B^T over `depth` steps of K, a multiple of four. The same steps of the
+// columns ahead are prefetched.
 template <int64_t kHeight, int64_t kColumns>
 FASTPLM_HD void quad_tile(int64_t depth, const float* a, const float* b, int64_t b_col, bool add, float* c,
-                          const float* next, int64_t ahead) {
+                          const Ahead& ahead) {
   Floats sum[kColumns][kHeight] = {};
   for (int64_t k = 0; k < depth;) {
-    for (int64_t n = 0; n < ahead; ++n) __builtin_prefetch(next + n * b_col + k);
+    for (int64_t n = 0; n < ahead.count; ++n) __builtin_prefetch(ahead.from + n * ahead.column + k * ahead.step);
     for (const int64_t end = std::min(k + kCacheLine, depth); k < end; k += kQuad, a += kHeight * kWidth) {
       Floats left[kHeight];
 #pragma GCC unroll 6
@@ -142,12 +155,12 @@ FASTPLM_HD void quad_tile(int64_t depth, const float* a, const float* b, int64_t
 // The same for `columns`, a multiple of 2 kQuadColumns, which share the columns to prefetch.
 template <int64_t kHeight>
 void quad_tiles(int64_t depth, const float* a, const float* b, int64_t b_col, int64_t columns, bool add,
-                float* c, const float* next, int64_t ahead) {
+                float* c, const Ahead& ahead) {
   constexpr bool kFits = 2 * kQuadColumns * kHeight + kHeight + 1 <= kRegisters;
   constexpr int64_t kColumns = kFits ? 2 * kQuadColumns : kQuadColumns;
   for (int64_t n = 0; n < columns; n += kColumns) {
-    const int64_t first = ahead * n / columns, last = ahead * (n + kColumns) / columns;
-    quad_tile<kHeight, kColumns>(depth, a, b + n * b_col, b_col, add, c + n, next + first * b_col, last - first);
+    const Ahead part = ahead.part(n / kColumns, columns / kColumns);
+    quad_tile<kHeight, kColumns>(depth, a, b + n * b_col, b_col, add, c + n, part);
   }
 }
 
@@ -164,8 +177,8 @@ decltype(&quad_tiles<kHeight>) quad_tiles_of(int64_t height) {
 
 // C [rows, kInPlaceColumns] = A B^T for tiles first … last - 1 of A, kInPlaceRows at most, and `columns` columns of
 // B. Those are copied, a slice at a time, if they are not fp32, or no whole tile. A few tiles take a few columns
-// at a time, which stay in the first-level cache. What comes next is prefetched meanwhile: after the last slice
-// the columns at `after`.
+// at a time, which stay in the first-level cache. What comes next is prefetched meanwhile, in the end the columns at
+// `after`, if it is not null.
 template <typename T>
 void in_place_block(const QuadTiles& tiles, int64_t first, int64_t last, const float* packed, int64_t depth,
                     const T* b, int64_t b_col, int64_t columns, const T* after, float* c) {
@@ -173,29 +186,26 @@ void in_place_block(const QuadTiles& tiles, int64_t first, int64_t last, const f
   const bool whole = std::is_same_v<T, float> && columns % kUnit == 0 && depth % kQuad == 0;
   const int64_t most = last - first > kFewTiles ? columns : kUnit;
   alignas(64) float copied[kInPlaceColumns * kStride];
-  for (int64_t k = 0; k < depth; k += kInPlaceSlice) {
-    const int64_t slice = std::min(kInPlaceSlice, depth - k);
-    for (int64_t n = 0; n < columns; n += most) {
+  for (int64_t n = 0; n < columns; n += most) {
+    const int64_t given = std::min(most, columns - n), filled = round_up(given, kUnit);
+    for (int64_t k = 0; k < depth; k += kInPlaceSlice) {
+      const int64_t slice = std::min(kInPlaceSlice, depth - k), right_col = whole ? b_col : kStride;
       const T* from = b + n * b_col + k;
-      const int64_t given = std::min(most, columns - n), filled = round_up(given, kUnit);
-      const float *right = copied, *next = nullptr;
-      if (whole) {
-        right = reinterpret_cast<const float*>(from);
-        const T* then = n + most < columns ? from + most * b_col : k + slice < depth ? b + k + slice : after;
-        next = reinterpret_cast<const float*>(then);
-      } else {
+      const T* then = k + slice < depth ? from + slice : n + most < columns ? b + (n + most) * b_col : after;
+      const float* right = reinterpret_cast<const float*>(from);
+      if (!whole) {
         widen_rows<kInPlaceAhead>(given, slice, from, b_col, copied, round_up(slice, kWidth), kStride);
         std::fill(copied + given * kStride, copied + filled * kStride, 0.0f);
+        right = copied;
       }
+      const int64_t bytes = sizeof(T);
+      const Ahead ahead{reinterpret_cast<const char*>(then), b_col * bytes, bytes, then == nullptr ? 0 : most};
       for (int64_t tile = first; tile < last; ++tile) {
-        const int64_t height = tiles.height(tile), right_col = whole ? b_col : kStride;
+        const int64_t height = tiles.height(tile);
         const float* a = packed + tiles.place(tile, depth) + k * height * kQuadRows;
         float* out = c + (tiles.row(tile) - tiles.row(first)) * kInPlaceColumns + n;
-        // Each tile prefetches its share.
-        const int64_t begin = most * (tile - first) / (last - first), end = most * (tile - first + 1) / (last - first);
-        quad_tiles_of(height)(round_up(slice, kQuad), a, right, right_col, filled, k > 0, out,
-                              next == nullptr ? nullptr : next + begin * b_col,
-                              next == nullptr ? 0 : end - begin);
+        const auto run = quad_tiles_of(height);
+        run(round_up(slice, kQuad), a, right, right_col, filled, k > 0, out, ahead.part(tile - first, last - first));
       }
     }
   }

@@ -84,6 +84,9 @@ void product_of_many(const Operand& a, const Operand& b, const Factor<float>* fa
 // there both ways took the same time at AVX2 and AVX-512, with 384 to 3072 columns.
 constexpr int64_t kManyRows = 49;
 constexpr int64_t kManyInPlace = 384;
+// At AVX2 one row is enough to read such a weight in place, with less sums to add up than a tile of inner has; with
+// 3072 columns or more both take about the same time.
+constexpr int64_t kLeastInPlace = kWidth == 8 ? 1 : kInnerRows + 1;
 
 // A function for products of few rows, and the rows of A that it takes at a time.
 template <typename T>
@@ -191,9 +194,10 @@ void product_in_place(const Operand& a, const Operand& b, const Factor<T>* facto
       }
     });
     const int64_t down = ceil_div(tiles.rows, kInPlaceRows), blocks = across * down;
-    // The columns of a block.
-    const auto weight_of = [&](int64_t number) {
-      return number < count * blocks ? factors[number / blocks].weight + number % blocks / down * width * b.col : nullptr;
+    // The columns of a block; null past the last one.
+    const auto columns_of = [&](int64_t number) -> const T* {
+      if (number >= count * blocks) return nullptr;
+      return factors[number / blocks].weight + number % blocks / down * width * b.col;
     };
     in_parallel(count * blocks, [&](int64_t number) {
       const Factor<T>& factor = factors[number / blocks];
@@ -201,7 +205,9 @@ void product_in_place(const Operand& a, const Operand& b, const Factor<T>* facto
       const int64_t first = tiles.count * (number % down) / down;
       const int64_t last = tiles.count * (number % down + 1) / down;
       alignas(64) float c[kInPlaceRows * kInPlaceColumns];
-      in_place_block(tiles, first, last, room.data, depth, weight_of(number), b.col, columns, weight_of(number + threads), c);
+      // The other threads take the blocks between, as a rule.
+      const T* after = columns_of(number + threads);
+      in_place_block(tiles, first, last, room.data, depth, columns_of(number), b.col, columns, after, c);
       const int64_t row = tiles.row(first), given = std::min(tiles.row(last), tiles.rows) - row;
       T* out = factor.out + (start + row) * out_row + n;
       const T* bias = factor.bias ? factor.bias + n : nullptr;
@@ -222,7 +228,7 @@ void multiply(const Operand& a, const Operand& b, const Factor<T>* factors, int6
       return product_of_many(a, b, factors, count, out_row, finish);
     }
   }
-  if (!by_rows && a.rows > kInnerRows) return product_in_place(a, b, factors, count, out_row, finish);
+  if (!by_rows && a.rows >= kLeastInPlace) return product_in_place(a, b, factors, count, out_row, finish);
   product_of_few<T>(a, b, factors, count, out_row, finish);
 }
 
