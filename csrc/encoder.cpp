@@ -312,13 +312,13 @@ std::optional<Tensor> encoder(const Tensor& input, const std::vector<Tensor>& we
 
 // --- from ids on ----------------------------------------------------------------------------------
 
-// Integers of any of these types, one after another.
+// Integers, or bools of a mask, of a matrix.
 struct Integers {
-  static bool can_read(const Tensor& tensor) {
+  static bool can_read(const Tensor& tensor, bool is_mask = false) {
     const ScalarType type = tensor.scalar_type();
-    return tensor.is_cpu() && tensor.is_contiguous() && tensor.numel() > 0 &&
+    return tensor.is_cpu() && tensor.is_contiguous() && tensor.dim() == 2 && tensor.numel() > 0 &&
            tensor.const_data_ptr() != nullptr &&
-           (type == ScalarType::Long || type == ScalarType::Int || type == ScalarType::Bool);
+           (type == ScalarType::Long || type == ScalarType::Int || (is_mask && type == ScalarType::Bool));
   }
   explicit Integers(const Tensor& tensor)
       : data(tensor.const_data_ptr()), type(tensor.scalar_type()), count(tensor.numel()) {}
@@ -351,7 +351,8 @@ struct Embeddings {
   }
   bool fits() const {
     return is_table(word) && is_table(position) && is_table(type) && norm.is_norm(width()) &&
-           Integers::can_read(position_ids) && Integers::can_read(type_ids);
+           Integers::can_read(position_ids) && position_ids.size(0) == 1 &&
+           Integers::can_read(type_ids) && type_ids.size(0) == 1;
   }
 
   const Tensor &word, &position, &type;
@@ -451,12 +452,15 @@ std::vector<Tensor> backbone(const Tensor& input_ids, const std::optional<Tensor
                              const std::vector<Tensor>& projection, const std::vector<Tensor>& weights,
                              const std::vector<Tensor>& pooler, int64_t padding_id, int64_t head_size,
                              double embeddings_eps, double eps, bool tanh) {
-  const auto reads = [&](const std::optional<Tensor>& given) {
-    return !given || (Integers::can_read(*given) && given->dim() == 2 && given->size(0) == input_ids.size(0) &&
+  const auto reads = [&](const std::optional<Tensor>& given, bool is_mask) {
+    return !given || (Integers::can_read(*given, is_mask) && given->size(0) == input_ids.size(0) &&
                       given->size(1) == input_ids.size(1));
   };
-  if (input_ids.dim() != 2 || !reads(input_ids) || !reads(mask) || !reads(types) || weights.empty() ||
-      embeddings.size() != Embeddings::kTensors) {
+  const auto is_pair = [](const std::vector<Tensor>& tensors) {
+    return tensors.empty() || tensors.size() == 2 || tensors.size() == 3;
+  };
+  if (input_ids.dim() != 2 || !reads(input_ids, false) || !reads(mask, true) || !reads(types, false) ||
+      weights.empty() || embeddings.size() != Embeddings::kTensors || !is_pair(projection) || !is_pair(pooler)) {
     return {};
   }
   const int64_t width = width_of(weights), batch = input_ids.size(0), places = input_ids.numel();

@@ -816,6 +816,13 @@ MUTATIONS = (
     ),
     Mutation(
         "csrc/encoder.cpp",
+        "token.word == padding_id ? padding_id : ++counted",
+        "++counted",
+        f"{CALLED} from_ids_on",
+        2,
+    ),
+    Mutation(
+        "csrc/encoder.cpp",
         "if (asking == x && of_key",
         "if (of_key",
         f"{CALLED} error_is_that",
@@ -869,6 +876,10 @@ MUTATIONS = (
         Mutation(CALL, old, new, f"{CALLED} {cases}")
         for old, new, cases in (
             ("and not any(self.hooks)", "", "change_is_seen"),
+            (" or not kept.is_of(owner)", "", "shallow_copy"),
+            ('written in ("fastplm", "torch", "transformers")', "True", "patched_runs"),
+            ('"_create_attention_masks" not in own', "True", "around_the_layers"),
+            ("table.max_norm is None", "True", "around_the_layers"),
             ("and list(self.layers) == self.names", "", "change_is_seen"),
             ("list(map(vars, self.modules)) == self.attributes", "True", "change_is_seen"),
             ('self.need(not module.training, "training")', "", "hook_that_is_gone"),

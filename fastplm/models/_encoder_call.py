@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -96,10 +97,15 @@ _forward_of = operator.attrgetter("forward")
 
 
 class _Kept:
-    """Holds the plan of an encoder; a copy or a pickle of the encoder begins without one."""
+    """Holds the plan of an encoder or model; a copy or a pickle of it begins without one."""
 
-    def __init__(self) -> None:
+    def __init__(self, owner: nn.Module | None = None) -> None:
         self.plan: _Plan | None = None
+        self.owner = None if owner is None else weakref.ref(owner)
+
+    def is_of(self, owner: nn.Module) -> bool:
+        """False in a shallow copy of its owner, too."""
+        return self.owner is not None and self.owner() is owner
 
     def __deepcopy__(self, memo: Any) -> _Kept:
         return _Kept()
@@ -145,6 +151,9 @@ class _Planner:
         self.need(not module.training, "training")
         self.need(not any(name in vars(module) for name in _METHODS), "method")
         self.need(getattr(kind.forward, "__name__", "") == "forward", "forward")
+        # Where it was written: a wrapper has the name of what it wraps.
+        written = getattr(kind.forward, "__globals__", {}).get("__name__", "").split(".")[0]
+        self.need(written in ("fastplm", "torch", "transformers"), "forward")
         self.without_hooks(module)
         self.modules.append(module)
         return module
@@ -170,6 +179,8 @@ class _Planner:
         else:
             self.tensor(module._parameters, "weight", nn.Parameter)
         self.tensor(module._parameters, "bias", nn.Parameter)
+        shape = vars(module).get("normalized_shape")
+        self.need(shape is None or shape == self.weights[-1].shape, "normalized_shape")
         return module
 
     def layer(self, layer: nn.Module) -> None:
@@ -220,6 +231,7 @@ class _Planner:
         self.need(not (config.is_decoder or config.chunk_size_feed_forward), "config")
         self.need(not (config.output_hidden_states or config.output_attentions), "config")
         self.facts += [(own, name, own[name]) for name in ("_modules", "config")]
+        self.need("_create_attention_masks" not in own, "_create_attention_masks")
         self.facts += [(own, "_create_attention_masks", None), (parts, "encoder", model.encoder)]
         embeddings = self.part(model, "embeddings", "Embeddings")
         tables: list[Tensor] = []
@@ -234,7 +246,7 @@ class _Planner:
             self.tensor(embeddings._buffers, name, Tensor)
         projection: list[Tensor] = []
         self.weights = projection
-        if parts.get("embeddings_project") is None:
+        if "embeddings_project" not in parts:
             self.facts.append((parts, "embeddings_project", None))
         else:
             self.pair(model, "embeddings_project", *_LINEAR)
@@ -246,8 +258,9 @@ class _Planner:
             pools = self.part(model, "pooler", "Pooler")
             self.pair(pools, "dense", *_LINEAR)
             self.child(pools, "activation", nn.Tanh)
-        padding_id = vars(embeddings).get("padding_idx", -1)
-        self.need(type(padding_id) is int, "padding_idx")
+        counts = hasattr(type(embeddings), "create_position_ids_from_input_ids")
+        padding_id = vars(embeddings).get("padding_idx") if counts else -1
+        self.need(type(padding_id) is int and (padding_id >= 0) == counts, "padding_idx")
         return _Ends(tables, projection, pooler, padding_id, norm.eps)
 
 
@@ -262,6 +275,8 @@ def _made(encoder: nn.Module, model: nn.Module | None = None) -> _Plan | None:
         own = vars(encoder)
         planner.facts += [(own, name, own[name]) for name in ("_modules", "config", *_HOOKS)]
         planner.facts += [(own, name, None) for name in _METHODS]
+        ends = None if model is None else planner.ends(model)
+        planner.weights = []
         layers: Any = encoder._modules["layer"]
         planner.need(type(layers) is nn.ModuleList, "layer")
         planner.facts.append((encoder._modules, "layer", layers))
@@ -271,7 +286,6 @@ def _made(encoder: nn.Module, model: nn.Module | None = None) -> _Plan | None:
         planner.need(not others, "numbers")
         weights = planner.weights
         planner.need(torch.ops.fastplm_C.encoder_fits(weights, head_size), "shapes")
-        ends = None if model is None else planner.ends(model)
     except (_Unlike, AttributeError, KeyError, ValueError):
         return None
     dicts, keys, values = zip(*planner.facts, strict=True)
@@ -279,7 +293,7 @@ def _made(encoder: nn.Module, model: nn.Module | None = None) -> _Plan | None:
     kinds = tuple({kind, *map(type, planner.modules)})
     watched: list[Any] = planner.modules
     if ends is not None:
-        typed += (model, *ends.embeddings, *ends.projection, *ends.pooler)
+        typed += (*ends.embeddings, *ends.projection, *ends.pooler)
         watched = [*watched, planner.config]
     return _Plan(
         kind=kind,
@@ -308,8 +322,8 @@ def _made(encoder: nn.Module, model: nn.Module | None = None) -> _Plan | None:
 def _plan_of(encoder: nn.Module, model: nn.Module | None = None) -> _Plan | None:
     owner = encoder if model is None else model
     kept = owner.__dict__.get(_KEY)
-    if kept is None:
-        kept = owner.__dict__[_KEY] = _Kept()
+    if kept is None or not kept.is_of(owner):
+        kept = owner.__dict__[_KEY] = _Kept(owner)
     if kept.plan is None or not kept.plan.holds(encoder):
         kept.plan = _made(encoder, model)
     return kept.plan
@@ -327,9 +341,9 @@ def may_call(model: Any, rows: int) -> bool:
     This is asked first, and of every forward, so it takes no more than a few microseconds.
     """
     encoder: Any = model._modules["encoder"]
-    if torch.is_grad_enabled() or encoder.training or not _BUILT:
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or encoder.training or not _BUILT:
         return False
-    if torch._C._is_tracing() or torch.compiler.is_compiling():
+    if torch._C._is_tracing():
         return False
     try:
         first = encoder._modules["layer"]._modules["0"]
@@ -357,6 +371,10 @@ def _is_intercepted(given: tuple[Tensor, ...]) -> bool:
     )
 
 
+def _is_dense_on_cpu(tensor: Tensor) -> bool:
+    return tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested
+
+
 def backbone_call(
     model: Any, input_ids: Tensor | None, mask: Tensor | None, types: Tensor | None
 ) -> list[Tensor]:
@@ -373,7 +391,9 @@ def backbone_call(
     if type(input_ids) is not Tensor or not may_call(model, input_ids.numel()) or takes_notes():
         return []
     given = tuple(each for each in (input_ids, mask, types) if each is not None)
-    if _is_intercepted(given) or not all(each.is_cpu for each in given):
+    if _is_intercepted(given) or not all(map(_is_dense_on_cpu, given)):
+        return []
+    if any(requested(op) not in ("auto", "cpp") for op in ("linear", "linear_int8")):
         return []
     encoder: Any = model._modules["encoder"]
     plan = _plan_of(encoder, model)

@@ -6,6 +6,7 @@ import collections
 import concurrent.futures
 import contextlib
 import copy
+import functools
 import gc
 import itertools
 import pickle
@@ -17,6 +18,7 @@ import transformers
 from torch import nn
 from torch.nn.utils import parametrize, prune
 from transformers.activations import GELUActivation
+from transformers.models.bert import modeling_bert
 
 import fastplm
 from fastplm import _extension, models
@@ -839,6 +841,7 @@ GIVEN = {
     "int32": {name: value.int() for name, value in batch([5, 9]).items()},
     "types": {**batch([5, 9]), "token_type_ids": torch.arange(18).view(2, 9) % 2},
     "types of int32": {**batch([4]), "token_type_ids": torch.tensor([[0, 1, 1, 0]]).int()},
+    "the id of padding between": {"input_ids": torch.tensor([[3, 1, 4, 1, 5], [6, 7, 8, 9, 1]])},
     "padding between": {
         "input_ids": batch([6, 6])["input_ids"],
         "attention_mask": torch.tensor([[1, 1, 0, 1, 0, 0], [1, 0, 0, 0, 0, 1]]),
@@ -894,6 +897,10 @@ WRONG = {
     "a longer mask": {**batch([2]), "attention_mask": torch.ones(1, 3).long()},
     "a longer row of types": {**batch([2]), "token_type_ids": torch.zeros(1, 3).long()},
     "ids of floats": {"input_ids": torch.ones(1, 2)},
+    "ids of bools": {"input_ids": torch.ones(1, 2).bool()},
+    "types of bools": {**batch([2]), "token_type_ids": torch.zeros(1, 2).bool()},
+    "sparse ids": {"input_ids": torch.ones(1, 2).long().to_sparse()},
+    "a sparse mask": {**batch([2]), "attention_mask": torch.ones(1, 2).long().to_sparse()},
     "one dimension": {"input_ids": torch.ones(2).long()},
     "a list": {"input_ids": [[1, 2]]},
     "nothing": {},
@@ -968,6 +975,19 @@ def _no_pooler(model):
     model.pooler = None
 
 
+def _masks_of_its_own(model):
+    def own(attention_mask, embedding_output, **others):
+        return torch.eye(embedding_output.shape[1]).bool()[None, None], None
+
+    model._create_attention_masks = own
+
+
+def _padding_index(model):
+    """An attribute that RoBERTa's embeddings count by, and BERT's do not know."""
+    model.embeddings.padding_idx = 1
+    model.pooler.dense.bias.data += 1
+
+
 def _new_embeddings(model):
     torch.manual_seed(1)
     model.embeddings = type(model.embeddings)(model.config).eval()
@@ -982,6 +1002,8 @@ AROUND = {
     _pool: True,
     _no_pooler: True,
     _new_embeddings: True,
+    _padding_index: True,
+    _masks_of_its_own: False,
     _hook_on_words: False,
     _hook_on_the_embeddings: False,
     _own_embeddings: False,
@@ -1031,3 +1053,100 @@ def test_weights_of_a_model_that_were_replaced_are_not_kept():
         model(**batch([5]))
     gc.collect()
     assert not any(end() is not None for end in ends)
+
+
+@pytest.mark.parametrize("part", ["encoder", "pooler", "embeddings"])
+def test_a_shallow_copy_has_a_plan_of_its_own(part, whole):
+    model, _ = made()
+    given = batch([5, 9])
+    with torch.no_grad():
+        before = tokens(model(**given), given)
+        other = copy.copy(model)
+        other._modules = model._modules.copy()
+        setattr(other, part, copy.deepcopy(getattr(model, part)))
+        for parameter in getattr(other, part).parameters():
+            parameter.mul_(2)
+        out = tokens(other(**given), given)
+        hold("the copy", out, parent_of(other), lambda each: tokens(each(**given), given))
+        assert not torch.allclose(out, before, atol=1e-2)
+        assert torch.equal(tokens(model(**given), given), before)
+    # The encoder's copy has a configuration of its own.
+    assert whole == [True, part != "encoder", True]
+
+
+PATCHED = (
+    modeling_bert.BertEmbeddings,
+    modeling_bert.BertPooler,
+    nn.Tanh,
+    nn.LayerNorm,
+    nn.Embedding,
+)
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+@pytest.mark.parametrize("kind", PATCHED)
+def test_the_forward_of_a_class_that_was_patched_runs(kind, wraps, whole, monkeypatch):
+    original, given = kind.forward, batch([5, 9])
+
+    def forward(self, *args, **kwargs):
+        return original(self, *args, **kwargs) * 2
+
+    for early in (True, False):
+        model, _ = made()
+        with torch.no_grad(), monkeypatch.context() as patched:
+            if not early:
+                model(**given)
+            patched.setattr(
+                kind, "forward", functools.wraps(original)(forward) if wraps else forward
+            )
+            out = tokens(model(**given), given)
+            hold("out", out, parent_of(model), lambda each: tokens(each(**given), given))
+    assert whole == [False, True, False]
+
+
+@pytest.mark.parametrize("name", ["position_ids", "token_type_ids"])
+def test_buffers_of_another_shape_are_left_to_the_modules(name, whole):
+    model, _ = made()
+    setattr(model.embeddings, name, getattr(model.embeddings, name).expand(2, -1).contiguous())
+    with torch.no_grad(), contextlib.suppress(RuntimeError):  # as Transformers
+        model(**batch([6, 6, 6]))
+    assert whole == [False]
+
+
+@pytest.mark.parametrize("op", ["linear", "linear_int8"])
+def test_a_backend_that_was_forced_is_kept(op, whole):
+    model, _ = made()
+    for each in (model, fastplm.quantize(copy.deepcopy(model))):
+        with torch.no_grad(), fastplm.use_backend("eager", op):
+            each(**batch([5]))
+    assert whole == [False, False]
+
+
+def test_a_model_compiles_in_one_graph_and_is_exported():
+    model, _ = made()
+    given = batch([5, 9])
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            run = torch.compile(model, backend="eager", fullgraph=True)
+            assert torch.allclose(run(**given)[0], model(**given, unpad=False)[0], atol=1e-5)
+    with torch.no_grad():
+        torch.export.export(model, (), given, strict=True)
+
+
+def test_the_operator_of_a_whole_model_refuses_other_lists():
+    model, _ = made()
+    plan = _encoder_call._made(model.encoder, model)
+    ends = plan.ends
+
+    def run(embeddings=ends.embeddings, projection=(), weights=plan.weights, pooler=ends.pooler):
+        given = torch.tensor([[3, 4]])
+        return torch.ops.fastplm_C.backbone(
+            *(given, None, None, embeddings, list(projection), weights, pooler),
+            *(-1, plan.head_size, ends.eps, plan.eps, plan.tanh),
+        )
+
+    assert [each.shape for each in run()] == [(1, 2, 48), (1, 48)]
+    assert [each.shape for each in run(pooler=[])] == [(1, 2, 48)]
+    assert not run(embeddings=ends.embeddings[:-1]) and not run(weights=plan.weights[1:])
+    for cut in (ends.pooler[:1], ends.pooler * 2, ends.pooler[::-1]):
+        assert not run(pooler=cut) and not run(projection=cut)
