@@ -394,6 +394,7 @@ struct Tokens {
     }
     all = std::move(found);
   }
+
   std::vector<Token> all;
   std::vector<int32_t> starts;
 };
@@ -443,9 +444,9 @@ std::optional<Pair> pair_of(const std::vector<Tensor>& tensors) {
   return Pair(next, tensors.size() == 3);
 }
 
-// The backbone of a BERT or ELECTRA: ids [B, T], mask and types likewise -> hidden states [B, T, E], with zeros
-// where the mask is 0, and if there is a pooler [B, E]. `embeddings` are those of the struct, and a projection and a
-// pooler are a weight and a bias, with the scale between them in 8 bits. The result is empty if something does not
+// The backbone of a BERT, RoBERTa or ELECTRA: ids [B, T], mask and types likewise -> hidden states [B, T, E], with
+// zeros where the mask is 0, and if there is a pooler [B, E]. `embeddings` are those of the struct. A projection and
+// a pooler are a weight and a bias, with the scale between them in 8 bits. The result is empty if something does not
 // fit: then the modules themselves must run, or say what is wrong.
 std::vector<Tensor> backbone(const Tensor& input_ids, const std::optional<Tensor>& mask,
                              const std::optional<Tensor>& types, const std::vector<Tensor>& embeddings,

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import fastplm
-from fastplm import _backends, _extension, _machine, _measure, _measured, cli, ops
+from fastplm import _backends, _machine, _measure, _measured, cli, ops
 from fastplm._backends import record_decisions
 from fastplm._measured import Series, Table
 from fastplm._registry import OPS
@@ -459,26 +459,3 @@ def test_what_pytorch_would_broadcast_is_an_error_all_the_same(measured):
         for arguments in ((query, key, key), (query, query, key)):
             with pytest.raises(fastplm.FastplmError, match="key|value"):
                 ops.attention(*arguments)
-
-
-def test_an_encoder_is_measured_in_one_call_and_module_by_module(monkeypatch):
-    from fastplm.models import _encoder
-    from fastplm.models import _measure as of_models
-
-    if _extension.lacks("encoder", "CPU") is not None:
-        pytest.skip("csrc/ is not built")
-    ran, original = [], _encoder.backbone_call
-
-    def recorded(*given):
-        out = original(*given)
-        ran.append(bool(out))
-        return out
-
-    monkeypatch.setattr(_encoder, "backbone_call", recorded)
-    together, alone = of_models.plans()
-    assert alone.form == together.form + _measured.ALONE
-    for rows in (8, 64):
-        ours, stock = together.make(rows, 256)
-        one, other = ours().last_hidden_state, stock().last_hidden_state
-        assert one.shape[:2].numel() == rows and torch.allclose(one, other, atol=1e-4)
-    assert ran == [True, True]

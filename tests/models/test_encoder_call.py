@@ -23,7 +23,8 @@ from transformers.models.bert import modeling_bert
 import fastplm
 from fastplm import _extension, models
 from fastplm._backends import record_notes
-from fastplm.models import _encoder, _encoder_call
+from fastplm._measured import ALONE
+from fastplm.models import _encoder, _encoder_call, _measure
 from fastplm.testing import (
     FORWARD_FACTOR,
     ReversedReductions,
@@ -1123,12 +1124,13 @@ def test_a_backend_that_was_forced_is_kept(op, whole):
 
 
 def test_a_model_compiles_in_one_graph_and_is_exported():
-    model, _ = made()
+    model, parent = made()
     given = batch([5, 9])
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             run = torch.compile(model, backend="eager", fullgraph=True)
-            assert torch.allclose(run(**given)[0], model(**given, unpad=False)[0], atol=1e-5)
+            out = tokens(run(**given), given)
+            hold("out", out, parent.float(), lambda each: tokens(each(**given), given))
     with torch.no_grad():
         torch.export.export(model, (), given, strict=True)
 
@@ -1150,3 +1152,13 @@ def test_the_operator_of_a_whole_model_refuses_other_lists():
     assert not run(embeddings=ends.embeddings[:-1]) and not run(weights=plan.weights[1:])
     for cut in (ends.pooler[:1], ends.pooler * 2, ends.pooler[::-1]):
         assert not run(pooler=cut) and not run(projection=cut)
+
+
+def test_fastplm_measure_times_one_call_and_the_modules(whole):
+    together, alone = _measure.plans()
+    assert alone.form == together.form + ALONE
+    for rows in (8, 64):
+        one, other = (call().last_hidden_state for call in together.make(rows, 256))
+        assert one.shape[:2].numel() == rows
+        torch.testing.assert_close(one, other)
+    assert whole == [True, True]
