@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <optional>
 #include <type_traits>
 #include <vector>
@@ -361,11 +362,11 @@ struct Embeddings {
 };
 
 // The tokens of a batch whose mask is not 0, and the offsets of sequences [B + 1] among them. They are empty
-// if an index is none of a table's, or there is no token, or a sequence is `pooled` whose first place has none.
+// if an index is none of a table's, or there is no token, or `reads_first` and the first place of a sequence has none.
 struct Tokens {
   // Positions count the ids that are not padding_id from padding_id + 1 on, as in RoBERTa, if it is not negative.
   Tokens(const Embeddings& tables, const Tensor& input_ids, const std::optional<Tensor>& mask,
-         const std::optional<Tensor>& types, int64_t padding_id, bool pooled)
+         const std::optional<Tensor>& types, int64_t padding_id, bool reads_first)
       : starts{0} {
     const int64_t batch = input_ids.size(0), seqlen = input_ids.size(1);
     const Integers ids(input_ids), positions(tables.position_ids), type_ids(tables.type_ids);
@@ -383,7 +384,7 @@ struct Tokens {
         token.position = !counts ? positions[t] : token.word == padding_id ? padding_id : ++counted;
         if (!is_row(token.position, std::min(places, types ? places : type_ids.count))) return;
         if (mask && seen[place] == 0) {
-          if (pooled && t == 0) return;
+          if (reads_first && t == 0) return;
           continue;
         }
         token.type = types ? given[place] : type_ids[token.position];
@@ -445,14 +446,15 @@ std::optional<Pair> pair_of(const std::vector<Tensor>& tensors) {
 }
 
 // The backbone of a BERT, RoBERTa or ELECTRA: ids [B, T], mask and types likewise -> hidden states [B, T, E], with
-// zeros where the mask is 0, and if there is a pooler [B, E]. `embeddings` are those of the struct. A projection and
-// a pooler are a weight and a bias, with the scale between them in 8 bits. The result is empty if something does not
-// fit: then the modules themselves must run, or say what is wrong.
+// zeros where the mask is 0, or [B, 1, E] of the first tokens, if `first_only`; and if there is a pooler [B, E].
+// `embeddings` are those of the struct. A projection and a pooler are a weight and a bias, with the scale between
+// them in 8 bits. The result is empty if something does not fit: then the modules themselves must run, or say what
+// is wrong.
 std::vector<Tensor> backbone(const Tensor& input_ids, const std::optional<Tensor>& mask,
                              const std::optional<Tensor>& types, const std::vector<Tensor>& embeddings,
                              const std::vector<Tensor>& projection, const std::vector<Tensor>& weights,
                              const std::vector<Tensor>& pooler, int64_t padding_id, int64_t head_size,
-                             double embeddings_eps, double eps, bool tanh) {
+                             double embeddings_eps, double eps, bool tanh, bool first_only) {
   const auto reads = [&](const std::optional<Tensor>& given, bool is_mask) {
     return !given || (Integers::can_read(*given, is_mask) && given->size(0) == input_ids.size(0) &&
                       given->size(1) == input_ids.size(1));
@@ -472,13 +474,13 @@ std::vector<Tensor> backbone(const Tensor& input_ids, const std::optional<Tensor
       (project ? !project->is_linear(width, tables.width()) : tables.width() != width)) {
     return {};
   }
-  const Tokens tokens(tables, input_ids, mask, types, padding_id, pool.has_value());
+  const Tokens tokens(tables, input_ids, mask, types, padding_id, first_only || pool.has_value());
   const auto count = static_cast<int64_t>(tokens.all.size());
   if (count == 0) return {};
   Shape shape{width, width / head_size, tables.width(), static_cast<float>(eps), tanh};
   for (const Layer& layer : layers) shape.inner = std::max(shape.inner, layer.inner());
-  std::vector<Tensor> results{
-      empty_tensor(input_ids, {batch, input_ids.size(1), width}, ScalarType::Float)};
+  const int64_t shown = first_only ? 1 : input_ids.size(1);  // places of a sequence in the result
+  std::vector<Tensor> results{empty_tensor(input_ids, {batch, shown, width}, ScalarType::Float)};
   float* out = results[0].mutable_data_ptr<float>();
   const auto begin = [&](int64_t row, int64_t rows, const States& states) -> const float* {
     float* embedded = project ? states.inner : states.state;
@@ -486,18 +488,24 @@ std::vector<Tensor> backbone(const Tensor& input_ids, const std::optional<Tensor
     if (project) dense<1>(rows, embedded, tables.width(), {&*project}, {states.state}, width);
     return states.state;
   };
-  const auto place = [&](int64_t row, const States& states) {
-    return count == places ? out + row * width : states.state;
-  };
+  const bool in_place = first_only || count == places;
+  const auto place = [&](int64_t row, const States& states) { return in_place ? out + row * width : states.state; };
   const auto end = [&](int64_t first, int64_t last, const States& states) {
-    if (count < places) put(tokens.all, first, last, places, width, states.state, out);
+    if (!in_place) put(tokens.all, first, last, places, width, states.state, out);
   };
   const int32_t* starts = tokens.starts.data();
-  run_layers(shape, layers, batch, starts, starts, nullptr, begin, place, end);
+  if (first_only) {
+    const std::vector<int64_t> index(starts, starts + batch);
+    std::vector<int32_t> each(batch + 1);
+    std::iota(each.begin(), each.end(), 0);
+    run_layers(shape, layers, batch, starts, each.data(), index.data(), begin, place, end);
+  } else {
+    run_layers(shape, layers, batch, starts, starts, nullptr, begin, place, end);
+  }
   if (pool) {
     std::vector<float> first(batch * width);
     for (int64_t b = 0; b < batch; ++b) {
-      std::memcpy(&first[b * width], out + b * (places / batch) * width, sizeof(float) * width);
+      std::memcpy(&first[b * width], out + b * shown * width, sizeof(float) * width);
     }
     results.push_back(empty_tensor(results[0], {batch, width}));
     dense<1>(batch, first.data(), width, {&*pool}, {results[1].mutable_data_ptr<float>()}, width, Tanh{});
@@ -514,5 +522,5 @@ FASTPLM_OPERATOR(encoder,
 FASTPLM_OPERATOR(backbone,
                  "(Tensor input_ids, Tensor? mask, Tensor? types, Tensor[] embeddings, Tensor[] projection, "
                  "Tensor[] weights, Tensor[] pooler, int padding_id, int head_size, float embeddings_eps, "
-                 "float eps, bool tanh) -> Tensor[]")
+                 "float eps, bool tanh, bool first_only) -> Tensor[]")
 FASTPLM_OPERATOR(encoder_fits, "(Tensor[] weights, int head_size) -> bool")

@@ -118,9 +118,10 @@ class EncoderModel(FastplmModel):
             first row is not in that batch.
         """
         crossed = (encoder_hidden_states, encoder_attention_mask, encoder_rows)
-        others: tuple = (position_ids, inputs_embeds, past_key_values, use_cache, unpad, lookup)
-        others = (*others, *crossed, output_rows, extra_rows, sample_index)
-        made = self._from_ids_on((input_ids, attention_mask, token_type_ids), others, kwargs)
+        others: tuple = (position_ids, inputs_embeds, past_key_values, use_cache, lookup)
+        others = (*others, *crossed, extra_rows, sample_index)
+        ids = (input_ids, attention_mask, token_type_ids)
+        made = self._from_ids_on(ids, output_rows, unpad, others, kwargs)
         if made is not None:
             return made
         given = input_ids if inputs_embeds is None else inputs_embeds
@@ -184,12 +185,22 @@ class EncoderModel(FastplmModel):
         return self._output is not None and type(self).__module__.startswith("fastplm.models.")
 
     def _from_ids_on(
-        self, given: tuple[Tensor | None, ...], others: tuple, kwargs: dict[str, Any]
+        self,
+        given: tuple[Tensor | None, Tensor | None, Tensor | None],
+        output_rows: Tensor | str | None,
+        unpad: Unpad,
+        others: tuple,
+        kwargs: dict[str, Any],
     ) -> ModelOutput | None:
         """All of the forward in one call, of ids, mask and types; None if the modules must run."""
         if kwargs or not self._is_ours() or not all(map(_is_none, others)):
             return None
-        states, output = backbone_call(self, *given), self._output
+        first_only = isinstance(output_rows, str) and output_rows == "first"
+        if output_rows is not None and not first_only:
+            return None
+        if unpad is not None and not (unpad is False and _all_known(given[1])):
+            return None
+        states, output = backbone_call(self, *given, first_only), self._output
         return output(**dict(zip(_STATES, states, strict=False))) if states and output else None
 
     def _in_one_call(
@@ -362,7 +373,9 @@ class EncoderModel(FastplmModel):
 
 def _all_known(mask: Tensor | None) -> bool:
     """Whether a padding mask is known, without a sync, to mask nothing."""
-    return mask is None or (mask.dim() == 2 and values_are_known(mask) and bool(mask.all()))
+    if not isinstance(mask, Tensor):
+        return mask is None
+    return mask.dim() == 2 and values_are_known(mask) and bool(mask.all())
 
 
 def _begins_with_tokens(mask: Tensor | None) -> bool:

@@ -376,17 +376,22 @@ def _is_dense_on_cpu(tensor: Tensor) -> bool:
 
 
 def backbone_call(
-    model: Any, input_ids: Tensor | None, mask: Tensor | None, types: Tensor | None
+    model: Any,
+    input_ids: Tensor | None,
+    mask: Tensor | None,
+    types: Tensor | None,
+    first_only: bool = False,
 ) -> list[Tensor]:
     """A model's forward from ids on, wherever one call can run all of it and is faster.
 
     Args:
         model: an ``EncoderModel``.
         input_ids, mask, types: as in its ``forward``.
+        first_only: whether the last layer computes only the first token of each sequence.
 
     Returns:
-        The last hidden state [B, T, E], with zeros for padding, and of a model with a pooler its
-        output [B, E]; [] if the modules must run themselves, or find what is wrong.
+        The last hidden state [B, T, E], with zeros for padding, or [B, 1, E]; and of a model with a
+        pooler its output [B, E]; [] if the modules must run themselves, or find what is wrong.
     """
     if type(input_ids) is not Tensor or not may_call(model, input_ids.numel()) or takes_notes():
         return []
@@ -403,7 +408,7 @@ def backbone_call(
     return torch.ops.fastplm_C.backbone.default(
         *(input_ids, mask, types),
         *(ends.embeddings, ends.projection, plan.weights, ends.pooler),
-        *(ends.padding_id, plan.head_size, ends.eps, plan.eps, plan.tanh),
+        *(ends.padding_id, plan.head_size, ends.eps, plan.eps, plan.tanh, first_only),
     )
 
 

@@ -867,6 +867,61 @@ def test_from_ids_on(family, given, whole):
     assert whole and all(whole)
 
 
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_from_ids_on_the_first_tokens_only(family, given, whole):
+    """The last layer computes one row of each sequence, and the pooler reads it."""
+
+    def first(model, **rows):
+        out = model(**GIVEN[given], **rows)
+        return torch.cat([out[0][:, 0], *out[1:]])
+
+    for changes in ({}, {"num_hidden_layers": 1}):
+        model, parent = made(family, type_vocab_size=2, **changes)
+        with torch.no_grad():
+            shape = model(**GIVEN[given], output_rows="first")[0].shape
+            hold(given, first(model, output_rows="first"), parent, first)
+        assert shape == (len(GIVEN[given]["input_ids"]), 1, 48)
+    assert whole and all(whole)
+
+
+HEADS = {
+    "a classifier": "BertForSequenceClassification",
+    "a classifier without a pooler": "RobertaForSequenceClassification",
+    "a classifier of ELECTRA": "ElectraForSequenceClassification",
+    "choices": "BertForMultipleChoice",
+    "tags": "BertForTokenClassification",
+    "spans": "BertForQuestionAnswering",  # which keeps padding
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_a_head_of_a_model_that_is_called_whole(head, accelerated, whole):
+    """Both of ours and of Transformers after ``accelerate``; it reads the rows that were asked."""
+    name, given = HEADS[head], batch([9, 9] if head == "spans" else [5, 9, 1])
+    torch.manual_seed(0)
+    config = FAMILIES[name.partition("For")[0].lower()][1](**SIZES)
+    model = getattr(transformers if accelerated else models, name)(config).eval()
+    parent = copy.deepcopy(model) if accelerated else parent_of(model)
+    model = fastplm.accelerate(model) if accelerated else model
+    seen = given["attention_mask"].bool()
+    if head == "choices":
+        given = {each: value[None] for each, value in given.items()}
+
+    def logits(each):
+        out = each(**given)
+        if head == "tags":
+            return out.logits[seen]
+        if head == "spans":
+            return torch.stack([out.start_logits[seen], out.end_logits[seen]])
+        return out.logits
+
+    with torch.no_grad():
+        hold(head, logits(model), parent, logits)
+    assert whole == [True]
+
+
 LEFT = {
     "padding on the left": {**batch([6, 6]), "attention_mask": torch.arange(6).expand(2, 6) > 1},
     "a mask of floats": {**batch([6]), "attention_mask": torch.ones(1, 6)},
@@ -874,15 +929,31 @@ LEFT = {
     "by columns": {"input_ids": batch([6, 6])["input_ids"].t().contiguous().t()},
     "positions": {**batch([6]), "position_ids": torch.arange(6)[None] + 3},
     "embeddings": {"inputs_embeds": torch.ones(1, 6, 48)},
+    "rows": {**batch([6, 6]), "output_rows": torch.tensor([3, 7])},
+    "padding that is kept": {**batch([6, 4]), "unpad": False},
+    "the first row of a sequence without one": {
+        **{**batch([6, 6]), "attention_mask": torch.arange(12).view(2, 6) < 6},
+        "output_rows": "first",
+    },
 }
 
 
 @pytest.mark.parametrize("given", LEFT)
 def test_what_is_left_to_the_modules(given, whole):
     model, parent = made()
+    rows = LEFT[given].get("output_rows")
+    own = ("output_rows", "unpad")
+    theirs = {name: value for name, value in LEFT[given].items() if name not in own}
+
+    def read(out):
+        if isinstance(rows, torch.Tensor):
+            return out[0].flatten(0, 1)[rows]
+        return tokens(out, theirs) if rows is None else out[0][:1, 0]
+
     with torch.no_grad():
-        out = tokens(model(**LEFT[given]), LEFT[given])
-        hold(given, out, parent, lambda each: tokens(each(**LEFT[given]), LEFT[given]))
+        out = model(**LEFT[given])
+        out = out[0][:, 0] if isinstance(rows, torch.Tensor) else read(out)
+        hold(given, out, parent, lambda each: read(each(**theirs)))
     assert not any(whole)
 
 
@@ -1140,15 +1211,22 @@ def test_the_operator_of_a_whole_model_refuses_other_lists():
     plan = _encoder_call._made(model.encoder, model)
     ends = plan.ends
 
-    def run(embeddings=ends.embeddings, projection=(), weights=plan.weights, pooler=ends.pooler):
+    def run(
+        embeddings=ends.embeddings,
+        projection=(),
+        weights=plan.weights,
+        pooler=ends.pooler,
+        first_only=False,
+    ):
         given = torch.tensor([[3, 4]])
         return torch.ops.fastplm_C.backbone(
             *(given, None, None, embeddings, list(projection), weights, pooler),
-            *(-1, plan.head_size, ends.eps, plan.eps, plan.tanh),
+            *(-1, plan.head_size, ends.eps, plan.eps, plan.tanh, first_only),
         )
 
     assert [each.shape for each in run()] == [(1, 2, 48), (1, 48)]
     assert [each.shape for each in run(pooler=[])] == [(1, 2, 48)]
+    assert [each.shape for each in run(pooler=[], first_only=True)] == [(1, 1, 48)]
     assert not run(embeddings=ends.embeddings[:-1]) and not run(weights=plan.weights[1:])
     for cut in (ends.pooler[:1], ends.pooler * 2, ends.pooler[::-1]):
         assert not run(pooler=cut) and not run(projection=cut)
