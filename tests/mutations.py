@@ -823,6 +823,20 @@ MUTATIONS = (
     ),
     Mutation(
         "csrc/encoder.cpp",
+        "out + b * shown * width",
+        "out + b * width",
+        f"{CALLED} from_ids_on",
+        1,
+    ),
+    Mutation(
+        "csrc/encoder.cpp",
+        "padding_id, first_only || pool",
+        "padding_id, pool",
+        f"{CALLED} left_to_the_modules",
+        2,
+    ),
+    Mutation(
+        "csrc/encoder.cpp",
         "if (asking == x && of_key",
         "if (of_key",
         f"{CALLED} error_is_that",
