@@ -121,8 +121,7 @@ class EncoderModel(FastplmModel):
         others: tuple = (position_ids, inputs_embeds, past_key_values, use_cache, lookup)
         others = (*others, *crossed, extra_rows, sample_index)
         ids = (input_ids, attention_mask, token_type_ids)
-        made = self._from_ids_on(ids, output_rows, unpad, others, kwargs)
-        if made is not None:
+        if (made := self._from_ids_on(ids, output_rows, unpad, others, kwargs)) is not None:
             return made
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None or (input_ids is not None and inputs_embeds is not None):
