@@ -55,6 +55,7 @@ from fastplm.nn.dropout import on_rows
 _WORTH_CUTTING = 0.75
 _is_none = functools.partial(operator.is_, None)
 _STATES = ("last_hidden_state", "pooler_output")
+_RECORDED = {"output_hidden_states", "output_attentions"}
 
 
 class EncoderModel(FastplmModel):
@@ -192,14 +193,16 @@ class EncoderModel(FastplmModel):
         kwargs: dict[str, Any],
     ) -> ModelOutput | None:
         """All of the forward in one call, of ids, mask and types; None if the modules must run."""
-        if kwargs or not self._is_ours() or not all(map(_is_none, others)):
+        if not kwargs.keys() <= _RECORDED or any(kwargs.values()):
+            return None
+        if not self._is_ours() or not all(map(_is_none, others)):
             return None
         first_only = isinstance(output_rows, str) and output_rows == "first"
         if output_rows is not None and not first_only:
             return None
-        if unpad is not None and not (unpad is False and _all_known(given[1])):
+        if unpad is not None and unpad is not False:
             return None
-        states, output = backbone_call(self, *given, first_only), self._output
+        states, output = backbone_call(self, *given, first_only, unpad is False), self._output
         return output(**dict(zip(_STATES, states, strict=False))) if states and output else None
 
     def _in_one_call(
@@ -372,9 +375,7 @@ class EncoderModel(FastplmModel):
 
 def _all_known(mask: Tensor | None) -> bool:
     """Whether a padding mask is known, without a sync, to mask nothing."""
-    if not isinstance(mask, Tensor):
-        return mask is None
-    return mask.dim() == 2 and values_are_known(mask) and bool(mask.all())
+    return mask is None or (mask.dim() == 2 and values_are_known(mask) and bool(mask.all()))
 
 
 def _begins_with_tokens(mask: Tensor | None) -> bool:

@@ -371,8 +371,10 @@ def _is_intercepted(given: tuple[Tensor, ...]) -> bool:
     )
 
 
-def _is_dense_on_cpu(tensor: Tensor) -> bool:
-    return tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested
+def _is_dense_on_cpu(tensor: Any) -> bool:
+    if not isinstance(tensor, Tensor) or tensor.is_quantized or tensor.is_nested:
+        return False
+    return tensor.is_cpu and tensor.layout is torch.strided
 
 
 def backbone_call(
@@ -381,6 +383,7 @@ def backbone_call(
     mask: Tensor | None,
     types: Tensor | None,
     first_only: bool = False,
+    keeps_padding: bool = False,
 ) -> list[Tensor]:
     """A model's forward from ids on, wherever one call can run all of it and is faster.
 
@@ -388,6 +391,7 @@ def backbone_call(
         model: an ``EncoderModel``.
         input_ids, mask, types: as in its ``forward``.
         first_only: whether the last layer computes only the first token of each sequence.
+        keeps_padding: whether the modules must compute padding, if there is any.
 
     Returns:
         The last hidden state [B, T, E], with zeros for padding, or [B, 1, E]; and of a model with a
@@ -399,6 +403,8 @@ def backbone_call(
     if _is_intercepted(given) or not all(map(_is_dense_on_cpu, given)):
         return []
     if any(requested(op) not in ("auto", "cpp") for op in ("linear", "linear_int8")):
+        return []
+    if keeps_padding and mask is not None and not mask.all():
         return []
     encoder: Any = model._modules["encoder"]
     plan = _plan_of(encoder, model)

@@ -840,6 +840,10 @@ GIVEN = {
     "several blocks of rows": batch([257, 3, 257, 256, 11]),
     "a mask of bools": {**batch([5, 9]), "attention_mask": batch([5, 9])["attention_mask"].bool()},
     "int32": {name: value.int() for name, value in batch([5, 9]).items()},
+    "nothing recorded": {
+        **batch([5, 9]),
+        **{"output_hidden_states": False, "output_attentions": None},
+    },
     "types": {**batch([5, 9]), "token_type_ids": torch.arange(18).view(2, 9) % 2},
     "types of int32": {**batch([4]), "token_type_ids": torch.tensor([[0, 1, 1, 0]]).int()},
     "the id of padding between": {"input_ids": torch.tensor([[3, 1, 4, 1, 5], [6, 7, 8, 9, 1]])},
@@ -972,6 +976,12 @@ WRONG = {
     "ids of floats": {"input_ids": torch.ones(1, 2)},
     "ids of bools": {"input_ids": torch.ones(1, 2).bool()},
     "types of bools": {**batch([2]), "token_type_ids": torch.zeros(1, 2).bool()},
+    "a mask of one number": {**batch([2]), "attention_mask": 1},
+    "types of one number": {**batch([2]), "token_type_ids": 0},
+    "a quantized mask": {
+        "input_ids": torch.tensor([[3, 50]]),
+        "attention_mask": torch.quantize_per_tensor(torch.ones(1, 2), 1.0, 0, torch.quint8),
+    },
     "sparse ids": {"input_ids": torch.ones(1, 2).long().to_sparse()},
     "a sparse mask": {**batch([2]), "attention_mask": torch.ones(1, 2).long().to_sparse()},
     "one dimension": {"input_ids": torch.ones(2).long()},
@@ -982,14 +992,15 @@ WRONG = {
 
 @pytest.mark.parametrize("given", WRONG)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_wrong_input_gets_the_error_of_the_modules(family, given, monkeypatch):
+@pytest.mark.parametrize("rows", [{}, {"unpad": False}, {"output_rows": "first"}], ids=str)
+def test_wrong_input_gets_the_error_of_the_modules(family, rows, given, monkeypatch):
     model, _ = made(family)
     raised = []
     for asked in (True, False):
         if not asked:
             monkeypatch.setattr(_encoder, "backbone_call", lambda *_: [])
         with torch.no_grad(), pytest.raises(Exception) as info:
-            model(**WRONG[given])
+            model(**WRONG[given], **rows)
         raised.append((type(info.value), str(info.value)))
     assert raised[0] == raised[1]
 
