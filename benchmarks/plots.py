@@ -322,11 +322,14 @@ _PEERS = {
 
 
 def padding(rows: list[Row]) -> Figure | str:
-    """How many times faster than Transformers' class, by share of padding; one panel a setting."""
+    """How many times faster than Transformers' class, by share of padding; one panel a setting. All
+    of it is of the newest commit."""
     from matplotlib.patheffects import withStroke
 
     panels: dict[str, dict[int, dict[str, Row]]] = {}
     of_bert = of_one_machine(row for row in rows if row["op"] == "bert")
+    newest = max(of_bert, key=lambda row: row["date"], default=None)
+    of_bert = [row for row in of_bert if newest and row["commit"] == newest["commit"]]
     for (_, case, _), found in by_case(of_bert).items():
         match = _PADDED.fullmatch(case)
         if match and OURS in found:
