@@ -327,7 +327,8 @@ def padding(rows: list[Row]) -> Figure | str:
     from matplotlib.patheffects import withStroke
 
     panels: dict[str, dict[int, dict[str, Row]]] = {}
-    of_bert = of_one_machine(row for row in rows if row["op"] == "bert")
+    padded = (row for row in rows if row["op"] == "bert" and _PADDED.fullmatch(row["case"]))
+    of_bert = of_one_machine(padded)
     newest = max(of_bert, key=lambda row: row["date"], default=None)
     of_bert = [row for row in of_bert if newest and row["commit"] == newest["commit"]]
     for (_, case, _), found in by_case(of_bert).items():

@@ -160,7 +160,10 @@ def test_padding_has_a_panel_a_setting_and_the_ratios_of_the_medians():
         *steps("base 8x128 padding {}% dropout 0 fp32", {0: 1.5, 30: 2.0, 50: 3.0}),
         *steps("base 8x128 padding {}% dropout 0.1 bf16", {0: 1.2, 30: 1.8, 50: 2.5}),
         *steps("mini 4x128 padding {}% dropout 0.1 fp32", {0: 9, 50: 9}),
+        row("bert", "tiny", commit="newer", date="2026-01-03 00:00"),
     ]
+    older = dict(commit="older", date="2026-01-01 00:00")
+    rows += steps("base 8x128 padding {}% dropout 0 fp32", {35: 9}, **older)
     figure = plots.padding(rows)
     assert [axes.get_title("left") for axes in figure.axes] == [
         "BERT-base 8x128 fp32",
