@@ -93,10 +93,16 @@ def fastest_other(variants: dict[str, Row]) -> Row | None:
 
 
 def of_one_machine(rows: Iterable[Row]) -> list[Row]:
-    """The rows of the newest row's machine: one picture must not mix two machines' times."""
-    rows = list(rows)
-    newest = max(rows, key=lambda row: row["date"], default=None)
-    return [row for row in rows if newest and row["machine"] == newest["machine"]]
+    """The rows of the machine with the most cases, and of equal ones of that with the newest row:
+    one picture must not mix two machines' times."""
+    by_machine: dict[str, list[Row]] = {}
+    for row in rows:
+        by_machine.setdefault(row["machine"], []).append(row)
+
+    def size(found: list[Row]) -> tuple[int, str]:
+        return len(by_case(found)), max(row["date"] for row in found)
+
+    return max(by_machine.values(), key=size, default=[])
 
 
 def machine_text(rows: Iterable[Row]) -> str:
@@ -327,10 +333,10 @@ def padding(rows: list[Row]) -> Figure | str:
     from matplotlib.patheffects import withStroke
 
     panels: dict[str, dict[int, dict[str, Row]]] = {}
-    padded = (row for row in rows if row["op"] == "bert" and _PADDED.fullmatch(row["case"]))
-    of_bert = of_one_machine(padded)
-    newest = max(of_bert, key=lambda row: row["date"], default=None)
-    of_bert = [row for row in of_bert if newest and row["commit"] == newest["commit"]]
+    of_bert = [row for row in rows if row["op"] == "bert" and _PADDED.fullmatch(row["case"])]
+    newest = max(of_bert, key=lambda row: row["date"], default={})
+    same = ("machine", "commit")
+    of_bert = [row for row in of_bert if all(row[name] == newest[name] for name in same)]
     for (_, case, _), found in by_case(of_bert).items():
         match = _PADDED.fullmatch(case)
         if match and OURS in found:

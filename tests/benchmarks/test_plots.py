@@ -61,6 +61,8 @@ def test_the_last_run_of_a_case_counts_and_other_tables_are_left_alone(tmp_path)
 def test_a_picture_is_of_one_machine():
     old = row("bert", "x", date="2026-01-01 00:00", machine="cpu Other (64 threads)")
     assert plots.of_one_machine([old, row("bert", "y")]) == [row("bert", "y")]
+    both = [old, {**old, "case": "z"}]  # more cases count more than a newer row
+    assert plots.of_one_machine([*both, row("bert", "y")]) == both
     slow = [row(case="elsewhere", vs_eager=9, date="2025", machine="cpu Other"), row(vs_eager=2)]
     assert len(plots.speed(slow).axes[0].get_yticks()) == 1
     assert plots.of_one_machine([]) == []
