@@ -107,10 +107,10 @@ $(VENV)/study: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet --target $@ "snakemake==9.27.1"
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info fastplm/_C*.so .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info fastplm/_*.so .pytest_cache .mypy_cache .ruff_cache
 
 # The build uses the torch installed here: an isolated build environment would fetch another one.
-$(VENV)/.base: pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
+$(VENV)/.base: pyproject.toml setup.py constraints.txt $(wildcard csrc/* csrc/python/*)
 	@echo "Installing PyTorch and the rest into $(VENV): some minutes the first time."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) setuptools wheel ninja torch

@@ -40,6 +40,7 @@ PACKAGES = [
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"
 CUDA_ARCHS = (80, 90, 100, 120)
 CUDA_LIBRARY = "fastplm._C_cuda"
+PYTHON_MODULE = "fastplm._unchanged"
 
 
 def tell(text: str) -> None:
@@ -143,34 +144,51 @@ def extension_arguments() -> dict:
                     notice(f"csrc/ could not be built and is left out: {error}")
                     self.extensions.clear()
             made = {extension.name for extension in self.extensions}
-            for name in {"fastplm._C", CUDA_LIBRARY} - made:
+            for name in {"fastplm._C", CUDA_LIBRARY, PYTHON_MODULE} - made:
                 for old in Path().glob(f"{name.replace('.', '/')}.*"):  # of an earlier build
-                    old.unlink()
+                    if old.suffix != ".pyi":
+                        old.unlink()
 
         def build_extension(self, extension: Extension) -> None:
+            if extension.name == PYTHON_MODULE:
+                try:
+                    super().build_extension(extension)
+                except Exception as error:  # as where Python's headers are not installed
+                    self.leave_out(extension, f"csrc/python could not be built: {error}")
+                return
             if extension.name != CUDA_LIBRARY:
                 super().build_extension(extension)
                 return
             library, said = self.cuda.result()
             if said:
-                notice(f"the CUDA code of csrc/ could not be built and is left out: {said}")
-                self.extensions.remove(extension)
+                self.leave_out(extension, f"the CUDA code of csrc/ could not be built: {said}")
             else:
                 self.copy_file(str(library), self.get_ext_fullpath(CUDA_LIBRARY))
 
-    flags = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", STABLE_ABI]
+        def leave_out(self, extension: Extension, why: str) -> None:
+            notice(f"{extension.name} is left out: {why}")
+            # A new list, as somebody may be iterating over this one.
+            self.extensions = [each for each in self.extensions if each is not extension]
+
+    flags = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden"]
     extensions = [
         CppExtension(
             "fastplm._C",
             [str(path) for path in sorted(Path("csrc").glob("*.cpp"))],
             depends=[str(path) for path in sorted(Path("csrc").iterdir())],
+            extra_compile_args={"cxx": [*flags, STABLE_ABI]},
+            py_limited_api=True,
+        ),
+        Extension(
+            PYTHON_MODULE,
+            ["csrc/python/unchanged.cpp"],
             extra_compile_args={"cxx": flags},
             py_limited_api=True,
-        )
+        ),
     ]
     if nvcc is not None:
         extensions.append(Extension(CUDA_LIBRARY, [], py_limited_api=True))
-    # The libraries hold no Python symbol at all, so one wheel serves every Python from 3.10 on.
+    # Two hold no Python symbol, and one those of the stable ABI: one wheel serves all from 3.10 on.
     return {
         "ext_modules": extensions,
         "cmdclass": {"build_ext": OptionalBuild},

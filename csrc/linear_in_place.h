@@ -24,7 +24,11 @@ constexpr int64_t kQuadColumns = 4;
 // stay in the first-level cache for all columns, and the columns stay in the second for all tiles.
 constexpr int64_t kInPlaceRows = 240;
 constexpr int64_t kInPlaceColumns = 64;
-constexpr int64_t kInPlaceSlice = 384;
+constexpr int64_t kCopiedSlice = 384;
+// Where B is not copied, a tile at AVX2 has longer slices, of fewer columns: to add up the parts of its sums after
+// each slice takes longer (a tenth of a product with 1536 steps) than to read its rows from the second-level cache.
+constexpr int64_t kInPlaceSlice = kWidth == 8 ? 4 * kCopiedSlice : kCopiedSlice;
+constexpr int64_t kManyTilesColumns = kWidth == 8 ? 32 : kInPlaceColumns;
 // So few tiles take 2 kQuadColumns columns at a time, with all steps of K. More of them in registers of 64 bytes
 // would read A from the second-level cache nearly as fast as it can.
 constexpr int64_t kFewTiles = kWidth == 16 ? 1 : 8;
@@ -183,14 +187,15 @@ decltype(&quad_tiles<kHeight>) quad_tiles_of(int64_t height) {
 template <typename T>
 void in_place_block(const QuadTiles& tiles, int64_t first, int64_t last, const float* packed, int64_t depth,
                     const T* b, int64_t b_col, int64_t columns, const T* after, float* c) {
-  constexpr int64_t kUnit = 2 * kQuadColumns, kStride = kInPlaceSlice + kCacheLine;
+  constexpr int64_t kUnit = 2 * kQuadColumns, kStride = kCopiedSlice + kCacheLine;
   const bool whole = std::is_same_v<T, float> && columns % kUnit == 0 && depth % kQuad == 0;
-  const int64_t most = last - first > kFewTiles ? columns : kUnit;
+  const int64_t most = last - first > kFewTiles ? kManyTilesColumns : kUnit;
+  const int64_t longest = whole ? kInPlaceSlice : kCopiedSlice;
   alignas(64) float copied[kInPlaceColumns * kStride];
   for (int64_t n = 0; n < columns; n += most) {
     const int64_t given = std::min(most, columns - n), filled = round_up(given, kUnit);
-    for (int64_t k = 0; k < depth; k += kInPlaceSlice) {
-      const int64_t slice = std::min(kInPlaceSlice, depth - k), right_col = whole ? b_col : kStride;
+    for (int64_t k = 0; k < depth; k += longest) {
+      const int64_t slice = std::min(longest, depth - k), right_col = whole ? b_col : kStride;
       const T* from = b + n * b_col + k;
       const T* then = k + slice < depth ? from + slice : n + most < columns ? b + (n + most) * b_col : after;
       const float* right = reinterpret_cast<const float*>(from);

@@ -84,6 +84,9 @@ void product_of_many(const Operand& a, const Operand& b, const Factor<float>* fa
 // there both ways took the same time at AVX2 and AVX-512, with 384 to 3072 columns.
 constexpr int64_t kManyRows = 49;
 constexpr int64_t kManyInPlace = 384;
+// At AVX2 with more than kShallow steps of K a tile's slices are long (kInPlaceSlice), and packing is faster later.
+constexpr int64_t kShallow = 512;
+constexpr int64_t kManyDeepInPlace = kWidth == 8 ? 2048 : kManyInPlace;
 // At AVX2 one row is enough: fewer sums are added up in the end than by a tile of inner. Only bf16 with 3072 columns of
 // A took longer, by an eighth.
 constexpr int64_t kLeastInPlace = kWidth == 8 ? 1 : kInnerRows + 1;
@@ -224,7 +227,7 @@ void multiply(const Operand& a, const Operand& b, const Factor<T>* factors, int6
               int64_t out_row, const Finish& finish = {}) {
   const bool by_rows = b.col == 1;
   if constexpr (std::is_same_v<T, float>) {
-    if (a.rows >= (by_rows ? kManyRows : kManyInPlace)) {
+    if (a.rows >= (by_rows ? kManyRows : a.columns > kShallow ? kManyDeepInPlace : kManyInPlace)) {
       return product_of_many(a, b, factors, count, out_row, finish);
     }
   }

@@ -646,6 +646,14 @@ MUTATIONS = (
         "tests/data/test_span_corruption.py",
     ),
     # --- csrc, a build for each group
+    *(
+        Mutation("csrc/python/unchanged.cpp", old, new, f"{CALLED} unchanged", group)
+        for old, new, group in (
+            (" || PyTuple_GetItem(values, i) != value", "", 1),
+            ("none_or(found) != PyTuple_GetItem", "found != PyTuple_GetItem", 2),
+            ("PyDict_Size(dict) != count || ", "", 3),
+        )
+    ),
     Mutation(
         "csrc/mask_tokens.h",
         "total_ += n <= max_ngram ? kMultiple / n : 0;",
@@ -894,8 +902,12 @@ MUTATIONS = (
             ('written in ("fastplm", "torch", "transformers")', "True", "patched_runs"),
             ('"_create_attention_masks" not in own', "True", "around_the_layers"),
             ("table.max_norm is None", "True", "around_the_layers"),
-            ("and list(self.layers) == self.names", "", "change_is_seen"),
-            ("list(map(vars, self.modules)) == self.attributes", "True", "change_is_seen"),
+            ("and list(self.layers) == self.order", "", "change_is_seen"),
+            (
+                "unchanged.attributes(self.modules, self.names, self.attributes)",
+                "True",
+                "change_is_seen",
+            ),
             ('self.need(not module.training, "training")', "", "hook_that_is_gone"),
             ("self.facts.append((held, key, found))", "", "change_is_seen"),
             ("        or _has_global_hook()\n", "", "run_themselves"),

@@ -22,6 +22,7 @@ from transformers.activations import GELUActivation
 
 from fastplm import _extension, _measured
 from fastplm._backends import requested, takes_notes
+from fastplm._extension import unchanged
 from fastplm._measured import ALONE, LEAST_GAIN, aspect, slower
 from fastplm._registry import needs_dispatch
 from fastplm.hf import NAME
@@ -30,7 +31,7 @@ from fastplm.models._ragged import LastRows, RaggedBatch, Rows
 from fastplm.nn import Dropout, Linear, LinearInt8
 from fastplm.ops.linear import is_split
 
-_BUILT = _extension.lacks("encoder", "CPU") is None
+_BUILT = _extension.unchanged is not None and _extension.lacks("encoder", "CPU") is None
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 #: What an instance may have in the place of its class: a plan of one that has it is refused.
 _METHODS = ("forward", "feed_forward_chunk", "_compiled_call_impl")
@@ -58,7 +59,8 @@ class _Plan(NamedTuple):
 
     kind: type  # of the encoder
     modules: tuple[Any, ...]  # of its layers, and a model's configuration, with all attributes ...
-    attributes: list[dict]  # ... as they were, but for what their dicts have in them:
+    names: tuple[tuple[str, ...], ...]  # ... by their names ...
+    attributes: tuple[tuple, ...]  # ... as they were, but for what their dicts have in them:
     dicts: tuple[dict, ...]  # entries of dicts by keys, which are modules and parameters
     keys: tuple[str, ...]
     values: tuple[Any, ...]
@@ -69,7 +71,7 @@ class _Plan(NamedTuple):
     classes: tuple[type, ...]
     kinds: tuple[type, ...]  # the classes of modules, and their forwards
     forwards: tuple[Callable, ...]
-    names: list[str]  # of the layers, in their order
+    order: list[str]  # the names of the layers
     layers: dict
     weights: list[Tensor]  # 16 of each layer, or 22 in 8 bits, see csrc/encoder.cpp
     head_size: int
@@ -78,19 +80,16 @@ class _Plan(NamedTuple):
     ends: _Ends | None  # of a model
 
     def holds(self, encoder: nn.Module) -> bool:
-        try:
-            return (
-                type(encoder) is self.kind
-                and all(map(operator.is_, map(dict.get, self.dicts, self.keys), self.values))
-                and list(map(vars, self.modules)) == self.attributes
-                and all(map(operator.is_, map(type, self.typed), self.classes))
-                and all(map(operator.is_, map(_forward_of, self.kinds), self.forwards))
-                and not any(self.hooks)
-                and tuple(map(len, self.recording)) == self.sizes
-                and list(self.layers) == self.names
-            )
-        except (RuntimeError, TypeError, ValueError):  # tensors that were compared
-            return False
+        return (
+            type(encoder) is self.kind
+            and unchanged.entries(self.dicts, self.keys, self.values)
+            and unchanged.attributes(self.modules, self.names, self.attributes)
+            and unchanged.types(self.typed, self.classes)
+            and all(map(operator.is_, map(_forward_of, self.kinds), self.forwards))
+            and not any(self.hooks)
+            and tuple(map(len, self.recording)) == self.sizes
+            and list(self.layers) == self.order
+        )
 
 
 _forward_of = operator.attrgetter("forward")
@@ -295,10 +294,12 @@ def _made(encoder: nn.Module, model: nn.Module | None = None) -> _Plan | None:
     if ends is not None:
         typed += (*ends.embeddings, *ends.projection, *ends.pooler)
         watched = [*watched, planner.config]
+    shared: dict[tuple[str, ...], tuple[str, ...]] = {}  # one tuple in the place of equal ones
     return _Plan(
         kind=kind,
         modules=tuple(watched),
-        attributes=[dict(vars(module)) for module in watched],
+        names=tuple(shared.setdefault(names, names) for names in map(tuple, map(vars, watched))),
+        attributes=tuple(tuple(vars(one).values()) for one in watched),
         dicts=dicts,
         keys=keys,
         values=values,
@@ -309,7 +310,7 @@ def _made(encoder: nn.Module, model: nn.Module | None = None) -> _Plan | None:
         classes=tuple(map(type, typed)),
         kinds=kinds,
         forwards=tuple(map(_forward_of, kinds)),
-        names=list(layers._modules),
+        order=list(layers._modules),
         layers=layers._modules,
         weights=weights,
         head_size=head_size,

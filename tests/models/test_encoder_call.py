@@ -23,6 +23,7 @@ from transformers.models.bert import modeling_bert
 import fastplm
 from fastplm import _extension, models
 from fastplm._backends import record_notes
+from fastplm._extension import unchanged
 from fastplm._measured import ALONE
 from fastplm.models import _encoder, _encoder_call, _measure
 from fastplm.testing import (
@@ -511,6 +512,66 @@ def test_a_change_is_seen(change, mode, calls):
         hold("out", out, parent, lambda each: last(each, given))
     assert calls[2:] == ([] if CHANGES[change] is None else [CHANGES[change]])
     assert (out - before[1]).abs().mean() > 0.01 * before[1].abs().mean()  # the change matters
+
+
+class _Thing:
+    def __init__(self):
+        self.eps, self.names = 0.5, ["a"]
+
+
+@pytest.mark.parametrize(
+    "change, same",
+    [
+        (lambda thing: None, True),
+        (lambda thing: thing.names.append("b"), True),  # the same list
+        (lambda thing: setattr(thing, "eps", thing.eps), True),
+        (lambda thing: setattr(thing, "eps", 0.25), False),
+        (lambda thing: setattr(thing, "names", ["a"]), False),  # equal, and another list
+        (lambda thing: setattr(thing, "more", None), False),
+        (lambda thing: delattr(thing, "eps"), False),
+        (lambda thing: vars(thing).update(eps=vars(thing).pop("eps")), False),  # the last one now
+        (lambda thing: setattr(thing, "__dict__", {"eps": thing.eps, "names": []}), False),
+    ],
+)
+def test_attributes_are_unchanged(change, same):
+    things = (_Thing(), _Thing())
+    names = tuple(tuple(vars(thing)) for thing in things)
+    values = tuple(tuple(vars(thing).values()) for thing in things)
+    assert unchanged.attributes(things, names, values)
+    change(things[1])
+    assert unchanged.attributes(things, names, values) is same
+
+
+def test_entries_and_types_are_unchanged():
+    held, other = {"weight": 0.5, "bias": None}, collections.OrderedDict()
+    asked = (held, held, other), ("weight", "bias", "bias"), (held["weight"], None, None)
+    assert unchanged.entries(*asked) is True
+    other["bias"] = 1
+    assert unchanged.entries(*asked) is False
+    del other["bias"], held["bias"]
+    assert unchanged.entries(*asked) is True  # None is no entry
+    held["weight"] = 0.25
+    assert unchanged.entries(*asked) is False
+    assert unchanged.types((held, other), (dict, collections.OrderedDict)) is True
+    assert unchanged.types((held, other), (dict, dict)) is False
+    assert unchanged.types((), ()) is True
+
+
+@pytest.mark.parametrize(
+    "function, given",
+    [
+        ("attributes", ((1,), ((),), ((),))),  # has no attributes
+        ("attributes", ((_Thing(),), (["eps"],), ((),))),
+        ("attributes", ((_Thing(),), ())),
+        ("entries", ((1,), ("a",), (2,))),
+        ("entries", (({},), ([],), (2,))),  # unhashable
+        ("entries", (({},), (), (2,))),
+        ("types", ([], [])),
+    ],
+)
+def test_unchanged_refuses_what_it_cannot_compare(function, given):
+    with pytest.raises((TypeError, AttributeError, SystemError)):
+        getattr(unchanged, function)(*given)
 
 
 def test_a_layer_that_was_compiled_runs_its_program(calls):
