@@ -59,7 +59,8 @@ SIZES = {
     "minilm": bert(384, 6, 12),
     "bert-base": bert(768, 12, 12),
     "bert-mini": bert(256, 4, 4),
-    "electra-small": bert(256, 12, 4),
+    "electra-small": transformers.ElectraConfig(),
+    "roberta-base": transformers.RobertaConfig(vocab_size=50265, max_position_embeddings=514),
     # Narrower random weights repeat one token; wider ones of T5 are chaotic in fp32.
     "gpt2-small": transformers.GPT2Config(initializer_range=0.1),
     "t5-small": transformers.T5Config(initializer_factor=1.5, decoder_start_token_id=0),
@@ -105,7 +106,7 @@ class Sample(NamedTuple):
 
 def random_sample(length: int) -> Sample:
     first = length // 2
-    ids = torch.randint(1, 999, (length,)).tolist()
+    ids = torch.randint(2, 999, (length,)).tolist()  # no model's padding
     return Sample(ids, [0] * first + [1] * (length - first))
 
 

@@ -251,7 +251,11 @@ class EncoderModel(FastplmModel):
 
     def _positions(self, input_ids: Tensor | None, given: Tensor) -> Tensor:
         """The position ids that the parent would use: int64 [1 or B, T]."""
-        return torch.arange(given.shape[1], device=given.device)[None]
+        owner: Any = getattr(self, "embeddings", self)  # GPT's is the model
+        seqlen, buffer = given.shape[1], getattr(owner, "position_ids", None)
+        if buffer is not None and buffer.shape[-1] >= seqlen:
+            return torch.atleast_2d(buffer)[:, :seqlen]
+        return torch.arange(seqlen, device=given.device)[None]
 
     def _pools(self) -> bool:
         return getattr(self, "pooler", None) is not None
