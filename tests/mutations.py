@@ -652,6 +652,7 @@ MUTATIONS = (
             (" || PyTuple_GetItem(values, i) != value", "", 1),
             ("none_or(found) != PyTuple_GetItem", "found != PyTuple_GetItem", 2),
             ("PyDict_Size(dict) != count || ", "", 3),
+            ("PyTuple_GetItem(names, i) != name || ", "", 4),
         )
     ),
     Mutation(

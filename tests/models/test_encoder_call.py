@@ -531,6 +531,7 @@ class _Thing:
         (lambda thing: delattr(thing, "eps"), False),
         (lambda thing: vars(thing).update(eps=vars(thing).pop("eps")), False),  # the last one now
         (lambda thing: setattr(thing, "__dict__", {"eps": thing.eps, "names": []}), False),
+        (lambda thing: setattr(thing, "__dict__", {"e": thing.eps, "names": thing.names}), False),
     ],
 )
 def test_attributes_are_unchanged(change, same):
