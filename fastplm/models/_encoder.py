@@ -31,7 +31,7 @@ from fastplm.models._base import (
     keeps_padding,
     wants_output,
 )
-from fastplm.models._encoder_call import backbone_call, encoder_call, may_call
+from fastplm.models._encoder_call import backbone_call, encoder_call, may_call, output_of
 from fastplm.models._ragged import (
     NUMBERED,
     LastRows,
@@ -203,7 +203,9 @@ class EncoderModel(FastplmModel):
         if unpad is not None and unpad is not False:
             return None
         states, output = backbone_call(self, *given, first_only, unpad is False), self._output
-        return output(**dict(zip(_STATES, states, strict=False))) if states and output else None
+        if not states or output is None:
+            return None
+        return output_of(output, dict(zip(_STATES, states, strict=False)))
 
     def _in_one_call(
         self,

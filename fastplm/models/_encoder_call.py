@@ -9,9 +9,11 @@ not as ``_Plan`` knows it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import GELUActivation
+from transformers.utils.generic import ModelOutput
 
 from fastplm import _extension, _measured
 from fastplm._backends import requested, takes_notes
@@ -417,6 +420,38 @@ def backbone_call(
         *(ends.embeddings, ends.projection, plan.weights, ends.pooler),
         *(ends.padding_id, plan.head_size, ends.eps, plan.eps, plan.tanh, first_only),
     )
+
+
+def output_of(kind: type[ModelOutput], given: dict[str, Tensor]) -> ModelOutput:
+    """``kind(**given)``, made without its constructor, which takes as long as a layer of a short
+    text, if that gives the same."""
+    names = _names_of(kind)  # type: ignore[arg-type]
+    return _filled(kind, names, given) if names else kind(**given)
+
+
+def _filled(kind: Any, names: tuple[str, ...], given: dict[str, Tensor]) -> Any:
+    made = kind.__new__(kind)
+    fields = vars(made)
+    for name in names:
+        fields[name] = given.get(name)
+        if name in given:
+            OrderedDict.__setitem__(made, name, given[name])
+    return made
+
+
+@functools.cache
+def _names_of(kind: Any) -> tuple[str, ...]:
+    """The fields of a class of outputs; () if its constructor does more than to set them."""
+    names = tuple(field.name for field in dataclasses.fields(kind))
+    for count in range(1, len(names)):
+        given = {name: torch.empty(0) for name in names[:count]}
+        made, right = _filled(kind, names, given), kind(**given)
+        for some, other in ((vars(made), vars(right)), (dict(made), dict(right))):
+            if list(some) != list(other) or not all(
+                map(operator.is_, some.values(), other.values())
+            ):
+                return ()
+    return names
 
 
 def encoder_call(

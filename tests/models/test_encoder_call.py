@@ -6,9 +6,12 @@ import collections
 import concurrent.futures
 import contextlib
 import copy
+import dataclasses
 import functools
 import gc
+import inspect
 import itertools
+import operator
 import pickle
 import weakref
 
@@ -17,6 +20,8 @@ import torch
 import transformers
 from torch import nn
 from torch.nn.utils import parametrize, prune
+from torch.utils import _pytree as pytree
+from transformers import modeling_outputs
 from transformers.activations import GELUActivation
 from transformers.models.bert import modeling_bert
 
@@ -512,6 +517,43 @@ def test_a_change_is_seen(change, mode, calls):
         hold("out", out, parent, lambda each: last(each, given))
     assert calls[2:] == ([] if CHANGES[change] is None else [CHANGES[change]])
     assert (out - before[1]).abs().mean() > 0.01 * before[1].abs().mean()  # the change matters
+
+
+KINDS = {kind for kind in vars(modeling_outputs).values() if inspect.isclass(kind)}
+
+
+@pytest.mark.parametrize(
+    "kind", sorted((k for k in KINDS if k.__name__.startswith("BaseModelOutput")), key=str)
+)
+def test_an_output_is_that_of_its_constructor(kind):
+    names = [field.name for field in dataclasses.fields(kind)]
+    assert _encoder_call._names_of(kind) == tuple(names)
+    given = {name: torch.randn(2) for name in names[:2]}
+    made, right = _encoder_call.output_of(kind, given), kind(**given)
+    assert type(made) is kind and vars(made) == vars(right) and list(made) == list(right)
+    assert made[0] is made[names[0]] is getattr(made, names[0]) is given[names[0]]
+    assert made.to_tuple() == tuple(given.values()) and repr(made) == repr(right)
+    for copied in (copy.copy(made), pickle.loads(pickle.dumps(made))):
+        assert list(copied) == list(right)
+    leaves, spec = pytree.tree_flatten(made)
+    assert spec == pytree.tree_flatten(right)[1] and all(map(operator.is_, leaves, given.values()))
+    for each in (made, right):  # set as an attribute, and as an item
+        setattr(each, names[0], given[names[1]])
+        each[names[-1]] = given[names[0]]
+    assert list(made) == list(right) and vars(made) == vars(right)
+
+
+def test_an_output_with_a_constructor_of_its_own_gets_it():
+    @dataclasses.dataclass
+    class Counted(modeling_outputs.BaseModelOutput):
+        count: int | None = None
+
+        def __post_init__(self):
+            super().__post_init__()
+            self.count = 1
+
+    states = torch.randn(2)
+    assert _encoder_call.output_of(Counted, {"last_hidden_state": states}).count == 1
 
 
 class _Thing:
