@@ -180,17 +180,24 @@ decltype(&quad_tiles<kHeight>) quad_tiles_of(int64_t height) {
 
 // --- blocks ---------------------------------------------------------------------------------------
 
+// How many steps of K a block takes at a time, of a B with so many columns in all: if a block's own columns decided,
+// sums would depend on the number of threads.
+template <typename T>
+int64_t in_place_slice(int64_t columns, int64_t depth) {
+  const bool whole = std::is_same_v<T, float> && columns % (2 * kQuadColumns) == 0 && depth % kQuad == 0;
+  return whole ? kInPlaceSlice : kCopiedSlice;
+}
+
 // C [rows, kInPlaceColumns] = A B^T for tiles first … last - 1 of A, kInPlaceRows at most, and `columns` columns of
-// B. Those are copied, a slice at a time, if they are not fp32, or no whole tile. A few tiles take a few columns
+// B, `longest` steps of K at a time. B is copied if it is not fp32, or no whole tile. A few tiles take a few columns
 // at a time, which stay in the first-level cache. What comes next is prefetched meanwhile, in the end the columns at
 // `after`, if it is not null.
 template <typename T>
 void in_place_block(const QuadTiles& tiles, int64_t first, int64_t last, const float* packed, int64_t depth,
-                    const T* b, int64_t b_col, int64_t columns, const T* after, float* c) {
+                    const T* b, int64_t b_col, int64_t columns, int64_t longest, const T* after, float* c) {
   constexpr int64_t kUnit = 2 * kQuadColumns, kStride = kCopiedSlice + kCacheLine;
   const bool whole = std::is_same_v<T, float> && columns % kUnit == 0 && depth % kQuad == 0;
   const int64_t most = last - first > kFewTiles ? kManyTilesColumns : kUnit;
-  const int64_t longest = whole ? kInPlaceSlice : kCopiedSlice;
   alignas(64) float copied[kInPlaceColumns * kStride];
   for (int64_t n = 0; n < columns; n += most) {
     const int64_t given = std::min(most, columns - n), filled = round_up(given, kUnit);

@@ -84,9 +84,9 @@ void product_of_many(const Operand& a, const Operand& b, const Factor<float>* fa
 // there both ways took the same time at AVX2 and AVX-512, with 384 to 3072 columns.
 constexpr int64_t kManyRows = 49;
 constexpr int64_t kManyInPlace = 384;
-// At AVX2 with more than kShallow steps of K a tile's slices are long (kInPlaceSlice), and packing is faster later.
+// With more than kShallow steps of K and long slices (kInPlaceSlice) packing is faster later.
 constexpr int64_t kShallow = 512;
-constexpr int64_t kManyDeepInPlace = kWidth == 8 ? 2048 : kManyInPlace;
+constexpr int64_t kManyDeepInPlace = 2048;
 // At AVX2 one row is enough: fewer sums are added up in the end than by a tile of inner. Only bf16 with 3072 columns of
 // A took longer, by an eighth.
 constexpr int64_t kLeastInPlace = kWidth == 8 ? 1 : kInnerRows + 1;
@@ -185,7 +185,7 @@ void product_in_place(const Operand& a, const Operand& b, const Factor<T>* facto
   const int64_t depth = a.columns, threads = torch::stable::get_num_threads();
   const int64_t most = std::min(a.rows, std::max(kInPlaceRows, kInPlacePacked / QuadTiles::filled(depth)));
   const int64_t width = std::min(round_up(ceil_div(b.columns, threads), kCacheLine), kInPlaceColumns);
-  const int64_t across = ceil_div(b.columns, width);
+  const int64_t across = ceil_div(b.columns, width), slice = in_place_slice<T>(b.columns, depth);
   const Room room(QuadTiles(most).packed_size(depth));
   for (int64_t start = 0; start < a.rows; start += most) {
     const QuadTiles tiles(std::min(most, a.rows - start));
@@ -210,7 +210,8 @@ void product_in_place(const Operand& a, const Operand& b, const Factor<T>* facto
       alignas(64) float c[kInPlaceRows * kInPlaceColumns];
       // The other threads take the blocks between, as a rule.
       const T* after = columns_of(number + threads);
-      in_place_block(tiles, first, last, room.data, depth, columns_of(number), b.col, columns, after, c);
+      const T* right = columns_of(number);
+      in_place_block(tiles, first, last, room.data, depth, right, b.col, columns, slice, after, c);
       const int64_t row = tiles.row(first), given = std::min(tiles.row(last), tiles.rows) - row;
       T* out = factor.out + (start + row) * out_row + n;
       const T* bias = factor.bias ? factor.bias + n : nullptr;
@@ -227,7 +228,8 @@ void multiply(const Operand& a, const Operand& b, const Factor<T>* factors, int6
               int64_t out_row, const Finish& finish = {}) {
   const bool by_rows = b.col == 1;
   if constexpr (std::is_same_v<T, float>) {
-    if (a.rows >= (by_rows ? kManyRows : a.columns > kShallow ? kManyDeepInPlace : kManyInPlace)) {
+    const bool deep = a.columns > kShallow && in_place_slice<T>(b.columns, a.columns) > kCopiedSlice;
+    if (a.rows >= (by_rows ? kManyRows : deep ? kManyDeepInPlace : kManyInPlace)) {
       return product_of_many(a, b, factors, count, out_row, finish);
     }
   }

@@ -646,6 +646,13 @@ MUTATIONS = (
         "tests/data/test_span_corruption.py",
     ),
     # --- csrc, a build for each group
+    Mutation(
+        "csrc/linear_in_place.h",
+        "columns % (2 * kQuadColumns) == 0 && depth % kQuad == 0;\n  return",
+        "depth % kQuad == 0;\n  return",
+        "tests/ops/test_linear.py -k long_slices",
+        1,
+    ),
     *(
         Mutation("csrc/python/unchanged.cpp", old, new, f"{CALLED} unchanged", group)
         for old, new, group in (
@@ -915,6 +922,12 @@ MUTATIONS = (
             ("if rows.key_mask is not None:", "if False:", "run_themselves"),
             ("forget(encoder, model)  # whose", "pass  # whose", "replaced_are_not_kept"),
             ("type(encoder) is self.kind", "True", "change_is_seen"),
+            ("vars(encoder) is self.homes[0]", "True", "change_is_seen"),
+            ("and key not in vars(module)", "", "found_first"),
+            ("name not in vars(parent), name", "True, name", "found_first"),
+            ("kind.__call__ is nn.Module.__call__", "True", "change_is_seen"),
+            ("[*planner.modules, layers]", "[*planner.modules]", "change_is_seen"),
+            ("tuple(map(id, each)), tuple(each)", "tuple(each), tuple(each)", "at_each_call"),
         )
     ),
     Mutation(

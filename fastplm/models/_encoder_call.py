@@ -61,6 +61,7 @@ class _Plan(NamedTuple):
     """What the layers of an encoder are, so that each call can see whether they still are."""
 
     kind: type  # of the encoder
+    homes: tuple[dict, dict]  # the attributes of the encoder, and of the model or the encoder again
     modules: tuple[Any, ...]  # of its layers, and a model's configuration, with all attributes ...
     names: tuple[tuple[str, ...], ...]  # ... by their names ...
     attributes: tuple[tuple, ...]  # ... as they were, but for what their dicts have in them:
@@ -82,9 +83,11 @@ class _Plan(NamedTuple):
     tanh: bool
     ends: _Ends | None  # of a model
 
-    def holds(self, encoder: nn.Module) -> bool:
+    def holds(self, encoder: nn.Module, owner: nn.Module) -> bool:
         return (
             type(encoder) is self.kind
+            and vars(encoder) is self.homes[0]
+            and vars(owner) is self.homes[1]
             and unchanged.entries(self.dicts, self.keys, self.values)
             and unchanged.attributes(self.modules, self.names, self.attributes)
             and unchanged.types(self.typed, self.classes)
@@ -153,6 +156,7 @@ class _Planner:
         self.need(not module.training, "training")
         self.need(not any(name in vars(module) for name in _METHODS), "method")
         self.need(getattr(kind.forward, "__name__", "") == "forward", "forward")
+        self.need(kind.__call__ is nn.Module.__call__, "__call__")
         # Where it was written: a wrapper has the name of what it wraps.
         written = getattr(kind.forward, "__globals__", {}).get("__name__", "").split(".")[0]
         self.need(written in ("fastplm", "torch", "transformers"), "forward")
@@ -162,12 +166,13 @@ class _Planner:
 
     def child(self, parent: nn.Module, name: str, *kinds: type) -> Any:
         found = parent._modules.get(name)
+        self.need(name not in vars(parent), name)  # which would be found first
         self.facts.append((parent._modules, name, found))
         return self.module(found, *(kinds or tuple(DROP_INS.values())))
 
-    def tensor(self, held: dict, key: str, kind: type) -> None:
+    def tensor(self, module: nn.Module, held: dict, key: str, kind: type) -> None:
         found: Any = held.get(key)
-        right: bool = type(found) is kind
+        right: bool = type(found) is kind and key not in vars(module)
         self.need(right and found.layout is torch.strided and found.is_cpu, key)
         self.facts.append((held, key, found))
         self.weights.append(found)
@@ -176,11 +181,11 @@ class _Planner:
         """A module with a weight and a bias, or in 8 bits with a scale, too."""
         module = self.child(parent, name, *kinds)
         if type(module) is LinearInt8:
-            self.tensor(module._buffers, "packed", Tensor)
-            self.tensor(module._buffers, "scale", Tensor)
+            self.tensor(module, module._buffers, "packed", Tensor)
+            self.tensor(module, module._buffers, "scale", Tensor)
         else:
-            self.tensor(module._parameters, "weight", nn.Parameter)
-        self.tensor(module._parameters, "bias", nn.Parameter)
+            self.tensor(module, module._parameters, "weight", nn.Parameter)
+        self.tensor(module, module._parameters, "bias", nn.Parameter)
         shape = vars(module).get("normalized_shape")
         self.need(shape is None or shape == self.weights[-1].shape, "normalized_shape")
         return module
@@ -235,17 +240,20 @@ class _Planner:
         self.facts += [(own, name, own[name]) for name in ("_modules", "config")]
         self.need("_create_attention_masks" not in own, "_create_attention_masks")
         self.facts += [(own, "_create_attention_masks", None), (parts, "encoder", model.encoder)]
+        shadows = ("embeddings", "encoder", "embeddings_project", "pooler")
+        self.need(all(own.get(name) is None for name in shadows), "shadows")
+        self.facts += [(own, name, None) for name in shadows]
         embeddings = self.part(model, "embeddings", "Embeddings")
         tables: list[Tensor] = []
         self.weights = tables
         for name in ("word_embeddings", "position_embeddings", "token_type_embeddings"):
             table = self.child(embeddings, name, nn.Embedding)
             self.need(table.max_norm is None, "max_norm")
-            self.tensor(table._parameters, "weight", nn.Parameter)
+            self.tensor(table, table._parameters, "weight", nn.Parameter)
         norm: Any = self.pair(embeddings, "LayerNorm", nn.LayerNorm)
         self.child(embeddings, "dropout", nn.Dropout, Dropout)
         for name in ("position_ids", "token_type_ids"):
-            self.tensor(embeddings._buffers, name, Tensor)
+            self.tensor(embeddings, embeddings._buffers, name, Tensor)
         projection: list[Tensor] = []
         self.weights = projection
         if "embeddings_project" not in parts:
@@ -261,6 +269,7 @@ class _Planner:
             self.pair(pools, "dense", *_LINEAR)
             self.child(pools, "activation", nn.Tanh)
         counts = hasattr(type(embeddings), "create_position_ids_from_input_ids")
+        self.need("create_position_ids_from_input_ids" not in vars(embeddings), "positions")
         padding_id = vars(embeddings).get("padding_idx") if counts else -1
         self.need(type(padding_id) is int and (padding_id >= 0) == counts, "padding_idx")
         return _Ends(tables, projection, pooler, padding_id, norm.eps)
@@ -276,7 +285,8 @@ def _made(encoder: nn.Module, model: nn.Module | None = None) -> _Plan | None:
         planner.modules.clear()  # its attributes have the plan
         own = vars(encoder)
         planner.facts += [(own, name, own[name]) for name in ("_modules", "config", *_HOOKS)]
-        planner.facts += [(own, name, None) for name in _METHODS]
+        planner.need("layer" not in own, "layer")
+        planner.facts += [(own, name, None) for name in (*_METHODS, "layer")]
         ends = None if model is None else planner.ends(model)
         planner.weights = []
         layers: Any = encoder._modules["layer"]
@@ -293,16 +303,18 @@ def _made(encoder: nn.Module, model: nn.Module | None = None) -> _Plan | None:
     dicts, keys, values = zip(*planner.facts, strict=True)
     typed = (layers, *planner.modules, *weights)
     kinds = tuple({kind, *map(type, planner.modules)})
-    watched: list[Any] = planner.modules
+    watched: list[Any] = [*planner.modules, layers]
     if ends is not None:
         typed += (*ends.embeddings, *ends.projection, *ends.pooler)
-        watched = [*watched, planner.config]
-    shared: dict[tuple[str, ...], tuple[str, ...]] = {}  # one tuple in the place of equal ones
+        watched.append(planner.config)
+    attributes = list(map(vars, watched))
+    shared: dict[tuple[int, ...], tuple[str, ...]] = {}  # one tuple for all of the same names
     return _Plan(
         kind=kind,
+        homes=(vars(encoder), vars(encoder if model is None else model)),
         modules=tuple(watched),
-        names=tuple(shared.setdefault(names, names) for names in map(tuple, map(vars, watched))),
-        attributes=tuple(tuple(vars(one).values()) for one in watched),
+        names=tuple(shared.setdefault(tuple(map(id, each)), tuple(each)) for each in attributes),
+        attributes=tuple(tuple(each.values()) for each in attributes),
         dicts=dicts,
         keys=keys,
         values=values,
@@ -328,7 +340,7 @@ def _plan_of(encoder: nn.Module, model: nn.Module | None = None) -> _Plan | None
     kept = owner.__dict__.get(_KEY)
     if kept is None or not kept.is_of(owner):
         kept = owner.__dict__[_KEY] = _Kept(owner)
-    if kept.plan is None or not kept.plan.holds(encoder):
+    if kept.plan is None or not kept.plan.holds(encoder, owner):
         kept.plan = _made(encoder, model)
     return kept.plan
 

@@ -129,7 +129,8 @@ void run_few(int64_t rows, int64_t columns, int64_t depth, std::mt19937& random)
     for (int64_t tile = 0; tile < tiles.count; ++tile) {
       pack_quads(tiles, tile, a.get(), stride, 1, depth, packed.get() + tiles.place(tile, depth));
     }
-    in_place_block(tiles, 0, tiles.count, packed.get(), depth, b.get(), depth, columns, b.get(), c.get());
+    const int64_t slice = in_place_slice<T>(columns, depth);
+    in_place_block(tiles, 0, tiles.count, packed.get(), depth, b.get(), depth, columns, slice, b.get(), c.get());
   }
   for (int64_t m = 0; m < rows; ++m) {
     for (int64_t n = 0; n < columns; ++n) {

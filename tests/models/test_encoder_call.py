@@ -26,7 +26,7 @@ from transformers.activations import GELUActivation
 from transformers.models.bert import modeling_bert
 
 import fastplm
-from fastplm import _extension, models
+from fastplm import models
 from fastplm._backends import record_notes
 from fastplm._extension import unchanged
 from fastplm._measured import ALONE
@@ -39,9 +39,7 @@ from fastplm.testing import (
     rerounded,
 )
 
-pytestmark = pytest.mark.skipif(
-    _extension.lacks("encoder", "CPU") is not None, reason="csrc/ is not built"
-)
+pytestmark = pytest.mark.skipif(not _encoder_call._BUILT, reason="csrc/ is not built")
 
 SIZES = dict(
     vocab_size=50,
@@ -462,6 +460,44 @@ def _a_norm_of_its_own(model):
     norm.__class__ = Norm
 
 
+def _new_dict_of_layers(model):
+    layers = model.encoder.layer
+    layers._modules = dict(list(layers._modules.items())[:1])
+
+
+def _new_dict_of_the_encoder(model):
+    hooks = collections.OrderedDict()
+    model.encoder.__dict__ = {**vars(model.encoder), "_forward_hooks": hooks}
+    model.encoder.register_forward_hook(lambda module, args, out: _doubled(out))
+
+
+def _doubled(out):
+    out.last_hidden_state = out.last_hidden_state * 2
+    return out
+
+
+def _shadowed_weight(model):
+    norm = model.encoder.layer[1].output.LayerNorm
+    vars(norm)["weight"] = norm.weight.detach() * 2
+
+
+def _shadowed_norm(model):
+    norm = copy.deepcopy(model.encoder.layer[1].output.LayerNorm)
+    norm.weight.data *= 2
+    vars(model.encoder.layer[1].output)["LayerNorm"] = norm
+
+
+def _own_call(model):
+    norm = model.encoder.layer[1].output.LayerNorm
+
+    class LayerNorm(type(norm)):
+        def __call__(self, x):
+            return super().__call__(x) * 2
+
+    LayerNorm.__module__ = type(norm).__module__
+    norm.__class__ = LayerNorm
+
+
 #: What changes an encoder, and whether one call still runs its layers; None: it is not asked.
 CHANGES = {
     _step: True,
@@ -498,6 +534,9 @@ CHANGES = {
     _parametrize: False,
     _no_bias: False,
     _a_norm_of_its_own: False,
+    _new_dict_of_layers: True,
+    _new_dict_of_the_encoder: False,
+    _own_call: False,
 }
 
 
@@ -554,6 +593,19 @@ def test_an_output_with_a_constructor_of_its_own_gets_it():
 
     states = torch.randn(2)
     assert _encoder_call.output_of(Counted, {"last_hidden_state": states}).count == 1
+
+
+@pytest.mark.parametrize("change", [_shadowed_weight, _shadowed_norm])
+def test_an_attribute_that_is_found_first_is_seen(change, calls):
+    model, parent = made()
+    given = batch([5, 9])
+    with torch.no_grad():
+        before = last(model, given)
+        for each in (model, parent):
+            change(each)  # to tensors that no .double() reaches
+        torch.testing.assert_close(last(model, given), last(parent, given))
+        assert (last(model, given) - before).abs().max() > 0.1
+    assert calls == [True, False, False]
 
 
 class _Thing:
@@ -615,6 +667,20 @@ def test_entries_and_types_are_unchanged():
 def test_unchanged_refuses_what_it_cannot_compare(function, given):
     with pytest.raises((TypeError, AttributeError, SystemError)):
         getattr(unchanged, function)(*given)
+
+
+def test_names_that_are_equal_are_not_a_change_at_each_call(monkeypatch):
+    """The attributes of an unpickled module have names of their own."""
+    model, made_by, plans = made()[0], _encoder_call._made, []
+    output = model.encoder.layer[1].output
+    output.LayerNorm = pickle.loads(pickle.dumps(output.LayerNorm))
+    monkeypatch.setattr(
+        _encoder_call, "_made", lambda *given: plans.append(made_by(*given)) or plans[-1]
+    )
+    with torch.inference_mode():
+        for _ in range(3):
+            model(**batch([5]))
+    assert len(plans) == 1 and plans[0] is not None
 
 
 def test_a_layer_that_was_compiled_runs_its_program(calls):

@@ -175,6 +175,13 @@ def test_repeats_with_any_number_of_threads(rows, dtype):
     assert_repeatable(run, inputs, wrt=WRT, threads=(1, 2, 3))
 
 
+@pytest.mark.parametrize("rows, depth, columns", [(20, 1280, 33), (50, 1540, 63), (400, 3072, 100)])
+def test_long_slices_are_those_of_any_number_of_threads(rows, depth, columns):
+    """A block's columns depend on the threads; its slices of the sums must not."""
+    inputs = make(rows, depth, columns)
+    assert_repeatable(lambda **given: run(**given), inputs, wrt=(), threads=(1, 2, 3, 4))
+
+
 # --- two bf16 for a number ------------------------------------------------------------------------
 
 
