@@ -302,7 +302,7 @@ def measure(label: str, model: Any, tokenizer: Any, args: argparse.Namespace) ->
     beams = f", {args.beams} beams" if args.beams > 1 else ""
     order = "sorted" if args.sorted else "natural"
     if args.length is not None and args.task != "train":
-        order = "one length"
+        order = f"{args.length} tokens"
     with tempfile.TemporaryDirectory() as folder:
         given = Given(args.task, Path(folder), [], args.beams)
         for part in (model, tokenizer):

@@ -479,7 +479,6 @@ def memory(rows: list[Row]) -> Figure | str:
 _ORDERS = {
     "natural": (BLUE, "o", "in their own order"),
     "sorted": (GREEN, "^", "sorted by length"),
-    "one length": (ORANGE, "s", "of one length"),
 }
 
 
@@ -490,7 +489,7 @@ def rows_of_peers(folder: Path) -> list[Row]:
     if not path.exists():
         return []
     with path.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["task"] == "embed"]
+        rows = [r for r in csv.DictReader(file) if r["task"] == "embed" and r["order"] in _ORDERS]
     newest = max(rows, key=lambda row: row["date"], default=None)
     rows = [row for row in rows if newest and row["commit"] == newest["commit"]]
     highest = max((row["machine"] for row in rows), key=lambda text: "avx512" in text, default="")
