@@ -925,7 +925,7 @@ MUTATIONS = (
             ("vars(encoder) is self.homes[0]", "True", "change_is_seen"),
             ("and key not in vars(module)", "", "found_first"),
             ("name not in vars(parent), name", "True, name", "found_first"),
-            ("kind.__call__ is nn.Module.__call__", "True", "change_is_seen"),
+            ("kind.__call__ is nn.Module.__call__", "True", "around_the_layers"),
             ("[*planner.modules, layers]", "[*planner.modules]", "change_is_seen"),
             ("tuple(map(id, each)), tuple(each)", "tuple(each), tuple(each)", "at_each_call"),
         )

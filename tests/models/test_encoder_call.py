@@ -487,17 +487,6 @@ def _shadowed_norm(model):
     vars(model.encoder.layer[1].output)["LayerNorm"] = norm
 
 
-def _own_call(model):
-    norm = model.encoder.layer[1].output.LayerNorm
-
-    class LayerNorm(type(norm)):
-        def __call__(self, x):
-            return super().__call__(x) * 2
-
-    LayerNorm.__module__ = type(norm).__module__
-    norm.__class__ = LayerNorm
-
-
 #: What changes an encoder, and whether one call still runs its layers; None: it is not asked.
 CHANGES = {
     _step: True,
@@ -536,7 +525,6 @@ CHANGES = {
     _a_norm_of_its_own: False,
     _new_dict_of_layers: True,
     _new_dict_of_the_encoder: False,
-    _own_call: False,
 }
 
 
@@ -1247,6 +1235,17 @@ def _new_embeddings(model):
     model.embeddings = type(model.embeddings)(model.config).eval()
 
 
+def _own_call(model):
+    kind = type(model.embeddings)
+
+    class Own(kind):
+        def __call__(self, *args, **given):
+            return super().__call__(*args, **given) * 2
+
+    Own.__name__, Own.__module__ = kind.__name__, kind.__module__
+    model.embeddings.__class__ = Own
+
+
 #: What changes a model around its layers, and whether one call still runs all of it.
 AROUND = {
     _words: True,
@@ -1261,6 +1260,7 @@ AROUND = {
     _hook_on_words: False,
     _hook_on_the_embeddings: False,
     _own_embeddings: False,
+    _own_call: False,
     _least_norm: False,
     _another_pooler: False,
     _hook_on_the_pooler: False,
