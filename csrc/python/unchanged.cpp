@@ -1,6 +1,6 @@
 // fastplm._unchanged: whether objects are still as they were. fastplm/models/_encoder_call.py asks this before each
-// call, of every module of a model. Comparing two dicts by their keys in Python took longer than a short text's layer,
-// above all when the model's weights had just gone through the caches.
+// call, of every module of a model. After a call all of this is out of the caches, where the model's weights were. So
+// dicts are walked in their order: to look up each key of one in the other, as Python does, reads twice as much.
 //
 // Nothing here runs Python code: values are compared by identity, so another object that is equal is a change.
 #include <Python.h>

@@ -434,10 +434,10 @@ def backbone_call(
     )
 
 
-def output_of(kind: type[ModelOutput], given: dict[str, Tensor]) -> ModelOutput:
-    """``kind(**given)``, made without its constructor, which takes as long as a layer of a short
-    text, if that gives the same."""
-    names = _names_of(kind)  # type: ignore[arg-type]
+def output_of(kind: Any, given: dict[str, Tensor]) -> ModelOutput:
+    """``kind(**given)``, without its constructor if that gives the same: it reads all fields once
+    for each of them."""
+    names = _names_of(kind)
     return _filled(kind, names, given) if names else kind(**given)
 
 

@@ -26,7 +26,7 @@ from transformers.activations import GELUActivation
 from transformers.models.bert import modeling_bert
 
 import fastplm
-from fastplm import models
+from fastplm import _explain, _extension, models
 from fastplm._backends import record_notes
 from fastplm._extension import unchanged
 from fastplm._measured import ALONE
@@ -655,6 +655,12 @@ def test_entries_and_types_are_unchanged():
 def test_unchanged_refuses_what_it_cannot_compare(function, given):
     with pytest.raises((TypeError, AttributeError, SystemError)):
         getattr(unchanged, function)(*given)
+
+
+def test_what_is_missing_is_said(monkeypatch):
+    assert not any("_unchanged" in line for line in _explain._missing())
+    monkeypatch.setattr(_extension, "unchanged", None)
+    assert any("fastplm._unchanged was not built" in line for line in _explain._missing())
 
 
 def test_names_that_are_equal_are_not_a_change_at_each_call(monkeypatch):
