@@ -10,8 +10,10 @@
 //   inner   columns are contiguous (nn.Linear) and rows are 4 at most: a vector of K for each of them and of
 //           a few columns, whose lanes are added up at the end; linear_in_place.h is for more rows, and at AVX2
 //           for all;
-//   outer   rows are contiguous (Conv1D, the gradient of nn.Linear's input): vectors of N, to which a
-//           few steps of K are added.
+//   stream  rows are contiguous (Conv1D, the gradient of nn.Linear's input), and rows of A are 4 at most: a thread
+//           reads a slice of K from one end to the other, as memory is fastest so. Its sums are added to those
+//           of the other slices in the end;
+//   outer   rows are contiguous, and rows of A are more: vectors of N, to which a few steps of K are added.
 //
 // Included once a level, after lanes.h.
 
@@ -22,6 +24,12 @@ namespace fastplm::FASTPLM_LEVEL {
 // long sum.
 constexpr int64_t kOuterDepth = 16;
 constexpr int64_t kOuterSlice = 384;
+// A stream reads so many rows of B side by side, and prefetches the next ones. Its slices are as long as an outer one
+// at most, of whole steps.
+constexpr int64_t kStreamDepth = 4;
+constexpr int kStreamVectors = 2;
+constexpr int64_t kStreamColumns = kStreamVectors * kWidth;
+constexpr int64_t kStreamRows = 4;
 // Each kInnerDepth elements of K are summed apart, too.
 constexpr int64_t kInnerDepth = 768;
 // B is prefetched so many elements ahead.
@@ -68,9 +76,16 @@ FASTPLM_HD void widen(const Bf16* from, Floats& to) {
   bits <<= 16;
   to = reinterpret_cast<const Floats&>(bits);
 }
-// Sign, exponent and mantissa are moved to their places in fp32. A factor corrects the exponent's
-// bias and makes subnormal numbers normal. Infinity and NaN get their exponent in fp32.
+// Without an instruction sign, exponent and mantissa are moved to their places in fp32. A factor corrects the
+// exponent's bias and makes subnormal numbers normal. Infinity and NaN get their exponent in fp32.
 FASTPLM_HD void widen(const Fp16* from, Floats& to) {
+#if FASTPLM_WIDTH == 16
+  to = reinterpret_cast<const Floats&>(
+      static_cast<const __m512&>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)))));
+#elif FASTPLM_WIDTH == 8
+  to = reinterpret_cast<const Floats&>(
+      static_cast<const __m256&>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)))));
+#else
   UInts bits;
   bits_of(from, bits);
   const UInts magnitude = (bits & 0x7FFF) << 13;
@@ -79,6 +94,7 @@ FASTPLM_HD void widen(const Fp16* from, Floats& to) {
   const UInts out = reinterpret_cast<const UInts&>(scaled) | ((bits & 0x8000) << 16) |
                     (reinterpret_cast<const UInts&>(special) & 0x7F800000u);
   to = reinterpret_cast<const Floats&>(out);
+#endif
 }
 
 // to [rows, width] = from [rows, count], filled up with zeros; width is whole vectors, rows lie to_row apart.
@@ -236,6 +252,55 @@ FASTPLM_HD void outer(const FewRows& a, const T* b, int64_t b_row, int64_t colum
         at(c + m * kFewColumns + n) += at(slice + m * kFewColumns + n);
       }
     }
+  }
+}
+
+// --- stream --------------------------------------------------------------------------------------
+
+// C [kRows, columns filled up to kStreamColumns] (+)= A B over kDepth steps of K. So many rows of B from `ahead` on
+// are prefetched.
+template <int kRows, int kDepth, typename T>
+FASTPLM_HD void stream_steps(const float* a, int64_t a_row, const T* b, int64_t b_row, int64_t columns,
+                             const T* ahead, bool add, float* c, int64_t c_row) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  for (int64_t n = 0; n < columns; n += kStreamColumns) {
+    Floats right[kDepth][kStreamVectors];
+    for (int k = 0; k < kDepth; ++k) {
+      const T* from = b + k * b_row + n;
+      T rest[kStreamColumns];
+      if (columns - n < kStreamColumns) {
+        std::fill(rest, rest + kStreamColumns, T{});
+        from = static_cast<const T*>(std::memcpy(rest, from, sizeof(T) * (columns - n)));
+      }
+      for (int v = 0; v < kStreamVectors; ++v) widen(from + v * kWidth, right[k][v]);
+      for (int64_t i = 0; i < kStreamColumns; i += kLine) __builtin_prefetch(ahead + k * b_row + n + i);
+    }
+    for (int m = 0; m < kRows; ++m) {
+      Floats sum[kStreamVectors] = {};
+      for (int k = 0; k < kDepth; ++k) {
+        const float left = a[m * a_row + k];
+        for (int v = 0; v < kStreamVectors; ++v) sum[v] += left * right[k][v];
+      }
+      for (int v = 0; v < kStreamVectors; ++v) {
+        float* to = c + m * c_row + n + v * kWidth;
+        at(to) = add ? at(to) + sum[v] : sum[v];
+      }
+    }
+  }
+}
+
+// C [kRows, columns filled up to kStreamColumns] = A B, with rows of C that lie c_row apart.
+template <int kRows, typename T>
+FASTPLM_HD void stream(const FewRows& a, const T* b, int64_t b_row, int64_t columns, float* c, int64_t c_row) {
+  int64_t k = 0;
+  for (; k + kStreamDepth <= a.depth; k += kStreamDepth) {
+    const T* from = b + k * b_row;
+    const T* ahead = from + kStreamDepth * b_row;
+    stream_steps<kRows, kStreamDepth>(a.at(0) + k, a.stride, from, b_row, columns, ahead, k > 0, c, c_row);
+  }
+  for (; k < a.depth; ++k) {
+    const T* from = b + k * b_row;
+    stream_steps<kRows, 1>(a.at(0) + k, a.stride, from, b_row, columns, from, k > 0, c, c_row);
   }
 }
 

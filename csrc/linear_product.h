@@ -109,10 +109,9 @@ void outer_product(const FewRows& a, const T* b, int64_t b_stride, int64_t colum
 }
 
 template <typename T>
-Method<T> method_of(int64_t rows, bool by_rows) {
+Method<T> method_of(bool by_rows) {
   if (!by_rows) return {kInnerRows, inner_product<T>};
-  if (rows > 4) return {kMostOuterRows, outer_product<kMostOuterRows, T>};
-  return {4, outer_product<4, T>};
+  return {kMostOuterRows, outer_product<kMostOuterRows, T>};
 }
 
 // to [filled, width] = from [rows, depth], filled up with zeros.
@@ -131,13 +130,13 @@ void load_rows(const T* from, int64_t row, int64_t col, int64_t rows, int64_t de
   }
 }
 
-template <int64_t kStride, typename T>
-void store_rows(int64_t rows, int64_t columns, const float* from, const T* bias, T* to,
+template <typename T>
+void store_rows(int64_t rows, int64_t columns, const float* from, int64_t from_row, const T* bias, T* to,
                 int64_t to_row) {
   for (int64_t m = 0; m < rows; ++m) {
     for (int64_t n = 0; n < columns; ++n) {
       const float start = bias == nullptr ? 0.0f : static_cast<float>(bias[n]);
-      to[m * to_row + n] = static_cast<T>(from[m * kStride + n] + start);
+      to[m * to_row + n] = static_cast<T>(from[m * from_row + n] + start);
     }
   }
 }
@@ -148,7 +147,7 @@ void product_of_few(const Operand& a, const Operand& b, const Factor<T>* factors
   const int64_t depth = a.columns, columns = b.columns;
   const bool by_rows = b.col == 1;
   const int64_t b_stride = by_rows ? b.row : b.col;
-  const Method<T> method = method_of<T>(a.rows, by_rows);
+  const Method<T> method = method_of<T>(by_rows);
   // One more cache line, so that rows do not compete for the same places in the cache.
   const int64_t stride = round_up(depth, kCacheLine) + kCacheLine;
   const int64_t share = ceil_div(columns, torch::stable::get_num_threads());
@@ -167,9 +166,44 @@ void product_of_few(const Operand& a, const Operand& b, const Factor<T>* factors
       alignas(64) float c[kFewRows * kFewColumns];
       method.run(rows, factor.weight + n * (by_rows ? 1 : b_stride), b_stride, width, c);
       T* out = factor.out + row * out_row + n;
-      store_rows<kFewColumns>(given, width, c, factor.bias ? factor.bias + n : nullptr, out, out_row);
+      store_rows(given, width, c, kFewColumns, factor.bias ? factor.bias + n : nullptr, out, out_row);
       for (int64_t m = 0; m < given; ++m) finish(row + m, n, width, out + m * out_row);
     });
+  }
+}
+
+// Rows of b are contiguous, and those of a are kStreamRows at most.
+template <typename T, typename Finish>
+void product_of_slices(const Operand& a, const Operand& b, const Factor<T>* factors, int64_t count,
+                       int64_t out_row, const Finish& finish) {
+  const int64_t depth = a.columns, threads = torch::stable::get_num_threads();
+  const int64_t slice = round_up(ceil_div(depth, ceil_div(depth, kOuterSlice)), kStreamDepth);
+  const int64_t slices = ceil_div(depth, slice);
+  // Whole rows of B are read fastest, but all threads should have as much to read.
+  int64_t parts = 1;
+  while (count * slices * parts % threads != 0 && count * slices * parts < 4 * threads) ++parts;
+  const int64_t width = round_up(ceil_div(b.columns, parts), kStreamColumns);
+  parts = ceil_div(b.columns, width);
+  const int64_t stride = round_up(depth, kCacheLine), sum_row = parts * width, filled = a.rows == 1 ? 1 : kStreamRows;
+  const Room room(filled * (stride + count * slices * sum_row));
+  load_rows(static_cast<const T*>(a.data), a.row, a.col, a.rows, depth, room.data, filled, stride);
+  // The sums of a slice of a factor.
+  const auto sums_of = [&](int64_t number) { return room.data + filled * (stride + number * sum_row); };
+  in_parallel(count * slices * parts, [&](int64_t number) {
+    const int64_t of = number / parts, k = of % slices * slice, n = number % parts * width;
+    const FewRows rows{room.data + k, filled, std::min(slice, depth - k), stride};
+    const auto run = filled == 1 ? stream<1, T> : stream<kStreamRows, T>;
+    const T* weight = factors[of / slices].weight + k * b.row + n;
+    run(rows, weight, b.row, std::min(width, b.columns - n), sums_of(of) + n, sum_row);
+  });
+  for (int64_t i = 0; i < count; ++i) {
+    float* sums = sums_of(i * slices);
+    for (int64_t other = 1; other < slices; ++other) {
+      const float* more = sums_of(i * slices + other);
+      for (int64_t at = 0; at < a.rows * sum_row; ++at) sums[at] += more[at];
+    }
+    store_rows(a.rows, b.columns, sums, sum_row, factors[i].bias, factors[i].out, out_row);
+    for (int64_t m = 0; m < a.rows; ++m) finish(m, 0, b.columns, factors[i].out + m * out_row);
   }
 }
 
@@ -215,7 +249,7 @@ void product_in_place(const Operand& a, const Operand& b, const Factor<T>* facto
       const int64_t row = tiles.row(first), given = std::min(tiles.row(last), tiles.rows) - row;
       T* out = factor.out + (start + row) * out_row + n;
       const T* bias = factor.bias ? factor.bias + n : nullptr;
-      store_rows<kInPlaceColumns>(given, columns, c, bias, out, out_row);
+      store_rows(given, columns, c, kInPlaceColumns, bias, out, out_row);
       for (int64_t m = 0; m < given; ++m) finish(start + row + m, n, columns, out + m * out_row);
     });
   }
@@ -234,6 +268,7 @@ void multiply(const Operand& a, const Operand& b, const Factor<T>* factors, int6
     }
   }
   if (!by_rows && a.rows >= kLeastInPlace) return product_in_place(a, b, factors, count, out_row, finish);
+  if (by_rows && a.rows <= kStreamRows) return product_of_slices(a, b, factors, count, out_row, finish);
   product_of_few<T>(a, b, factors, count, out_row, finish);
 }
 

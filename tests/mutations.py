@@ -789,6 +789,16 @@ MUTATIONS = (
         3,
     ),
     Mutation("csrc/linear_in_place.h", "k > 0, out", "false, out", f"{LINEAR} few_rows", 6),
+    Mutation(
+        "csrc/linear_product.h",
+        "other = 1; other < slices",
+        "other = 2; other < slices",
+        f"{LINEAR} few_rows",
+        6,
+    ),
+    Mutation(
+        "csrc/linear_few_rows.h", "Depth>(a.at(0) + k", "Depth>(a.at(0)", f"{LINEAR} few_rows", 6
+    ),
     Mutation("csrc/linear_int8.h", "-128 * sum;", "-127 * sum;", f"{INT8} bit_for_bit", 3),
     Mutation("csrc/linear_int8.h", "    sum += quantum;\n", "", f"{INT8} bit_for_bit", 4),
     Mutation(

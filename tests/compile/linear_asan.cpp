@@ -96,20 +96,23 @@ struct Eighth {
   }
 };
 
-// How a product is computed: by rows of B, kRows at a time, or by columns, of one tile or of any number of rows.
-constexpr int kInner = 0, kInPlace = -1;
+// How a product is computed: by rows of B, kRows at a time, or all of one or of kStreamRows rows; or by columns, of
+// one tile or of any number of rows.
+constexpr int kInner = 0, kInPlace = -1, kStreamOne = 1001, kStreamFew = 1000 + kStreamRows;
 
 template <int kRows, typename T>
 void run_few(int64_t rows, int64_t columns, int64_t depth, std::mt19937& random) {
-  constexpr bool kByRows = kRows > 0;
-  constexpr int64_t kTile = kByRows ? kRows : kRows == kInner ? kInnerRows : 1;
-  constexpr int64_t kColumns = kRows == kInPlace ? kInPlaceColumns : kFewColumns;
+  constexpr bool kByRows = kRows > 0, kStreams = kRows >= kStreamOne;
+  constexpr int64_t kTile = kStreams ? kRows - 1000 : kByRows ? kRows : kRows == kInner ? kInnerRows : 1;
+  const int64_t c_row =
+      kStreams ? round_up(columns, kStreamColumns) : kRows == kInPlace ? kInPlaceColumns : kFewColumns;
   std::uniform_int_distribution<int> eighths(-31, 31);
   const int64_t filled = (rows + kTile - 1) / kTile * kTile, stride = round_up(depth, kWidth);
   const std::unique_ptr<float[]> a(new float[filled * stride]());
   const std::unique_ptr<T[]> b(new T[columns * depth]);
   const std::unique_ptr<float[]> plain(new float[columns * depth]);
-  const std::unique_ptr<float[]> c(new float[std::max(kFewRows * kFewColumns, kInPlaceRows * kInPlaceColumns)]);
+  const int64_t most = std::max(kFewRows * kFewColumns, kInPlaceRows * kInPlaceColumns);
+  const std::unique_ptr<float[]> c(new float[kStreams ? filled * c_row : most]);
   for (int64_t m = 0; m < rows; ++m) {
     for (int64_t k = 0; k < depth; ++k) a[m * stride + k] = Eighth{eighths(random)};
   }
@@ -119,7 +122,9 @@ void run_few(int64_t rows, int64_t columns, int64_t depth, std::mt19937& random)
     plain[i] = number;
   }
   const FewRows left{a.get(), filled, depth, stride};
-  if constexpr (kByRows) {
+  if constexpr (kStreams) {
+    stream<kTile>(left, b.get(), columns, columns, c.get(), c_row);
+  } else if constexpr (kByRows) {
     outer<kRows>(left, b.get(), columns, columns, c.get());
   } else if constexpr (kRows == kInner) {
     inner(left, b.get(), depth, columns, c.get());
@@ -138,9 +143,9 @@ void run_few(int64_t rows, int64_t columns, int64_t depth, std::mt19937& random)
       for (int64_t k = 0; k < depth; ++k) {
         gold += a[m * stride + k] * plain[kByRows ? k * columns + n : n * depth + k];
       }
-      if (c[m * kColumns + n] != gold) {
+      if (c[m * c_row + n] != gold) {
         std::printf("%ld lanes, %ld x %ld x %ld: [%ld, %ld] is %g, not %g\n", long(kWidth), long(rows),
-                    long(columns), long(depth), long(m), long(n), c[m * kColumns + n], gold);
+                    long(columns), long(depth), long(m), long(n), c[m * c_row + n], gold);
         std::exit(1);
       }
     }
@@ -149,8 +154,9 @@ void run_few(int64_t rows, int64_t columns, int64_t depth, std::mt19937& random)
 
 template <int kRows, typename T>
 void run_few_sizes(std::mt19937& random) {
-  for (int64_t rows : {1, 5, 17, 50, 107}) {
-    if (rows > (kRows == kInner ? kInnerRows : kRows == kInPlace ? kInPlaceRows : kFewRows)) continue;
+  for (int64_t rows : {1, 3, 5, 17, 50, 107}) {
+    const int64_t most = kRows == kInner ? kInnerRows : kRows == kInPlace ? kInPlaceRows : kFewRows;
+    if (rows > (kRows >= kStreamOne ? kRows - 1000 : most)) continue;
     for (int64_t columns : {1, 5, 8, 48, 64, 97}) {
       if (kRows == kInPlace && columns > kInPlaceColumns) continue;
       for (int64_t depth : {1, 4, 16, 19, 384, 390, 785}) {
@@ -172,8 +178,10 @@ int main() {
   run_few_sizes<kInPlace, float>(random);
   run_few_sizes<kInPlace, Fp16>(random);
   run_few_sizes<kInPlace, Bf16>(random);
-  run_few_sizes<4, float>(random);
-  run_few_sizes<4, Bf16>(random);
+  run_few_sizes<kStreamOne, float>(random);
+  run_few_sizes<kStreamOne, Fp16>(random);
+  run_few_sizes<kStreamFew, float>(random);
+  run_few_sizes<kStreamFew, Bf16>(random);
   run_few_sizes<kMostOuterRows, float>(random);
   run_few_sizes<kMostOuterRows, Fp16>(random);
   // Sizes around those of a tile, of the rows packed at a time, of a block, then of a slice.

@@ -44,6 +44,8 @@ SHAPES = (
 #: Whole tiles of 4 or 8 rows, 4 or 48 columns and 16 of K; partial tiles; K of several times 384
 #: and 768, which are summed apart; several threads' parts; and more rows than one pass takes.
 FEW = ((1, 1, 1), (4, 16, 48), (8, 32, 96), (3, 15, 47), (9, 770, 49), (48, 1601, 3), (2, 40, 901))
+#: One row and a few, with several slices of K that are no whole steps.
+SLICES = ((1, 1603, 40), (4, 770, 95))
 HALF = ((64, 17, 5), (131, 385, 50))
 #: One tile of 24 rows and 64 columns; partial ones; K that is not whole fours; two threads' rows.
 IN_PLACE = ((24, 384, 64), (23, 6, 72), (5, 768, 8), (241, 386, 9), (383, 4, 200))
@@ -79,7 +81,7 @@ def test_shapes(shape):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("transposed", [False, True], ids=["linear", "conv1d"])
-@pytest.mark.parametrize("shape", FEW + HALF + IN_PLACE, ids=str)
+@pytest.mark.parametrize("shape", FEW + SLICES + HALF + IN_PLACE, ids=str)
 def test_few_rows_and_half_precision(shape, transposed, dtype):
     inputs = make(*shape, dtype=dtype)
     if transposed:
