@@ -27,6 +27,7 @@
 #include "linear_int8_product.h"
 #include "attention_call.h"
 #include "encoder.h"
+#include "layer.h"
 
 namespace fastplm::FASTPLM_LEVEL {
 namespace {
@@ -36,15 +37,7 @@ namespace {
 constexpr int64_t kMostRows = 512;
 constexpr int64_t kNormRows = 64;  // that are worth a thread
 
-const float* floats(const Tensor& tensor) { return static_cast<const float*>(tensor.const_data_ptr()); }
-
 const int32_t* ints(const Tensor& tensor) { return static_cast<const int32_t*>(tensor.const_data_ptr()); }
-
-// Whether it is of this type and on the CPU, with memory: a storage can be freed under its tensor.
-bool is_here(const Tensor& tensor, ScalarType type = ScalarType::Float) {
-  return tensor.is_cpu() && tensor.scalar_type() == type &&
-         (tensor.numel() == 0 || tensor.const_data_ptr() != nullptr);
-}
 
 // A weight [N, K] with a stride of 1, or one in 8 bits with its scale [N], and a bias [N]; or those of a
 // norm. They are read where they are, as they are now.
@@ -54,20 +47,17 @@ struct Pair {
       : weight(*next++), scale(int8 ? next++ : nullptr), bias(*next++) {}
   bool is_linear(int64_t rows, int64_t columns) const {
     if (scale != nullptr) {
-      return is_packed(rows, columns) && has(*scale, rows) && has(bias, rows);
+      return is_packed(rows, columns) && is_row(*scale, rows) && is_row(bias, rows);
     }
     return is_here(weight) && weight.dim() == 2 && weight.size(0) == rows &&
-           weight.size(1) == columns && (weight.stride(0) == 1 || weight.stride(1) == 1) && has(bias, rows);
+           weight.size(1) == columns && (weight.stride(0) == 1 || weight.stride(1) == 1) && is_row(bias, rows);
   }
   bool is_packed(int64_t rows, int64_t columns) const {
     return is_here(weight, ScalarType::Byte) && weight.dim() == 4 && weight.is_contiguous() &&
            weight.size(0) == ceil_div(rows, kPanel) && weight.size(1) == ceil_div(columns, kStepDepth) &&
            weight.size(2) == kPanel && weight.size(3) == kStepDepth;
   }
-  bool is_norm(int64_t width) const { return has(weight, width) && has(bias, width); }
-  static bool has(const Tensor& row, int64_t width) {
-    return is_here(row) && row.dim() == 1 && row.size(0) == width && row.is_contiguous();
-  }
+  bool is_norm(int64_t width) const { return is_row(weight, width) && is_row(bias, width); }
   bool is_laid_out_as(const Pair& other) const {
     return scale != nullptr || (weight.stride(0) == other.weight.stride(0) &&
                                 weight.stride(1) == other.weight.stride(1));
@@ -93,23 +83,6 @@ struct Layer {
   }
 
   Pair query, key, value, out, attention_norm, up, down, norm;
-};
-
-// The epilogues of a product: what happens to a piece of a row of its result.
-struct Gelu {
-  FASTPLM_HD void operator()(int64_t, int64_t, int64_t count, float* values) const {
-    gelu_row(tanh, count, values);
-  }
-  bool tanh;
-};
-
-struct AddResidual {
-  FASTPLM_HD void operator()(int64_t row, int64_t column, int64_t count, float* values) const {
-    const float* more = from + row * stride + column;
-    for (int64_t i = 0; i < count; ++i) values[i] += more[i];
-  }
-  const float* from;
-  int64_t stride;
 };
 
 // out [rows, N] = finish(in [rows, K] weight^T + bias) for each of kCount weights of one shape and layout, whose
@@ -374,21 +347,21 @@ struct Tokens {
     const int64_t words = tables.word.size(0), places = tables.position.size(0), kinds = tables.type.size(0);
     const bool counts = padding_id >= 0;
     if (!counts && seqlen > std::min(positions.count, places)) return;
-    const auto is_row = [](int64_t index, int64_t rows) { return index >= 0 && index < rows; };
+    const auto is_index = [](int64_t index, int64_t rows) { return index >= 0 && index < rows; };
     std::vector<Token> found;
     found.reserve(batch * seqlen);
     for (int64_t b = 0, place = 0; b < batch; ++b) {
       for (int64_t t = 0, counted = padding_id; t < seqlen; ++t, ++place) {
         Token token{place, ids[place], 0, 0};
-        if (!is_row(token.word, words)) return;
+        if (!is_index(token.word, words)) return;
         token.position = !counts ? positions[t] : token.word == padding_id ? padding_id : ++counted;
-        if (!is_row(token.position, std::min(places, types ? places : type_ids.count))) return;
+        if (!is_index(token.position, std::min(places, types ? places : type_ids.count))) return;
         if (mask && seen[place] == 0) {
           if (reads_first && t == 0) return;
           continue;
         }
         token.type = types ? given[place] : type_ids[token.position];
-        if (!is_row(token.type, kinds)) return;
+        if (!is_index(token.type, kinds)) return;
         found.push_back(token);
       }
       starts.push_back(static_cast<int32_t>(found.size()));

@@ -148,7 +148,7 @@ def restore(model: _Model) -> _Model:
 
     from fastplm.hf import NAME
     from fastplm.models._base import DROP_INS, restore_modules
-    from fastplm.models._encoder_call import forget
+    from fastplm.models._plan import forget
 
     ours, inner = set(DROP_INS.values()), module_of("restore", model)
     for module in inner.modules():

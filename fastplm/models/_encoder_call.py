@@ -12,39 +12,35 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.activations import GELUActivation
 from transformers.utils.generic import ModelOutput
 
 from fastplm import _extension, _measured
 from fastplm._backends import requested, takes_notes
-from fastplm._extension import unchanged
 from fastplm._measured import ALONE, LEAST_GAIN, aspect, slower
-from fastplm._registry import needs_dispatch
 from fastplm.hf import NAME
-from fastplm.models._base import DROP_INS, GELUTanh, NewGELUActivation
+from fastplm.models._plan import (
+    BUILT,
+    HOOKS,
+    METHODS,
+    Known,
+    Planner,
+    Unlike,
+    forget,
+    is_intercepted,
+    kept_by,
+)
 from fastplm.models._ragged import LastRows, RaggedBatch, Rows
 from fastplm.nn import Dropout, Linear, LinearInt8
 from fastplm.ops.linear import is_split
 
-_BUILT = _extension.unchanged is not None and _extension.lacks("encoder", "CPU") is None
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-#: What an instance may have in the place of its class: a plan of one that has it is refused.
-_METHODS = ("forward", "feed_forward_chunk", "_compiled_call_impl")
-#: The functions that the modules call, which a profiler may replace.
-_FUNCTIONS = (F.linear, F.gelu, F.layer_norm, F.embedding)
+_BUILT = BUILT and _extension.lacks("encoder", "CPU") is None
 _LINEAR = (Linear, LinearInt8)
-_has_global_hook = torch.nn.modules.module._has_any_global_hook
-_len_function_modes = torch._C._len_torch_function_stack
-#: The attribute of an encoder, or of a model, with its plan.
-_KEY = "_fastplm_encoder_call"
 
 
 class _Ends(NamedTuple):
@@ -62,19 +58,7 @@ class _Plan(NamedTuple):
 
     kind: type  # of the encoder
     homes: tuple[dict, dict]  # the attributes of the encoder, and of the model or the encoder again
-    modules: tuple[Any, ...]  # of its layers, and a model's configuration, with all attributes ...
-    names: tuple[tuple[str, ...], ...]  # ... by their names ...
-    attributes: tuple[tuple, ...]  # ... as they were, but for what their dicts have in them:
-    dicts: tuple[dict, ...]  # entries of dicts by keys, which are modules and parameters
-    keys: tuple[str, ...]
-    values: tuple[Any, ...]
-    hooks: tuple[dict, ...]  # dicts of hooks, all of them empty ...
-    recording: tuple[dict, ...]  # ... but for Transformers' own, and how many these have
-    sizes: tuple[int, ...]
-    typed: tuple[Any, ...]  # modules and parameters, and their classes
-    classes: tuple[type, ...]
-    kinds: tuple[type, ...]  # the classes of modules, and their forwards
-    forwards: tuple[Callable, ...]
+    known: Known  # of its layers, and of a model's configuration
     order: list[str]  # the names of the layers
     layers: dict
     weights: list[Tensor]  # 16 of each layer, or 22 in 8 bits, see csrc/encoder.cpp
@@ -88,107 +72,17 @@ class _Plan(NamedTuple):
             type(encoder) is self.kind
             and vars(encoder) is self.homes[0]
             and vars(owner) is self.homes[1]
-            and unchanged.entries(self.dicts, self.keys, self.values)
-            and unchanged.attributes(self.modules, self.names, self.attributes)
-            and unchanged.types(self.typed, self.classes)
-            and all(map(operator.is_, map(_forward_of, self.kinds), self.forwards))
-            and not any(self.hooks)
-            and tuple(map(len, self.recording)) == self.sizes
+            and self.known.holds()
             and list(self.layers) == self.order
         )
 
 
-_forward_of = operator.attrgetter("forward")
-
-
-class _Kept:
-    """Holds the plan of an encoder or model; a copy or a pickle of it begins without one."""
-
-    def __init__(self, owner: nn.Module | None = None) -> None:
-        self.plan: _Plan | None = None
-        self.owner = None if owner is None else weakref.ref(owner)
-
-    def is_of(self, owner: nn.Module) -> bool:
-        """False in a shallow copy of its owner, too."""
-        return self.owner is not None and self.owner() is owner
-
-    def __deepcopy__(self, memo: Any) -> _Kept:
-        return _Kept()
-
-    def __reduce__(self) -> Any:
-        return _Kept, ()
-
-
-class _Unlike(Exception):
-    """A part of a layer that the call does not know."""
-
-
-class _Planner:
-    """Collects a plan; raises ``_Unlike`` at the first part that the call does not know."""
+class _Planner(Planner):
+    """Of an encoder."""
 
     def __init__(self, config: Any) -> None:
-        self.config = config
-        self.facts: list[tuple[dict, str, Any]] = []
-        self.modules: list[nn.Module] = []
-        self.hooks: list[dict] = []
-        self.recording: list[dict] = []
-        self.weights: list[Tensor] = []
+        super().__init__(config)
         self.numbers: set[tuple[int, float, bool]] = set()
-
-    def need(self, right: bool, what: str) -> None:
-        if not right:
-            raise _Unlike(what)
-
-    def without_hooks(self, module: nn.Module) -> None:
-        """The module has none but those by which Transformers records outputs when asked to."""
-        for name in _HOOKS:
-            hooks = vars(module)[name]
-            for key, hook in hooks.items():
-                recorder = "transformers.utils.output_capturing"
-                self.need(getattr(hook, "__module__", None) == recorder, "hook")
-                self.facts.append((hooks, key, hook))
-            (self.recording if hooks else self.hooks).append(hooks)
-
-    def module(self, module: Any, *kinds: type) -> Any:
-        """A module of just one of these classes, in evaluation, which runs its class's methods."""
-        kind = type(module)
-        self.need(kind in kinds, kind.__name__)
-        self.need(not module.training, "training")
-        self.need(not any(name in vars(module) for name in _METHODS), "method")
-        self.need(getattr(kind.forward, "__name__", "") == "forward", "forward")
-        self.need(kind.__call__ is nn.Module.__call__, "__call__")
-        # Where it was written: a wrapper has the name of what it wraps.
-        written = getattr(kind.forward, "__globals__", {}).get("__name__", "").split(".")[0]
-        self.need(written in ("fastplm", "torch", "transformers"), "forward")
-        self.without_hooks(module)
-        self.modules.append(module)
-        return module
-
-    def child(self, parent: nn.Module, name: str, *kinds: type) -> Any:
-        found = parent._modules.get(name)
-        self.need(name not in vars(parent), name)  # which would be found first
-        self.facts.append((parent._modules, name, found))
-        return self.module(found, *(kinds or tuple(DROP_INS.values())))
-
-    def tensor(self, module: nn.Module, held: dict, key: str, kind: type) -> None:
-        found: Any = held.get(key)
-        right: bool = type(found) is kind and key not in vars(module)
-        self.need(right and found.layout is torch.strided and found.is_cpu, key)
-        self.facts.append((held, key, found))
-        self.weights.append(found)
-
-    def pair(self, parent: nn.Module, name: str, *kinds: type) -> nn.Module:
-        """A module with a weight and a bias, or in 8 bits with a scale, too."""
-        module = self.child(parent, name, *kinds)
-        if type(module) is LinearInt8:
-            self.tensor(module, module._buffers, "packed", Tensor)
-            self.tensor(module, module._buffers, "scale", Tensor)
-        else:
-            self.tensor(module, module._parameters, "weight", nn.Parameter)
-        self.tensor(module, module._parameters, "bias", nn.Parameter)
-        shape = vars(module).get("normalized_shape")
-        self.need(shape is None or shape == self.weights[-1].shape, "normalized_shape")
-        return module
 
     def layer(self, layer: nn.Module) -> None:
         """The modules that ``fastplm.models._encoder`` has mixins for."""
@@ -216,13 +110,7 @@ class _Planner:
     def _activation(self, block: nn.Module) -> bool:
         """Whether the GELU is the form with a tanh."""
         self.pair(block, "dense", *_LINEAR)
-        kinds = (GELUActivation, NewGELUActivation, GELUTanh)
-        act = self.child(block, "intermediate_act_fn", *kinds)
-        if type(act) is GELUActivation:
-            self.need(act.act is F.gelu, "act")
-        elif type(act) is GELUTanh:
-            self.need(isinstance(act.act, functools.partial), "act")
-        return type(act) is not GELUActivation
+        return self.gelu(block, "intermediate_act_fn")
 
     def part(self, model: nn.Module, name: str, family: str) -> Any:
         """A module of the class of Transformers that this family's models have."""
@@ -284,9 +172,9 @@ def _made(encoder: nn.Module, model: nn.Module | None = None) -> _Plan | None:
         planner.module(encoder, kind)
         planner.modules.clear()  # its attributes have the plan
         own = vars(encoder)
-        planner.facts += [(own, name, own[name]) for name in ("_modules", "config", *_HOOKS)]
+        planner.facts += [(own, name, own[name]) for name in ("_modules", "config", *HOOKS)]
         planner.need("layer" not in own, "layer")
-        planner.facts += [(own, name, None) for name in (*_METHODS, "layer")]
+        planner.facts += [(own, name, None) for name in (*METHODS, "layer")]
         ends = None if model is None else planner.ends(model)
         planner.weights = []
         layers: Any = encoder._modules["layer"]
@@ -298,33 +186,17 @@ def _made(encoder: nn.Module, model: nn.Module | None = None) -> _Plan | None:
         planner.need(not others, "numbers")
         weights = planner.weights
         planner.need(torch.ops.fastplm_C.encoder_fits(weights, head_size), "shapes")
-    except (_Unlike, AttributeError, KeyError, ValueError):
+    except (Unlike, AttributeError, KeyError, ValueError):
         return None
-    dicts, keys, values = zip(*planner.facts, strict=True)
     typed = (layers, *planner.modules, *weights)
-    kinds = tuple({kind, *map(type, planner.modules)})
     watched: list[Any] = [*planner.modules, layers]
     if ends is not None:
         typed += (*ends.embeddings, *ends.projection, *ends.pooler)
         watched.append(planner.config)
-    attributes = list(map(vars, watched))
-    shared: dict[tuple[int, ...], tuple[str, ...]] = {}  # one tuple for all of the same names
     return _Plan(
         kind=kind,
         homes=(vars(encoder), vars(encoder if model is None else model)),
-        modules=tuple(watched),
-        names=tuple(shared.setdefault(tuple(map(id, each)), tuple(each)) for each in attributes),
-        attributes=tuple(tuple(each.values()) for each in attributes),
-        dicts=dicts,
-        keys=keys,
-        values=values,
-        hooks=tuple(planner.hooks),
-        recording=tuple(planner.recording),
-        sizes=tuple(map(len, planner.recording)),
-        typed=typed,
-        classes=tuple(map(type, typed)),
-        kinds=kinds,
-        forwards=tuple(map(_forward_of, kinds)),
+        known=planner.known(kind, watched, typed),
         order=list(layers._modules),
         layers=layers._modules,
         weights=weights,
@@ -337,18 +209,10 @@ def _made(encoder: nn.Module, model: nn.Module | None = None) -> _Plan | None:
 
 def _plan_of(encoder: nn.Module, model: nn.Module | None = None) -> _Plan | None:
     owner = encoder if model is None else model
-    kept = owner.__dict__.get(_KEY)
-    if kept is None or not kept.is_of(owner):
-        kept = owner.__dict__[_KEY] = _Kept(owner)
+    kept = kept_by(owner)
     if kept.plan is None or not kept.plan.holds(encoder, owner):
         kept.plan = _made(encoder, model)
     return kept.plan
-
-
-def forget(*modules: nn.Module) -> None:
-    """Forget what is known of encoders and models."""
-    for module in modules:
-        module.__dict__.pop(_KEY, None)
 
 
 def may_call(model: Any, rows: int) -> bool:
@@ -374,17 +238,6 @@ def may_call(model: Any, rows: int) -> bool:
         forget(encoder, model)  # whose former weights nobody needs
         return False
     return requested("attention") in ("auto", "cpp") and _is_faster(rows, *weight.shape)
-
-
-def _is_intercepted(given: tuple[Tensor, ...]) -> bool:
-    """Whether somebody would see the calls of the modules and of their functions."""
-    return (
-        needs_dispatch(given)
-        or torch.is_autocast_enabled("cpu")
-        or _has_global_hook()
-        or _len_function_modes() > 0
-        or (F.linear, F.gelu, F.layer_norm, F.embedding) != _FUNCTIONS
-    )
 
 
 def _is_dense_on_cpu(tensor: Any) -> bool:
@@ -416,7 +269,7 @@ def backbone_call(
     if type(input_ids) is not Tensor or not may_call(model, input_ids.numel()) or takes_notes():
         return []
     given = tuple(each for each in (input_ids, mask, types) if each is not None)
-    if _is_intercepted(given) or not all(map(_is_dense_on_cpu, given)):
+    if is_intercepted(given) or not all(map(_is_dense_on_cpu, given)):
         return []
     if any(requested(op) not in ("auto", "cpp") for op in ("linear", "linear_int8")):
         return []
@@ -481,7 +334,7 @@ def encoder_call(
         The shape of the first layer's input; [1, P, E] if the last layer computes P rows only.
     """
     own, last = rows.own, rows.last
-    if _is_intercepted((given,)) or not _is_dense(own) or not _is_dense(last):
+    if is_intercepted((given,)) or not _is_dense(own) or not _is_dense(last):
         return None
     plan = _plan_of(encoder)
     if plan is None or (plan.tanh and requested("gelu") not in ("auto", "cpp")):

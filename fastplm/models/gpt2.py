@@ -11,6 +11,7 @@ from transformers.models.gpt2 import modeling_gpt2
 
 from fastplm.hf import WITH_WEIGHTS
 from fastplm.models._base import drop_in, wants_output
+from fastplm.models._decoder_call import gpt2_layer_call
 from fastplm.models._gpt import CausalModel, DoubleHeads, LastTokenClassification
 from fastplm.models._heads import CausalLM, QuestionAnswering, TokenClassification
 from fastplm.models._ragged import OnRows
@@ -39,13 +40,28 @@ class GPT2Attention(modeling_gpt2.GPT2Attention):
 
 @drop_in
 class GPT2Block(OnRows, modeling_gpt2.GPT2Block):
-    """A layer that passes the arguments of attention on to its cross-attention too."""
+    """A layer that passes the arguments of attention on to its cross-attention too.
 
-    def forward(self, *, encoder_hidden_states: Any = None, **kwargs: Any) -> Any:
-        if encoder_hidden_states is not None:
+    On a CPU, one call of csrc/ computes the next token of a sequence (``_decoder_call``).
+    """
+
+    def forward(
+        self,
+        hidden_states: Any,
+        past_key_values: Any = None,
+        attention_mask: Any = None,
+        encoder_hidden_states: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        if encoder_hidden_states is None:
+            out = gpt2_layer_call(self, hidden_states, past_key_values, attention_mask, kwargs)
+            if out is not None:
+                return out
+        else:
             passed_on = {name: kwargs[name] for name in (WITH_WEIGHTS, "rows") if name in kwargs}
             encoder_hidden_states = _States(encoder_hidden_states, passed_on)
-        return super().forward(encoder_hidden_states=encoder_hidden_states, **kwargs)
+        given = hidden_states, past_key_values, attention_mask, encoder_hidden_states
+        return super().forward(*given, **kwargs)
 
 
 class GPT2Model(CausalModel, transformers.GPT2Model):

@@ -22,7 +22,8 @@ from transformers.models.t5 import modeling_t5
 
 from fastplm import ops
 from fastplm.hf import NAME, NO_BIAS, says_only_keys
-from fastplm.models._base import FastplmModel, drop_in, joined, wants_output
+from fastplm.models._base import FastplmModel, drop_in, wants_output
+from fastplm.models._decoder_call import t5_layer_call
 from fastplm.models._heads import TokenClassification
 from fastplm.models._ragged import OnRows, Unpad
 from fastplm.models._seq2seq import (
@@ -112,7 +113,35 @@ class T5Attention(modeling_t5.T5Attention):
         return output, table if fused else dense_bias, weights
 
 
-T5Block = joined(OnRows, modeling_t5.T5Block)
+@drop_in
+class T5Block(OnRows, modeling_t5.T5Block):
+    """A layer that tells its dropout which rows it computes.
+
+    On a CPU, one call of csrc/ computes the next token of a sequence (``_decoder_call``).
+    """
+
+    def forward(
+        self,
+        hidden_states: Any,
+        attention_mask: Any = None,
+        position_bias: Any = None,
+        encoder_hidden_states: Any = None,
+        encoder_attention_mask: Any = None,
+        encoder_decoder_position_bias: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        given = attention_mask, position_bias
+        of_states = encoder_attention_mask
+        if past_key_values is not None and encoder_hidden_states is not None:
+            called = t5_layer_call(self, hidden_states, past_key_values, *given, of_states, kwargs)
+            if called is not None:
+                return *called, encoder_decoder_position_bias
+        return super().forward(
+            *(hidden_states, *given, encoder_hidden_states, of_states),
+            *(encoder_decoder_position_bias, past_key_values),
+            **kwargs,
+        )
 
 
 class T5Stack(Stack, modeling_t5.T5Stack):
