@@ -33,6 +33,9 @@ def attention(cases: str) -> str:
 
 
 CALL = "fastplm/models/_encoder_call.py"
+PLAN = "fastplm/models/_plan.py"
+STEP = "fastplm/models/_decoder_call.py"
+STEPPED = "tests/models/test_decoder_call.py -k"
 CALLED = "tests/models/test_encoder_call.py -k"
 LINEAR = "tests/ops/test_linear.py -k"
 INT8 = "tests/ops/test_linear_int8.py -k"
@@ -801,6 +804,11 @@ MUTATIONS = (
     ),
     Mutation("csrc/linear_int8.h", "-128 * sum;", "-127 * sum;", f"{INT8} bit_for_bit", 3),
     Mutation("csrc/linear_int8.h", "    sum += quantum;\n", "", f"{INT8} bit_for_bit", 4),
+    Mutation("csrc/decoder.cpp", "to(1), to(2), qkv", "to(2), to(1), qkv", f"{STEPPED} error", 6),
+    Mutation("csrc/decoder.cpp", "scores[t] : kHidden", "scores[t] : 0.0f", f"{STEPPED} error", 6),
+    Mutation(
+        "csrc/decoder.cpp", "mid[i] *= factor[i]", "mid[i] += factor[i]", f"{STEPPED} error", 6
+    ),
     Mutation(
         "csrc/encoder.cpp",
         "floats(*pair.scale),",
@@ -915,12 +923,22 @@ MUTATIONS = (
     *(
         Mutation(CALL, old, new, f"{CALLED} {cases}")
         for old, new, cases in (
-            ("and not any(self.hooks)", "", "change_is_seen"),
-            (" or not kept.is_of(owner)", "", "shallow_copy"),
-            ('written in ("fastplm", "torch", "transformers")', "True", "patched_runs"),
             ('"_create_attention_masks" not in own', "True", "around_the_layers"),
             ("table.max_norm is None", "True", "around_the_layers"),
             ("and list(self.layers) == self.order", "", "change_is_seen"),
+            ("if rows.key_mask is not None:", "if False:", "run_themselves"),
+            ("forget(encoder, model)  # whose", "pass  # whose", "replaced_are_not_kept"),
+            ("type(encoder) is self.kind", "True", "change_is_seen"),
+            ("vars(encoder) is self.homes[0]", "True", "change_is_seen"),
+            ("[*planner.modules, layers]", "[*planner.modules]", "change_is_seen"),
+        )
+    ),
+    *(
+        Mutation(PLAN, old, new, f"{CALLED} {cases}")
+        for old, new, cases in (
+            ("and not any(self.hooks)", "", "change_is_seen"),
+            (" or not kept.is_of(owner)", "", "shallow_copy"),
+            ('written in ("fastplm", "torch", "transformers")', "True", "patched_runs"),
             (
                 "unchanged.attributes(self.modules, self.names, self.attributes)",
                 "True",
@@ -929,15 +947,32 @@ MUTATIONS = (
             ('self.need(not module.training, "training")', "", "hook_that_is_gone"),
             ("self.facts.append((held, key, found))", "", "change_is_seen"),
             ("        or _has_global_hook()\n", "", "run_themselves"),
-            ("if rows.key_mask is not None:", "if False:", "run_themselves"),
-            ("forget(encoder, model)  # whose", "pass  # whose", "replaced_are_not_kept"),
-            ("type(encoder) is self.kind", "True", "change_is_seen"),
-            ("vars(encoder) is self.homes[0]", "True", "change_is_seen"),
             ("and key not in vars(module)", "", "found_first"),
             ("name not in vars(parent), name", "True, name", "found_first"),
             ("kind.__call__ is nn.Module.__call__", "True", "around_the_layers"),
-            ("[*planner.modules, layers]", "[*planner.modules]", "change_is_seen"),
             ("tuple(map(id, each)), tuple(each)", "tuple(each), tuple(each)", "at_each_call"),
+        )
+    ),
+    *(
+        Mutation(STEP, old, new, f"{STEPPED} {cases}")
+        for old, new, cases in (
+            (
+                '"bias"] is None and "bias" not in vars(module)',
+                '"bias"] is None or True',
+                "change_is_seen",
+            ),
+            (
+                '        self.facts.append((module._parameters, "bias", None))\n',
+                "",
+                "change_is_seen",
+            ),
+            ("or tuple(self.order) == _PARTS", "or True", "change_is_seen"),
+            ("type(layer) is DynamicLayer", "True", "of_its_own"),
+            (' or any("update" in vars(each) for each in (cache, layer))', "", "of_its_own"),
+            ("or _updates() != _UPDATES", "", "of_its_own"),
+            ("torch.is_grad_enabled() or block.training", "block.training", "run_themselves"),
+            ('plan.need(norms[0].eps == norms[1].eps, "eps")', "", "change_is_seen"),
+            ("attention.scaling == layers[0].SelfAttention.scaling", "True", "change_is_seen"),
         )
     ),
     Mutation(

@@ -197,7 +197,7 @@ def _may_call(block: nn.Module, hidden: Any, mask: Any) -> bool:
         and _is_keys(mask)
         and all(requested(op) in ("auto", "cpp") for op in ("attention", "linear", "gelu"))
         and not takes_notes()
-        and not is_intercepted((hidden,))
+        and not (is_intercepted((hidden,)) or _updates() != _UPDATES)
     )
 
 
@@ -227,9 +227,17 @@ def _layer_of(cache: Any, place: int) -> Any:
     if type(cache) is not DynamicCache or cache.offloading or place >= len(cache.layers):
         return None
     layer = cache.layers[place]
-    if type(layer) is not DynamicLayer or not layer.is_initialized or layer.keys.dim() != 4:
+    known = type(layer) is DynamicLayer and layer.is_initialized
+    if not known or any("update" in vars(each) for each in (cache, layer)):
         return None
     return layer
+
+
+def _updates() -> tuple[Any, Any]:
+    return DynamicCache.update, DynamicLayer.update
+
+
+_UPDATES = _updates()
 
 
 def gpt2_layer_call(
