@@ -26,6 +26,8 @@
 #include "linear_few_rows.h"
 #include "linear_in_place.h"
 #include "linear_product.h"
+#include "linear_int8.h"
+#include "linear_int8_product.h"
 #include "encoder.h"
 #include "layer.h"
 
@@ -37,9 +39,24 @@ constexpr float kHidden = -std::numeric_limits<float>::infinity();  // the score
 
 // --- the parts of a layer -------------------------------------------------------------------------
 
+// Whose layer it is, and how its weights are kept.
+struct Form {
+  explicit Form(int64_t bits) : gpt2((bits & 1) != 0), int8((bits & 2) != 0) {}
+  // Whether a layer can have so many tensors: GPT-2 has two norms and four products, T5 three and eight or, with a
+  // gate, nine.
+  bool has(size_t tensors) const {
+    const size_t each = 1 + (int8 ? 1 : 0);
+    if (gpt2) return tensors == 4 + 4 * (each + 1);
+    return tensors == 3 + 8 * each || has_gate(tensors);
+  }
+  bool has_gate(size_t tensors) const { return !gpt2 && tensors == 3 + 9 * (1 + (int8 ? 1 : 0)); }
+
+  bool gpt2, int8;
+};
+
 // The weight [E] and bias [E] of a layer norm, or the weight of T5's.
 struct Norm {
-  Norm(const Tensor*& next, bool biased) : weight(*next++), bias(biased ? next++ : nullptr) {}
+  Norm(const Tensor*& next, const Form& form) : weight(*next++), bias(form.gpt2 ? next++ : nullptr) {}
   bool fits(int64_t width) const { return is_row(weight, width) && (bias == nullptr || is_row(*bias, width)); }
   // out [rows, width] = norm(in)
   void run(int64_t rows, int64_t width, float eps, const float* in, float* out) const {
@@ -58,31 +75,42 @@ struct Norm {
   const Tensor* bias;
 };
 
-// A Conv1D's weight [K, N] and bias [N], or a linear layer's weight [N, K].
+// A Conv1D's weight [K, N] and bias [N], or a linear layer's weight [N, K]; or either in 8 bits, with its scale [N].
 struct Product {
-  Product(const Tensor*& next, bool conv1d) : weight(*next++), bias(conv1d ? next++ : nullptr) {}
-  int64_t outputs() const { return weight.dim() == 2 ? weight.size(bias == nullptr ? 0 : 1) : 0; }
+  Product(const Tensor*& next, const Form& form)
+      : weight(*next++), scale(form.int8 ? next++ : nullptr), bias(form.gpt2 ? next++ : nullptr) {}
+  int64_t outputs() const {
+    if (scale != nullptr) return scale->dim() == 1 ? scale->size(0) : 0;
+    return weight.dim() == 2 ? weight.size(bias == nullptr ? 0 : 1) : 0;
+  }
   bool fits(int64_t inputs, int64_t wanted) const {
-    return is_here(weight) && weight.dim() == 2 && weight.is_contiguous() && weight.numel() > 0 &&
-           outputs() == wanted && weight.numel() == inputs * wanted && (bias == nullptr || is_row(*bias, wanted));
+    if (outputs() != wanted || wanted < 1 || (bias != nullptr && !is_row(*bias, wanted))) return false;
+    if (scale != nullptr) return is_packed(weight, wanted, inputs) && is_row(*scale, wanted);
+    return is_here(weight) && weight.is_contiguous() && weight.numel() == inputs * wanted;
   }
   Operand operand() const { return bias == nullptr ? Operand(weight).transposed() : Operand(weight); }
 
   const Tensor& weight;
-  const Tensor* bias;
+  const Tensor *scale, *bias;
 };
 
 // out [rows, N] = finish(in [rows, K] weight + bias) for each of kCount weights of one shape; rows of the results
 // lie `stride` apart.
 template <size_t kCount, typename Finish = Nothing>
-void apply(int64_t rows, const float* in, const std::array<const Product*, kCount>& products,
+void apply(int64_t rows, const float* in, int64_t inputs, const std::array<const Product*, kCount>& products,
            const std::array<float*, kCount>& out, int64_t stride, const Finish& finish = {}) {
-  std::array<Factor<float>, kCount> factors;
-  for (size_t i = 0; i < kCount; ++i) {
-    factors[i] = {floats(products[i]->weight), products[i]->bias ? floats(*products[i]->bias) : nullptr, out[i]};
+  const auto bias_of = [&](size_t i) { return products[i]->bias ? floats(*products[i]->bias) : nullptr; };
+  if (products[0]->scale != nullptr) {
+    std::array<Int8Factor<float>, kCount> factors;
+    for (size_t i = 0; i < kCount; ++i) {
+      const auto* weight = static_cast<const uint8_t*>(products[i]->weight.const_data_ptr());
+      factors[i] = {weight, floats(*products[i]->scale), bias_of(i), out[i]};
+    }
+    return multiply_int8<float>(in, rows, inputs, factors.data(), kCount, products[0]->outputs(), stride, finish);
   }
-  const Operand b = products[0]->operand();
-  multiply<float>({in, rows, b.rows, b.rows, 1}, b, factors.data(), kCount, stride, finish);
+  std::array<Factor<float>, kCount> factors;
+  for (size_t i = 0; i < kCount; ++i) factors[i] = {floats(products[i]->weight), bias_of(i), out[i]};
+  multiply<float>({in, rows, inputs, inputs, 1}, products[0]->operand(), factors.data(), kCount, stride, finish);
 }
 
 struct Relu {
@@ -95,22 +123,21 @@ enum Activation : int64_t { kRelu, kGelu, kGeluTanh };
 
 // The tensors of a layer, in the order of the operator's argument.
 struct Layer {
-  static bool has(size_t count, bool conv1d) { return conv1d ? count == 12 : count == 11 || count == 12; }
-  Layer(const Tensor* next, size_t count, bool conv1d) : norm(next, conv1d), query(next, conv1d) {
-    if (!conv1d) {
-      key.emplace(next, false);
-      value.emplace(next, false);
+  Layer(const Tensor* next, size_t count, const Form& form) : norm(next, form), query(next, form) {
+    if (!form.gpt2) {
+      key.emplace(next, form);
+      value.emplace(next, form);
     }
-    out.emplace(next, conv1d);
-    if (!conv1d) {
-      cross_norm.emplace(next, false);
-      cross_query.emplace(next, false);
-      cross_out.emplace(next, false);
+    out.emplace(next, form);
+    if (!form.gpt2) {
+      cross_norm.emplace(next, form);
+      cross_query.emplace(next, form);
+      cross_out.emplace(next, form);
     }
-    inner_norm.emplace(next, conv1d);
-    up.emplace(next, conv1d);
-    if (!conv1d && count == 12) gate.emplace(next, false);
-    down.emplace(next, conv1d);
+    inner_norm.emplace(next, form);
+    up.emplace(next, form);
+    if (form.has_gate(count)) gate.emplace(next, form);
+    down.emplace(next, form);
   }
   // width E, inner H D
   bool fits(int64_t width, int64_t inner) const {
@@ -125,7 +152,7 @@ struct Layer {
   }
 
   Norm norm;
-  Product query;  // of a Conv1D: query, key and value side by side
+  Product query;  // of GPT-2: query, key and value side by side
   std::optional<Product> key, value, out;
   std::optional<Norm> cross_norm;
   std::optional<Product> cross_query, cross_out;
@@ -272,34 +299,35 @@ void feed_forward(const Layer& layer, int64_t activation, int64_t rows, const fl
   const int64_t wide = layer.up->outputs();
   const Product *up = &*layer.up, *down = &*layer.down;
   if (activation == kRelu) {
-    apply<1>(rows, normed, {up}, {mid}, wide, Relu{});
+    apply<1>(rows, normed, width, {up}, {mid}, wide, Relu{});
   } else {
-    apply<1>(rows, normed, {up}, {mid}, wide, Gelu{activation == kGeluTanh});
+    apply<1>(rows, normed, width, {up}, {mid}, wide, Gelu{activation == kGeluTanh});
   }
   if (layer.gate) {
     float* factor = mid + rows * wide;
-    apply<1>(rows, normed, {&*layer.gate}, {factor}, wide);
+    apply<1>(rows, normed, width, {&*layer.gate}, {factor}, wide);
     for (int64_t i = 0; i < rows * wide; ++i) mid[i] *= factor[i];
   }
-  apply<1>(rows, mid, {down}, {out}, width, AddResidual{residual, width});
+  apply<1>(rows, mid, wide, {down}, {out}, width, AddResidual{residual, width});
 }
 
 // x [B, 1, E], the next token's state of each sequence -> [its state after the layer, keys and values [B, H, T + 1, D]
 // that are those of a cache [B, H, T, D] and its own]. The mask [B or 1, 1, 1, T + 1] says which keys it sees, none:
-// all of them; bias [1, H, 1, T + 1] is added to its scores. `weights` are those of a GPT-2 (conv1d) or T5, of which
+// all of them; bias [1, H, 1, T + 1] is added to its scores. `weights` are those of a GPT-2 or T5, of which
 // `states` are the keys and values [B, H, S, D] of the encoder, with a mask of their own. The result is empty if
 // something does not fit: then the modules themselves must run, or say what is wrong.
 std::vector<Tensor> decoder_layer(const Tensor& x, const std::vector<Tensor>& weights, const Tensor& keys,
                                   const Tensor& values, const std::optional<Tensor>& mask,
                                   const std::optional<Tensor>& bias, const std::vector<Tensor>& states,
                                   const std::optional<Tensor>& states_mask, int64_t head_size, double eps,
-                                  double scale, int64_t activation, bool conv1d) {
+                                  double scale, int64_t activation, int64_t bits) {
+  const Form form(bits);
   if (x.dim() != 3 || x.size(1) != 1 || x.numel() == 0 || !is_here(x) || !x.is_contiguous() ||
-      !Layer::has(weights.size(), conv1d) || head_size < 1 || keys.dim() != 4 || keys.size(2) != values.size(2) ||
-      states.size() != (conv1d ? 0 : 2)) {
+      !form.has(weights.size()) || head_size < 1 || keys.dim() != 4 || keys.size(2) != values.size(2) ||
+      states.size() != (form.gpt2 ? 0 : 2)) {
     return {};
   }
-  const Layer layer(weights.data(), weights.size(), conv1d);
+  const Layer layer(weights.data(), weights.size(), form);
   const int64_t batch = x.size(0), width = x.size(2), heads = keys.size(1), inner = heads * head_size;
   const Scores own(mask, bias), cross(states_mask, std::nullopt);
   if (!layer.fits(width, inner) || !Cached::fits(keys, batch, heads, head_size) ||
@@ -327,18 +355,18 @@ std::vector<Tensor> decoder_layer(const Tensor& x, const std::vector<Tensor>& we
 
   layer.norm.run(batch, width, epsilon, floats(x), normed);
   if (layer.key) {
-    apply<3>(batch, normed, {&layer.query, &*layer.key, &*layer.value}, {qkv, qkv + inner, qkv + 2 * inner}, 3 * inner);
+    apply<3>(batch, normed, width, {&layer.query, &*layer.key, &*layer.value}, {qkv, qkv + inner, qkv + 2 * inner}, 3 * inner);
   } else {
-    apply<1>(batch, normed, {&layer.query}, {qkv}, 3 * inner);
+    apply<1>(batch, normed, width, {&layer.query}, {qkv}, 3 * inner);
   }
   Step{qkv, 3 * inner, Cached(keys), Cached(values), own, to(1), to(2), qkv + inner, qkv + 2 * inner}.run(
       batch, heads, head_size, factor, context);
-  apply<1>(batch, context, {&*layer.out}, {after_own}, width, AddResidual{floats(x), width});
+  apply<1>(batch, context, inner, {&*layer.out}, {after_own}, width, AddResidual{floats(x), width});
   if (layer.cross_norm) {
     layer.cross_norm->run(batch, width, epsilon, after_own, normed);
-    apply<1>(batch, normed, {&*layer.cross_query}, {qkv}, inner);
+    apply<1>(batch, normed, width, {&*layer.cross_query}, {qkv}, inner);
     Step{qkv, inner, Cached(states[0]), Cached(states[1]), cross}.run(batch, heads, head_size, factor, context);
-    apply<1>(batch, context, {&*layer.cross_out}, {last}, width, AddResidual{after_own, width});
+    apply<1>(batch, context, inner, {&*layer.cross_out}, {last}, width, AddResidual{after_own, width});
   }
   layer.inner_norm->run(batch, width, epsilon, last, normed);
   feed_forward(layer, activation, batch, normed, last, width, mid, to(0));
@@ -351,4 +379,4 @@ std::vector<Tensor> decoder_layer(const Tensor& x, const std::vector<Tensor>& we
 FASTPLM_OPERATOR(decoder_layer,
                  "(Tensor x, Tensor[] weights, Tensor keys, Tensor values, Tensor? mask, Tensor? bias, "
                  "Tensor[] states, Tensor? states_mask, int head_size, float eps, float scale, int activation, "
-                 "bool conv1d) -> Tensor[]")
+                 "int form) -> Tensor[]")

@@ -47,15 +47,10 @@ struct Pair {
       : weight(*next++), scale(int8 ? next++ : nullptr), bias(*next++) {}
   bool is_linear(int64_t rows, int64_t columns) const {
     if (scale != nullptr) {
-      return is_packed(rows, columns) && is_row(*scale, rows) && is_row(bias, rows);
+      return is_packed(weight, rows, columns) && is_row(*scale, rows) && is_row(bias, rows);
     }
     return is_here(weight) && weight.dim() == 2 && weight.size(0) == rows &&
            weight.size(1) == columns && (weight.stride(0) == 1 || weight.stride(1) == 1) && is_row(bias, rows);
-  }
-  bool is_packed(int64_t rows, int64_t columns) const {
-    return is_here(weight, ScalarType::Byte) && weight.dim() == 4 && weight.is_contiguous() &&
-           weight.size(0) == ceil_div(rows, kPanel) && weight.size(1) == ceil_div(columns, kStepDepth) &&
-           weight.size(2) == kPanel && weight.size(3) == kStepDepth;
   }
   bool is_norm(int64_t width) const { return is_row(weight, width) && is_row(bias, width); }
   bool is_laid_out_as(const Pair& other) const {

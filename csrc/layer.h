@@ -1,4 +1,5 @@
-// What the calls of whole layers share (encoder.cpp, decoder.cpp). Included once a level, after gelu.h.
+// What the calls of whole layers share (encoder.cpp, decoder.cpp). Included once a level, after gelu.h and
+// linear_int8.h.
 
 namespace fastplm::FASTPLM_LEVEL {
 
@@ -13,6 +14,13 @@ inline bool is_here(const Tensor& tensor, ScalarType type = ScalarType::Float) {
 // Whether it is a dense row of so many numbers.
 inline bool is_row(const Tensor& tensor, int64_t width) {
   return is_here(tensor) && tensor.dim() == 1 && tensor.size(0) == width && tensor.is_contiguous();
+}
+
+// Whether it is a weight [rows, columns] in 8 bits.
+inline bool is_packed(const Tensor& weight, int64_t rows, int64_t columns) {
+  return is_here(weight, ScalarType::Byte) && weight.dim() == 4 && weight.is_contiguous() &&
+         weight.size(0) == ceil_div(rows, kPanel) && weight.size(1) == ceil_div(columns, kStepDepth) &&
+         weight.size(2) == kPanel && weight.size(3) == kStepDepth;
 }
 
 // The epilogues of a product: what happens to a piece of a row of its result.

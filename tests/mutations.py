@@ -805,6 +805,7 @@ MUTATIONS = (
     Mutation("csrc/linear_int8.h", "-128 * sum;", "-127 * sum;", f"{INT8} bit_for_bit", 3),
     Mutation("csrc/linear_int8.h", "    sum += quantum;\n", "", f"{INT8} bit_for_bit", 4),
     Mutation("csrc/decoder.cpp", "to(1), to(2), qkv", "to(2), to(1), qkv", f"{STEPPED} error", 6),
+    Mutation("csrc/decoder.cpp", "scale), bias_of(i)", "scale), nullptr", f"{STEPPED} 8_bits", 6),
     Mutation("csrc/decoder.cpp", "scores[t] : kHidden", "scores[t] : 0.0f", f"{STEPPED} error", 6),
     Mutation(
         "csrc/decoder.cpp", "mid[i] *= factor[i]", "mid[i] += factor[i]", f"{STEPPED} error", 6
@@ -966,6 +967,7 @@ MUTATIONS = (
                 "",
                 "change_is_seen",
             ),
+            ('self.need(len(kinds) == 1, "int8")', "", "both_kinds"),
             ("or tuple(self.order) == _PARTS", "or True", "change_is_seen"),
             ("type(layer) is DynamicLayer", "True", "of_its_own"),
             (' or any("update" in vars(each) for each in (cache, layer))', "", "of_its_own"),

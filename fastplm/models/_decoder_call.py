@@ -18,8 +18,9 @@ from fastplm import _extension
 from fastplm._backends import requested, takes_notes
 from fastplm._measured import ALONE, aspect, slower
 from fastplm.hf import NAME
+from fastplm.models._gpt import Conv1D
 from fastplm.models._plan import BUILT, Known, Planner, Unlike, forget, is_intercepted, kept_by
-from fastplm.nn import Dropout, Linear
+from fastplm.nn import Dropout, Linear, LinearInt8
 
 _BUILT = BUILT and _extension.lacks("decoder_layer", "CPU") is None
 #: What csrc/decoder.cpp calls activations.
@@ -38,25 +39,27 @@ class _Plan(NamedTuple):
     scale: float
     activation: int
     place: int  # of the layer in a cache
-    conv1d: bool
+    gpt2: bool
+    int8: bool
 
     def holds(self) -> bool:
         return self.known.holds() and (self.order is None or tuple(self.order) == _PARTS)
 
 
 _PARTS = ("0", "1", "2")
+_PRODUCTS = (Conv1D, Linear, LinearInt8)
 
 
 class _Planner(Planner):
-    """Of a layer of a decoder."""
+    """Collects the plan of a decoder's layer."""
 
     def dropout(self, parent: nn.Module, name: str) -> None:
         self.child(parent, name, nn.Dropout, Dropout)
 
     def without_bias(self, parent: nn.Module, name: str) -> None:
         """A linear layer that has no bias."""
-        module = self.child(parent, name, Linear)
-        self.tensor(module, module._parameters, "weight", nn.Parameter)
+        module = self.child(parent, name, Linear, LinearInt8)
+        self.weight(module)
         self.need(module._parameters["bias"] is None and "bias" not in vars(module), "bias")
         self.facts.append((module._parameters, "bias", None))
 
@@ -84,11 +87,14 @@ class _Planner(Planner):
         lists = [] if parts is None else [parts]
         typed = (*lists, *self.modules, *self.weights)
         known = self.known(type(block), [*self.modules, self.config, *lists], typed)
-        conv1d = numbers["conv1d"]
+        kinds = {type(each) is LinearInt8 for each in self.modules if type(each) in _PRODUCTS}
+        self.need(len(kinds) == 1, "int8")
+        conv1d = numbers["gpt2"]
         shapes = [tuple(each.shape) for each in self.weights if each.dim() == 2]
         products = tuple({(shape[1], shape[0]) if conv1d else shape for shape in shapes})
         order = None if parts is None else parts._modules
-        return _Plan(known, order, self.weights, products=products, **numbers)
+        int8 = kinds.pop()
+        return _Plan(known, order, self.weights, products=products, int8=int8, **numbers)
 
 
 def _of_gpt2(block: Any) -> _Plan:
@@ -100,13 +106,13 @@ def _of_gpt2(block: Any) -> _Plan:
     plan.need(not attention.is_cross_attention, "is_cross_attention")
     plan.need(attention.split_size == attention.num_heads * attention.head_dim, "heads")
     for name in ("c_attn", "c_proj"):
-        plan.pair(attention, name)
+        plan.pair(attention, name, Conv1D, LinearInt8)
     plan.dropout(attention, "attn_dropout")
     plan.dropout(attention, "resid_dropout")
     norms.append(plan.pair(block, "ln_2", nn.LayerNorm))
     inner = plan.part(block, "mlp", "GPT2MLP")
     for name in ("c_fc", "c_proj"):
-        plan.pair(inner, name)
+        plan.pair(inner, name, Conv1D, LinearInt8)
     plan.dropout(inner, "dropout")
     tanh = plan.gelu(inner, "act")
     plan.need(norms[0].eps == norms[1].eps, "eps")
@@ -117,7 +123,7 @@ def _of_gpt2(block: Any) -> _Plan:
         scale=attention.scaling,
         activation=_GELU_TANH if tanh else _GELU,
         place=attention.layer_idx,
-        conv1d=True,
+        gpt2=True,
     )
 
 
@@ -139,11 +145,11 @@ def _of_t5(block: Any) -> _Plan:
         plan.attention(attention)
         plan.need(attention.inner_dim == attention.n_heads * attention.key_value_proj_dim, "heads")
         plan.need(attention.scaling == layers[0].SelfAttention.scaling, "scaling")
-        before = list(plan.weights)
         for each in ("q", "k", "v", "o"):
+            before = list(plan.weights)
             plan.without_bias(attention, each)
-        if name == "EncDecAttention":  # whose keys and values are in the cache
-            plan.weights = [*before, plan.weights[-4], plan.weights[-1]]
+            if each in ("k", "v") and name == "EncDecAttention":
+                plan.weights = before  # its keys and values are in the cache
         plan.dropout(part, "dropout")
         indices.add(attention.layer_idx)
     part = plan.part(layers, "2", "T5LayerFF")
@@ -171,7 +177,7 @@ def _of_t5(block: Any) -> _Plan:
         scale=own.scaling,
         activation=activation,
         place=own.layer_idx,
-        conv1d=False,
+        gpt2=False,
     )
 
 
@@ -209,9 +215,11 @@ def _is_keys(mask: Any) -> bool:
 
 
 def _is_faster(plan: _Plan, rows: int) -> bool:
+    if plan.int8:
+        return requested("linear_int8") in ("auto", "cpp")
     if requested("linear") == "cpp":
         return True
-    form = ("conv1d" if plan.conv1d else "linear") + (ALONE if _is_alone() else "")
+    form = ("conv1d" if plan.gpt2 else "linear") + (ALONE if _is_alone() else "")
     return all(
         slower("linear", (form, torch.float32, (rows, n * k, aspect(n, k)))) is None
         for n, k in plan.products
@@ -315,7 +323,7 @@ def _called(
     """The layer's output; keys and values of the new tokens are in the cache's ``layer``."""
     results = torch.ops.fastplm_C.decoder_layer.default(
         *(hidden, plan.weights, layer.keys, layer.values, mask, bias, states, states_mask),
-        *(plan.head_size, plan.eps, plan.scale, plan.activation, plan.conv1d),
+        *(plan.head_size, plan.eps, plan.scale, plan.activation, plan.gpt2 + 2 * plan.int8),
     )
     if not results:
         forget(block)  # a weight may have other data, of another dtype or shape

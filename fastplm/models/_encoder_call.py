@@ -78,7 +78,7 @@ class _Plan(NamedTuple):
 
 
 class _Planner(Planner):
-    """Of an encoder."""
+    """Collects the plan of an encoder."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -155,14 +155,17 @@ class Planner:
         self.facts.append((held, key, found))
         self.weights.append(found)
 
-    def pair(self, parent: nn.Module, name: str, *kinds: type) -> nn.Module:
-        """A module with a weight and a bias, or in 8 bits with a scale, too."""
-        module = self.child(parent, name, *kinds)
+    def weight(self, module: nn.Module) -> None:
         if type(module) is LinearInt8:
             self.tensor(module, module._buffers, "packed", Tensor)
             self.tensor(module, module._buffers, "scale", Tensor)
         else:
             self.tensor(module, module._parameters, "weight", nn.Parameter)
+
+    def pair(self, parent: nn.Module, name: str, *kinds: type) -> nn.Module:
+        """A module with a weight and a bias, or in 8 bits with a scale, too."""
+        module = self.child(parent, name, *kinds)
+        self.weight(module)
         self.tensor(module, module._parameters, "bias", nn.Parameter)
         shape = vars(module).get("normalized_shape")
         self.need(shape is None or shape == self.weights[-1].shape, "normalized_shape")

@@ -16,7 +16,14 @@ import fastplm
 from fastplm import models
 from fastplm._backends import record_notes
 from fastplm.models import _decoder_call
-from fastplm.testing import FORWARD_FACTOR, ReversedReductions, check_error, rerounded
+from fastplm.testing import (
+    FORWARD_FACTOR,
+    GRADIENT_FACTOR,
+    ReversedReductions,
+    ShuffledReductions,
+    check_error,
+    rerounded,
+)
 
 pytestmark = pytest.mark.skipif(not _decoder_call._BUILT, reason="csrc/ is not built")
 
@@ -156,6 +163,38 @@ def test_its_error_is_that_of_the_parent(family, padding, calls):
     layers = [getattr(each, "self_attention_cache", each).layers for each in (cache, theirs)]
     for one, other in zip(*layers, strict=True):
         assert one.keys.shape == other.keys.shape and one.keys.stride() == other.keys.stride()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_error_in_8_bits(family, calls, monkeypatch):
+    """A rounding more or less moves a number to another of 255 steps, so as in ``test_quantize``
+    the budget is that of gradients."""
+    model, parent = map(fastplm.quantize, made(family))
+
+    def run(each):
+        return steps(each, prompt())[0]
+
+    with torch.no_grad():
+        out = run(model)
+        assert len(calls) == 9 and all(calls)
+        measures = [run(parent)]
+        for mode in (ReversedReductions(), ShuffledReductions(0), ShuffledReductions(1)):
+            with mode:
+                measures.append(run(parent))
+        monkeypatch.setattr(_decoder_call, "_BUILT", False)
+        measures += [run(other) for each in (model, parent) for other in rerounded(each)]
+        check_error("logits", out, run(parent.double()), measures, GRADIENT_FACTOR)
+    assert len(calls) == 9
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+def test_layers_of_both_kinds_run_themselves(family, calls):
+    model, parent = made(family)
+    for each in (model, parent):
+        fastplm.quantize(each, skip=["c_proj"] if family == "gpt2" else ["wo"])
+    with torch.no_grad():
+        steps(model, prompt())
+    assert not calls
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -551,7 +590,7 @@ def test_the_operator_refuses_what_does_not_fit(family):
     head = plan.head_size
 
     def run(x=(2, 1, 48), keys=(2, 4, 5, head), mask=None, bias=None, **other):
-        states = other.get("states", () if plan.conv1d else [(2, 4, 3, head)] * 2)
+        states = other.get("states", () if plan.gpt2 else [(2, 4, 3, head)] * 2)
         return torch.ops.fastplm_C.decoder_layer(
             torch.randn(x),
             other.get("weights", plan.weights),
@@ -561,7 +600,7 @@ def test_the_operator_refuses_what_does_not_fit(family):
             None if bias is None else torch.randn(bias),
             [torch.randn(each) for each in states],
             None,
-            *(other.get("size", head), plan.eps, plan.scale, plan.activation, plan.conv1d),
+            *(other.get("size", head), plan.eps, plan.scale, plan.activation, plan.gpt2),
         )
 
     assert [tuple(each.shape) for each in run()] == [(2, 1, 48), *[(2, 4, 6, head)] * 2]
@@ -576,7 +615,7 @@ def test_the_operator_refuses_what_does_not_fit(family):
         dict(weights=[*plan.weights[1:], plan.weights[0]]), dict(weights=[]),
         dict(weights=[*plan.weights[:-1], torch.randn(3)]),
         dict(weights=[each.double() for each in plan.weights]),
-        dict(states=[(2, 4, 3, head)] if plan.conv1d else ()),
+        dict(states=[(2, 4, 3, head)] if plan.gpt2 else ()),
         dict(states=[(2, 4, 3, head), (2, 4, 2, head)]),
         dict(states=[(1, 4, 3, head)] * 2),
     )  # fmt: skip
