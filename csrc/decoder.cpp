@@ -39,7 +39,7 @@ constexpr float kHidden = -std::numeric_limits<float>::infinity();  // the score
 
 // --- the parts of a layer -------------------------------------------------------------------------
 
-// Whose layer it is, and how its weights are kept.
+// It says whose layer it is, and how its weights are kept.
 struct Form {
   explicit Form(int64_t bits) : gpt2((bits & 1) != 0), int8((bits & 2) != 0) {}
   // Whether a layer can have so many tensors: GPT-2 has two norms and four products, T5 three and eight or, with a
