@@ -179,14 +179,17 @@ struct Cached {
   int64_t of_sample, of_head, of_row, length;
 };
 
-// What is added to the scores of keys, bias [1, H, 1, T], and which keys may be seen, mask [B or 1, 1, 1, T]. Either
-// may be null.
+// What is added to the scores of keys, bias [1, H, 1, T], and which keys may be seen, mask [B, 1, 1, T], or
+// [1, 1, 1, 0]: all of them. Either may be null.
 struct Scores {
   Scores(const std::optional<Tensor>& mask, const std::optional<Tensor>& bias)
-      : mask(mask && mask->numel() > 0 ? &*mask : nullptr), bias(bias ? &*bias : nullptr) {}
+      : mask(mask && !sees_all(*mask) ? &*mask : nullptr), bias(bias ? &*bias : nullptr) {}
+  static bool sees_all(const Tensor& mask) {
+    return mask.scalar_type() == ScalarType::Bool && mask.dim() == 4 && mask.size(3) == 0;
+  }
   bool fits(int64_t batch, int64_t heads, int64_t keys) const {
     return (mask == nullptr ||
-            (is_here(*mask, ScalarType::Bool) && mask->dim() == 4 && (mask->size(0) == batch || mask->size(0) == 1) &&
+            (is_here(*mask, ScalarType::Bool) && mask->dim() == 4 && mask->size(0) == batch &&
              mask->size(1) == 1 && mask->size(2) == 1 && mask->size(3) == keys)) &&
            (bias == nullptr || (is_here(*bias) && bias->dim() == 4 && bias->size(0) == 1 && bias->size(1) == heads &&
                                 bias->size(2) == 1 && bias->size(3) == keys));
@@ -198,7 +201,7 @@ struct Scores {
     }
     if (mask != nullptr) {
       const bool* seen = static_cast<const bool*>(mask->const_data_ptr());
-      if (mask->size(0) > 1) seen += sample * mask->stride(0);
+      seen += sample * mask->stride(0);
       for (int64_t t = 0; t < keys; ++t) scores[t] = seen[t * mask->stride(3)] ? scores[t] : kHidden;
     }
   }
@@ -285,7 +288,7 @@ struct Step {
         const bool sees = softmax(keys_seen, weights);
         for (int64_t t = 0; t < keys_seen; ++t) {
           const float* row = value_at(t);
-          if (sees && weights[t] > 0.0f) add_scaled(dim, weights[t], row, to);
+          if (sees && weights[t] != 0.0f) add_scaled(dim, weights[t], row, to);
         }
       }
     });
@@ -312,8 +315,8 @@ void feed_forward(const Layer& layer, int64_t activation, int64_t rows, const fl
 }
 
 // x [B, 1, E], the next token's state of each sequence -> [its state after the layer, keys and values [B, H, T + 1, D]
-// that are those of a cache [B, H, T, D] and its own]. The mask [B or 1, 1, 1, T + 1] says which keys it sees, none:
-// all of them; bias [1, H, 1, T + 1] is added to its scores. `weights` are those of a GPT-2 or T5, of which
+// that are those of a cache [B, H, T, D] and its own]. The mask [B, 1, 1, T + 1] says which keys it sees, none or one
+// of no keys: all of them; bias [1, H, 1, T + 1] is added to its scores. `weights` are those of a GPT-2 or T5, of which
 // `states` are the keys and values [B, H, S, D] of the encoder, with a mask of their own. The result is empty if
 // something does not fit: then the modules themselves must run, or say what is wrong.
 std::vector<Tensor> decoder_layer(const Tensor& x, const std::vector<Tensor>& weights, const Tensor& keys,
@@ -323,7 +326,8 @@ std::vector<Tensor> decoder_layer(const Tensor& x, const std::vector<Tensor>& we
                                   double scale, int64_t activation, int64_t bits) {
   const Form form(bits);
   if (x.dim() != 3 || x.size(1) != 1 || x.numel() == 0 || !is_here(x) || !x.is_contiguous() ||
-      !form.has(weights.size()) || head_size < 1 || keys.dim() != 4 || keys.size(2) != values.size(2) ||
+      !form.has(weights.size()) || head_size < 1 || activation < kRelu ||
+      activation > kGeluTanh || keys.dim() != 4 || keys.size(2) != values.size(2) ||
       states.size() != (form.gpt2 ? 0 : 2)) {
     return {};
   }

@@ -15,11 +15,21 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from fastplm import _extension
-from fastplm._backends import requested, takes_notes
+from fastplm._backends import is_recorded, requested, takes_notes
 from fastplm._measured import ALONE, aspect, slower
 from fastplm.hf import NAME
+from fastplm.models._base import DROP_INS
 from fastplm.models._gpt import Conv1D
-from fastplm.models._plan import BUILT, Known, Planner, Unlike, forget, is_intercepted, kept_by
+from fastplm.models._plan import (
+    BUILT,
+    KEY,
+    METHODS,
+    Known,
+    Planner,
+    Unlike,
+    is_intercepted,
+    kept_by,
+)
 from fastplm.nn import Dropout, Linear, LinearInt8
 
 _BUILT = BUILT and _extension.lacks("decoder_layer", "CPU") is None
@@ -30,6 +40,7 @@ _RELU, _GELU, _GELU_TANH = range(3)
 class _Plan(NamedTuple):
     """What a layer is, so that each call can see whether it still is so."""
 
+    kind: type
     known: Known
     order: dict | None  # the parts of a T5's layer, whose names are _PARTS
     weights: list[Tensor]  # see csrc/decoder.cpp
@@ -42,8 +53,12 @@ class _Plan(NamedTuple):
     gpt2: bool
     int8: bool
 
-    def holds(self) -> bool:
-        return self.known.holds() and (self.order is None or tuple(self.order) == _PARTS)
+    def holds(self, block: nn.Module) -> bool:
+        return (
+            type(block) is self.kind
+            and self.known.holds(vars(block))
+            and (self.order is None or tuple(self.order) == _PARTS)
+        )
 
 
 _PARTS = ("0", "1", "2")
@@ -84,22 +99,29 @@ class _Planner(Planner):
 
     def planned(self, block: nn.Module, parts: Any = None, **numbers: Any) -> _Plan:
         """The plan of a layer, which may have a list of parts."""
-        lists = [] if parts is None else [parts]
-        typed = (*lists, *self.modules, *self.weights)
-        known = self.known(type(block), [*self.modules, self.config, *lists], typed)
+        lists, own = [] if parts is None else [parts], vars(block)
+        modules = [module for module in self.modules if module is not block]
+        typed = (*lists, *modules, *self.weights)
+        hidden = (*METHODS, *block._modules)  # what could stand before a method or module
+        self.facts += [(own, name, None) for name in hidden]
+        self.facts += [(own, name, own[name]) for name in own if name != KEY]
+        known = self.known(type(block), [*modules, self.config, *lists], typed, own)
         kinds = {type(each) is LinearInt8 for each in self.modules if type(each) in _PRODUCTS}
         self.need(len(kinds) == 1, "int8")
+        self.need(type(numbers["place"]) is int, "layer_idx")
         conv1d = numbers["gpt2"]
         shapes = [tuple(each.shape) for each in self.weights if each.dim() == 2]
         products = tuple({(shape[1], shape[0]) if conv1d else shape for shape in shapes})
         order = None if parts is None else parts._modules
         int8 = kinds.pop()
-        return _Plan(known, order, self.weights, products=products, int8=int8, **numbers)
+        return _Plan(
+            type(block), known, order, self.weights, products=products, int8=int8, **numbers
+        )
 
 
 def _of_gpt2(block: Any) -> _Plan:
     plan = _Planner(block.attn.config)
-    plan.module(block, type(block))
+    plan.module(block, *DROP_INS.values())
     norms = [plan.pair(block, "ln_1", nn.LayerNorm)]
     attention = plan.part(block, "attn", "GPT2Attention")
     plan.attention(attention)
@@ -130,7 +152,7 @@ def _of_gpt2(block: Any) -> _Plan:
 def _of_t5(block: Any) -> _Plan:
     layers = block.layer
     plan = _Planner(layers[0].SelfAttention.config)
-    plan.module(block, type(block))
+    plan.module(block, *DROP_INS.values())
     plan.need(block.is_decoder, "is_decoder")
     order = layers._modules
     plan.need(type(layers) is nn.ModuleList and "layer" not in vars(block), "layer")
@@ -181,14 +203,24 @@ def _of_t5(block: Any) -> _Plan:
     )
 
 
-def _plan_of(block: nn.Module, made: Any) -> _Plan | None:
+#: A layer that has no plan is looked at again after so many tokens: that takes longer than a norm.
+_WAITS = 32
+
+
+def _plan_of(block: nn.Module, made: Any, rows: int) -> _Plan | None:
+    """The plan of a layer, if one call can run it and is faster."""
     kept = kept_by(block)
-    if kept.plan is None or not kept.plan.holds():
+    if kept.waits > 0:
+        kept.waits -= 1
+        return None
+    if kept.plan is not None and not _is_faster(kept.plan, rows):
+        return None
+    if kept.plan is None or not kept.plan.holds(block):
         try:
             kept.plan = made(block)
         except (Unlike, AttributeError, KeyError, IndexError, TypeError, ValueError):
-            kept.plan = None
-    return kept.plan
+            kept.plan, kept.waits = None, _WAITS
+    return kept.plan if kept.plan is not None and _is_faster(kept.plan, rows) else None
 
 
 def _may_call(block: nn.Module, hidden: Any, mask: Any) -> bool:
@@ -202,7 +234,7 @@ def _may_call(block: nn.Module, hidden: Any, mask: Any) -> bool:
         and hidden.dtype is torch.float32
         and _is_keys(mask)
         and all(requested(op) in ("auto", "cpp") for op in ("attention", "linear", "gelu"))
-        and not takes_notes()
+        and not (takes_notes() or is_recorded())
         and not (is_intercepted((hidden,)) or _updates() != _UPDATES)
     )
 
@@ -235,7 +267,7 @@ def _layer_of(cache: Any, place: int) -> Any:
     if type(cache) is not DynamicCache or cache.offloading or place >= len(cache.layers):
         return None
     layer = cache.layers[place]
-    known = type(layer) is DynamicLayer and layer.is_initialized
+    known = type(layer) is DynamicLayer and layer.is_initialized and layer.keys.is_cpu
     if not known or any("update" in vars(each) for each in (cache, layer)):
         return None
     return layer
@@ -261,8 +293,8 @@ def gpt2_layer_call(
         return None
     if any(value is not None for name, value in others.items() if name not in _IGNORED):
         return None
-    plan = _plan_of(block, _of_gpt2)
-    if plan is None or not _is_faster(plan, hidden.shape[0]):
+    plan = _plan_of(block, _of_gpt2, hidden.shape[0])
+    if plan is None:
         return None
     layer = _layer_of(cache, plan.place)
     return None if layer is None else _called(block, plan, hidden, layer, mask, None, [], None)
@@ -293,8 +325,8 @@ def t5_layer_call(
         return None
     if any(value is not None for name, value in others.items() if name not in _IGNORED):
         return None
-    plan = _plan_of(block, _of_t5)
-    if plan is None or not _is_faster(plan, hidden.shape[0]):
+    plan = _plan_of(block, _of_t5, hidden.shape[0])
+    if plan is None or requested("rms_norm") not in ("auto", "cpp"):
         return None
     layer = _layer_of(cache.self_attention_cache, plan.place)
     states = _layer_of(cache.cross_attention_cache, plan.place)
@@ -326,7 +358,8 @@ def _called(
         *(plan.head_size, plan.eps, plan.scale, plan.activation, plan.gpt2 + 2 * plan.int8),
     )
     if not results:
-        forget(block)  # a weight may have other data, of another dtype or shape
+        kept = kept_by(block)  # a weight may have other data, of another dtype or shape
+        kept.plan, kept.waits = None, _WAITS
         return None
     out, layer.keys, layer.values = results
     return out

@@ -57,7 +57,6 @@ class _Plan(NamedTuple):
     """What the layers of an encoder are, so that each call can see whether they still are."""
 
     kind: type  # of the encoder
-    homes: tuple[dict, dict]  # the attributes of the encoder, and of the model or the encoder again
     known: Known  # of its layers, and of a model's configuration
     order: list[str]  # the names of the layers
     layers: dict
@@ -70,9 +69,7 @@ class _Plan(NamedTuple):
     def holds(self, encoder: nn.Module, owner: nn.Module) -> bool:
         return (
             type(encoder) is self.kind
-            and vars(encoder) is self.homes[0]
-            and vars(owner) is self.homes[1]
-            and self.known.holds()
+            and self.known.holds(vars(encoder), vars(owner))
             and list(self.layers) == self.order
         )
 
@@ -195,8 +192,7 @@ def _made(encoder: nn.Module, model: nn.Module | None = None) -> _Plan | None:
         watched.append(planner.config)
     return _Plan(
         kind=kind,
-        homes=(vars(encoder), vars(encoder if model is None else model)),
-        known=planner.known(kind, watched, typed),
+        known=planner.known(kind, watched, typed, own, vars(encoder if model is None else model)),
         order=list(layers._modules),
         layers=layers._modules,
         weights=weights,

@@ -17,10 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import GELUActivation
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastplm import _extension
 from fastplm._extension import unchanged
 from fastplm._registry import needs_dispatch
+from fastplm.hf import NAME
 from fastplm.models._base import DROP_INS, GELUTanh, NewGELUActivation
 from fastplm.nn import LinearInt8
 
@@ -28,14 +30,41 @@ from fastplm.nn import LinearInt8
 BUILT = _extension.unchanged is not None
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 #: What an instance may have in the place of its class: a plan of one that has it is refused.
-METHODS = ("forward", "feed_forward_chunk", "_compiled_call_impl")
+METHODS = ("forward", "feed_forward_chunk", "_call_impl", "_compiled_call_impl")
+
+
 #: The functions that the modules call, which a profiler may replace.
-_FUNCTIONS = (F.linear, F.gelu, F.layer_norm, F.embedding)
+def _functions() -> tuple[Callable, ...]:
+    return (
+        *(F.linear, F.gelu, F.relu, F.layer_norm, F.embedding, F.scaled_dot_product_attention),
+        *(nn.Module.__call__, ALL_ATTENTION_FUNCTIONS[NAME]),
+    )
+
+
+_FUNCTIONS = _functions()
 _has_global_hook = torch.nn.modules.module._has_any_global_hook
 _len_function_modes = torch._C._len_torch_function_stack
 #: The attribute of a module with its plan.
-_KEY = "_fastplm_call"
+KEY = "_fastplm_call"
+#: What a class has that runs its modules.
+_RUNS = ("forward", "__call__", "_call_impl")
+_runs_of = operator.attrgetter(*_RUNS)
 _forward_of = operator.attrgetter("forward")
+
+
+def _bases_of(kind: type) -> list[type]:
+    """The class and its bases that have a forward of their own, which may call one another."""
+    return [base for base in kind.__mro__ if "forward" in vars(base) and base is not nn.Module]
+
+
+def _is_known(function: Any) -> bool:
+    """Whether it and all that it wraps was written in one of these packages."""
+    while function is not None:
+        written = getattr(function, "__globals__", {}).get("__name__", "").split(".")[0]
+        if written not in ("fastplm", "torch", "transformers"):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
 
 
 class Known(NamedTuple):
@@ -52,15 +81,25 @@ class Known(NamedTuple):
     sizes: tuple[int, ...]
     typed: tuple[Any, ...]  # modules and parameters, and their classes
     classes: tuple[type, ...]
-    kinds: tuple[type, ...]  # the classes of modules, and their forwards
+    kinds: tuple[type, ...]  # the classes of modules, and how they run ...
+    runs: tuple[tuple[Callable, ...], ...]
+    bases: tuple[type, ...]  # ... and all classes with a forward behind them
     forwards: tuple[Callable, ...]
+    own: tuple[tuple[tuple[str, ...], tuple[Any, ...]], ...]  # entries of the ``homes``
 
-    def holds(self) -> bool:
+    def holds(self, *homes: dict) -> bool:
+        """Whether all is as it was, also in the attributes of those that hold the plan. These are
+        given, as a plan that had them would keep its own holder alive."""
         return (
-            unchanged.entries(self.dicts, self.keys, self.values)
+            all(
+                unchanged.entries((home,) * len(keys), keys, values)
+                for home, (keys, values) in zip(homes, self.own, strict=True)
+            )
+            and unchanged.entries(self.dicts, self.keys, self.values)
             and unchanged.attributes(self.modules, self.names, self.attributes)
             and unchanged.types(self.typed, self.classes)
-            and all(map(operator.is_, map(_forward_of, self.kinds), self.forwards))
+            and all(map(operator.eq, map(_runs_of, self.kinds), self.runs))
+            and all(map(operator.is_, map(_forward_of, self.bases), self.forwards))
             and not any(self.hooks)
             and tuple(map(len, self.recording)) == self.sizes
         )
@@ -71,6 +110,7 @@ class Kept:
 
     def __init__(self, owner: nn.Module | None = None) -> None:
         self.plan: Any = None
+        self.waits = 0  # how many calls there should be before a plan is made again
         self.owner = None if owner is None else weakref.ref(owner)
 
     def is_of(self, owner: nn.Module) -> bool:
@@ -86,16 +126,16 @@ class Kept:
 
 def kept_by(owner: nn.Module) -> Kept:
     """What holds the plan of a module."""
-    kept = owner.__dict__.get(_KEY)
+    kept = owner.__dict__.get(KEY)
     if kept is None or not kept.is_of(owner):
-        kept = owner.__dict__[_KEY] = Kept(owner)
+        kept = owner.__dict__[KEY] = Kept(owner)
     return kept
 
 
 def forget(*modules: nn.Module) -> None:
     """Forget what is known of modules."""
     for module in modules:
-        module.__dict__.pop(_KEY, None)
+        module.__dict__.pop(KEY, None)
 
 
 class Unlike(Exception):
@@ -135,9 +175,8 @@ class Planner:
         self.need(not any(name in vars(module) for name in METHODS), "method")
         self.need(getattr(kind.forward, "__name__", "") == "forward", "forward")
         self.need(kind.__call__ is nn.Module.__call__, "__call__")
-        # Where it was written: a wrapper has the name of what it wraps.
-        written = getattr(kind.forward, "__globals__", {}).get("__name__", "").split(".")[0]
-        self.need(written in ("fastplm", "torch", "transformers"), "forward")
+        for base in _bases_of(kind):
+            self.need(_is_known(vars(base)["forward"]), "forward")
         self.without_hooks(module)
         self.modules.append(module)
         return module
@@ -180,15 +219,22 @@ class Planner:
             self.need(isinstance(act.act, functools.partial), "act")
         return type(act) is not GELUActivation
 
-    def known(self, kind: type, watched: list[Any], typed: tuple[Any, ...]) -> Known:
+    def known(self, kind: type, watched: list[Any], typed: tuple[Any, ...], *homes: dict) -> Known:
         """What was collected, of a module of class ``kind``.
 
         Args:
             watched: what must keep its attributes.
             typed: what must keep its class.
+            homes: the attributes of those that hold the plan.
         """
-        dicts, keys, values = zip(*self.facts, strict=True)
+        others = [fact for fact in self.facts if not any(fact[0] is home for home in homes)]
+        dicts, keys, values = zip(*others, strict=True)
+        own = []
+        for home in homes:
+            entries = [(key, value) for held, key, value in self.facts if held is home]
+            own.append((tuple(key for key, _ in entries), tuple(value for _, value in entries)))
         kinds = tuple({kind, *map(type, self.modules)})
+        bases = tuple({base for each in kinds for base in _bases_of(each)})
         attributes = list(map(vars, watched))
         shared: dict[tuple[int, ...], tuple[str, ...]] = {}  # one tuple for all of the same names
         return Known(
@@ -206,7 +252,10 @@ class Planner:
             typed=typed,
             classes=tuple(map(type, typed)),
             kinds=kinds,
-            forwards=tuple(map(_forward_of, kinds)),
+            runs=tuple(map(_runs_of, kinds)),
+            bases=bases,
+            forwards=tuple(map(_forward_of, bases)),
+            own=tuple(own),
         )
 
 
@@ -217,5 +266,5 @@ def is_intercepted(given: tuple[Tensor, ...]) -> bool:
         or torch.is_autocast_enabled("cpu")
         or _has_global_hook()
         or _len_function_modes() > 0
-        or (F.linear, F.gelu, F.layer_norm, F.embedding) != _FUNCTIONS
+        or _functions() != _FUNCTIONS
     )

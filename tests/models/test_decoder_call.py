@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
+import weakref
 
 import pytest
 import torch
@@ -11,10 +13,14 @@ import transformers
 from torch import nn
 from torch.nn.utils import parametrize
 from transformers.cache_utils import DynamicCache, DynamicLayer, StaticCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gpt2 import modeling_gpt2
+from transformers.models.t5 import modeling_t5
 
 import fastplm
 from fastplm import models
-from fastplm._backends import record_notes
+from fastplm._backends import record_decisions, record_notes
+from fastplm.hf import NAME
 from fastplm.models import _decoder_call
 from fastplm.testing import (
     FORWARD_FACTOR,
@@ -236,6 +242,20 @@ def test_nan_stays_in_its_sequence(family, calls):
     assert logits[0].isnan().all() and logits[1].isfinite()[:, 3:].all() and all(calls) and calls
 
 
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+def test_nan_in_a_score_is_in_the_result(family, calls):
+    model, parent = made(family)
+    given, token = prompt((0, 0)), torch.tensor([[3], [5]])
+    with torch.no_grad():
+        for each in (model, parent):
+            cache = each(**given, use_cache=True, **_first(each)).past_key_values
+            getattr(cache, "self_attention_cache", cache).layers[1].keys[0, 0, 0, 0] = float("nan")
+            mask = torch.ones(2, 8, dtype=torch.long)
+            logits = step(each, given, token, cache, mask).logits
+            assert logits[0].isnan().any() and logits[1].isfinite().all()
+    assert calls == [True] * 3
+
+
 def _first(model):
     """The first token of a decoder."""
     if not model.config.is_encoder_decoder:
@@ -380,6 +400,20 @@ def _sampling(layer):
     dropout.train()
 
 
+def _property(layer):
+    """A subclass that finds its norm in another way."""
+
+    class Own(type(layer)):
+        ln_2 = property(lambda self: self._modules["other"])
+
+    if hasattr(layer, "ln_2"):
+        layer.other = copy.deepcopy(layer.ln_2)
+        layer.other.weight.data *= 2
+        layer.__class__ = Own
+    else:
+        _eps(layer)
+
+
 def _more_parts(layer):
     """A T5's layer ends with the last of its parts."""
     if hasattr(layer, "layer"):
@@ -402,7 +436,7 @@ CHANGES = {
     _hook: False,
     _pre_hook: False,
     _forward: False,
-    _own_class: True,
+    _own_class: False,
     _scaling: None,
     _activation: False,
     _eps: False,
@@ -411,6 +445,7 @@ CHANGES = {
     _adapter: False,
     _sampling: False,
     _more_parts: False,
+    _property: False,
 }
 
 
@@ -442,6 +477,59 @@ def test_what_hides_a_weight_is_read(family, calls):
         calls.clear()
         after = steps(model, prompt())[0]
     assert len(calls) == 6 and (after - before).abs().mean() > 0.01 * before.abs().mean()
+
+
+PATCHED = {
+    "gpt2": (modeling_gpt2.GPT2Attention, modeling_gpt2.GPT2Block, modeling_gpt2.GPT2MLP),
+    "t5": (modeling_t5.T5Attention, modeling_t5.T5DenseActDense, modeling_t5.T5LayerNorm),
+}
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("decorate", [functools.wraps, lambda original: torch.no_grad()])
+@pytest.mark.parametrize(
+    "family, kind", [(family, kind) for family, kinds in PATCHED.items() for kind in kinds]
+)
+def test_a_patched_class_of_transformers_runs(family, kind, decorate, before, calls, monkeypatch):
+    model, _ = made(family)
+    with torch.no_grad():
+        if not before:
+            steps(model, prompt())
+            calls.clear()
+        original, ran = kind.forward, []
+
+        @decorate(original)
+        def forward(self, *args, **kwargs):
+            ran.append(self)
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(kind, "forward", forward)
+        steps(model, prompt())
+    assert not calls and len(ran) >= 9
+
+
+def test_a_model_is_not_kept_alive():
+    model, _ = made()
+    with torch.no_grad():
+        steps(model, prompt())
+    alive = [weakref.ref(layer) for layer in layers_of(model)]
+    gc.disable()
+    try:
+        del model
+        assert not any(each() for each in alive)
+    finally:
+        gc.enable()
+
+
+def test_a_layer_without_a_plan_is_not_looked_at_for_each_token(calls, monkeypatch):
+    model, _ = made(activation_function="relu")
+    looked, original = [], _decoder_call._of_gpt2
+    monkeypatch.setattr(
+        _decoder_call, "_of_gpt2", lambda block: looked.append(block) or original(block)
+    )
+    with torch.no_grad():
+        steps(model, prompt(), count=10)
+    assert not calls and len(looked) == 3
 
 
 def test_copies_have_plans_of_their_own(calls):
@@ -493,8 +581,44 @@ def _global_hook(run):
         handle.remove()
 
 
+def _other_attention(run):
+    original = ALL_ATTENTION_FUNCTIONS[NAME]
+    ALL_ATTENTION_FUNCTIONS.register(NAME, lambda *args, **kwargs: original(*args, **kwargs))
+    try:
+        return run()
+    finally:
+        ALL_ATTENTION_FUNCTIONS.register(NAME, original)
+
+
+def _traced_modules(run):
+    original = nn.Module.__call__
+    nn.Module.__call__ = lambda self, *args, **kwargs: original(self, *args, **kwargs)
+    try:
+        return run()
+    finally:
+        nn.Module.__call__ = original
+
+
+def _decisions(run):
+    with record_decisions():
+        return run()
+
+
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
-@pytest.mark.parametrize("way", [_grad, _eager, _stock, _autocast, _notes, _global_hook])
+@pytest.mark.parametrize(
+    "way",
+    [
+        _grad,
+        _eager,
+        _stock,
+        _autocast,
+        _notes,
+        _global_hook,
+        _other_attention,
+        _traced_modules,
+        _decisions,
+    ],
+)
 def test_the_modules_run_themselves(way, family, calls):
     model, _ = made(family)
     with torch.no_grad():
@@ -600,15 +724,17 @@ def test_the_operator_refuses_what_does_not_fit(family):
             None if bias is None else torch.randn(bias),
             [torch.randn(each) for each in states],
             None,
-            *(other.get("size", head), plan.eps, plan.scale, plan.activation, plan.gpt2),
+            *(other.get("size", head), plan.eps, plan.scale),
+            *(other.get("act", plan.activation), plan.gpt2),
         )
 
     assert [tuple(each.shape) for each in run()] == [(2, 1, 48), *[(2, 4, 6, head)] * 2]
-    assert run(mask=(1, 1, 1, 6)) and run(mask=(2, 1, 1, 0)) and run(bias=(1, 4, 1, 6))
+    assert run(mask=(2, 1, 1, 6)) and run(mask=(1, 1, 1, 0)) and run(bias=(1, 4, 1, 6))
     wrong = (
         dict(x=(2, 2, 48)), dict(x=(2, 48)), dict(x=(0, 1, 48)), dict(x=(2, 1, 47)),
         dict(keys=(3, 4, 5, head)), dict(keys=(2, 3, 5, head)), dict(keys=(2, 4, 0, head)),
         dict(keys=(2, 4, head)), dict(values=(2, 4, 6, head)), dict(values=(2, 4, 5, head + 1)),
+        dict(mask=(1, 1, 1, 6)), dict(act=-1), dict(act=3),
         dict(mask=(2, 1, 1, 5)), dict(mask=(3, 1, 1, 6)), dict(mask=(2, 6)), dict(size=0),
         dict(mask=(2, 4, 1, 6)), dict(bias=(2, 4, 1, 6)), dict(bias=(1, 4, 1, 5)),
         dict(bias=(4, 6)), dict(size=-head), dict(size=head + 1), dict(weights=plan.weights[:-1]),
