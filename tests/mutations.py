@@ -930,16 +930,15 @@ MUTATIONS = (
             ("if rows.key_mask is not None:", "if False:", "run_themselves"),
             ("forget(encoder, model)  # whose", "pass  # whose", "replaced_are_not_kept"),
             ("type(encoder) is self.kind", "True", "change_is_seen"),
-            ("vars(encoder) is self.homes[0]", "True", "change_is_seen"),
             ("[*planner.modules, layers]", "[*planner.modules]", "change_is_seen"),
         )
     ),
     *(
         Mutation(PLAN, old, new, f"{CALLED} {cases}")
         for old, new, cases in (
+            ("unchanged.entries((home,) * len(keys), keys, values)", "True", "change_is_seen"),
             ("and not any(self.hooks)", "", "change_is_seen"),
-            (" or not kept.is_of(owner)", "", "shallow_copy"),
-            ('written in ("fastplm", "torch", "transformers")', "True", "patched_runs"),
+            ('written not in ("fastplm", "torch", "transformers")', "False", "patched_runs"),
             (
                 "unchanged.attributes(self.modules, self.names, self.attributes)",
                 "True",
@@ -952,6 +951,16 @@ MUTATIONS = (
             ("name not in vars(parent), name", "True, name", "found_first"),
             ("kind.__call__ is nn.Module.__call__", "True", "around_the_layers"),
             ("tuple(map(id, each)), tuple(each)", "tuple(each), tuple(each)", "at_each_call"),
+        )
+    ),
+    *(
+        Mutation(PLAN, old, new, f"{STEPPED} {cases}")
+        for old, new, cases in (
+            ("map(_forward_of, self.bases), self.forwards", "(), ()", "patched_class"),
+            ('self.need(_is_known(vars(base)["forward"]), "forward")', "pass", "patched_class"),
+            ('getattr(function, "__wrapped__", None)', "None", "patched_class"),
+            ("map(_runs_of, self.kinds), self.runs", "(), ()", "another_way"),
+            ("if not any(fact[0] is home for home in homes)", "", "kept_alive"),
         )
     ),
     *(

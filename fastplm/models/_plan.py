@@ -175,6 +175,7 @@ class Planner:
         self.need(not any(name in vars(module) for name in METHODS), "method")
         self.need(getattr(kind.forward, "__name__", "") == "forward", "forward")
         self.need(kind.__call__ is nn.Module.__call__, "__call__")
+        self.need(kind._call_impl is nn.Module._call_impl, "_call_impl")
         for base in _bases_of(kind):
             self.need(_is_known(vars(base)["forward"]), "forward")
         self.without_hooks(module)

@@ -508,11 +508,29 @@ def test_a_patched_class_of_transformers_runs(family, kind, decorate, before, ca
     assert not calls and len(ran) >= 9
 
 
+@pytest.mark.parametrize("name", ["__call__", "_call_impl"])
+def test_a_class_that_runs_its_modules_in_another_way_does_so(name, calls, monkeypatch):
+    model, _ = made()
+    kind, ran = modeling_gpt2.GPT2MLP, []
+    original = getattr(kind, name)
+
+    def noted(self, *args, **kwargs):
+        ran.append(self)
+        return original(self, *args, **kwargs)
+
+    with torch.no_grad():
+        steps(model, prompt())
+        calls.clear()
+        monkeypatch.setattr(kind, name, noted, raising=False)
+        steps(model, prompt())
+    assert not calls and len(ran) == 12
+
+
 def test_a_model_is_not_kept_alive():
     model, _ = made()
     with torch.no_grad():
         steps(model, prompt())
-    alive = [weakref.ref(layer) for layer in layers_of(model)]
+    alive = [weakref.ref(weight) for weight in layers_of(model).parameters()]
     gc.disable()
     try:
         del model
