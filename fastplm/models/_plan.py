@@ -33,8 +33,8 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 METHODS = ("forward", "feed_forward_chunk", "_call_impl", "_compiled_call_impl")
 
 
-#: The functions that the modules call, which a profiler may replace.
 def _functions() -> tuple[Callable, ...]:
+    """What runs modules and what they call, which a profiler may replace."""
     return (
         *(F.linear, F.gelu, F.relu, F.layer_norm, F.embedding, F.scaled_dot_product_attention),
         *(nn.Module.__call__, ALL_ATTENTION_FUNCTIONS[NAME]),
