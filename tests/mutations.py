@@ -949,7 +949,7 @@ MUTATIONS = (
             ("        or _has_global_hook()\n", "", "run_themselves"),
             ("and key not in vars(module)", "", "found_first"),
             ("name not in vars(parent), name", "True, name", "found_first"),
-            ("kind.__call__ is nn.Module.__call__", "True", "around_the_layers"),
+            ("_is_known(kind.__call__)", "True", "around_the_layers"),
             ("tuple(map(id, each)), tuple(each)", "tuple(each), tuple(each)", "at_each_call"),
         )
     ),
