@@ -359,7 +359,8 @@ std::vector<Tensor> decoder_layer(const Tensor& x, const std::vector<Tensor>& we
 
   layer.norm.run(batch, width, epsilon, floats(x), normed);
   if (layer.key) {
-    apply<3>(batch, normed, width, {&layer.query, &*layer.key, &*layer.value}, {qkv, qkv + inner, qkv + 2 * inner}, 3 * inner);
+    apply<3>(batch, normed, width, {&layer.query, &*layer.key, &*layer.value}, {qkv, qkv + inner, qkv + 2 * inner},
+             3 * inner);
   } else {
     apply<1>(batch, normed, width, {&layer.query}, {qkv}, 3 * inner);
   }

@@ -213,14 +213,17 @@ def _plan_of(block: nn.Module, made: Any, rows: int) -> _Plan | None:
     if kept.waits > 0:
         kept.waits -= 1
         return None
-    if kept.plan is not None and not _is_faster(kept.plan, rows):
+    if kept.plan is not None:
+        if not _is_faster(kept.plan, rows):
+            return None
+        if kept.plan.holds(block):
+            return kept.plan
+    try:
+        kept.plan = made(block)
+    except (Unlike, AttributeError, KeyError, IndexError, TypeError, ValueError):
+        kept.plan, kept.waits = None, _WAITS
         return None
-    if kept.plan is None or not kept.plan.holds(block):
-        try:
-            kept.plan = made(block)
-        except (Unlike, AttributeError, KeyError, IndexError, TypeError, ValueError):
-            kept.plan, kept.waits = None, _WAITS
-    return kept.plan if kept.plan is not None and _is_faster(kept.plan, rows) else None
+    return kept.plan if _is_faster(kept.plan, rows) else None
 
 
 def _may_call(block: nn.Module, hidden: Any, mask: Any) -> bool:

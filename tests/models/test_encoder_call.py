@@ -23,6 +23,7 @@ from torch.nn.utils import parametrize, prune
 from torch.utils import _pytree as pytree
 from transformers import modeling_outputs
 from transformers.activations import GELUActivation
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.bert import modeling_bert
 
 import fastplm
@@ -1335,6 +1336,7 @@ def test_a_shallow_copy_has_a_plan_of_its_own(part, whole):
 
 
 PATCHED = (
+    modeling_bert.BertSelfAttention,  # which a drop-in class calls
     modeling_bert.BertEmbeddings,
     modeling_bert.BertPooler,
     nn.Tanh,
@@ -1349,7 +1351,8 @@ def test_the_forward_of_a_class_that_was_patched_runs(kind, wraps, whole, monkey
     original, given = kind.forward, batch([5, 9])
 
     def forward(self, *args, **kwargs):
-        return original(self, *args, **kwargs) * 2
+        out = original(self, *args, **kwargs)
+        return (out[0] * 2, *out[1:]) if isinstance(out, tuple) else out * 2
 
     for early in (True, False):
         model, _ = made()
@@ -1362,6 +1365,35 @@ def test_the_forward_of_a_class_that_was_patched_runs(kind, wraps, whole, monkey
             out = tokens(model(**given), given)
             hold("out", out, parent_of(model), lambda each: tokens(each(**given), given))
     assert whole == [False, True, False]
+
+
+def test_a_model_is_not_kept_alive(whole):
+    model, _ = made()
+    with torch.no_grad():
+        model(**batch([5, 9]))
+    alive = [weakref.ref(weight) for weight in model.parameters()]
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert whole == [True] and not any(each() for each in alive)
+    finally:
+        gc.enable()
+
+
+def test_layers_that_checkpoint_in_their_call_are_known(whole, monkeypatch):
+    """As in Transformers 5.17."""
+    of_transformers = {"__name__": "transformers.modeling_layers", "nn": nn}
+    exec(
+        "def __call__(self, *args, **kwargs): return nn.Module.__call__(self, *args, **kwargs)",
+        of_transformers,
+    )
+    call = of_transformers["__call__"]
+    monkeypatch.setattr(GradientCheckpointingLayer, "__call__", call)
+    model, _ = made()
+    with torch.no_grad():
+        model(**batch([5, 9]))
+    assert whole == [True]
 
 
 @pytest.mark.parametrize("name", ["position_ids", "token_type_ids"])
