@@ -39,78 +39,17 @@ constexpr float kHidden = -std::numeric_limits<float>::infinity();  // the score
 
 // --- the parts of a layer -------------------------------------------------------------------------
 
-// It says whose layer it is, and how its weights are kept.
-struct Form {
-  explicit Form(int64_t bits) : gpt2((bits & 1) != 0), int8((bits & 2) != 0) {}
-  // Whether a layer can have so many tensors: GPT-2 has two norms and four products, T5 three and eight or, with a
-  // gate, nine.
-  bool has(size_t tensors) const {
-    const size_t each = 1 + (int8 ? 1 : 0);
-    if (gpt2) return tensors == 4 + 4 * (each + 1);
-    return tensors == 3 + 8 * each || has_gate(tensors);
-  }
-  bool has_gate(size_t tensors) const { return !gpt2 && tensors == 3 + 9 * (1 + (int8 ? 1 : 0)); }
-
-  bool gpt2, int8;
-};
-
-// The weight [E] and bias [E] of a layer norm, or the weight of T5's.
-struct Norm {
-  Norm(const Tensor*& next, const Form& form) : weight(*next++), bias(form.gpt2 ? next++ : nullptr) {}
-  bool fits(int64_t width) const { return is_row(weight, width) && (bias == nullptr || is_row(*bias, width)); }
-  // out [rows, width] = norm(in)
-  void run(int64_t rows, int64_t width, float eps, const float* in, float* out) const {
-    for (int64_t row = 0; row < rows; ++row, in += width, out += width) {
-      if (bias != nullptr) {
-        norm_row(width, eps, floats(weight), floats(*bias), in, out);
-        continue;
-      }
-      const float* scales = floats(weight);
-      const float scale = 1.0f / std::sqrt(variance_of(width, in, 0.0f) + eps);
-      for (int64_t i = 0; i < width; ++i) out[i] = in[i] * scale * scales[i];
+// out [rows, width] = norm(in): layer norm, or T5's, which has no bias.
+void norm(int64_t rows, int64_t width, float eps, const Pair& pair, const float* in, float* out) {
+  const float* weight = floats(pair.weight);
+  for (int64_t row = 0; row < rows; ++row, in += width, out += width) {
+    if (pair.bias != nullptr) {
+      norm_row(width, eps, weight, floats(*pair.bias), in, out);
+      continue;
     }
+    const float scale = 1.0f / std::sqrt(variance_of(width, in, 0.0f) + eps);
+    for (int64_t i = 0; i < width; ++i) out[i] = in[i] * scale * weight[i];
   }
-
-  const Tensor& weight;
-  const Tensor* bias;
-};
-
-// A Conv1D's weight [K, N] and bias [N], or a linear layer's weight [N, K]; or either in 8 bits, with its scale [N].
-struct Product {
-  Product(const Tensor*& next, const Form& form)
-      : weight(*next++), scale(form.int8 ? next++ : nullptr), bias(form.gpt2 ? next++ : nullptr) {}
-  int64_t outputs() const {
-    if (scale != nullptr) return scale->dim() == 1 ? scale->size(0) : 0;
-    return weight.dim() == 2 ? weight.size(bias == nullptr ? 0 : 1) : 0;
-  }
-  bool fits(int64_t inputs, int64_t wanted) const {
-    if (outputs() != wanted || wanted < 1 || (bias != nullptr && !is_row(*bias, wanted))) return false;
-    if (scale != nullptr) return is_packed(weight, wanted, inputs) && is_row(*scale, wanted);
-    return is_here(weight) && weight.is_contiguous() && weight.numel() == inputs * wanted;
-  }
-  Operand operand() const { return bias == nullptr ? Operand(weight).transposed() : Operand(weight); }
-
-  const Tensor& weight;
-  const Tensor *scale, *bias;
-};
-
-// out [rows, N] = finish(in [rows, K] weight + bias) for each of kCount weights of one shape; rows of the results
-// lie `stride` apart.
-template <size_t kCount, typename Finish = Nothing>
-void apply(int64_t rows, const float* in, int64_t inputs, const std::array<const Product*, kCount>& products,
-           const std::array<float*, kCount>& out, int64_t stride, const Finish& finish = {}) {
-  const auto bias_of = [&](size_t i) { return products[i]->bias ? floats(*products[i]->bias) : nullptr; };
-  if (products[0]->scale != nullptr) {
-    std::array<Int8Factor<float>, kCount> factors;
-    for (size_t i = 0; i < kCount; ++i) {
-      const auto* weight = static_cast<const uint8_t*>(products[i]->weight.const_data_ptr());
-      factors[i] = {weight, floats(*products[i]->scale), bias_of(i), out[i]};
-    }
-    return multiply_int8<float>(in, rows, inputs, factors.data(), kCount, products[0]->outputs(), stride, finish);
-  }
-  std::array<Factor<float>, kCount> factors;
-  for (size_t i = 0; i < kCount; ++i) factors[i] = {floats(products[i]->weight), bias_of(i), out[i]};
-  multiply<float>({in, rows, inputs, inputs, 1}, products[0]->operand(), factors.data(), kCount, stride, finish);
 }
 
 struct Relu {
@@ -123,41 +62,44 @@ enum Activation : int64_t { kRelu, kGelu, kGeluTanh };
 
 // The tensors of a layer, in the order of the operator's argument.
 struct Layer {
-  Layer(const Tensor* next, size_t count, const Form& form) : norm(next, form), query(next, form) {
-    if (!form.gpt2) {
-      key.emplace(next, form);
-      value.emplace(next, form);
+  // GPT-2 has two norms and four products, T5 three norms and eight products or, with a gate, nine. A product has a
+  // scale in 8 bits, and only GPT-2 has biases.
+  static size_t tensors(bool gpt2, bool int8, bool gated) {
+    const size_t each = 1 + (int8 ? 1 : 0) + (gpt2 ? 1 : 0);
+    return gpt2 ? 4 + 4 * each : 3 + (gated ? 9 : 8) * each;
+  }
+  Layer(const Tensor* next, bool gpt2, bool int8, bool gated) : norm(next, false, gpt2), query(next, int8, gpt2, gpt2) {
+    const auto product = [&](std::optional<Pair>& pair) { pair.emplace(next, int8, gpt2, gpt2); };
+    if (!gpt2) {
+      product(key);
+      product(value);
     }
-    out.emplace(next, form);
-    if (!form.gpt2) {
-      cross_norm.emplace(next, form);
-      cross_query.emplace(next, form);
-      cross_out.emplace(next, form);
+    product(out);
+    if (!gpt2) {
+      cross_norm.emplace(next, false, false);
+      product(cross_query);
+      product(cross_out);
     }
-    inner_norm.emplace(next, form);
-    up.emplace(next, form);
-    if (form.has_gate(count)) gate.emplace(next, form);
-    down.emplace(next, form);
+    inner_norm.emplace(next, false, gpt2);
+    product(up);
+    if (gated) product(gate);
+    product(down);
   }
   // width E, inner H D
   bool fits(int64_t width, int64_t inner) const {
-    if (!norm.fits(width) || !out->fits(inner, width) || !inner_norm->fits(width)) return false;
-    if (!query.fits(width, key ? inner : 3 * inner)) return false;
-    if (key && !(key->fits(width, inner) && value->fits(width, inner) && cross_norm->fits(width) &&
-                 cross_query->fits(width, inner) && cross_out->fits(inner, width))) {
+    if (!norm.is_norm(width) || !out->is_linear(width, inner) || !inner_norm->is_norm(width)) return false;
+    if (!query.is_linear(key ? inner : 3 * inner, width)) return false;
+    if (key && !(key->is_linear(inner, width) && key->is_laid_out_as(query) && value->is_linear(inner, width) &&
+                 value->is_laid_out_as(query) && cross_norm->is_norm(width) &&
+                 cross_query->is_linear(inner, width) && cross_out->is_linear(width, inner))) {
       return false;
     }
     const int64_t wide = up->outputs();
-    return up->fits(width, wide) && (!gate || gate->fits(width, wide)) && down->fits(wide, width);
+    return up->is_linear(wide, width) && (!gate || gate->is_linear(wide, width)) && down->is_linear(width, wide);
   }
 
-  Norm norm;
-  Product query;  // of GPT-2: query, key and value side by side
-  std::optional<Product> key, value, out;
-  std::optional<Norm> cross_norm;
-  std::optional<Product> cross_query, cross_out;
-  std::optional<Norm> inner_norm;
-  std::optional<Product> up, gate, down;
+  Pair norm, query;  // of GPT-2: query, key and value side by side
+  std::optional<Pair> key, value, out, cross_norm, cross_query, cross_out, inner_norm, up, gate, down;
 };
 
 // --- attention of one query -----------------------------------------------------------------------
@@ -272,16 +214,16 @@ struct Step {
       memory.reserve(round_up(keys_seen, kWidth));
       float* weights = memory.next(round_up(keys_seen, kWidth));
       for (int64_t i = first; i < last; ++i) {
-        const int64_t sample = i / heads, head = i % heads, at = sample * query_row + head * dim;
+        const int64_t sample = i / heads, head = i % heads, offset = sample * query_row + head * dim;
         const int64_t copied = i * keys_seen * dim;
         const auto rows_of = [&](const Cached& cached, const float* fresh, float* copy) {
           return [=, &cached](int64_t t) {
-            return row_at(cached, sample, head, t, dim, fresh == nullptr ? nullptr : fresh + at,
+            return row_at(cached, sample, head, t, dim, fresh == nullptr ? nullptr : fresh + offset,
                           copy == nullptr ? nullptr : copy + copied);
           };
         };
         const auto key_at = rows_of(keys, key, new_keys), value_at = rows_of(values, value, new_values);
-        for (int64_t t = 0; t < keys_seen; ++t) weights[t] = scale * dot(dim, query + at, key_at(t));
+        for (int64_t t = 0; t < keys_seen; ++t) weights[t] = scale * dot(dim, query + offset, key_at(t));
         scores.add(sample, head, keys_seen, weights);
         float* to = out + i * dim;
         std::fill(to, to + dim, 0.0f);
@@ -300,18 +242,18 @@ struct Step {
 void feed_forward(const Layer& layer, int64_t activation, int64_t rows, const float* normed, const float* residual,
                   int64_t width, float* mid, float* out) {
   const int64_t wide = layer.up->outputs();
-  const Product *up = &*layer.up, *down = &*layer.down;
+  const Pair *up = &*layer.up, *down = &*layer.down;
   if (activation == kRelu) {
-    apply<1>(rows, normed, width, {up}, {mid}, wide, Relu{});
+    dense<1>(rows, normed, width, {up}, {mid}, wide, Relu{});
   } else {
-    apply<1>(rows, normed, width, {up}, {mid}, wide, Gelu{activation == kGeluTanh});
+    dense<1>(rows, normed, width, {up}, {mid}, wide, Gelu{activation == kGeluTanh});
   }
   if (layer.gate) {
     float* factor = mid + rows * wide;
-    apply<1>(rows, normed, width, {&*layer.gate}, {factor}, wide);
+    dense<1>(rows, normed, width, {&*layer.gate}, {factor}, wide);
     for (int64_t i = 0; i < rows * wide; ++i) mid[i] *= factor[i];
   }
-  apply<1>(rows, mid, wide, {down}, {out}, width, AddResidual{residual, width});
+  dense<1>(rows, mid, wide, {down}, {out}, width, AddResidual{residual, width});
 }
 
 // x [B, 1, E], the next token's state of each sequence -> [its state after the layer, keys and values [B, H, T + 1, D]
@@ -323,15 +265,16 @@ std::vector<Tensor> decoder_layer(const Tensor& x, const std::vector<Tensor>& we
                                   const Tensor& values, const std::optional<Tensor>& mask,
                                   const std::optional<Tensor>& bias, const std::vector<Tensor>& states,
                                   const std::optional<Tensor>& states_mask, int64_t head_size, double eps,
-                                  double scale, int64_t activation, int64_t bits) {
-  const Form form(bits);
+                                  double scale, int64_t activation, bool gpt2, bool int8) {
+  const size_t count = weights.size();
+  const bool gated = !gpt2 && count == Layer::tensors(gpt2, int8, true);
   if (x.dim() != 3 || x.size(1) != 1 || x.numel() == 0 || !is_here(x) || !x.is_contiguous() ||
-      !form.has(weights.size()) || head_size < 1 || activation < kRelu ||
+      !(gated || count == Layer::tensors(gpt2, int8, false)) || head_size < 1 || activation < kRelu ||
       activation > kGeluTanh || keys.dim() != 4 || keys.size(2) != values.size(2) ||
-      states.size() != (form.gpt2 ? 0 : 2)) {
+      states.size() != (gpt2 ? 0 : 2)) {
     return {};
   }
-  const Layer layer(weights.data(), weights.size(), form);
+  const Layer layer(weights.data(), gpt2, int8, gated);
   const int64_t batch = x.size(0), width = x.size(2), heads = keys.size(1), inner = heads * head_size;
   const Scores own(mask, bias), cross(states_mask, std::nullopt);
   if (!layer.fits(width, inner) || !Cached::fits(keys, batch, heads, head_size) ||
@@ -357,23 +300,23 @@ std::vector<Tensor> decoder_layer(const Tensor& x, const std::vector<Tensor>& we
   // A product's result and the residual that is added to it are never in one place.
   float *after_own = layer.cross_norm ? to(0) : other, *last = other;
 
-  layer.norm.run(batch, width, epsilon, floats(x), normed);
+  norm(batch, width, epsilon, layer.norm, floats(x), normed);
   if (layer.key) {
-    apply<3>(batch, normed, width, {&layer.query, &*layer.key, &*layer.value}, {qkv, qkv + inner, qkv + 2 * inner},
+    dense<3>(batch, normed, width, {&layer.query, &*layer.key, &*layer.value}, {qkv, qkv + inner, qkv + 2 * inner},
              3 * inner);
   } else {
-    apply<1>(batch, normed, width, {&layer.query}, {qkv}, 3 * inner);
+    dense<1>(batch, normed, width, {&layer.query}, {qkv}, 3 * inner);
   }
   Step{qkv, 3 * inner, Cached(keys), Cached(values), own, to(1), to(2), qkv + inner, qkv + 2 * inner}.run(
       batch, heads, head_size, factor, context);
-  apply<1>(batch, context, inner, {&*layer.out}, {after_own}, width, AddResidual{floats(x), width});
+  dense<1>(batch, context, inner, {&*layer.out}, {after_own}, width, AddResidual{floats(x), width});
   if (layer.cross_norm) {
-    layer.cross_norm->run(batch, width, epsilon, after_own, normed);
-    apply<1>(batch, normed, width, {&*layer.cross_query}, {qkv}, inner);
+    norm(batch, width, epsilon, *layer.cross_norm, after_own, normed);
+    dense<1>(batch, normed, width, {&*layer.cross_query}, {qkv}, inner);
     Step{qkv, inner, Cached(states[0]), Cached(states[1]), cross}.run(batch, heads, head_size, factor, context);
-    apply<1>(batch, context, inner, {&*layer.cross_out}, {last}, width, AddResidual{after_own, width});
+    dense<1>(batch, context, inner, {&*layer.cross_out}, {last}, width, AddResidual{after_own, width});
   }
-  layer.inner_norm->run(batch, width, epsilon, last, normed);
+  norm(batch, width, epsilon, *layer.inner_norm, last, normed);
   feed_forward(layer, activation, batch, normed, last, width, mid, to(0));
   return results;
 }
@@ -384,4 +327,4 @@ std::vector<Tensor> decoder_layer(const Tensor& x, const std::vector<Tensor>& we
 FASTPLM_OPERATOR(decoder_layer,
                  "(Tensor x, Tensor[] weights, Tensor keys, Tensor values, Tensor? mask, Tensor? bias, "
                  "Tensor[] states, Tensor? states_mask, int head_size, float eps, float scale, int activation, "
-                 "int form) -> Tensor[]")
+                 "bool gpt2, bool int8) -> Tensor[]")

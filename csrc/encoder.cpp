@@ -39,40 +39,16 @@ constexpr int64_t kNormRows = 64;  // that are worth a thread
 
 const int32_t* ints(const Tensor& tensor) { return static_cast<const int32_t*>(tensor.const_data_ptr()); }
 
-// A weight [N, K] with a stride of 1, or one in 8 bits with its scale [N], and a bias [N]; or those of a
-// norm. They are read where they are, as they are now.
-struct Pair {
-  // Takes the tensors of a linear layer or norm, and moves on to the next.
-  Pair(const Tensor*& next, bool int8)
-      : weight(*next++), scale(int8 ? next++ : nullptr), bias(*next++) {}
-  bool is_linear(int64_t rows, int64_t columns) const {
-    if (scale != nullptr) {
-      return is_packed(weight, rows, columns) && is_row(*scale, rows) && is_row(bias, rows);
-    }
-    return is_here(weight) && weight.dim() == 2 && weight.size(0) == rows &&
-           weight.size(1) == columns && (weight.stride(0) == 1 || weight.stride(1) == 1) && is_row(bias, rows);
-  }
-  bool is_norm(int64_t width) const { return is_row(weight, width) && is_row(bias, width); }
-  bool is_laid_out_as(const Pair& other) const {
-    return scale != nullptr || (weight.stride(0) == other.weight.stride(0) &&
-                                weight.stride(1) == other.weight.stride(1));
-  }
-
-  const Tensor& weight;
-  const Tensor* scale;
-  const Tensor& bias;
-};
-
 // The tensors of a layer, in the order of the operator's argument.
 struct Layer {
   static int64_t tensors(bool int8) { return int8 ? 22 : 16; }
   Layer(const Tensor* next, bool int8)
       : query(next, int8), key(next, int8), value(next, int8), out(next, int8),
         attention_norm(next, false), up(next, int8), down(next, int8), norm(next, false) {}
-  int64_t inner() const { return up.bias.dim() == 1 ? up.bias.size(0) : 0; }
+  int64_t inner() const { return up.outputs(); }
   bool fits(int64_t width) const {
     return query.is_linear(width, width) && key.is_linear(width, width) &&
-           value.is_linear(width, width) && out.is_linear(width, width) && inner() > 0 &&
+           value.is_linear(width, width) && out.is_linear(width, width) &&
            up.is_linear(inner(), width) && down.is_linear(width, inner()) &&
            attention_norm.is_norm(width) && norm.is_norm(width);
   }
@@ -80,31 +56,10 @@ struct Layer {
   Pair query, key, value, out, attention_norm, up, down, norm;
 };
 
-// out [rows, N] = finish(in [rows, K] weight^T + bias) for each of kCount weights of one shape and layout, whose
-// results lie row by row beside one another in places `stride` apart.
-template <size_t kCount, typename Finish = Nothing>
-void dense(int64_t rows, const float* in, int64_t width, const std::array<const Pair*, kCount>& pairs,
-           const std::array<float*, kCount>& out, int64_t stride, const Finish& finish = {}) {
-  if (pairs[0]->scale != nullptr) {
-    std::array<Int8Factor<float>, kCount> factors;
-    for (size_t i = 0; i < kCount; ++i) {
-      const Pair& pair = *pairs[i];
-      factors[i] = {static_cast<const uint8_t*>(pair.weight.const_data_ptr()), floats(*pair.scale),
-                    floats(pair.bias), out[i]};
-    }
-    return multiply_int8<float>(in, rows, width, factors.data(), kCount, pairs[0]->bias.size(0), stride,
-                                finish);
-  }
-  std::array<Factor<float>, kCount> factors;
-  for (size_t i = 0; i < kCount; ++i) factors[i] = {floats(pairs[i]->weight), floats(pairs[i]->bias), out[i]};
-  const Operand b = Operand(pairs[0]->weight).transposed();
-  multiply<float>({in, rows, width, width, 1}, b, factors.data(), kCount, stride, finish);
-}
-
 void norm(int64_t rows, int64_t width, float eps, const Pair& pair, const float* in, float* out) {
   for_ranges(rows, 1, kNormRows, [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
-      norm_row(width, eps, floats(pair.weight), floats(pair.bias), in + row * width, out + row * width);
+      norm_row(width, eps, floats(pair.weight), floats(*pair.bias), in + row * width, out + row * width);
     }
   });
 }
@@ -372,7 +327,7 @@ struct Tokens {
 void embed(const Embeddings& tables, float eps, const Token* tokens, int64_t count, float* out) {
   const int64_t width = tables.width();
   const float *words = floats(tables.word), *types = floats(tables.type), *positions = floats(tables.position);
-  const float *weight = floats(tables.norm.weight), *bias = floats(tables.norm.bias);
+  const float *weight = floats(tables.norm.weight), *bias = floats(*tables.norm.bias);
   for_ranges(count, 1, kNormRows, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
       const float* word = words + tokens[i].word * width;

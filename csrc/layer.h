@@ -1,5 +1,5 @@
-// What the calls of whole layers share (encoder.cpp, decoder.cpp). Included once a level, after gelu.h and
-// linear_int8.h.
+// What the calls of whole layers share (encoder.cpp, decoder.cpp). Included once a level, after gelu.h,
+// linear_product.h and linear_int8_product.h.
 
 namespace fastplm::FASTPLM_LEVEL {
 
@@ -39,5 +39,55 @@ struct AddResidual {
   const float* from;
   int64_t stride;
 };
+
+// A linear layer's weight [N, K], or a Conv1D's [K, N], with a stride of 1; or either in 8 bits, with its scale [N]; and
+// a bias [N] or none. Or those of a norm. They are read where they are, as they are now.
+struct Pair {
+  // Takes the tensors of a linear layer or norm, and moves on to the next.
+  Pair(const Tensor*& next, bool int8, bool biased = true, bool by_inputs = false)
+      : weight(*next++), scale(int8 ? next++ : nullptr), bias(biased ? next++ : nullptr),
+        conv1d(by_inputs && !int8) {}
+  int64_t outputs() const {
+    if (scale != nullptr) return scale->dim() == 1 ? scale->size(0) : 0;
+    return weight.dim() == 2 ? weight.size(conv1d ? 1 : 0) : 0;
+  }
+  bool is_linear(int64_t wanted, int64_t inputs) const {
+    if (wanted < 1 || inputs < 1 || (bias != nullptr && !is_row(*bias, wanted))) return false;
+    if (scale != nullptr) return is_packed(weight, wanted, inputs) && is_row(*scale, wanted);
+    return is_here(weight) && weight.dim() == 2 && weight.size(conv1d ? 1 : 0) == wanted &&
+           weight.size(conv1d ? 0 : 1) == inputs && (weight.stride(0) == 1 || weight.stride(1) == 1);
+  }
+  bool is_norm(int64_t width) const { return is_row(weight, width) && (bias == nullptr || is_row(*bias, width)); }
+  bool is_laid_out_as(const Pair& other) const {
+    return scale != nullptr || (weight.stride(0) == other.weight.stride(0) &&
+                                weight.stride(1) == other.weight.stride(1));
+  }
+
+  const Tensor& weight;
+  const Tensor *scale, *bias;
+  bool conv1d;
+};
+
+// out [rows, N] = finish(in [rows, K] weight^T + bias) for each of kCount weights of one shape and layout, whose
+// results lie row by row beside one another in places `stride` apart.
+template <size_t kCount, typename Finish = Nothing>
+void dense(int64_t rows, const float* in, int64_t width, const std::array<const Pair*, kCount>& pairs,
+           const std::array<float*, kCount>& out, int64_t stride, const Finish& finish = {}) {
+  const auto bias_of = [&](size_t i) { return pairs[i]->bias == nullptr ? nullptr : floats(*pairs[i]->bias); };
+  if (pairs[0]->scale != nullptr) {
+    std::array<Int8Factor<float>, kCount> factors;
+    for (size_t i = 0; i < kCount; ++i) {
+      const Pair& pair = *pairs[i];
+      factors[i] = {static_cast<const uint8_t*>(pair.weight.const_data_ptr()), floats(*pair.scale), bias_of(i),
+                    out[i]};
+    }
+    return multiply_int8<float>(in, rows, width, factors.data(), kCount, pairs[0]->outputs(), stride, finish);
+  }
+  std::array<Factor<float>, kCount> factors;
+  for (size_t i = 0; i < kCount; ++i) factors[i] = {floats(pairs[i]->weight), bias_of(i), out[i]};
+  const Operand weight(pairs[0]->weight);
+  const Operand b = pairs[0]->conv1d ? weight : weight.transposed();
+  multiply<float>({in, rows, width, width, 1}, b, factors.data(), kCount, stride, finish);
+}
 
 }  // namespace fastplm::FASTPLM_LEVEL

@@ -45,7 +45,7 @@ void product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias
 // the calls of many layers with few rows cost as much as their products.
 Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
   const Tensor dense = torch::stable::contiguous(input);
-  STD_TORCH_CHECK(weight.numel() > 0, "linear: a weight with numbers");
+  STD_TORCH_CHECK(weight.numel() > 0, "linear: weight must not be empty");
   const Operand b = Operand(weight).transposed();
   std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
   sizes.back() = b.columns;

@@ -805,13 +805,13 @@ MUTATIONS = (
     Mutation("csrc/linear_int8.h", "-128 * sum;", "-127 * sum;", f"{INT8} bit_for_bit", 3),
     Mutation("csrc/linear_int8.h", "    sum += quantum;\n", "", f"{INT8} bit_for_bit", 4),
     Mutation("csrc/decoder.cpp", "to(1), to(2), qkv", "to(2), to(1), qkv", f"{STEPPED} error", 6),
-    Mutation("csrc/decoder.cpp", "scale), bias_of(i)", "scale), nullptr", f"{STEPPED} 8_bits", 6),
+    Mutation("csrc/layer.h", "scale), bias_of(i)", "scale), nullptr", f"{STEPPED} 8_bits", 6),
     Mutation("csrc/decoder.cpp", "scores[t] : kHidden", "scores[t] : 0.0f", f"{STEPPED} error", 6),
     Mutation(
         "csrc/decoder.cpp", "mid[i] *= factor[i]", "mid[i] += factor[i]", f"{STEPPED} error", 6
     ),
     Mutation(
-        "csrc/encoder.cpp",
+        "csrc/layer.h",
         "floats(*pair.scale),",
         "floats(*pairs[0]->scale),",
         f"{QUANTIZED} error_of_the_layers",

@@ -358,7 +358,7 @@ def _called(
     """The layer's output; keys and values of the new tokens are in the cache's ``layer``."""
     results = torch.ops.fastplm_C.decoder_layer.default(
         *(hidden, plan.weights, layer.keys, layer.values, mask, bias, states, states_mask),
-        *(plan.head_size, plan.eps, plan.scale, plan.activation, plan.gpt2 + 2 * plan.int8),
+        *(plan.head_size, plan.eps, plan.scale, plan.activation, plan.gpt2, plan.int8),
     )
     if not results:
         kept = kept_by(block)  # a weight may have other data, of another dtype or shape

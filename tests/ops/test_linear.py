@@ -127,6 +127,11 @@ def test_any_number_of_dimensions(shape):
     assert run(**inputs).shape == (*shape[:-1], 33)
 
 
+def test_the_operator_refuses_an_empty_weight():
+    with pytest.raises(RuntimeError, match="weight must not be empty"):
+        torch.ops.fastplm_C.linear(torch.randn(2, 0), torch.randn(3, 0), None)
+
+
 def test_without_a_bias():
     inputs = make()
     del inputs["bias"]
