@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import os
 
 import pytest
@@ -110,6 +111,11 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish():
+    """Let no collection of cycles, of which each ``Trainer`` asks for one, look at all tests."""
+    gc.freeze()
 
 
 def _devices():
