@@ -74,8 +74,8 @@ def test_held_out_scores_are_logged(bert, electra):
 @pytest.mark.parametrize(
     "options",
     [
-        {"arch": "gpt2-tiny", "vocab_size": 300},
-        {"arch": "electra-tiny"},
+        pytest.param({"arch": "gpt2-tiny", "vocab_size": 300}, marks=pytest.mark.slow),
+        pytest.param({"arch": "electra-tiny"}, marks=pytest.mark.slow),
         {"arch": "electra-tiny", "two_stage": True, "electra_objective": "all_tokens_mlm"},
     ],
     ids=str,
