@@ -13,8 +13,10 @@ AT_LEVEL := $(if $(LEVEL),ATEN_CPU_CAPABILITY=$(LEVEL))
 
 # The oldest and the newest Triton that is supported.
 TRITONS := 3.6.0 3.9.0
+# The oldest Transformers; constraints.txt has the newest.
+TRANSFORMERS := 5.17.0
 
-.PHONY: demo test test-gpu test-device test-compile test-triton test-study test-study-killed test-cpu test-slow \
+.PHONY: demo test test-gpu test-device test-compile test-triton test-transformers test-study test-study-killed test-cpu test-slow \
 	bench gpu-report docs lint clean
 
 demo: $(VENV)/.base
@@ -25,6 +27,7 @@ test: $(VENV)/.test
 	@$(MAKE) --no-print-directory test-gpu
 	@$(MAKE) --no-print-directory test-compile
 	@$(MAKE) --no-print-directory test-triton
+	@$(MAKE) --no-print-directory test-transformers
 	@$(MAKE) --no-print-directory test-study
 	@$(MAKE) --no-print-directory test-cpu
 
@@ -60,6 +63,17 @@ test-triton-%: $(VENV)/.test
 
 test-triton-there-%:
 	$(call lane,Triton $*,PYTHONPATH=$(VENV)/triton-$* OMP_NUM_THREADS=1 $(BIN)/python tools/compile_kernels.py --once --arch 90)
+
+# Every class equals its parent there, and the calls of whole layers are used.
+test-transformers: $(VENV)/.test
+	@if $(MAKE) --no-print-directory $(VENV)/transformers-$(TRANSFORMERS); then \
+		$(MAKE) --no-print-directory test-transformers-there; \
+	else \
+		echo "Transformers $(TRANSFORMERS) cannot be installed: its lane is skipped"; \
+	fi
+
+test-transformers-there:
+	$(call lane,Transformers $(TRANSFORMERS),PYTHONPATH=$(CURDIR)/$(VENV)/transformers-$(TRANSFORMERS) OMP_NUM_THREADS=1 $(PYTEST) $(PARALLEL) -rs tests/models -m "not gpu and not slow" -k "equals_its_parent or its_error_is_that_of_the_parent")
 
 # Snakemake wants another packaging than constraints.txt, so it has a folder of its own.
 test-study: $(VENV)/.test
@@ -102,6 +116,10 @@ lint: $(VENV)/.lint
 
 $(VENV)/triton-%: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==$*
+
+# It wants an older huggingface_hub, which wants httpx.
+$(VENV)/transformers-%: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ transformers==$* "huggingface_hub<2" httpx httpcore
 
 $(VENV)/study: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet --target $@ "snakemake==9.27.1"
