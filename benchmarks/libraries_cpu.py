@@ -106,7 +106,7 @@ def gliner(model: str) -> tuple[Any, Call]:
     def call(given: Any, texts: list[str]) -> np.ndarray:
         with torch.inference_mode():
             if not thresholds:
-                # Random weights find a span everywhere, and to sort them out took most of the time.
+                # Random weights find a span everywhere, and trained ones a few.
                 found = given.inference(texts, threshold=0.0, **options)
                 scores = sorted(x["score"] for one in found for x in one)
                 thresholds.append(scores[-SPANS * len(texts)])
