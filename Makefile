@@ -119,7 +119,7 @@ $(VENV)/triton-%: $(VENV)/.test
 
 # It wants an older huggingface_hub, which wants httpx.
 $(VENV)/transformers-%: $(VENV)/.test
-	$(BIN)/python -m pip install --quiet --no-deps --target $@ transformers==$* "huggingface_hub<2" httpx httpcore
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ transformers==$* huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9
 
 $(VENV)/study: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet --target $@ "snakemake==9.27.1"

@@ -17,6 +17,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fastplm import models
 from fastplm.data._folder import build_once, default_cache
@@ -689,3 +690,15 @@ def calls(monkeypatch, request):
     monkeypatch.setattr(_encoder, "backbone_call", from_ids)
     monkeypatch.setattr(_encoder, "encoder_call", recorded)
     return asked
+
+
+@pytest.fixture
+def checkpointing_call(monkeypatch):
+    """Layers have a ``__call__`` of their own, as in Transformers 5.17."""
+    of_transformers = {"__name__": "transformers.modeling_layers", "nn": nn}
+    exec(
+        "def __call__(self, *args, **kwargs): return nn.Module.__call__(self, *args, **kwargs)",
+        of_transformers,
+    )
+    call = of_transformers["__call__"]
+    monkeypatch.setattr(GradientCheckpointingLayer, "__call__", call)

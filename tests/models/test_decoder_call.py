@@ -13,7 +13,6 @@ import transformers
 from torch import nn
 from torch.nn.utils import parametrize
 from transformers.cache_utils import DynamicCache, DynamicLayer, StaticCache
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.t5 import modeling_t5
@@ -529,15 +528,7 @@ def test_a_class_that_runs_its_modules_in_another_way_does_so(name, calls, monke
 
 
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
-def test_layers_that_checkpoint_in_their_call_are_known(family, calls, monkeypatch):
-    """As in Transformers 5.17."""
-    of_transformers = {"__name__": "transformers.modeling_layers", "nn": nn}
-    exec(
-        "def __call__(self, *args, **kwargs): return nn.Module.__call__(self, *args, **kwargs)",
-        of_transformers,
-    )
-    call = of_transformers["__call__"]
-    monkeypatch.setattr(GradientCheckpointingLayer, "__call__", call)
+def test_layers_that_checkpoint_in_their_call_are_known(family, calls, checkpointing_call):
     model, _ = made(family)
     with torch.no_grad():
         steps(model, prompt())

@@ -23,7 +23,6 @@ from torch.nn.utils import parametrize, prune
 from torch.utils import _pytree as pytree
 from transformers import modeling_outputs
 from transformers.activations import GELUActivation
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.bert import modeling_bert
 
 import fastplm
@@ -1383,15 +1382,7 @@ def test_a_model_is_not_kept_alive(whole):
         gc.enable()
 
 
-def test_layers_that_checkpoint_in_their_call_are_known(whole, monkeypatch):
-    """As in Transformers 5.17."""
-    of_transformers = {"__name__": "transformers.modeling_layers", "nn": nn}
-    exec(
-        "def __call__(self, *args, **kwargs): return nn.Module.__call__(self, *args, **kwargs)",
-        of_transformers,
-    )
-    call = of_transformers["__call__"]
-    monkeypatch.setattr(GradientCheckpointingLayer, "__call__", call)
+def test_layers_that_checkpoint_in_their_call_are_known(whole, checkpointing_call):
     model, _ = made()
     with torch.no_grad():
         model(**batch([5, 9]))
