@@ -488,7 +488,7 @@ def _written(model: Any, tokenizer: Any, texts: list[_Text]) -> _Work:
             inputs["labels"] = labels.to(model.device)
         # Where labels are not counted, those of unused slots come last.
         count = sum(len(text.scored) for text in texts)
-        return model(**inputs, reduction="none").loss[:count]
+        return model(**inputs, reduction="none", output_logits=False).loss[:count]
 
     # A text without tokens to score is not computed.
     sizes = [(1 if len(text.scored) else 0, len(text.ids) + len(text.source)) for text in texts]

@@ -16,9 +16,9 @@ from transformers.utils.generic import can_return_tuple
 from fastplm import ops
 from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor, values_are_known
 from fastplm.errors import fail
-from fastplm.models._base import FastplmModel, TiedLookup, drop_in, wants_output
+from fastplm.models._base import FastplmModel, LossType, TiedLookup, drop_in, wants_output
 from fastplm.models._encoder import EncoderModel
-from fastplm.models._heads import of_samples, requested_rows, shifted
+from fastplm.models._heads import of_samples, requested_rows, shifted, wants_logits
 from fastplm.models._ragged import are_on_rows, mask_at
 from fastplm.nn._rows import as_normalizer, batch_share, labels_at, vocabulary_loss
 from fastplm.ops.linear import OP as LINEAR
@@ -124,6 +124,7 @@ class DoubleHeads(FastplmModel):
     """
 
     _summary = "whose heads compute only the rows they need."
+    loss_type = LossType("ForCausalLM")
     lm_head: nn.Linear
     multiple_choice_head: Any
     _output: Any
@@ -137,7 +138,7 @@ class DoubleHeads(FastplmModel):
         mc_token_ids: Tensor | None = None,
         labels: Tensor | None = None,
         mc_labels: Tensor | None = None,
-        output_logits: bool = False,
+        output_logits: bool | None = None,
         num_items_in_batch: int | Tensor | None = None,
         **inputs: Any,
     ) -> Any:
@@ -147,9 +148,10 @@ class DoubleHeads(FastplmModel):
             mc_token_ids: int64 [B, C], the position in each choice that is classified; default the
                 last of its T, even if that is padding.
             labels: int64 [B, C, T], -100 = none; the token at t is predicted from those before it.
-            mc_labels: int64 [B], the correct choice, -100 = none. With either kind of labels,
-                ``logits`` are None, and the cache is None unless ``use_cache`` is True.
-            output_logits: return the logits together with the loss.
+            mc_labels: int64 [B], the correct choice, -100 = none. With either kind of labels, the
+                cache is None unless ``use_cache`` is True.
+            output_logits: whether to return logits over the vocabulary. Default: as in the parent,
+                but not for ``labels`` while training.
             num_items_in_batch: the denominator of the language-model loss; ``mc_loss`` is then
                 multiplied by this batch's share of these labels.
             inputs: of the model without head, such as ``unpad``.
@@ -189,7 +191,9 @@ class DoubleHeads(FastplmModel):
         rows = positions
         if reads_one:
             rows = torch.cat((positions, _choice_rows(where, mc_token_ids, lead, seqlen, rows)))
-        all_rows = output_logits or not trains or not reads_one
+        # Without ``labels``: label smoothing of Transformers' Trainer keeps them, and wants logits.
+        with_logits = wants_logits(self, output_logits, labels)
+        all_rows = with_logits or not reads_one
         if all_rows:
             inputs["extra_rows"] = mask_at(rows, prod(lead), seqlen)
         else:
@@ -224,7 +228,7 @@ class DoubleHeads(FastplmModel):
             )
             if labels is not None:
                 mc_loss = mc_loss * batch_share(labels, num_items_in_batch)
-        if output_logits or not trains:
+        if with_logits:
             logits = self.lm_head(hidden)
         given = {name: outputs[name] for name in _BESIDE if name in outputs}
         return self._output(loss=loss, mc_loss=mc_loss, logits=logits, mc_logits=mc_logits, **given)

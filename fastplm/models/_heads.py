@@ -57,6 +57,11 @@ def shape_of(inputs: dict[str, Any], prefix: str = "") -> torch.Size | None:
     return given.shape[:2] if isinstance(given, Tensor) else None
 
 
+def wants_logits(model: Any, output_logits: bool | None, labels: Tensor | None) -> bool:
+    """Whether a call returns logits over the vocabulary: by default not for labels in training."""
+    return (labels is None or not model.training) if output_logits is None else output_logits
+
+
 def recorded(outputs: Any) -> dict[str, Any]:
     """The fields of the backbone's output that a head returns unchanged."""
     return {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
@@ -128,7 +133,8 @@ class LabelledRows:
         else:
             rows = requested_rows(self.model, hidden, self.positions)
         name = type(self.model).__name__
-        note(lambda: f"{name}: head and loss of {rows.shape[0]} labelled rows, without logits")
+        beside = "" if self.all_rows else ", without logits"
+        note(lambda: f"{name}: head and loss of {rows.shape[0]} labelled rows{beside}")
         return vocabulary_loss(
             rows if self.transform is None else self.transform(rows),
             self.decoder,
@@ -152,7 +158,7 @@ class MaskedLM(FastplmModel):
         *,
         labels: Tensor | None = None,
         masked_positions: Tensor | None = None,
-        output_logits: bool = False,
+        output_logits: bool | None = None,
         num_items_in_batch: int | Tensor | None = None,
         reduction: Literal["mean", "none"] = "mean",
         **inputs: Any,
@@ -160,10 +166,12 @@ class MaskedLM(FastplmModel):
         """Like the parent, with these differences.
 
         Args:
-            labels: int64 [B, T] or flat, -100 = none. With labels, ``logits`` are None.
+            labels: int64 [B, T] or flat, -100 = none.
             masked_positions: int64 [P], flat positions of the labels, -1 in unused slots; fixes the
                 shapes of the head, for compiled models and CUDA. Default: computed from ``labels``.
-            output_logits: return the logits together with the loss.
+            output_logits: whether to return logits. Default: as in the parent, but not for labels
+                while training: there ``logits`` are None. (Pass False in ``eval()`` mode, too, where
+                only the loss is read.)
             num_items_in_batch: the denominator of the loss: the number of labels of all batches
                 over which gradients are accumulated. Default: that of this batch.
             reduction: "none" = the loss of each label, fp32 [P], in the order of the positions, 0
@@ -178,10 +186,11 @@ class MaskedLM(FastplmModel):
         """
         check_choice(type(self).__name__, "reduction", reduction, REDUCTIONS)
         loss = logits = labelled = None
+        all_rows = wants_logits(self, output_logits, labels)
         if labels is not None:
             labelled = LabelledRows(
                 *(self, labels, inputs, masked_positions),
-                all_rows=output_logits,
+                all_rows=all_rows,
                 exact=reduction != "mean",
             )
         outputs = self.base_model(**inputs, return_dict=True)
@@ -189,7 +198,7 @@ class MaskedLM(FastplmModel):
         if labelled is not None:
             dense = masked_positions is not None
             loss = labelled.loss(hidden, num_items_in_batch, dense=dense, reduction=reduction)
-        if labels is None or output_logits:
+        if all_rows:
             logits = _logits(self, hidden)
         return MaskedLMOutput(loss=loss, logits=logits, **recorded(outputs))
 
@@ -218,7 +227,7 @@ class SequencePairPreTraining(FastplmModel):
         *,
         labels: Tensor | None = None,
         masked_positions: Tensor | None = None,
-        output_logits: bool = False,
+        output_logits: bool | None = None,
         num_items_in_batch: int | Tensor | None = None,
         num_sequences_in_batch: int | Tensor | None = None,
         **inputs: Any,
@@ -251,7 +260,8 @@ class SequencePairPreTraining(FastplmModel):
             fail(type(self).__name__, "sentence_order_label", got, expected, fix)
         name, pair_label = next(iter(given.items()), (self._pair_label, None))
         loss = logits = labelled = None
-        all_rows = output_logits or (labels is None and pair_label is None)
+        either_label = pair_label if labels is None else labels
+        all_rows = wants_logits(self, output_logits, either_label)
         if labels is not None:
             labelled = LabelledRows(
                 self, labels, inputs, masked_positions, all_rows=all_rows, exact=False
@@ -310,23 +320,23 @@ class CausalLM(FastplmModel):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        output_logits: bool = False,
+        output_logits: bool | None = None,
         num_items_in_batch: int | Tensor | None = None,
         reduction: Literal["mean", "none"] = "mean",
-        shift_labels: Tensor | None = None,
         **inputs: Any,
     ) -> CausalLMOutputWithCrossAttentions:
         """Like the parent, with these differences.
 
         Args:
             labels: int64 [B, T], -100 = none; the token at t is predicted from those before it.
-                With labels, ``logits`` are None, and the cache is None unless ``use_cache`` is
-                True. A ``loss_function`` set by the user gets logits, as in the parent.
+                With labels, the cache is None unless ``use_cache`` is True. A ``loss_function``
+                set by the user gets logits, as in the parent.
             output_logits, num_items_in_batch: as in ``…ForMaskedLM``.
             reduction: "none" = the loss of each label, fp32 [P], in the order of the labels (P is
                 that of ``labelled_positions``). A ``loss_function`` of the user is then not called.
-            shift_labels: int64 [B, T], labels that are shifted already: label t is predicted at t.
-            inputs: arguments of the model without head, such as ``unpad``.
+            inputs: arguments of the model without head, such as ``unpad``; and, as in the parent,
+                ``shift_labels``, int64 [B, T]: labels that are shifted already, so that label t is
+                predicted at t. (Trainer takes each argument named so for one that is always given.)
 
         Returns:
             ``CausalLMOutputWithCrossAttentions``; the loss is fp32, and 0 without labels.
@@ -337,7 +347,9 @@ class CausalLM(FastplmModel):
         check_choice(type(self).__name__, "reduction", reduction, REDUCTIONS)
         if labels is not None:
             check_tensor(type(self).__name__, "labels", labels)
+        shift_labels = inputs.pop("shift_labels", None)
         targets = shifted(labels) if shift_labels is None else shift_labels
+        all_rows = wants_logits(self, output_logits, targets)
         ignored = inputs.pop("ignore_index", IGNORE_INDEX)
         if targets is not None and ignored != IGNORE_INDEX:
             targets = targets.masked_fill(targets == ignored, IGNORE_INDEX)
@@ -349,12 +361,12 @@ class CausalLM(FastplmModel):
             inputs["extra_rows"] = targets != IGNORE_INDEX
         elif targets is not None:
             exact = reduction != "mean"
-            labelled = LabelledRows(self, targets, inputs, all_rows=output_logits, exact=exact)
+            labelled = LabelledRows(self, targets, inputs, all_rows=all_rows, exact=exact)
         outputs = self.base_model(**inputs, return_dict=True)
         hidden = outputs.last_hidden_state
         if labelled is not None:
             loss = labelled.loss(hidden, num_items_in_batch, dense=True, reduction=reduction)
-        if targets is None or output_logits or own_loss:
+        if all_rows or own_loss:
             if torch.jit.is_tracing() and getattr(logits_to_keep, "ndim", 1) == 0:
                 # ONNX's exporter with dynamo=False has made a tensor of this number.
                 logits_to_keep = int(logits_to_keep)

@@ -33,7 +33,7 @@ from fastplm.models._base import (
     wants_output,
 )
 from fastplm.models._encoder import cross_inputs
-from fastplm.models._heads import REDUCTIONS, ScaledLoss, shape_of
+from fastplm.models._heads import REDUCTIONS, ScaledLoss, shape_of, wants_logits
 from fastplm.models._ragged import (
     NUMBERED,
     RaggedBatch,
@@ -375,7 +375,7 @@ class ConditionalGeneration(FastplmModel):
         *,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        output_logits: bool = False,
+        output_logits: bool | None = None,
         num_items_in_batch: int | Tensor | None = None,
         reduction: Literal["mean", "none"] = "mean",
         **inputs: Any,
@@ -383,8 +383,8 @@ class ConditionalGeneration(FastplmModel):
         """Like the parent, with these differences.
 
         Args:
-            labels: int64 [B, T], -100 = none. With labels, ``logits`` are None, and the cache is
-                None unless ``use_cache`` is True and the parent also returns a cache.
+            labels: int64 [B, T], -100 = none. With labels, the cache is None unless ``use_cache``
+                is True and the parent also returns a cache.
             output_logits, num_items_in_batch: as in ``…ForMaskedLM``.
             reduction: "none" = the loss of each label, fp32 [P], in the order of the labels (P is
                 that of ``labelled_positions``).
@@ -399,6 +399,7 @@ class ConditionalGeneration(FastplmModel):
         check_choice(type(self).__name__, "reduction", reduction, REDUCTIONS)
         lookup = TiedLookup(self.lm_head, self._embedding_kind)
         positions = targets = None
+        all_rows = wants_logits(self, output_logits, labels)
         if labels is not None:
             check_tensor(type(self).__name__, "labels", labels)
             use_cache = bool(use_cache) and self._caches_beside_loss
@@ -411,7 +412,7 @@ class ConditionalGeneration(FastplmModel):
                 type(self).__name__, labels, shape, None, exact=reduction != "mean"
             )
             inputs["lookup"] = lookup
-            if output_logits:
+            if all_rows:
                 inputs["extra_rows"] = labels != IGNORE_INDEX
             else:
                 inputs["output_rows"] = positions
@@ -420,7 +421,7 @@ class ConditionalGeneration(FastplmModel):
         bias = self._logits_bias()
         loss = logits = None
         if positions is not None and targets is not None:
-            rows = rows_at(hidden, positions) if output_logits else hidden
+            rows = rows_at(hidden, positions) if all_rows else hidden
             loss = vocabulary_loss(
                 rows[:, 0],
                 self.lm_head,
@@ -431,7 +432,7 @@ class ConditionalGeneration(FastplmModel):
                 dense=True,
                 reduction=reduction,
             )
-        if labels is None or output_logits:
+        if all_rows:
             logits = self.lm_head(hidden)
             logits = logits if bias is None else logits + bias
         others = {key: value for key, value in outputs.items() if key != "last_hidden_state"}

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import (
 from transformers.models.bart import modeling_bart
 from transformers.utils.output_capturing import capture_outputs
 
-from fastplm.models._base import joined
+from fastplm.models._base import LossType, joined
 from fastplm.models._heads import CausalLM
 from fastplm.models._ragged import OnRows, Rows
 from fastplm.models._seq2seq import (
@@ -158,14 +158,14 @@ class BartForQuestionAnswering(DecoderQuestionAnswering, transformers.BartForQue
 class BartForCausalLM(CausalLM, transformers.BartForCausalLM):
     """``transformers.BartForCausalLM``, only the decoder. Its loss computes no full logits."""
 
-    def forward(
-        self, *, labels: Tensor | None = None, shift_labels: Tensor | None = None, **inputs: Any
-    ) -> Any:
+    loss_type = LossType("ForMaskedLM")
+
+    def forward(self, *, labels: Tensor | None = None, **inputs: Any) -> Any:
         """Like the parent, with the differences of ``BertLMHeadModel``.
 
         Args:
             labels: int64 [B, T], -100 = none. As in the parent, label t is predicted at t.
         """
-        return super().forward(
-            shift_labels=labels if shift_labels is None else shift_labels, **inputs
-        )
+        if inputs.get("shift_labels") is None:
+            inputs["shift_labels"] = labels
+        return super().forward(**inputs)

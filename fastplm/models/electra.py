@@ -18,7 +18,7 @@ from fastplm._checks import check_shape, check_tensor
 from fastplm.models import _encoder, _heads
 from fastplm.models._base import FastplmModel, joined
 from fastplm.models._ragged import unpadded
-from fastplm.nn._rows import IGNORE_INDEX
+from fastplm.nn._rows import IGNORE_INDEX, batch_share
 from fastplm.nn.rtd_head import rtd_loss
 
 ElectraSelfAttention = joined(_encoder.EncoderSelfAttention, modeling_electra.ElectraSelfAttention)
@@ -69,7 +69,7 @@ class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
         *,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
-        output_logits: bool = False,
+        output_logits: bool | None = None,
         num_items_in_batch: int | Tensor | None = None,
         unpad: bool | int | None = None,
         **inputs: Any,
@@ -78,11 +78,11 @@ class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
 
         Args:
             labels: integer or bool [B, T], 1 = replaced, 0 = original, -100 = not in the loss, like
-                all masked tokens (a 4-D mask names none). With labels, ``logits`` are None.
-            output_logits: return the logits together with the loss.
-            num_items_in_batch: the denominator of the loss: the number of tokens in the loss of all
-                batches over which gradients are accumulated. Trainer counts the labels other than
-                -100, so with Trainer label padding -100.
+                all masked tokens (a 4-D mask names none).
+            output_logits: as in ``ElectraForMaskedLM``.
+            num_items_in_batch: the number of labels other than -100 of all batches over which
+                gradients are accumulated: the mean loss is multiplied by this batch's share of
+                them. Where padding has labels (0, by some collators), they count in the share only.
             unpad: None = leave padding out where possible; False = keep it; an int = a capacity,
                 the number of packed rows, which fixes all shapes.
 
@@ -114,6 +114,7 @@ class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
             if attention_mask is not None and attention_mask.dim() == 2:
                 check_shape(where, "labels", labels, attention_mask.shape, "[B, T]")
                 in_loss = in_loss & attention_mask.bool()
+            share = batch_share(labels, num_items_in_batch)
             if ragged is not None:
                 labels = ragged.pack(labels)
                 in_loss = ragged.pack(in_loss) & (ragged.positions >= 0)
@@ -122,10 +123,10 @@ class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
                 labels,
                 self.discriminator_predictions.dense_prediction,
                 in_loss,
-                normalizer=num_items_in_batch,
                 where=where,
             )
-        if labels is None or output_logits:
+            loss = loss * share
+        if _heads.wants_logits(self, output_logits, labels):
             logits = self.logits(features)
             if ragged is not None:
                 logits = ragged.pad(logits[..., None]).squeeze(-1)

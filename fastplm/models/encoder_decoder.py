@@ -23,7 +23,7 @@ from fastplm.errors import fail
 from fastplm.hf import IS_CHOSEN, NAME, attention_of
 from fastplm.models._base import FastplmModel, choosing, share_config, wants_output
 from fastplm.models._encoder import EncoderModel
-from fastplm.models._heads import shape_of
+from fastplm.models._heads import shape_of, wants_logits
 from fastplm.models._ragged import until_last, values_can_be_read
 from fastplm.models._seq2seq import both_sides, encoded, source_rows
 from fastplm.nn._rows import IGNORE_INDEX, batch_share
@@ -177,7 +177,7 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
         *,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        output_logits: bool = False,
+        output_logits: bool | None = None,
         num_items_in_batch: int | Tensor | None = None,
         reduction: Literal["mean", "none"] = "mean",
         unpad: bool | int | None = None,
@@ -188,11 +188,10 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
 
         Args:
             labels: int64 [B, T], -100 = none; label t is predicted at ``decoder_input_ids[:, t]``,
-                by default the labels shifted by one. With labels, the loss is fp32, ``logits`` are
-                None without ``output_logits``, and the cache is None unless ``use_cache`` is True.
-                Without a cache, logits, hidden states and attentions,
-                ``encoder_last_hidden_state`` is None too, and the decoder computes no rows after
-                the last label of a sequence.
+                by default the labels shifted by one. With labels, the loss is fp32, and the cache
+                is None unless ``use_cache`` is True. Without a cache, logits, hidden states and
+                attentions, ``encoder_last_hidden_state`` is None too, and the decoder computes no
+                rows after the last label of a sequence.
             output_logits, num_items_in_batch: as in ``…ForMaskedLM``.
             reduction: "none" = the loss of each label, as of the decoder.
             unpad, decoder_unpad: what to do with the padding of encoder and decoder. None = leave
@@ -231,6 +230,7 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
             for name in _RECORDED
             for part, given in ((encoder, to_encoder), (decoder, to_decoder))
         )
+        output_logits = wants_logits(self, output_logits, labels)
         loss_only = not (output_logits or recorded or use_cache or past_key_values is not None)
         fused = all(part.config._attn_implementation == NAME for part in (encoder, decoder))
 

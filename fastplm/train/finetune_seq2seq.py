@@ -244,7 +244,7 @@ class Seq2Seq(Task):
             count = sum(len(feature["labels"]) for feature in chosen)
             batch = trainer._prepare_inputs(collate(chosen))
             with torch.no_grad(), trainer.compute_loss_context_manager():
-                total += model(**batch).loss * count
+                total += model(**batch, output_logits=False).loss * count
         return total.item() / sum(map(len, targets))
 
     def warnings(self, result: Mapping[str, Any]) -> list[str]:

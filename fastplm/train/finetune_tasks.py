@@ -714,7 +714,6 @@ class Choice(Task):
 
         def collate(features: list[Feature]) -> Any:
             batch = collator(features)
-            # Given ``mc_labels``, fastplm's model computes no logits over the vocabulary.
             batch["mc_labels"] = batch.pop("labels")
             batch["mc_token_ids"] = batch["attention_mask"].sum(-1) - 1
             return batch
@@ -730,6 +729,8 @@ class Choice(Task):
             # Transformers' GPT takes no mask [B, C, T]. It needs none: attention is causal, and
             # padding comes after the text.
             batch.pop("attention_mask")
+        else:
+            batch["output_logits"] = False
         outputs = model(**batch)
         outputs["loss"] = outputs.get("mc_loss")
         return outputs

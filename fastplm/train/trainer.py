@@ -61,6 +61,7 @@ class PretrainingTrainer(RunTrainer):
         parameters = inspect.signature(self.model.forward).parameters
         self._counts_sequences = "num_sequences_in_batch" in parameters
         self._counts_tokens = "num_tokens_in_batch" in parameters
+        self._has_logits = "output_logits" in parameters
         check_counts_all_batches("PretrainingTrainer", self.model)
         if shifts_labels(self.model):
             # GPT-2's class does not say so, and Transformers, which asks once, before this line,
@@ -102,12 +103,14 @@ class PretrainingTrainer(RunTrainer):
         return counts[0] + counts[2]
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         if self._corrupt is not None:
             inputs = self._corrupted(inputs)
         self.count([inputs])
-        return super().prediction_step(model, inputs, *args, **kwargs)
+        if prediction_loss_only and self._has_logits:
+            inputs = {**inputs, "output_logits": False}
+        return super().prediction_step(model, inputs, prediction_loss_only, *args)
 
     def _corrupted(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         assert self._corrupt is not None

@@ -596,14 +596,23 @@ def takes(name: str, argument: str) -> bool:
     return argument in inspect.signature(getattr(models, name).forward).parameters
 
 
+def takes_logits(model: Any) -> bool:
+    """Whether a model has the argument ``output_logits``."""
+    return "output_logits" in inspect.signature(type(model).forward).parameters
+
+
 # --- what tests look at ---------------------------------------------------------------------------
 
 
 def loss_of(*args: Any, **inputs: Any) -> Callable[[nn.Module], dict[str, Tensor]]:
-    """The function from a model to its loss of these inputs, in the dtype of the model."""
+    """The function from a model to its loss of these inputs, in the dtype of the model.
+
+    A drop-in class computes no logits then, as in training.
+    """
 
     def run(model: nn.Module) -> dict[str, Tensor]:
-        return {"loss": model(*args, **in_dtype_of(model, inputs)).loss}
+        options = {"output_logits": False} if takes_logits(model) else {}
+        return {"loss": model(*args, **in_dtype_of(model, inputs), **options).loss}
 
     return run
 

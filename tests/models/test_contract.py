@@ -256,18 +256,26 @@ def test_without_labels_loss_and_gradients_are_0(name):
 
 
 @pytest.mark.parametrize("name", vocabulary_heads())
-def test_with_labels_logits_are_computed_on_request(name):
+def test_with_labels_logits_are_those_of_the_parent_but_in_training(name):
+    """Also where only some of a model's labels are given, in any mode."""
     config = config_of(name)
     config.use_cache = False
     model, parent = pair(name, config)
     inputs = inputs_of(name, model.config, PADDINGS["right"])
     logits = "prediction_logits" if takes(name, "num_sequences_in_batch") else "logits"
-    out = model(**inputs)
-    assert getattr(out, logits) is None and getattr(out, "past_key_values", None) is None
-    requested = model(**inputs, output_logits=True, return_dict=False)
-    theirs = parent(**inputs, return_dict=False)
-    assert isinstance(requested, tuple)
-    assert [value.shape for value in requested] == [value.shape for value in theirs]
+    for training in (True, False):
+        model.train(training)
+        theirs = parent(**inputs, return_dict=False)
+        for asked in (True, False, None):
+            out = model(**inputs, output_logits=asked)
+            assert getattr(out, "past_key_values", None) is None
+            if not (not training if asked is None else asked):
+                assert getattr(out, logits) is None
+                continue
+            requested = model(**inputs, output_logits=asked, return_dict=False)
+            assert isinstance(requested, tuple)
+            assert [value.shape for value in requested] == [value.shape for value in theirs]
+            assert requested[0].item() == out.loss.item()
 
 
 @pytest.mark.parametrize("labelled", ["labels", "pairs"])
@@ -281,7 +289,7 @@ def test_either_loss_alone(hold, name, labelled):
     given = "labels" if labelled == "labels" else ours._pair_label
 
     def run(model):
-        out = model(**inputs, **{given: targets[given]})
+        out = model(**inputs, **{given: targets[given]}, output_logits=False)
         assert out.prediction_logits is None
         return {"loss": out.loss, "pairs": out[ours._pair_logits]}
 
@@ -293,6 +301,7 @@ def test_either_loss_alone(hold, name, labelled):
         return {"loss": loss, "pairs": out[ours._pair_logits]}
 
     hold(ours, parent, run, parent_run)
+    assert ours(**inputs, **{given: targets[given]}).prediction_logits is not None
     with pytest.raises(ArgumentValueError, match=f"{name}: `{ours._pair_label}`"):
         ours(**inputs, **{ours._pair_label: torch.zeros(ROWS + 1, dtype=torch.int64)})
     with pytest.raises(ArgumentTypeError, match=f"{name}: `{ours._pair_label}`"):

@@ -155,7 +155,8 @@ def own_layer(model):
 
 def test_explain_says_what_is_computed():
     labels = torch.where(torch.arange(9) == 1, IDS, -100)
-    lines = fastplm.explain(MODEL.eval(), IDS, attention_mask=MASK, labels=labels).splitlines()
+    given = {"attention_mask": MASK, "labels": labels, "output_logits": False}
+    lines = fastplm.explain(MODEL.eval(), IDS, **given).splitlines()
     assert lines[0] == (
         f"BertModel: {TOKENS} of {ALL} rows, padding left out; 3 of them in the last layer; "
         "attention by 'fastplm'"
