@@ -182,24 +182,6 @@ def share_config(module: nn.Module, config: PreTrainedConfig) -> None:
         share_config(child, config)
 
 
-class LossType:
-    """``loss_type`` of a class whose name does not say whether its loss shifts labels.
-
-    Transformers' Trainer asks it which labels to count for ``num_items_in_batch``: with
-    "ForCausalLM" all but the first of each row. What Transformers sets stays with the model, for
-    ``restore``.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __get__(self, model: Any, kind: type | None = None) -> str:
-        return self.name
-
-    def __set__(self, model: Any, name: str | None) -> None:
-        vars(model)["loss_type"] = name
-
-
 class FastplmModel:
     """Mixin in front of a Transformers model: fused attention and drop-in submodules.
 
@@ -210,7 +192,8 @@ class FastplmModel:
     checkpoints do not store the choice.
     """
 
-    #: ``forward`` divides its loss by ``num_items_in_batch``. Trainer reads this attribute.
+    #: ``forward`` divides its loss by ``num_items_in_batch``. Trainer reads this attribute; it is
+    #: False where Trainer counts other labels than the loss, and then averages means of batches.
     accepts_loss_kwargs = True
     config: Any
     base_model: Any

@@ -16,7 +16,7 @@ from transformers.utils.generic import can_return_tuple
 from fastplm import ops
 from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor, values_are_known
 from fastplm.errors import fail
-from fastplm.models._base import FastplmModel, LossType, TiedLookup, drop_in, wants_output
+from fastplm.models._base import FastplmModel, TiedLookup, drop_in, wants_output
 from fastplm.models._encoder import EncoderModel
 from fastplm.models._heads import of_samples, requested_rows, shifted, wants_logits
 from fastplm.models._ragged import are_on_rows, mask_at
@@ -124,7 +124,8 @@ class DoubleHeads(FastplmModel):
     """
 
     _summary = "whose heads compute only the rows they need."
-    loss_type = LossType("ForCausalLM")
+    #: Trainer would count the first label of each row, too, which nothing predicts.
+    accepts_loss_kwargs = False
     lm_head: nn.Linear
     multiple_choice_head: Any
     _output: Any

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import (
 from transformers.models.bart import modeling_bart
 from transformers.utils.output_capturing import capture_outputs
 
-from fastplm.models._base import LossType, joined
+from fastplm.models._base import joined
 from fastplm.models._heads import CausalLM
 from fastplm.models._ragged import OnRows, Rows
 from fastplm.models._seq2seq import (
@@ -158,7 +158,8 @@ class BartForQuestionAnswering(DecoderQuestionAnswering, transformers.BartForQue
 class BartForCausalLM(CausalLM, transformers.BartForCausalLM):
     """``transformers.BartForCausalLM``, only the decoder. Its loss computes no full logits."""
 
-    loss_type = LossType("ForMaskedLM")
+    #: Trainer would leave out the first label of each row, as of a class that shifts them.
+    accepts_loss_kwargs = False
 
     def forward(self, *, labels: Tensor | None = None, **inputs: Any) -> Any:
         """Like the parent, with the differences of ``BertLMHeadModel``.
