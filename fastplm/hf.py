@@ -48,7 +48,7 @@ from transformers.masking_utils import (
 )
 from transformers.utils import logging
 
-from fastplm._checks import FLOATING, check_dtype, values_are_known
+from fastplm._checks import values_are_known
 from fastplm._registry import is_eager
 from fastplm.errors import UnsupportedError, fail
 from fastplm.ops import T5RelativeBias, attention, attention_varlen
@@ -111,7 +111,7 @@ def fastplm_mask(
         model that asks for the full mask.
     """
     if attention_mask is not None and attention_mask.dim() == 3:
-        return attention_mask.bool()[:, None]
+        return as_booleans(_WHERE, attention_mask)[:, None]
     if attention_mask is not None and attention_mask.dim() == 5:  # made here, for `generate`
         return attention_mask
     causal = mask_function is causal_mask_function
@@ -145,6 +145,23 @@ def fastplm_mask(
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     sizes = batch_size, q_length, kv_length, q_offset, kv_offset
     return sdpa_mask(*sizes, mask_function, attention_mask, **kwargs)
+
+
+def as_booleans(where: str, mask: Tensor) -> Tensor:
+    """A full mask, 0 = hidden, as booleans.
+
+    Raises:
+        ArgumentValueError: numbers below 0, as of a mask that is to be added to the scores.
+    """
+    if mask.dtype is torch.bool:
+        return mask
+    known, right = values_are_known(mask), (mask >= 0).all()
+    if not known:
+        torch._assert_async(right, "attention_mask: a number below 0")
+    elif not right:
+        fix = "Pass mask == 0 if it was to be added to the scores."
+        fail(where, "attention_mask", f"{mask.min().item()}", "1 = attend and 0 = hidden", fix)
+    return mask.bool()
 
 
 def _key_window(
@@ -181,7 +198,8 @@ def fastplm_attention_forward(
         query: [B, H, Tq, D].
         key, value: [B, H, Tk, D], or with fewer heads.
         attention_mask: from ``fastplm_mask``; or None or bool [B, Tk], combined with ``is_causal``;
-            or a full 4-D mask, one for all heads or for each, boolean (True = attend) or additive.
+            or a full 4-D mask, one for all heads or for each: booleans or integers, True or 1 =
+            attend, or floating-point numbers that are added to the scores.
         dropout: probability of dropping an attention weight, 0 outside training. Every call draws
             its seed from PyTorch's generator, which ``torch.manual_seed`` sets and activation
             checkpointing restores. The sample indices are those of ``rows`` (fastplm's models), or
@@ -204,6 +222,9 @@ def fastplm_attention_forward(
         ArgumentValueError, ArgumentTypeError: packed sequences or a mask that do not fit.
     """
     _check_supported(attention_mask, kwargs)
+    if attention_mask is not None and attention_mask.dim() == 4:
+        if not attention_mask.is_floating_point():
+            attention_mask = as_booleans(_WHERE, attention_mask)
     if is_causal is None and query.shape[2] == 1:
         is_causal = False  # a single query is the last one: it attends to all keys in any case
     causal, attention_mask = _meaning(module, attention_mask, is_causal)
@@ -358,9 +379,6 @@ def _check_supported(mask: Tensor | None, kwargs: dict[str, Any]) -> None:
         got, expected = f"{mask.dim()} dimensions", "bool [B, Tk] or [B, 1 or H, Tq, Tk]"
         fix = "Pass the model a mask [B, T], True or 1 for tokens."
         fail(_WHERE, "attention_mask", got, expected, fix, UnsupportedError)
-    if mask is not None and mask.dim() == 4 and mask.dtype is not torch.bool:
-        fix = "Pass mask.bool() if 1 is to attend."
-        check_dtype(_WHERE, "attention_mask", mask, FLOATING, fix)
 
 
 def _says_only_samples(kwargs: dict[str, Any]) -> bool:

@@ -25,8 +25,9 @@ def accelerate(model: _Model) -> _Model:
 
     Each module whose Transformers class has a drop-in class in ``fastplm.models`` gets that class
     (``__class__`` is assigned), and the attention implementation becomes "fastplm". Parameters,
-    buffers, hooks, names, modes and devices do not change, so an existing optimizer stays valid. A
-    second call changes nothing.
+    buffers, hooks, names, modes and devices do not change, so an existing optimizer stays valid.
+    The model gets a copy of its configuration, which other models may have, too. A second call
+    changes nothing.
 
     A subclass of the user keeps its class; its submodules are replaced. A model is left unchanged,
     with a warning, if it contains a module that is not from PyTorch, Transformers or fastplm, and
@@ -87,7 +88,13 @@ def switch(model: nn.Module, attention: bool = True) -> tuple[bool, list[str]]:
     from transformers import PreTrainedModel
 
     from fastplm.hf import NAME, attention_of
-    from fastplm.models._base import DROP_INS, drop_in_for, share_config
+    from fastplm.models._base import (
+        DROP_INS,
+        drop_in_for,
+        own_configs,
+        set_attention,
+        share_config,
+    )
 
     by_class = {kind: drop_in_of(kind) for kind in {type(module) for module in model.modules()}}
     ours = set(DROP_INS.values())
@@ -114,10 +121,12 @@ def switch(model: nn.Module, attention: bool = True) -> tuple[bool, list[str]]:
     for module in dispatching:
         if type(module) not in ours and _BEFORE not in vars(module):
             setattr(module, _BEFORE, module.config._attn_implementation)
+    if any(module.config._attn_implementation != NAME for module in dispatching):
+        own_configs(model)
     for module in dispatching:
         if type(module) in ours or type(module) in DROP_INS:
             share_config(module, module.config)
-        module.config._attn_implementation_internal = NAME
+        set_attention(module, NAME)
     for module, drop_in in switched:
         module.__class__ = drop_in
         for inner in module.modules():  # such as linear layers
@@ -147,7 +156,7 @@ def restore(model: _Model) -> _Model:
     from transformers import PreTrainedModel
 
     from fastplm.hf import NAME
-    from fastplm.models._base import DROP_INS, restore_modules
+    from fastplm.models._base import DROP_INS, restore_modules, set_attention
     from fastplm.models._plan import forget
 
     ours, inner = set(DROP_INS.values()), module_of("restore", model)
@@ -165,12 +174,10 @@ def restore(model: _Model) -> _Model:
     # First the models without a stored value: they may share their configuration with others.
     for module in own:
         if _BEFORE not in vars(module) and module.config._attn_implementation == NAME:
-            module.config._attn_implementation_internal = module.get_correct_attn_implementation(
-                None, is_init_check=True
-            )
+            set_attention(module, module.get_correct_attn_implementation(None, is_init_check=True))
     for module in models:
         if _BEFORE in vars(module):
-            module.config._attn_implementation_internal = getattr(module, _BEFORE)
+            set_attention(module, getattr(module, _BEFORE))
             delattr(module, _BEFORE)
     return model
 

@@ -168,18 +168,40 @@ def restore_modules(model: nn.Module) -> None:
             module.__class__ = parent
 
 
+def own_configs(model: nn.Module) -> None:
+    """Give all modules copies of their configurations, one of each: others may have them, too."""
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, PreTrainedConfig):
+                vars(module)[name] = copy.deepcopy(value, copies)
+
+
 def share_config(module: nn.Module, config: PreTrainedConfig) -> None:
-    """Make ``config`` the configuration of all submodules, which read the attention implementation.
+    """Make ``config`` the configuration of all submodules, and of the model without head.
 
     Transformers' ``EncoderDecoderModel`` gives its parts new configurations, but the submodules of
     an existing part keep the old one.
     """
     for child in module.children():
-        if isinstance(child, PreTrainedModel):
+        if isinstance(child, PreTrainedModel) and child is not getattr(module, "base_model", None):
             continue
         if type(vars(child).get("config")) is type(config):
             child.config = config  # type: ignore[assignment]
         share_config(child, config)
+
+
+def set_attention(model: nn.Module, name: str) -> None:
+    """Write the name of an attention implementation where the layers of a model read it.
+
+    Inner models are left out. The configuration of a model may not be that of its layers.
+    """
+    for value in vars(model).values():
+        if isinstance(value, PreTrainedConfig):
+            value._attn_implementation_internal = name
+    for child in model.children():
+        if not isinstance(child, PreTrainedModel):
+            set_attention(child, name)
 
 
 class FastplmModel:
@@ -355,6 +377,10 @@ def check_mask(where: str, name: str, mask: Any) -> None:
     fix = "Pass what the tokenizer returns, with return_tensors='pt'."
     if mask.dim() < 2:
         fail(where, name, f"shape {tuple(mask.shape)}", expected, fix)
+    if mask.dim() == 2 and mask.is_floating_point() and values_are_known(mask):
+        if bool((mask < 0).any()):
+            fix = "Pass mask == 0 if 0 was a token, and other numbers were added to the scores."
+            fail(where, name, f"numbers from {float(mask.min())}", expected, fix)
 
 
 def check_positions(where: str, table: nn.Module | None, length: int, cache: Any = None) -> None:

@@ -63,7 +63,7 @@ class EncoderModel(FastplmModel):
 
     A padded batch is unpadded once, before the embeddings, if the values of its mask can be read
     (on CUDA this is a sync). Under ``torch.compile`` and in a CUDA graph it stays padded, unless
-    ``unpad`` gives a capacity. The hidden states of padding are 0. Transformers returns other
+    ``unpad`` gives a capacity. The hidden states of such padding are 0. Transformers returns other
     values there, which have no meaning.
 
     The parent's padded computation is used with an attention implementation other than "fastplm",

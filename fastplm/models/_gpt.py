@@ -16,6 +16,7 @@ from transformers.utils.generic import can_return_tuple
 from fastplm import ops
 from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor, values_are_known
 from fastplm.errors import fail
+from fastplm.hf import as_booleans
 from fastplm.models._base import FastplmModel, TiedLookup, drop_in, wants_output
 from fastplm.models._encoder import EncoderModel
 from fastplm.models._heads import of_samples, requested_rows, shifted, wants_logits
@@ -75,7 +76,7 @@ class CausalModel(EncoderModel):
             inputs_embeds = inputs_embeds.flatten(0, -3)
         if lead is None and attention_mask is not None and attention_mask.dim() == 3:
             if self._has_our_attention():  # the parent takes no mask [B, F, T]
-                attention_mask = attention_mask.bool()[:, None]
+                attention_mask = as_booleans(type(self).__name__, attention_mask)[:, None]
         for name in ("token_type_ids", "position_ids"):
             inputs[name] = _two_dimensional(inputs.get(name))
         outputs = super().forward(
@@ -170,8 +171,7 @@ class DoubleHeads(FastplmModel):
             *lead, seqlen = input_ids.shape
         else:
             return self.base_model()
-        trains = labels is not None or mc_labels is not None
-        if trains and inputs.get("use_cache") is None:
+        if inputs.get("use_cache") is None and (labels is not None or mc_labels is not None):
             inputs["use_cache"] = False
         reads_one = head.summary_type == "cls_index"
         if not reads_one:
@@ -192,9 +192,8 @@ class DoubleHeads(FastplmModel):
         rows = positions
         if reads_one:
             rows = torch.cat((positions, _choice_rows(where, mc_token_ids, lead, seqlen, rows)))
-        # Without ``labels``: label smoothing of Transformers' Trainer keeps them, and wants logits.
-        with_logits = wants_logits(self, output_logits, labels)
-        all_rows = with_logits or not reads_one
+        output_logits = wants_logits(self, output_logits, labels)
+        all_rows = output_logits or not reads_one
         if all_rows:
             inputs["extra_rows"] = mask_at(rows, prod(lead), seqlen)
         else:
@@ -229,7 +228,7 @@ class DoubleHeads(FastplmModel):
             )
             if labels is not None:
                 mc_loss = mc_loss * batch_share(labels, num_items_in_batch)
-        if with_logits:
+        if output_logits:
             logits = self.lm_head(hidden)
         given = {name: outputs[name] for name in _BESIDE if name in outputs}
         return self._output(loss=loss, mc_loss=mc_loss, logits=logits, mc_logits=mc_logits, **given)

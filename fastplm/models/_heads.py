@@ -170,8 +170,8 @@ class MaskedLM(FastplmModel):
             masked_positions: int64 [P], flat positions of the labels, -1 in unused slots; fixes the
                 shapes of the head, for compiled models and CUDA. Default: computed from ``labels``.
             output_logits: whether to return logits. Default: as in the parent, but not for labels
-                while training: there ``logits`` are None. (Pass False in ``eval()`` mode, too, where
-                only the loss is read.)
+                while training; there ``logits`` are None. Pass False in ``eval()`` mode if only the
+                loss is read.
             num_items_in_batch: the denominator of the loss: the number of labels of all batches
                 over which gradients are accumulated. Default: that of this batch.
             reduction: "none" = the loss of each label, fp32 [P], in the order of the positions, 0

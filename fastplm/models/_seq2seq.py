@@ -256,10 +256,10 @@ class Stack(FastplmModel):
 class EncoderDecoder(FastplmModel):
     """Mixin of an encoder and a decoder with fused attention, each unpadded once.
 
-    The hidden states of padding are 0. Transformers returns other values there, which have no
-    meaning. The parent's padded computation is used with an attention implementation other than
-    "fastplm", 4-D masks, ``output_attentions`` and, in the decoder, a cache, which is the default
-    of ``use_cache``.
+    The hidden states of padding that is left out are 0. Transformers returns other values there,
+    which have no meaning. The parent's padded computation is used with an attention implementation
+    other than "fastplm", 4-D masks, ``output_attentions`` and, in the decoder, a cache, which is
+    the default of ``use_cache``.
     """
 
     _summary = "with fused attention; encoder and decoder compute only tokens."

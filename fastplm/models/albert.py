@@ -104,6 +104,9 @@ class _Sharing(FastplmModel):
             self.all_tied_weights_keys = self.get_expanded_tied_weights_keys(all_submodels=True)
             self.tie_weights(recompute_mapping=False)
 
+    def _backward_compatibility_gradient_checkpointing(self) -> None:
+        """The parent ignores an old configuration's ``gradient_checkpointing``, and so do we."""
+
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
         # `_tied_weights_keys` cannot be used: it needs `tie_word_embeddings`.
         tied = super().get_expanded_tied_weights_keys(all_submodels)  # type: ignore[misc]

@@ -21,7 +21,14 @@ from transformers.utils.generic import can_return_tuple
 
 from fastplm.errors import fail
 from fastplm.hf import IS_CHOSEN, NAME, attention_of
-from fastplm.models._base import FastplmModel, choosing, share_config, wants_output
+from fastplm.models._base import (
+    FastplmModel,
+    choosing,
+    own_configs,
+    set_attention,
+    share_config,
+    wants_output,
+)
 from fastplm.models._encoder import EncoderModel
 from fastplm.models._heads import shape_of, wants_logits
 from fastplm.models._ragged import until_last, values_can_be_read
@@ -52,8 +59,8 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
     family and sizes. ``save_pretrained`` stores a shared weight for both parts, so Transformers can
     load the checkpoint too; with ``shared_once=True``, it stores it once.
 
-    Parts that are given as models keep their attention implementation, and their classes are
-    replaced in place.
+    The classes of parts that are given as models are replaced in place, and their attention
+    implementation becomes "fastplm", in copies of their configurations.
 
     Args:
         config: as in the parent; may have ``tie_encoder_decoder``.
@@ -84,13 +91,19 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
             if getattr(config, name).model_type in _FAMILIES:
                 importlib.import_module(f"fastplm.models.{getattr(config, name).model_type}")
         super().__init__(config, encoder, decoder)
+        chosen = IS_CHOSEN.get()
+        if not chosen:
+            own_configs(self)
         for part in (self.encoder, self.decoder):
-            if attention_of(type(part)) == "own":
-                part.config._attn_implementation = "eager"
-            elif not (IS_CHOSEN.get() or part.config.output_attentions):
-                # A part that was made before has the choice of then.
-                part.config._attn_implementation = NAME
             share_config(part, part.config)
+            for model in part.modules():
+                if not isinstance(model, PreTrainedModel):
+                    continue
+                if attention_of(type(model)) == "own":
+                    set_attention(model, "eager")
+                elif not (chosen or model.config.output_attentions):
+                    # A part that was made before has the choice of then.
+                    set_attention(model, NAME)
 
     @classmethod
     def from_encoder_decoder_pretrained(

@@ -79,10 +79,8 @@ def evaluate(
         pair_labels = {name: batch.pop(name) for name in PAIR_LABELS if name in batch}
         # Divided by 1, the means are sums.
         ones: dict[str, Any] = {"num_items_in_batch": 1}
-        if _is_joint(model):
-            ones |= {"num_tokens_in_batch": 1, "output_replaced_ids": True}
-        else:
-            ones["output_logits"] = False
+        joint = {"num_tokens_in_batch": 1, "output_replaced_ids": True}
+        ones |= joint if _is_joint(model) else {"output_logits": False}
         with _kept_rows(masked) as rows:
             outputs = model(**batch, **ones)
         if rows:

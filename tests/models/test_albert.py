@@ -343,3 +343,13 @@ def test_layer_similarity_raises_on_bad_input():
         layer_similarity(Fixed(*STATES, name="others"))
     with pytest.raises(ArgumentValueError, match="attention_mask"):
         layer_similarity(Fixed(*STATES), attention_mask=torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("name", [name for name in models.__all__ if name.startswith("Albert")])
+def test_an_old_configuration_that_asks_for_checkpointing(name):
+    """Transformers' ALBERT ignores this field; other families' models do what it says."""
+    config = small_config("albert", gradient_checkpointing=True)
+    ours, parent = getattr(models, name)(config), getattr(transformers, name)(config)
+    assert ours.is_activation_checkpointing == parent.is_activation_checkpointing
+    ours.gradient_checkpointing_enable()
+    assert ours.is_activation_checkpointing

@@ -539,3 +539,30 @@ def _loss_at(parent, inputs, positions):
     targets = inputs["labels"].flatten()[positions]
     rows = logits.detach().flatten(0, 1)[positions]
     return torch.nn.functional.cross_entropy(rows, targets, reduction="none")
+
+
+@pytest.mark.parametrize("name", [n for n in LANGUAGE_MODELS.values() if n[:2] != "Op"])
+def test_full_masks_are_read_by_what_they_mean_or_refused(name):
+    model, _ = pair(name)
+    ids = torch.randint(4, 37, (2, LENGTH))
+    seen = torch.ones(2, LENGTH, LENGTH, dtype=torch.bool).tril()
+    given = {"decoder_input_ids": ids} if has_decoder(name) else {}
+
+    def run(mask):
+        with torch.no_grad():
+            return model(ids, attention_mask=mask, **given).logits
+
+    expected = run(seen[:, None])
+    for dtype in (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32):
+        assert torch.equal(run(seen.to(dtype)), expected)
+        if not dtype.is_floating_point:
+            assert torch.equal(run(seen[:, None].to(dtype)), expected)
+    for lowest in (-torch.inf, torch.finfo(torch.float32).min, -1e4):
+        added = torch.zeros(seen.shape).masked_fill(~seen, lowest)
+        for mask in (added, added[:, 2]):
+            with pytest.raises(ArgumentValueError, match="attention_mask.*mask == 0"):
+                run(mask)
+        torch.testing.assert_close(run(added[:, None]), expected)
+    for mask in (-(~seen).long(), -(~seen).long()[:, None]):
+        with pytest.raises(ArgumentValueError, match="attention_mask.*mask == 0"):
+            run(mask)

@@ -372,11 +372,14 @@ def test_rows_that_a_4d_mask_leaves_nothing_are_zero():
     assert not out[1, 2].any() and out[0].all() and out[1, :2].all()
 
 
-def test_a_4d_mask_of_integers_says_what_to_pass():
+def test_a_4d_mask_of_integers_is_one_of_booleans():
     query = torch.randn(1, 2, 3, 4)
-    mask = torch.ones(1, 1, 3, 3, dtype=torch.int64)
-    with pytest.raises(ArgumentTypeError, match=r"`attention_mask` got torch.int64.*mask.bool\(\)"):
-        hf.fastplm_attention_forward(torch.nn.Identity(), query, query, query, mask)
+    mask = torch.ones(1, 1, 3, 3, dtype=torch.int64).tril()
+    given = (torch.nn.Identity(), query, query, query)
+    out, expected = (hf.fastplm_attention_forward(*given, one)[0] for one in (mask, mask.bool()))
+    assert torch.equal(out, expected)
+    with pytest.raises(ArgumentValueError, match="`attention_mask` got -1.*mask == 0"):
+        hf.fastplm_attention_forward(*given, mask - 1)
 
 
 def test_a_learned_4d_mask_gets_its_gradient():

@@ -33,7 +33,7 @@ every_head = pytest.mark.parametrize("name", [*HEADS, "EncoderDecoderModel"])
 MEANS = ("BartForCausalLM", "GPT2DoubleHeadsModel", "OpenAIGPTDoubleHeadsModel")
 #: Classes whose parents fail with label smoothing: Trainer finds no ``logits``, or not [..., V].
 NOT_SMOOTHED = ("AlbertForPreTraining", "BertForPreTraining", "ElectraForPreTraining")
-#: Those that ``generate`` from a source.
+#: Classes that ``generate`` from a source.
 GENERATES = ("BartForConditionalGeneration", "T5ForConditionalGeneration", "EncoderDecoderModel")
 
 
@@ -120,7 +120,7 @@ def train_loss(model, rows, folder, accumulation=1, **options):
 @pytest.mark.parametrize("made", ["class", pytest.param("accelerated", marks=pytest.mark.slow)])
 @every_head
 def test_evaluation_is_the_parents(name, made, tmp_path):
-    """Which labels Trainer finds, the loss, predictions, and whether it asks for metrics."""
+    """Trainer finds the same labels, loss and predictions, and asks for metrics."""
     ours, parent = both(name)
     if made == "accelerated":
         ours = fastplm.accelerate(copy.deepcopy(parent))
