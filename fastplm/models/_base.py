@@ -19,7 +19,7 @@ from transformers.utils import logging
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor, values_are_known
-from fastplm.errors import fail
+from fastplm.errors import check_choice, fail
 from fastplm.hf import IS_CHOSEN, NAME
 from fastplm.nn import GELU, Dropout, Linear, RMSNorm
 from fastplm.nn._tied_embedding import shares_table, tied_lookup
@@ -349,11 +349,14 @@ def check_batch(
     masks: Iterable[Tensor | None],
     sample_index: Tensor | None,
     cu_seqlens: Tensor | None,
+    output_rows: Any = None,
+    words: tuple[str, ...] = (),
 ) -> None:
     """Check what a backbone is given, except sizes that differ between the families.
 
     ``given`` are the ids, or embeddings [B, T, E] in their place; ``masks`` those of the batch and
-    of an encoder; ``cu_seqlens`` int32 [sequences + 1], where a batch is packed already.
+    of an encoder; ``cu_seqlens`` int32 [sequences + 1], where a batch is packed already;
+    ``output_rows`` int64 [P], or one of ``words``.
     """
     where, table = type(model).__name__, model.get_input_embeddings()
     # The user may have replaced the embeddings by larger ones; T5's parts do not learn of it.
@@ -366,6 +369,11 @@ def check_batch(
         check_dtype(where, "sample_index", sample_index, (torch.int64,))
         fix = "Pass one of each sequence, as the collators return them."
         check_shape(where, "sample_index", sample_index, (sequences,), "[batch]", fix)
+    if words and isinstance(output_rows, str):
+        check_choice(where, "output_rows", output_rows, words)
+    elif output_rows is not None:
+        check_tensor(where, "output_rows", output_rows, ndim=1)
+        check_dtype(where, "output_rows", output_rows, (torch.int64,))
 
 
 def check_mask(where: str, name: str, mask: Any) -> None:

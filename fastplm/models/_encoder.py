@@ -128,7 +128,7 @@ class EncoderModel(FastplmModel):
         if given is None or (input_ids is not None and inputs_embeds is not None):
             return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds)  # type: ignore
         masks, offsets = (attention_mask, encoder_attention_mask), kwargs.get("cu_seq_lens_q")
-        check_batch(self, given, input_ids, masks, sample_index, offsets)
+        check_batch(self, given, input_ids, masks, sample_index, offsets, output_rows, ("first",))
         batch, seqlen = given.shape[:2]
         if position_ids is None:
             longest = self._positions_taken(input_ids, given)

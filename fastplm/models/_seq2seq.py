@@ -197,7 +197,7 @@ class Stack(FastplmModel):
         if self._takes_cache:
             caching["use_cache"] = caches(caching.get("use_cache"), past)
         masks, offsets = (attention_mask, encoder_attention_mask), kwargs.get("cu_seq_lens_q")
-        check_batch(self, given, input_ids, masks, sample_index, offsets)
+        check_batch(self, given, input_ids, masks, sample_index, offsets, output_rows)
         (batch, seqlen), where = given.shape[:2], type(self).__name__
         check_positions(where, getattr(self, "embed_positions", None), seqlen, past)
         if attention_mask is not None and attention_mask.dim() == 2 and not past:

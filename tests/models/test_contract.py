@@ -566,3 +566,16 @@ def test_full_masks_are_read_by_what_they_mean_or_refused(name):
     for mask in (-(~seen).long(), -(~seen).long()[:, None]):
         with pytest.raises(ArgumentValueError, match="attention_mask.*mask == 0"):
             run(mask)
+
+
+@pytest.mark.parametrize("given", ["last", "First", 3, torch.zeros(2), torch.zeros(1, 2).long()])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "t5"])
+def test_output_rows_are_positions_or_first(family, given):
+    """Each backbone says it, and an encoder names the word that it knows."""
+    name = f"{PREFIXES[family]}Model"
+    model, _ = pair(name)
+    inputs = {"input_ids": torch.randint(4, 37, (2, LENGTH)), "use_cache": False}
+    if family in ("albert", "bert", "electra", "openai", "roberta"):
+        del inputs["use_cache"]
+    with pytest.raises((ArgumentTypeError, ArgumentValueError), match="`output_rows` got"):
+        model(**inputs, output_rows=given)
