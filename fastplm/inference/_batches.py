@@ -185,13 +185,15 @@ def longest_input(tokenizer: Any, config: Any) -> int | None:
 
 
 def limit_of(where: str, tokenizer: Any, config: Any, max_length: int | None) -> int | None:
-    """``max_length``, which may not exceed the model's limit, or by default that limit."""
-    longest = longest_input(tokenizer, config)
+    """``max_length``, at most the model's positions; by default what ``longest_input`` says.
+
+    A ``max_length`` that is given is stronger than the tokenizer's ``model_max_length``.
+    """
     if max_length is None:
-        return longest
-    special = tokenizer.num_special_tokens_to_add()
-    expected = f"{special + 1} to {longest or 'any number'}, what this model takes"
-    fits = special < max_length <= (longest or max_length)
+        return longest_input(tokenizer, config)
+    special, most = tokenizer.num_special_tokens_to_add(), most_positions(config)
+    expected = f"{special + 1} to {most or 'any number'}, what this model takes"
+    fits = special < max_length <= (most or max_length)
     check(fits, where, "max_length", max_length, expected, "Choose a number in between.")
     return max_length
 

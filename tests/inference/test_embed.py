@@ -12,9 +12,9 @@ import torch
 import transformers
 
 from fastplm import cli
-from fastplm.errors import ArgumentValueError, DataError
+from fastplm.errors import ArgumentValueError
 from fastplm.inference._encoder import load_encoder
-from fastplm.inference.embed import embed, sentence_transformers_settings
+from fastplm.inference.embed import embed
 from fastplm.inference.settings import POOLINGS, WORD_POOLINGS
 from fastplm.models import AutoModel
 
@@ -222,7 +222,7 @@ def test_a_text_without_a_token_has_zeros(tokenizer):
         ({"layer_weights": (1, 2)}, "`layer_weights` got 2 numbers; expected 1"),
         ({"too_long": "split"}, "`too_long` got 'split'"),
         ({"batch_tokens": 0}, "`batch_tokens` got 0"),
-        ({"max_length": 21}, "`max_length` got 21; expected 3 to 16"),
+        ({"max_length": 21}, "`max_length` got 21; expected 3 to 20"),
     ],
 )
 def test_bad_arguments(options, said, tokenizer):
@@ -256,19 +256,6 @@ def write_modules(folder, modules=MODULES, pooling=None, **sentence):
     pooling = pooling or {"pooling_mode_cls_token": True, "pooling_mode_max_tokens": True}
     (folder / "1_Pooling/config.json").write_text(json.dumps(pooling))
     (folder / "sentence_bert_config.json").write_text(json.dumps(sentence))
-
-
-def test_settings_of_sentence_transformers(tmp_path):
-    assert sentence_transformers_settings(tmp_path) is None
-    write_modules(tmp_path, max_seq_length=8)
-    known = {"pooling": ("cls", "max"), "normalize": True, "max_length": 8}
-    assert sentence_transformers_settings(tmp_path) == known
-    write_modules(tmp_path, MODULES[:2], {"pooling_mode": "lasttoken"})
-    known = {"pooling": ("last",), "normalize": False, "max_length": None}
-    assert sentence_transformers_settings(tmp_path) == known
-    write_modules(tmp_path, [*MODULES, {"type": "x.Dense", "path": "3_Dense"}], do_lower_case=True)
-    with pytest.raises(DataError, match="ask for do_lower_case and Dense; .*name --pooling"):
-        sentence_transformers_settings(tmp_path)
 
 
 def test_the_command_writes_what_embed_returns(checkpoint, tokenizer, tmp_path, capsys):
