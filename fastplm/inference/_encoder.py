@@ -107,7 +107,7 @@ class Encoder:
         packed = batch.rows.to(self.device)
         inputs: dict[str, Any] = {"input_ids": batch.ids.to(self.device)}
         if len(packed.positions) < batch.ids.numel():
-            inputs["attention_mask"] = packed.token_mask()
+            inputs["attention_mask"] = packed.token_mask().long()  # XLNet subtracts it
         rows = None if rows is None else rows.to(self.device)
         if isinstance(self.backbone, EncoderModel | Stack):
             inputs["unpad"] = packed.with_spare_slots(self.backbone.dtype)
