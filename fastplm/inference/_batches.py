@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from fastplm.data.tokenizer import for_words
 from fastplm.errors import ArgumentTypeError, check, fail
 from fastplm.models._base import most_positions
 from fastplm.models._ragged import RaggedBatch
@@ -59,7 +60,7 @@ class Tokens:
     ) -> Tokens:
         """Tokenize texts, or with ``split`` lists of words, with the tokenizer's special tokens.
 
-        A text is cut off after ``limit`` tokens.
+        A word has the tokens that it has inside a text. A text is cut off after ``limit`` tokens.
         """
         got, fix = f"a {type(tokenizer).__name__}", "Load it with transformers.AutoTokenizer."
         fast = getattr(tokenizer, "is_fast", False)
@@ -68,11 +69,7 @@ class Tokens:
             check_texts(where, "texts", texts, "lists of words", list | tuple)
         else:
             check_texts(where, "texts", texts)
-        spaced = getattr(tokenizer.backend_tokenizer.pre_tokenizer, "add_prefix_space", True)
-        got = "a byte-level tokenizer that adds no space before a word"
-        expected = "one that splits a word alone as it does inside a text"
-        fix = "Load it with add_prefix_space=True."
-        check(spaced or not split, where, "tokenizer", got, expected, fix)
+        tokenizer = for_words(where, tokenizer) if split else tokenizer
         ids: list[int] = []
         words: list[int] = []
         lengths: list[int] = []

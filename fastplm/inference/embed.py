@@ -68,7 +68,7 @@ def embed(
 
     Args:
         model: of ``fastplm.models`` or Transformers; heads and decoders are left out.
-        tokenizer: its fast tokenizer. For words, a byte-level one needs ``add_prefix_space=True``.
+        tokenizer: its fast tokenizer. Words have the tokens that they have inside a text.
         texts: strings, or with ``words`` also lists of words.
         words: "first" (the first token of a word), "mean", "max" or "sum" of its tokens: a vector
             for each word. Strings are split at whitespace. None = a vector for each text.
