@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -36,6 +37,28 @@ _MOST_TOKENS = 10**7  # the trainers allocate memory for all of them at once
 LONGEST_WORD = 1000
 _SPACE = "▁"
 _WORDS_AT_ONCE = 1 << 14
+#: Texts on which tokenizers differ, beside words of their vocabulary: letters, accents, digits,
+#: marks, white space, other scripts.
+_PROBES = (
+    *(
+        "Aa",
+        "\u00e9\u00c9",
+        "e\u0301",
+        "ab12 345",
+        "it's",
+        "(a-b),c!",
+        "a  b",
+        " a",
+        "a ",
+        "a\nb\tc",
+    ),
+    *("\u4e2d\u6587", "\ufb01\u00bd", "\u00df", "\u201cx\u201d\u2026", "a\u00adb\u200bc"),
+)
+_ACCENTS = str.maketrans("aeiounc", "\u00e1\u00e9\u00ed\u00f6\u00fc\u00f1\u00e7")
+_SHOWN = 6  # tokens of a text in a line
+_SAID: set[str] = set()
+#: Tokens of a vocabulary that are tried as words.
+_PROBED = 256
 _ROLES = ("pad", "mask", "cls", "sep", "bos", "eos", "unk")
 
 
@@ -43,6 +66,9 @@ def load_tokenizer(
     directory: str | Path, needs: Sequence[str] = ("pad", "mask", "cls", "sep")
 ) -> PreTrainedTokenizerBase:
     """A tokenizer as ``AutoTokenizer`` loads it from a local directory.
+
+    Transformers builds many classes by rules of their own, not by tokenizer.json. If that changes
+    the tokens of some texts, a line on stderr says so.
 
     Args:
         directory: what ``tokenizer.save_pretrained`` wrote.
@@ -89,7 +115,97 @@ def load_tokenizer(
                 "Add them with tokenizer.add_special_tokens.",
             )
             _refuse(path, got, f"a tokenizer with {', '.join(needs)}", fix)
+    _say_what_is_not_obeyed(path, tokenizer)
     return tokenizer
+
+
+def _say_what_is_not_obeyed(path: Path, tokenizer: Any) -> None:
+    """One line, if the class of a tokenizer splits texts otherwise than its tokenizer.json says."""
+    from tokenizers import Tokenizer
+
+    file = path / "tokenizer.json"
+    if not (file.is_file() and tokenizer.is_fast):
+        return
+    with _reading(path, "a tokenizer.json of the tokenizers library"):
+        written = Tokenizer.from_file(str(file))
+    written.no_truncation()
+    written.no_padding()
+    # Without a post-processor the file says nothing of special tokens.
+    options = {"add_special_tokens": written.post_processor is not None}
+
+    def differ(text: str) -> bool:
+        own = tokenizer(text, verbose=False, **options)["input_ids"]
+        return own != written.encode(text, **options).ids
+
+    words = _some_words(written)
+    accented = [word.translate(_ACCENTS) for word in words]
+    kinds = (words, [w.upper() for w in words], [w.title() for w in words], accented)
+    for texts in ([text] for text in (*_PROBES, *map(" ".join, kinds))):
+        if not differ(texts[0]):
+            continue
+        # Of many words, the first one that shows it.
+        text = next((word for word in texts[0].split() if differ(word)), texts[0])
+        shown = tokenizer.tokenize(text)[:_SHOWN], written.encode(text, **options).tokens[:_SHOWN]
+        line = (
+            f"{path}: tokenizer.json is not obeyed, as Transformers builds a "
+            f"{type(tokenizer).__name__}, which tokenizer_config.json or config.json names: of "
+            f"{text[:40]!r} it makes {shown[0]}, the file {shown[1]}. To obey the file, write "
+            '"tokenizer_class": "TokenizersBackend" in tokenizer_config.json.'
+        )
+        if line not in _SAID:
+            _SAID.add(line)
+            say(line)
+        return
+
+
+def _some_words(backend: Any) -> list[str]:
+    """Tokens of a vocabulary in equal distances, without what BPE and WordPiece add to words."""
+    size = backend.get_vocab_size(False)
+    tokens = (backend.id_to_token(i) or "" for i in range(0, size, size // _PROBED + 1))
+    return [word for token in tokens if (word := token.strip("\u0120\u2581#"))]
+
+
+def for_words(where: str, tokenizer: Any) -> Any:
+    """A fast tokenizer that encodes words one by one as it does inside a text.
+
+    A byte-level tokenizer has other tokens for a word with a space before it than without one. If
+    the words need that space, the result is a copy that puts it there (``normalizers.Prepend``).
+
+    Args:
+        where: the caller, for errors.
+        tokenizer: built on the tokenizers library.
+
+    Raises:
+        DataError: its tokens go beyond words, or depend on the words around them.
+    """
+    from tokenizers import normalizers
+
+    if _splits_alike(tokenizer):
+        return tokenizer
+    spaced = copy.deepcopy(tokenizer)
+    backend = spaced.backend_tokenizer
+    before = [] if backend.normalizer is None else [backend.normalizer]
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(" "), *before])
+    got = f"a {type(tokenizer).__name__} whose tokens of words differ from those inside a text"
+    expected = "one that splits texts at white space before it makes tokens"
+    fix = "Use another tokenizer, or whole texts."
+    check(_splits_alike(spaced), where, "tokenizer", got, expected, fix, DataError)
+    return spaced
+
+
+def _splits_alike(tokenizer: Any) -> bool:
+    """Whether words of the vocabulary have the same tokens one by one as in a text.
+
+    The first word is left out, as a text has nothing before it.
+    """
+    found = _some_words(tokenizer.backend_tokenizer)
+    words = ["a", *(word for word in found if word.isascii() and word.isalnum())]
+    words += ["b", "B", "1990", ",", "it's"]
+    options = {"add_special_tokens": False, "verbose": False}
+    of_text = tokenizer(" ".join(words), **options)["input_ids"]
+    alone = tokenizer(words, is_split_into_words=True, **options)
+    count = sum(word != 0 for word in alone.word_ids())
+    return len(of_text) > count and of_text[-count:] == alone["input_ids"][-count:]
 
 
 def _config_of(path: Path) -> dict[str, Any]:

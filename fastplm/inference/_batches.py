@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from fastplm.data.tokenizer import for_words
 from fastplm.errors import ArgumentTypeError, check, fail
 from fastplm.models._base import most_positions
 from fastplm.models._ragged import RaggedBatch
@@ -59,7 +60,7 @@ class Tokens:
     ) -> Tokens:
         """Tokenize texts, or with ``split`` lists of words, with the tokenizer's special tokens.
 
-        A text is cut off after ``limit`` tokens.
+        A word has the tokens that it has inside a text. A text is cut off after ``limit`` tokens.
         """
         got, fix = f"a {type(tokenizer).__name__}", "Load it with transformers.AutoTokenizer."
         fast = getattr(tokenizer, "is_fast", False)
@@ -68,11 +69,7 @@ class Tokens:
             check_texts(where, "texts", texts, "lists of words", list | tuple)
         else:
             check_texts(where, "texts", texts)
-        spaced = getattr(tokenizer.backend_tokenizer.pre_tokenizer, "add_prefix_space", True)
-        got = "a byte-level tokenizer that adds no space before a word"
-        expected = "one that splits a word alone as it does inside a text"
-        fix = "Load it with add_prefix_space=True."
-        check(spaced or not split, where, "tokenizer", got, expected, fix)
+        tokenizer = for_words(where, tokenizer) if split else tokenizer
         ids: list[int] = []
         words: list[int] = []
         lengths: list[int] = []
@@ -185,13 +182,15 @@ def longest_input(tokenizer: Any, config: Any) -> int | None:
 
 
 def limit_of(where: str, tokenizer: Any, config: Any, max_length: int | None) -> int | None:
-    """``max_length``, which may not exceed the model's limit, or by default that limit."""
-    longest = longest_input(tokenizer, config)
+    """``max_length``, at most the model's positions; by default what ``longest_input`` says.
+
+    A ``max_length`` that is given is stronger than the tokenizer's ``model_max_length``.
+    """
     if max_length is None:
-        return longest
-    special = tokenizer.num_special_tokens_to_add()
-    expected = f"{special + 1} to {longest or 'any number'}, what this model takes"
-    fits = special < max_length <= (longest or max_length)
+        return longest_input(tokenizer, config)
+    special, most = tokenizer.num_special_tokens_to_add(), most_positions(config)
+    expected = f"{special + 1} to {most or 'any number'}, what this model takes"
+    fits = special < max_length <= (most or max_length)
     check(fits, where, "max_length", max_length, expected, "Choose a number in between.")
     return max_length
 

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from fastplm.data import load_tokenizer
+from fastplm.data.tokenizer import for_words
 from fastplm.errors import UnsupportedError, check, check_type
 from fastplm.inference._batches import Batch, evaluating
 from fastplm.inference._checkpoint import load_model
@@ -107,7 +108,7 @@ class Encoder:
         packed = batch.rows.to(self.device)
         inputs: dict[str, Any] = {"input_ids": batch.ids.to(self.device)}
         if len(packed.positions) < batch.ids.numel():
-            inputs["attention_mask"] = packed.token_mask()
+            inputs["attention_mask"] = packed.token_mask().long()  # XLNet subtracts it
         rows = None if rows is None else rows.to(self.device)
         if isinstance(self.backbone, EncoderModel | Stack):
             inputs["unpad"] = packed.with_spare_slots(self.backbone.dtype)
@@ -139,10 +140,7 @@ def load_encoder(
     """
     config_at(where, "model", folder)  # before the tokenizer, which reads it, too
     tokenizer: Any = load_tokenizer(folder, needs=())
-    if split and hasattr(tokenizer, "add_prefix_space"):
-        # A byte-level tokenizer then splits a word alone as it does inside a text.
-        options = {"add_prefix_space": True, "local_files_only": True}
-        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    tokenizer = for_words(where, tokenizer) if split else tokenizer
     encoder: Any = Encoder(where, load_model(where, folder, bf16=bf16)).backbone
     if getattr(encoder, "pooler", None) is not None:
         encoder.pooler = None

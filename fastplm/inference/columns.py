@@ -20,8 +20,9 @@ from fastplm.data import load_tokenizer
 from fastplm.errors import check, check_choice, check_type
 from fastplm.inference._checkpoint import head_of, load_model
 from fastplm.inference._encoder import load_encoder
-from fastplm.inference.embed import embed, sentence_transformers_settings
+from fastplm.inference.embed import embed
 from fastplm.inference.score import log_likelihood, pseudo_log_likelihood
+from fastplm.inference.sentence_folder import sentence_transformers_settings
 from fastplm.run.checkpoint import config_at
 from fastplm.run.settings import MATMUL_PRECISIONS
 from fastplm.run.threads import computing, fp32_products

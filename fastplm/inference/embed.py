@@ -5,7 +5,6 @@ texts -> token ids -> batches of similar length -> hidden states on packed rows 
 
 from __future__ import annotations
 
-import json
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from fastplm.errors import DataError, check, check_choice, fail
 from fastplm.inference._batches import Tokens, batches, limit_of, offsets_of, progress_bar
 from fastplm.inference._checkpoint import device_name, fp32_name, results
 from fastplm.inference._encoder import Encoder, load_encoder
+from fastplm.inference.sentence_folder import sentence_transformers_settings
 from fastplm.inference.settings import (
     COMBINATIONS,
     POOLINGS,
@@ -34,7 +34,7 @@ from fastplm.inference.settings import (
     WORD_POOLINGS,
     EmbedArguments,
 )
-from fastplm.run.folder import loaded, writing
+from fastplm.run.folder import writing
 from fastplm.run.report import block
 from fastplm.run.settings import BATCH_TOKENS
 from fastplm.run.threads import computing, fp32_products
@@ -43,19 +43,6 @@ _WHERE = "embed"
 _ROWS = 1 << 14  # looked at together
 #: Poolings that choose one token of a text or word.
 _CHOOSE = ("cls", "first", "last")
-#: How sentence-transformers calls the poolings.
-_THEIR_POOLINGS = {
-    "cls": "cls",
-    "cls_token": "cls",
-    "max": "max",
-    "max_tokens": "max",
-    "mean": "mean",
-    "mean_tokens": "mean",
-    "mean_sqrt_len_tokens": "mean_sqrt_len",
-    "weightedmean": "weighted_mean",
-    "weightedmean_tokens": "weighted_mean",
-    "lasttoken": "last",
-}
 
 
 def embed(
@@ -81,7 +68,7 @@ def embed(
 
     Args:
         model: of ``fastplm.models`` or Transformers; heads and decoders are left out.
-        tokenizer: its fast tokenizer. For words, a byte-level one needs ``add_prefix_space=True``.
+        tokenizer: its fast tokenizer. Words have the tokens that they have inside a text.
         texts: strings, or with ``words`` also lists of words.
         words: "first" (the first token of a word), "mean", "max" or "sum" of its tokens: a vector
             for each word. Strings are split at whitespace. None = a vector for each text.
@@ -277,57 +264,6 @@ def _what_was_cut(tokens: Tokens, offsets: np.ndarray | None, limit: int | None)
 
 
 # --- checkpoints and files ------------------------------------------------------------------------
-
-
-def sentence_transformers_settings(folder: str | Path) -> dict[str, Any] | None:
-    """What a checkpoint of sentence-transformers says of ``embed``'s arguments.
-
-    Args:
-        folder: of the checkpoint, with ``modules.json``.
-
-    Returns:
-        ``pooling``, ``normalize`` and ``max_length``; None if there is no ``modules.json``.
-
-    Raises:
-        DataError: it has modules that ``embed`` does not compute.
-    """
-    folder = Path(folder)
-    if not (folder / "modules.json").is_file():
-        return None
-
-    def read(path: Path) -> Any:
-        def parse() -> Any:
-            return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-        return loaded(_WHERE, "model", path, "a file of sentence-transformers", parse)
-
-    settings: dict[str, Any] = {"pooling": ("mean",), "normalize": False, "max_length": None}
-    unknown = []
-    for module in read(folder / "modules.json"):
-        kind, path = module["type"].rpartition(".")[2], folder / module["path"]
-        if kind == "Transformer" and path.resolve() == folder.resolve():
-            known = read(path / "sentence_bert_config.json")
-            settings["max_length"] = known.get("max_seq_length")
-            unknown += ["do_lower_case"] if known.get("do_lower_case") else []
-        elif kind == "Pooling":
-            known = read(path / "config.json")
-            modes = known.get("pooling_mode")
-            if modes is None:  # older versions wrote a switch for each
-                switches = (f"pooling_mode_{name}" for name in _THEIR_POOLINGS)
-                modes = [name.removeprefix("pooling_mode_") for name in switches if known.get(name)]
-            modes = [modes] if isinstance(modes, str) else modes or ["mean"]
-            settings["pooling"] = tuple(_THEIR_POOLINGS.get(mode, mode) for mode in modes)
-        elif kind == "Normalize":
-            settings["normalize"] = True
-        else:
-            unknown.append(kind)
-    prompt = read(folder / "config_sentence_transformers.json").get("default_prompt_name")
-    unknown += ["default_prompt_name"] if prompt else []
-    got = f"{folder}, whose files ask for {' and '.join(unknown)}"
-    expected = "Transformer, Pooling and Normalize of sentence-transformers alone"
-    fix = "Use sentence-transformers, or name --pooling: then its files are not read."
-    check(not unknown, _WHERE, "model", got, expected, fix, DataError)
-    return settings
 
 
 def embed_file(args: EmbedArguments) -> str:

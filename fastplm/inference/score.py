@@ -142,8 +142,16 @@ def pseudo_log_likelihood(
     sentinel = paired and _SENTINEL in tokenizer.get_vocab()
     if sentinel:
         mask_id = tokenizer.convert_tokens_to_ids(_SENTINEL)
-    slow = method == "within_word_l2r" and not tokenizer.is_fast
-    lacks = "without a mask token" if mask_id is None else "that is not a fast one" if slow else ""
+    by_words = method == "within_word_l2r"
+    lacks = (
+        "without a mask token"
+        if mask_id is None
+        else "that is not a fast one"
+        if by_words and not tokenizer.is_fast
+        else "that takes a text for one word"
+        if by_words and not _knows_words(tokenizer)
+        else ""
+    )
     got, fix = f"a {type(tokenizer).__name__} {lacks}", "Use that of the checkpoint."
     check(not lacks, where, "tokenizer", got, "a fast tokenizer with a mask token", fix)
     limit = most_positions(model.config)
@@ -387,6 +395,12 @@ def _encoded(
             scored, of_words = (added == 0).nonzero().flatten(), torch.tensor(numbers).long()
             found.append(_Text(ids, scored, of_words, ids.new_empty(0), truncated))
     return found
+
+
+def _knows_words(tokenizer: Any) -> bool:
+    """Whether a tokenizer splits a text at white space before it makes tokens."""
+    found = tokenizer("a b 1", add_special_tokens=False, verbose=False).word_ids()
+    return len({*found}) > 1 or not found
 
 
 def _hidden(text: _Text, scored: Tensor, method: str) -> Tensor:

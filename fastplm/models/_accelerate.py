@@ -18,6 +18,8 @@ _INNER = ("model", "model_body")
 
 #: The attribute in which ``accelerate`` stores a model's previous attention implementation.
 _BEFORE = "_fastplm_attention_before"
+#: The attribute with the hook that checks the length of texts, in models without a drop-in class.
+_CHECK = "_fastplm_length_check"
 
 
 def accelerate(model: _Model) -> _Model:
@@ -90,7 +92,9 @@ def switch(model: nn.Module, attention: bool = True) -> tuple[bool, list[str]]:
     from fastplm.hf import NAME, attention_of
     from fastplm.models._base import (
         DROP_INS,
+        check_length,
         drop_in_for,
+        looks_positions_up,
         own_configs,
         set_attention,
         share_config,
@@ -121,6 +125,9 @@ def switch(model: nn.Module, attention: bool = True) -> tuple[bool, list[str]]:
     for module in dispatching:
         if type(module) not in ours and _BEFORE not in vars(module):
             setattr(module, _BEFORE, module.config._attn_implementation)
+            if type(module) not in DROP_INS and looks_positions_up(module):
+                hook = module.register_forward_pre_hook(check_length, with_kwargs=True)
+                setattr(module, _CHECK, hook)
     if any(module.config._attn_implementation != NAME for module in dispatching):
         own_configs(model)
     for module in dispatching:
@@ -179,6 +186,9 @@ def restore(model: _Model) -> _Model:
         if _BEFORE in vars(module):
             set_attention(module, getattr(module, _BEFORE))
             delattr(module, _BEFORE)
+        if _CHECK in vars(module):
+            getattr(module, _CHECK).remove()
+            delattr(module, _CHECK)
     return model
 
 

@@ -36,6 +36,17 @@ DROP_INS: dict[type, type] = {
     nn.RMSNorm: RMSNorm,
 }
 
+#: How position embeddings are called in models of Transformers.
+_POSITION_TABLES = ("position_embeddings", "position_embedding", "embed_positions", "wpe")
+#: Families whose first position is the row after that of padding, as in RoBERTa.
+_AFTER_PADDING = (
+    *("camembert", "data2vec-text", "esm", "ibert", "lilt", "longformer", "luke", "markuplm"),
+    *("mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"),
+    "xmod",
+)
+#: The fields of configurations that say how many positions there are.
+_POSITIONS = ("max_position_embeddings", "max_encoder_position_embeddings", "max_seq_len")
+
 # Module instances that Transformers shares between all models. Their class must not change.
 _SHARED = {id(value) for value in vars(activations).values() if isinstance(value, nn.Module)}
 
@@ -400,11 +411,14 @@ def check_positions(where: str, table: nn.Module | None, length: int, cache: Any
         cache: the key-value cache of the tokens before them.
     """
     rows = getattr(table, "num_embeddings", None)
-    if rows is None:
-        return
-    # The first rows of BART's and RoBERTa's embeddings belong to no position.
-    padding = getattr(table, "padding_idx", None)
-    most = rows - getattr(table, "offset", 0 if padding is None else padding + 1)
+    if rows is not None:
+        # The first rows of BART's and RoBERTa's embeddings belong to no position.
+        padding = getattr(table, "padding_idx", None)
+        first = getattr(table, "offset", 0 if padding is None else padding + 1)
+        _check_room(where, rows - first, length, cache)
+
+
+def _check_room(where: str, most: int, length: int, cache: Any) -> None:
     before = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
     if isinstance(before, int) and before + length > most:
         got = f"{length} tokens" + (f" after {before} in the cache" if before else "")
@@ -413,12 +427,31 @@ def check_positions(where: str, table: nn.Module | None, length: int, cache: Any
         fail(where, "input_ids", got, expected, fix)
 
 
+def check_length(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    """``check_positions`` before the forward of a model of Transformers without a drop-in class."""
+    given = kwargs.get("input_ids", args[0] if args else None)
+    given = kwargs.get("inputs_embeds") if given is None else given
+    most = most_positions(model.config)
+    if most is not None and isinstance(given, Tensor) and given.dim() > 1:
+        _check_room(type(model).__name__, most, given.shape[1], kwargs.get("past_key_values"))
+
+
+def looks_positions_up(model: nn.Module) -> bool:
+    """Whether a model has a table of positions, one that is not of a model in it."""
+    return any(
+        (isinstance(child, nn.Embedding) and name in _POSITION_TABLES)
+        or (not isinstance(child, PreTrainedModel) and looks_positions_up(child))
+        for name, child in model.named_children()
+    )
+
+
 def most_positions(config: Any) -> int | None:
     """The most tokens of a sequence, by the configuration of a model; None = any number."""
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and config.model_type in ("roberta", "xlm-roberta", "camembert"):
-        positions -= config.pad_token_id + 1  # the first rows belong to no position
-    return positions
+    said = (getattr(config, name, None) for name in _POSITIONS)
+    positions = next((number for number in said if isinstance(number, int)), 0)
+    if config.model_type in _AFTER_PADDING:
+        positions -= (config.pad_token_id or 0) + 1  # the first rows belong to no position
+    return positions if positions > 0 else None  # XLNet says -1
 
 
 def check_input_ids(where: str, input_ids: Tensor | None, vocab_size: int) -> None:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 import fastplm.models
 from fastplm.data import load_tokenizer
 from fastplm.data._folder import say
+from fastplm.data.tokenizer import for_words
 from fastplm.errors import DataError
 from fastplm.models._base import most_positions
 from fastplm.run.checkpoint import check_vocabulary_fits, config_at, set_dropout, weights_at
@@ -84,7 +85,7 @@ def read_tokenizer(args: FinetuneArguments) -> Any:
 
     tokenizer: Any = load_tokenizer(args.checkpoint, needs=())
     if args.task == "tagging" and hasattr(tokenizer, "add_prefix_space"):
-        # A byte-level tokenizer then splits a word alone as it does inside a text.
+        # A class that is saved keeps this, and not what ``for_words`` does to others.
         tokenizer = AutoTokenizer.from_pretrained(
             args.model, add_prefix_space=True, local_files_only=True
         )
@@ -95,6 +96,8 @@ def read_tokenizer(args: FinetuneArguments) -> Any:
 
     kind, fix = type(tokenizer).__name__, "Save it as one, with a tokenizer.json."
     check(tokenizer.is_fast, "a fast tokenizer", fix, f"is {kind}")
+    if args.task == "tagging":
+        tokenizer = for_words(args.where, tokenizer)
     several = args.task not in ("tagging", "seq2seq")
     if several and tokenizer.num_special_tokens_to_add(pair=True) == 0:
         add_task_tokens(tokenizer)

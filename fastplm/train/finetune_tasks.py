@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.loss.loss_utils import ForSequenceClassificationLoss
 
 from fastplm import ops
+from fastplm.data._folder import say
 from fastplm.data.examples import Example
 from fastplm.errors import ArgumentValueError, DataError, message, shown
 from fastplm.models._heads import shifted
@@ -24,6 +25,7 @@ from fastplm.nn._rows import IGNORE_INDEX, batch_share
 from fastplm.train.finetune_data import doubtful_labels, essence, number
 from fastplm.train.finetune_scores import ENTITY_SCORES, entity_scores, mark_entities
 from fastplm.train.finetune_settings import FinetuneArguments
+from fastplm.train.finetune_spans import Place, Places, answer_places, answer_tokens, places_of
 from fastplm.train.finetune_teacher import with_teacher
 
 Feature = dict[str, Any]
@@ -33,8 +35,6 @@ Collator = Callable[[list[Feature]], Any]
 Logits = tuple[Tensor, ...]
 #: Features, and for each of them a note that ``Task.score`` needs.
 Featured = tuple[list[Feature], list[Any]]
-#: For each token its (start, end) characters in the text; None for a token outside the text.
-Places = Sequence[tuple[int, int] | None]
 #: Scores by name, and the predictions for ``predictions.json``.
 Scored = tuple[dict[str, float], Any]
 #: A function from an example to its labels.
@@ -615,18 +615,44 @@ class QuestionAnswering(Task):
         )
         samples, offsets = encoded["overflow_to_sample_mapping"], encoded["offset_mapping"]
         features, notes = _unzipped(encoded), []
-        for index, feature in enumerate(features):
-            inside = [part == 1 for part in encoded.sequence_ids(index)]
-            places = [
-                tuple(offset) if within else None
-                for offset, within in zip(offsets[index], inside, strict=True)
-            ]
-            first = last = 0
-            for start, words in examples[samples[index]].target[:1]:
-                first, last = answer_tokens(places, start, start + len(words))
+        raw: list[set[Place]] = [set() for _ in examples]
+        windows = []
+        for index, sample in enumerate(samples):
+            parts = zip(offsets[index], encoded.sequence_ids(index), strict=True)
+            windows.append([tuple(offset) if part == 1 else None for offset, part in parts])
+            raw[sample].update(place for place in windows[-1] if place)
+        known = [places_of(e.texts[1], places) for e, places in zip(examples, raw, strict=True)]
+        wanted = self._targets(examples, known)
+        for feature, sample, window in zip(features, samples, windows, strict=True):
+            places = [None if place is None else known[sample].get(place) for place in window]
+            first, last = answer_tokens(places, wanted[sample])
             feature["start_positions"], feature["end_positions"] = first, last
-            notes.append((samples[index], places))
+            notes.append((sample, places))
         return features, notes
+
+    def _targets(
+        self, examples: list[Example], known: list[dict[Place, Place]]
+    ) -> list[Place | None]:
+        """The characters of the target of each example; a line says which are not its answer."""
+        targets: list[Place | None] = []
+        wrong = []
+        for example, places in zip(examples, known, strict=True):
+            targets.append(None)
+            for start, words in example.target[:1]:
+                target = answer_places(places.values(), start, start + len(words))
+                targets[-1] = target
+                text = "" if target is None else example.texts[1][slice(*target)]
+                wrong += [(words, text)] if text != words.strip() else []
+        if wrong:
+            words, text = wrong[0]
+            answered = sum(bool(example.target) for example in examples)
+            lost = sum(not text for _, text in wrong)
+            say(
+                f"{len(wrong):,} of {answered:,} answers do not begin and end with a token: their "
+                f"targets are the tokens around them, as {text!r} for {words!r}"
+                + (f"; {lost:,} have no token, and no target." if lost else ".")
+            )
+        return targets
 
     def _shortened(self, question: str, tokens: int) -> str:
         """The question, cut to its first ``tokens`` tokens, so that the text has room."""
@@ -900,20 +926,6 @@ def words_f1(answer: str, right: str) -> float:
         return float(found == wanted)
     common = sum((Counter(found) & Counter(wanted)).values())
     return 2 * common / (len(found) + len(wanted)) if common else 0.0
-
-
-def answer_tokens(places: Places, start: int, end: int) -> tuple[int, int]:
-    """The first and last token of an answer; (0, 0) if the window does not hold all of it.
-
-    Args:
-        places: (start, end) characters of each token of the text; None for all other tokens.
-        start, end: the characters of the answer.
-    """
-    text = [(place, token) for token, place in enumerate(places) if place is not None]
-    if not text or text[0][0][0] > start or text[-1][0][1] < end:
-        return 0, 0
-    tokens = [token for (first, last), token in text if first < end and last > start]
-    return (tokens[0], tokens[-1]) if tokens else (0, 0)
 
 
 def best_spans(

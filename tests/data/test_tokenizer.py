@@ -6,10 +6,11 @@ import subprocess
 import sys
 
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fastplm.data import blocks, load_tokenizer, tokenize, train_tokenizer
-from fastplm.data.tokenizer import KINDS
+from fastplm.data.tokenizer import KINDS, for_words
 from fastplm.errors import DataError
 
 
@@ -254,3 +255,160 @@ def test_a_vocabulary_without_words(documents, tmp_path):
     file.write_text(json.dumps(content))
     with pytest.raises(DataError, match=r"`directory` got .*\("):
         load_tokenizer(tmp_path / "saved", needs=())
+
+
+# --- a file that its class does not obey ----------------------------------------------------------
+
+CASED = {"type": "BertNormalizer", "lowercase": False, "strip_accents": False}
+CASED |= {"clean_text": True, "handle_chinese_chars": True}
+DIGITS = {"type": "Digits", "individual_digits": True}
+NOT_OBEYED = {
+    "case": ("wordpiece", {"normalizer": CASED}),
+    "accents": ("wordpiece", {"normalizer": CASED | {"lowercase": True}}),
+    "digits": ("wordpiece", {"pre_tokenizer": DIGITS}),
+    "no normalizer": ("wordpiece", {"normalizer": None}),
+    "special tokens": ("wordpiece", {"post_processor": None}),
+    "lower case": ("bytelevel", {"normalizer": {"type": "Lowercase"}}),
+    "accents of bytes": ("bytelevel", {"normalizer": {"type": "NFD"}}),
+    "words": ("bytelevel", {"pre_tokenizer": {"type": "Whitespace"}}),
+    "digits of pieces": ("unigram", {"pre_tokenizer": DIGITS}),
+    "lower case of pieces": ("unigram", {"normalizer": {"type": "Lowercase"}}),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(documents, tmp_path_factory):
+    """Copies the folder of a trained tokenizer, and changes its tokenizer.json."""
+    made = {}
+
+    def copied(kind, folder, **change):
+        if kind not in made:
+            cache = tmp_path_factory.mktemp(kind)
+            made[kind] = train_tokenizer(documents, 400, cache, kind)
+        return changed(folder, made[kind], **change)
+
+    return copied
+
+
+def changed(folder, tokenizer, **change):
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    return folder
+
+
+@pytest.mark.parametrize("name", NOT_OBEYED)
+def test_a_file_that_is_not_obeyed_is_named(name, saved, tmp_path, capsys):
+    """Transformers builds BertTokenizer and others by rules of their own."""
+    kind, change = NOT_OBEYED[name]
+    folder = saved(kind, tmp_path, **change)
+    loaded = load_tokenizer(folder, needs=())
+    said = capsys.readouterr().err
+    if name == "special tokens":  # the file says nothing of them
+        assert not said
+        return
+    assert said.count("\n") == 1 and f"Transformers builds a {type(loaded).__name__}" in said
+    load_tokenizer(folder, needs=())
+    assert not capsys.readouterr().err  # once
+
+    config = folder / "tokenizer_config.json"
+    fields = json.loads(config.read_text()) | {"tokenizer_class": "TokenizersBackend"}
+    config.write_text(json.dumps(fields))
+    obeyed, written = (
+        load_tokenizer(folder, needs=()),
+        Tokenizer.from_file(f"{folder}/tokenizer.json"),
+    )
+    assert not capsys.readouterr().err
+    text = "The Caf\u00e9 of 1990"
+    assert obeyed(text)["input_ids"] == written.encode(text).ids
+
+
+@pytest.mark.parametrize("kind, model", [("wordpiece", "bert"), ("bytelevel", "roberta")])
+def test_the_class_that_config_json_names(kind, model, saved, tmp_path, capsys):
+    folder = saved(kind, tmp_path, normalizer={"type": "NFD"})
+    (folder / "config.json").write_text(json.dumps({"model_type": model}))
+    config = folder / "tokenizer_config.json"
+    fields = json.loads(config.read_text())
+    del fields["tokenizer_class"]
+    config.write_text(json.dumps(fields))
+    load_tokenizer(folder, needs=())
+    assert "tokenizer.json is not obeyed" in capsys.readouterr().err
+    config.write_text(json.dumps(fields | {"tokenizer_class": "TokenizersBackend"}))
+    load_tokenizer(folder, needs=())
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_our_own_files_are_obeyed(kind, saved, tmp_path, capsys):
+    load_tokenizer(saved(kind, tmp_path), needs=())
+    assert not capsys.readouterr().err
+
+
+# --- words one by one -----------------------------------------------------------------------------
+
+TEXT = "Anna lives in Berlin since 1990 , in Stra\u00dfe don't caf\u00e9"
+GPT4 = Regex(r"'s|\s?\p{L}+|\s?\p{N}+|\s?[^\s\p{L}\p{N}]+|\s+")
+BYTES = pre_tokenizers.ByteLevel
+META = pre_tokenizers.Metaspace
+LLAMA = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+#: {name: (normalizer, pre-tokenizer, whether words can be split off)}.
+SPLITS = {
+    "bert": (normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer(), True),
+    "bytes": (None, BYTES(add_prefix_space=False), True),
+    "bytes with a space before": (None, BYTES(add_prefix_space=True), True),
+    "bytes after nfkc": (normalizers.NFKC(), BYTES(add_prefix_space=False), True),
+    "bytes of other words": (
+        normalizers.NFC(),
+        pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(GPT4, "isolated"), BYTES(False, use_regex=False)]
+        ),
+        True,
+    ),
+    "bytes after digits": (
+        None,
+        pre_tokenizers.Sequence([pre_tokenizers.Digits(), BYTES(add_prefix_space=False)]),
+        True,
+    ),
+    "bytes of whole texts": (None, BYTES(False, use_regex=False), False),
+    "metaspace": (None, META(), True),
+    "metaspace at the first word": (None, META(prepend_scheme="first"), True),
+    "metaspace that is never added": (None, META(prepend_scheme="never"), True),
+    "metaspace of whole texts": (None, META(split=False), False),
+    "words and metaspace": (
+        None,
+        pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), META()]),
+        True,
+    ),
+    "no pre-tokenizer": (LLAMA, None, False),
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_words_have_the_tokens_that_they_have_in_a_text(name, tmp_path):
+    """Also after the tokenizer is saved, as that of a model for tags is."""
+    normalizer, pre_tokenizer, able = SPLITS[name]
+    backend = Tokenizer(models.BPE(unk_token="[UNK]"))
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    if pre_tokenizer is not None:
+        backend.pre_tokenizer = pre_tokenizer
+    options = {"vocab_size": 500, "special_tokens": ["[UNK]"], "show_progress": False}
+    letters = BYTES.alphabet() if "bytes" in name else []
+    trainer = trainers.BpeTrainer(initial_alphabet=letters, **options)
+    backend.train_from_iterator([TEXT] * 3, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
+    before = repr(tokenizer.backend_tokenizer.normalizer)
+    if not able:
+        with pytest.raises(DataError, match="whose tokens of words differ from those inside a"):
+            for_words("test", tokenizer)
+        return
+    ready = for_words("test", tokenizer)
+    assert repr(tokenizer.backend_tokenizer.normalizer) == before  # not that of the caller
+    assert for_words("test", ready) is ready
+    ready.save_pretrained(tmp_path)
+    known = tokenizer("x " + TEXT)["input_ids"]
+    for other in (ready, load_tokenizer(tmp_path, needs=())):
+        alone = other(["x", *TEXT.split()], is_split_into_words=True)
+        count = sum(word != 0 for word in alone.word_ids())
+        assert alone["input_ids"][-count:] == known[-count:]
+        assert sorted({*alone.word_ids()}) == list(range(len(TEXT.split()) + 1))

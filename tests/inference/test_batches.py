@@ -58,8 +58,10 @@ def test_what_a_model_takes(tokenizer):
     assert longest_input(tokenizer, small_config("roberta", max_position_embeddings=9)) == 7
     assert longest_input(tokenizer, small_config("t5")) == 16
     assert limit_of("test", tokenizer, small_config("bert"), 5) == 5
-    for wrong in (2, 17):
-        with pytest.raises(ArgumentValueError, match="`max_length` got .*; expected 3 to 16"):
+    assert limit_of("test", tokenizer, small_config("bert"), 17) == 17  # the tokenizer's is 16
+    assert limit_of("test", tokenizer, small_config("t5"), 1000) == 1000
+    for wrong in (2, 21):
+        with pytest.raises(ArgumentValueError, match="`max_length` got .*; expected 3 to 20"):
             limit_of("test", tokenizer, small_config("bert"), wrong)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import subprocess
 import sys
@@ -53,8 +54,11 @@ def test_words_have_an_array_of_each_text(checkpoint):
 def test_a_checkpoint_of_sentence_transformers_has_its_settings(checkpoint, tmp_path):
     for path in checkpoint.iterdir():
         (tmp_path / path.name).symlink_to(path)
-    modules = '[{"type": "Transformer", "path": ""}, {"type": "Normalize", "path": "2"}]'
-    (tmp_path / "modules.json").write_text(modules)
+    kinds = ("Transformer", ""), ("Pooling", "1"), ("Normalize", "2")
+    modules = [{"type": f"sentence_transformers.{kind}", "path": path} for kind, path in kinds]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1/config.json").write_text('{"pooling_mode_mean_tokens": true}')
     model = load_encoder("test", checkpoint)
     for settings, normal in (
         ({}, True),

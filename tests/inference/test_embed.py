@@ -5,18 +5,21 @@ from __future__ import annotations
 import copy
 import json
 import re
+import warnings
 
 import numpy as np
 import pytest
 import torch
 import transformers
 
+import survey_models
 from fastplm import cli
-from fastplm.errors import ArgumentValueError, DataError
+from fastplm.errors import ArgumentValueError
 from fastplm.inference._encoder import load_encoder
-from fastplm.inference.embed import embed, sentence_transformers_settings
+from fastplm.inference.embed import embed
 from fastplm.inference.settings import POOLINGS, WORD_POOLINGS
 from fastplm.models import AutoModel
+from fastplm.models._base import most_positions
 
 from ..models.conftest import FAMILIES, PREFIXES, every_family, pair, small_config
 from .conftest import TEXTS, hold, states_of
@@ -222,7 +225,7 @@ def test_a_text_without_a_token_has_zeros(tokenizer):
         ({"layer_weights": (1, 2)}, "`layer_weights` got 2 numbers; expected 1"),
         ({"too_long": "split"}, "`too_long` got 'split'"),
         ({"batch_tokens": 0}, "`batch_tokens` got 0"),
-        ({"max_length": 21}, "`max_length` got 21; expected 3 to 16"),
+        ({"max_length": 21}, "`max_length` got 21; expected 3 to 20"),
     ],
 )
 def test_bad_arguments(options, said, tokenizer):
@@ -256,19 +259,6 @@ def write_modules(folder, modules=MODULES, pooling=None, **sentence):
     pooling = pooling or {"pooling_mode_cls_token": True, "pooling_mode_max_tokens": True}
     (folder / "1_Pooling/config.json").write_text(json.dumps(pooling))
     (folder / "sentence_bert_config.json").write_text(json.dumps(sentence))
-
-
-def test_settings_of_sentence_transformers(tmp_path):
-    assert sentence_transformers_settings(tmp_path) is None
-    write_modules(tmp_path, max_seq_length=8)
-    known = {"pooling": ("cls", "max"), "normalize": True, "max_length": 8}
-    assert sentence_transformers_settings(tmp_path) == known
-    write_modules(tmp_path, MODULES[:2], {"pooling_mode": "lasttoken"})
-    known = {"pooling": ("last",), "normalize": False, "max_length": None}
-    assert sentence_transformers_settings(tmp_path) == known
-    write_modules(tmp_path, [*MODULES, {"type": "x.Dense", "path": "3_Dense"}], do_lower_case=True)
-    with pytest.raises(DataError, match="ask for do_lower_case and Dense; .*name --pooling"):
-        sentence_transformers_settings(tmp_path)
 
 
 def test_the_command_writes_what_embed_returns(checkpoint, tokenizer, tmp_path, capsys):
@@ -355,3 +345,29 @@ def test_errors_are_one_line(change, said, checkpoint, tmp_path, monkeypatch, ca
     assert re.search(said, line), line
     assert (tmp_path / "old.npy").read_text() == "kept" and not (tmp_path / "new.npy").exists()
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    "name", ["mpnet", "esm", "xlnet", "xlm-roberta-xl", "roberta-prelayernorm"]
+)
+def test_long_texts_of_other_families_are_cut_off(name, tokenizer):
+    """The vectors of a text that has as many tokens as the model takes, and of one too long."""
+    case = next(case for case in survey_models.cases() if case.name == name)
+    model = survey_models.build(case, "eager")
+    own = copy.deepcopy(tokenizer)
+    own.model_max_length = 1 << 40
+    most = most_positions(model.config) or 100
+    short, long = ("a " * (most - 2), "a " * (most + 20))
+    with warnings.catch_warnings(record=True) as said:
+        vectors = embed(model, own, ["b", short, long])
+    ids = torch.tensor([own(short)["input_ids"]])
+    with torch.no_grad():
+        state = model.base_model(input_ids=ids).last_hidden_state.mean(1)[0]
+    np.testing.assert_allclose(vectors[1], state, rtol=1e-6, atol=1e-6)
+    if name == "xlnet":  # it takes texts of any length
+        assert not said
+    else:
+        assert [str(each.message) for each in said] == [
+            f"1 of 3 texts were cut off after {most} tokens."
+        ]
+        np.testing.assert_allclose(vectors[2], state, rtol=1e-6, atol=1e-6)

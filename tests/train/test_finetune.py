@@ -17,11 +17,12 @@ import pytest
 import torch
 import transformers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tokenizers import normalizers
 
 import fastplm.models
 from fastplm import _extension, cli
 from fastplm.data import train_tokenizer
-from fastplm.data.examples import read_examples
+from fastplm.data.examples import Example, read_examples
 from fastplm.errors import ArgumentValueError, DataError
 from fastplm.run.seeds import interval, student_t
 from fastplm.testing import FORWARD_FACTOR, check_error
@@ -42,7 +43,6 @@ from fastplm.train.finetune_tasks import (
     QuestionAnswering,
     Regression,
     Tagging,
-    answer_tokens,
     best_spans,
     exact_match,
     f1,
@@ -568,12 +568,22 @@ def test_windows_overlap_and_hold_the_answer(arguments):
     assert len(task.tokenizer(long, add_special_tokens=False)["input_ids"]) == 5
 
 
-def test_answer_tokens():
-    places = [None, None, (0, 3), (4, 8), (8, 9), (10, 12), None]
-    assert answer_tokens(places, 4, 9) == (3, 4)
-    assert answer_tokens(places, 5, 6) == (3, 3)
-    assert answer_tokens(places, 0, 12) == (2, 5)
-    assert answer_tokens(places, 4, 13) == answer_tokens([None, (3, 4)], 0, 4) == (0, 0)
+def test_answers_that_are_no_tokens_are_counted(arguments, capsys):
+    task = prepare_task(arguments("qa"))
+    task.tokenizer.backend_tokenizer.normalizer = normalizers.Replace("☆", "")
+    examples = [
+        Example(("who", "the cat sat"), [(4, "cat")], 0, "x", 0),
+        Example(("who", "the cat sat"), [(4, "ca")], 1, "x", 1),
+        Example(("who", "the ☆ sat"), [(4, "☆")], 2, "x", 2),
+        Example(("who", "the cat sat"), [], 3, "x", 3),
+    ]
+    assert len(task.features(examples)[0]) == 4
+    assert capsys.readouterr().err == (
+        "2 of 3 answers do not begin and end with a token: their targets are the tokens around "
+        "them, as 'cat' for 'ca'; 1 have no token, and no target.\n"
+    )
+    task.features(examples[:1])
+    assert not capsys.readouterr().err
 
 
 def test_best_spans():
