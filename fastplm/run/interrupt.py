@@ -147,7 +147,7 @@ def _how_to_go_on(words: Sequence[str], out: Path, began: float, asked: Mapping[
     given = [f"--{name}" for name, value in asked.items() if value]
     # argparse takes the beginning of an option for it, if it has but one such option.
     taken = {name[:length] for name in given for length in range(3, len(name) + 1)}
-    again = [word for word in words if word not in taken | {"--"}]
+    again = [word for word in words if word not in taken]
     resumable = "resume" in asked
     record = out / RECORD if resumable else out
     # With --overwrite the folder may still be that of the run before.
@@ -157,10 +157,10 @@ def _how_to_go_on(words: Sequence[str], out: Path, began: float, asked: Mapping[
         begun = "nothing was written. Start again"
         option = option if option in given else ""
     elif not resumable:
-        begun = f"what was made is in {out}. Start again"
+        begun = f"what was made is in {_quoted(str(out))}. Start again"
     elif can_resume(out) or words[:1] == ["finetune"]:
         # A run of several seeds continues after its last finished one, others at a checkpoint.
-        begun, option = f"what was made so far is in {out}. Continue", "--resume"
+        begun, option = f"what was made so far is in {_quoted(str(out))}. Continue", "--resume"
     else:
         begun = "there is no checkpoint yet. Start again"
     if "WORLD_SIZE" in os.environ:
