@@ -77,7 +77,7 @@ def config_at(
 def kind_of(path: str | Path) -> str | None:
     """The model type that the config.json of a folder names; None without one."""
     try:
-        return json.loads((Path(path) / "config.json").read_text())["model_type"]
+        return json.loads((Path(path) / "config.json").read_text("utf-8"))["model_type"]
     except (OSError, ValueError, RecursionError, TypeError, KeyError):
         return None  # who loads it says what is wrong
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import io
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tqdm import tqdm
 
+import fastplm
 from fastplm.cli import _parser, main
 from fastplm.run.streams import lasting_streams
 
@@ -213,3 +216,35 @@ def test_no_file_takes_the_number_of_a_closed_stream(tmp_path):
     words = [sys.executable, "-c", CLOSED, str(path)]
     subprocess.run(words, preexec_fn=lambda: [os.close(each) for each in (0, 1, 2)], check=True)
     assert path.read_bytes() == b""
+
+
+#: Functions that read and write text, and the number of the argument that is the encoding.
+TEXT_FILES = {"read_text": 0, "write_text": 1}
+
+
+def test_no_file_depends_on_the_locale():
+    """Each that the package reads or writes as text has an encoding of its own."""
+    found = []
+    for path in Path(fastplm.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            name = getattr(getattr(node, "func", None), "attr", "")
+            if isinstance(node, ast.Call) and name in TEXT_FILES:
+                named = any(each.arg == "encoding" for each in node.keywords)
+                if not named and len(node.args) <= TEXT_FILES[name]:
+                    found.append(f"{path}:{node.lineno}")
+    assert not found
+
+
+@pytest.mark.slow
+def test_words_are_saved_under_every_locale(tmp_path):
+    (tmp_path / "a.txt").write_text("é ñ 日. … a b.\n\n" * 40, "utf-8")
+    words = f"classic --system elmo --corpus {tmp_path}/a.txt --steps 1 --out {tmp_path}/out"
+    code, out, err = ran([*words.split(), "--batch-size", "2"], "C")
+    assert code == 0, err
+    assert "日" in (tmp_path / "out" / "model" / "words.json").read_text("utf-8")
+
+
+@pytest.mark.slow
+def test_a_name_that_the_locale_cannot_read(tmp_path):
+    code, _, err = ran(["classic", *"--system elmo --corpus a --steps 1 --out é".split()], "C")
+    assert code == 2 and b"export LC_ALL=C.UTF-8" in err and err.count(b"\n") == 1
