@@ -38,7 +38,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     with lasting_streams():
         try:
-            return _run(words)
+            _check_folder()
+            args = vars(_parser().parse_args(words))
+            command = args.pop("command")
+            _check_config(command, args.pop("config", None), args.get("out"))
+            if "out" not in args or args.get("dry_run"):
+                return command(**args)
+            from fastplm.run.interrupt import interruptible
+
+            known = getattr(getattr(command, "settings", None), "__dataclass_fields__", ())
+            asked = {name: name in args for name in ("resume", "overwrite") if name in known}
+            with interruptible(words, args["out"], **asked):
+                return command(**args)
         except KeyboardInterrupt as stop:
             return 128 + (stop.args[0] if stop.args else signal.SIGINT)
         except Exception as error:
@@ -53,25 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 line = f"fastplm: error: {rank}{' '.join(line.split())}"
                 print(line, file=sys.stderr, flush=True)
             return 1 if diverged else 2
-
-
-def _run(words: Sequence[str]) -> int:
-    """Run a subcommand, and write what it printed; returns its exit code."""
-    try:
-        _check_folder()
-        args = vars(_parser().parse_args(words))
-        command = args.pop("command")
-        _check_config(command, args.pop("config", None), args.get("out"))
-        if "out" not in args or args.get("dry_run"):
-            return command(**args)
-        from fastplm.run.interrupt import interruptible
-
-        known = getattr(getattr(command, "settings", None), "__dataclass_fields__", ())
-        asked = {name: name in args for name in ("resume", "overwrite") if name in known}
-        with interruptible(words, args["out"], **asked):
-            return command(**args)
-    finally:
-        sys.stdout.flush()
 
 
 def _processes() -> int:
