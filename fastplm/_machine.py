@@ -53,7 +53,7 @@ def device_label(device: torch.device) -> str:
 def _cpuinfo(field: str, otherwise: str) -> str:
     """A field of the first processor, where Linux says it."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:
         return otherwise
     return next(
@@ -135,7 +135,7 @@ def keep_memory(*, huge_pages: bool = False) -> bool:
 def _addresses() -> int:
     """The bytes of addresses to add for huge pages."""
     try:
-        if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":
+        if Path("/proc/sys/vm/overcommit_memory").read_text("utf-8").strip() == "2":
             return 0
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):  # not Linux

@@ -147,7 +147,9 @@ def _write(path: Path, text: str) -> None:
     """All of a file or none of it: what reads it meanwhile finds the one before."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, delete=False, encoding="utf-8"
+        ) as file:
             file.write(text)
         os.replace(file.name, path)
     except OSError as error:

@@ -128,7 +128,7 @@ class Table:
 def read_table(path: Path) -> dict[str, Any] | None:
     """The contents of a file; None if it is not there, or is no table."""
     try:
-        contents = json.loads(path.read_text())
+        contents = json.loads(path.read_text("utf-8"))
         for forms in contents["ops"].values():
             for given in forms.values():
                 series = Series(**given)

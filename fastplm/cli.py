@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import fastplm
 from fastplm.errors import DivergenceError, FastplmError, fail
+from fastplm.run.streams import lasting_streams
 
 if TYPE_CHECKING:
     from fastplm.run.settings import Settings
@@ -35,30 +36,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     what is wrong with the input or the machine. 130: Ctrl-C. 143: SIGTERM.
     """
     words = sys.argv[1:] if argv is None else list(argv)
-    try:
-        _check_folder()
-        args = vars(_parser().parse_args(words))
-        command = args.pop("command")
-        _check_config(command, args.pop("config", None), args.get("out"))
-        if "out" not in args or args.get("dry_run"):
-            return command(**args)
-        from fastplm.run.interrupt import interruptible
+    with lasting_streams():
+        try:
+            _check_folder()
+            args = vars(_parser().parse_args(words))
+            command = args.pop("command")
+            _check_config(command, args.pop("config", None), args.get("out"))
+            if "out" not in args or args.get("dry_run"):
+                return command(**args)
+            from fastplm.run.interrupt import interruptible
 
-        with interruptible(words, args["out"]):
-            return command(**args)
-    except KeyboardInterrupt as stop:
-        return 128 + (stop.args[0] if stop.args else signal.SIGINT)
-    except Exception as error:
-        line = _line_of(error)
-        if line is None or os.environ.get("FASTPLM_TRACEBACK") == "1":
-            raise
-        diverged, rank = isinstance(error, DivergenceError), ""
-        if _processes() > 1:
-            rank = f"rank {os.environ.get('RANK', '0')}: "
-        # All processes diverge together, and only the first one knows of checkpoints.
-        if not diverged or os.environ.get("RANK", "0") == "0":
-            print(f"fastplm: error: {rank}{' '.join(line.split())}", file=sys.stderr, flush=True)
-        return 1 if diverged else 2
+            known = getattr(getattr(command, "settings", None), "__dataclass_fields__", ())
+            asked = {name: name in args for name in ("resume", "overwrite") if name in known}
+            with interruptible(words, args["out"], **asked):
+                return command(**args)
+        except KeyboardInterrupt as stop:
+            return 128 + (stop.args[0] if stop.args else signal.SIGINT)
+        except Exception as error:
+            line = _line_of(error)
+            if line is None or os.environ.get("FASTPLM_TRACEBACK") == "1":
+                raise
+            diverged, rank = isinstance(error, DivergenceError), ""
+            if _processes() > 1:
+                rank = f"rank {os.environ.get('RANK', '0')}: "
+            # All processes diverge together, and only the first one knows of checkpoints.
+            if not diverged or os.environ.get("RANK", "0") == "0":
+                line = f"fastplm: error: {rank}{' '.join(line.split())}"
+                print(line, file=sys.stderr, flush=True)
+            return 1 if diverged else 2
 
 
 def _processes() -> int:
@@ -103,17 +108,6 @@ def _check_config(command: Any, config: str | None, out: Any) -> None:
             fail(where, "out", got, "another file", "Choose another --out.")
 
 
-def _show(text: str, end: str = "\n") -> None:
-    """Print a result. If nobody reads it any more (`| head`), the work is done all the same."""
-    try:
-        print(text, end=end, flush=True)
-    except BrokenPipeError:
-        # Python would write what is left when it ends, and fail again.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
-
-
 def _line_of(error: Exception) -> str | None:
     """One line about an error of the input or the machine; None for a bug of the program."""
     if isinstance(error, FastplmError):
@@ -152,7 +146,7 @@ def _lost_another(error: Exception) -> bool:
 
 
 def _info(*, all: bool) -> int:
-    _show(fastplm.info(all=all))
+    print(fastplm.info(all=all))
     return 0
 
 
@@ -160,8 +154,8 @@ def _measure(ops: list[str]) -> int:
     from fastplm._measure import measure
     from fastplm.models._measure import plans
 
-    path = measure(_show, tuple(ops), plans)
-    _show(f"Written to {path}; fastplm uses it on this machine from now on.")
+    path = measure(print, tuple(ops), plans)
+    print(f"Written to {path}; fastplm uses it on this machine from now on.")
     return 0
 
 
@@ -201,7 +195,7 @@ class _Command:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
         if text:
-            _show(text.removesuffix("\n"))
+            print(text.removesuffix("\n"))
         return 0
 
 
@@ -228,7 +222,7 @@ def _finetune(args: Any) -> Any:
 
     if not first_process():
         return finetune, lambda metrics: ""
-    return functools.partial(finetune, print_fn=_show), summary
+    return functools.partial(finetune, print_fn=print), summary
 
 
 def _classic(args: Any) -> Any:
@@ -264,7 +258,7 @@ def _demo(**settings: Any) -> int:
 def _study(**settings: Any) -> int:
     from fastplm.study.study import study
 
-    _show(study(settings.pop("study"), **settings).removesuffix("\n"))
+    print(study(settings.pop("study"), **settings).removesuffix("\n"))
     return 0
 
 

@@ -68,6 +68,11 @@ class _Thoughts(PreTrainedModel):
     config_class = ThoughtsConfig
     base_model_prefix = ""
 
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, nn.GRU):  # which Transformers leaves as the memory is
+            module.reset_parameters()
+
     @torch.no_grad()
     def embed(self, texts: Sequence[str], words: Words) -> Tensor:
         """A vector for each text: ``vectors`` of the output.

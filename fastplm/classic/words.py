@@ -67,7 +67,8 @@ class Words:
 
     def save(self, folder: str | Path) -> None:
         """Write ``words.json``."""
-        (Path(folder) / _FILE).write_text(json.dumps(self.names, ensure_ascii=False, indent=0))
+        text = json.dumps(self.names, ensure_ascii=False, indent=0)
+        (Path(folder) / _FILE).write_text(text, "utf-8")
 
     def save_pretrained(self, folder: str | Path) -> None:
         """``save``, under the name of tokenizers."""
@@ -82,7 +83,7 @@ class Words:
         """
         path = Path(folder) / _FILE
         try:
-            names = json.loads(path.read_text())
+            names = json.loads(path.read_text("utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             expected, fix = "a folder that `fastplm classic` wrote", "Check the path."
             raise DataError(message("Words.load", "folder", path, expected, fix)) from error

@@ -297,7 +297,8 @@ def _write_tokens(directory: Path, documents: Iterable[str], description: str) -
             ends = array("q")
     where, got, fix = "tokenize", "no tokens", "Give more text."
     check(total > 0, where, "documents", got, "text", fix, TooLittleTextError)
-    (directory / "meta.json").write_text(json.dumps({"dtype": dtype, "vocab_size": vocab_size}))
+    meta = {"dtype": dtype, "vocab_size": vocab_size}
+    (directory / "meta.json").write_text(json.dumps(meta), "utf-8")
 
 
 def _encoded(backend: Any, pieces: list[str]) -> Iterator[Any]:

@@ -63,7 +63,7 @@ class _CachedFiles(TextFiles):
         # Version 2: a lone carriage return ends no line.
         key = hashlib.sha256(f"2 {self._state}".encode()).hexdigest()
         folder = build_once(cache, f"corpus-{key[:32]}", self._build)
-        known = json.loads((folder / "corpus.json").read_text())
+        known = json.loads((folder / "corpus.json").read_text("utf-8"))
         self.boundaries: list[Boundary | None] = known["boundaries"]
         self.fingerprint: str = known["fingerprint"]
         found = zip(self._paths, self.boundaries, strict=True)
@@ -85,7 +85,7 @@ class _CachedFiles(TextFiles):
         self._read()
         digest = fingerprint(self._copied_documents())
         known = {"boundaries": self.boundaries, "fingerprint": digest}
-        (folder / "corpus.json").write_text(json.dumps(known))
+        (folder / "corpus.json").write_text(json.dumps(known), "utf-8")
 
     def _read(self) -> None:
         """Read all files, check them, and copy their text."""

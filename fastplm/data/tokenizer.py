@@ -213,7 +213,7 @@ def _config_of(path: Path) -> dict[str, Any]:
     from transformers import PreTrainedConfig
 
     try:
-        kind = json.loads((path / "config.json").read_text())["model_type"]
+        kind = json.loads((path / "config.json").read_text("utf-8"))["model_type"]
     except (OSError, ValueError, RecursionError, TypeError, KeyError):
         return {}
     return {"config": PreTrainedConfig()} if str(kind).startswith("fastplm-") else {}

@@ -260,6 +260,14 @@ class FastplmModel:
             )
 
     @classmethod
+    def is_custom_code(cls) -> bool:
+        """As of the parent: of others' code Transformers initializes no module without parameters.
+
+        So what a file lacks would have the values of a plain layer: N(0, 1) in T5.
+        """
+        return False
+
+    @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
         """Like the parent. ``attn_implementation`` is "fastplm" by default."""
         with choosing(kwargs.get("attn_implementation"), cls):

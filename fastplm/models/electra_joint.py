@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, ElectraConfig, PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
 from transformers.modeling_outputs import ModelOutput
 from transformers.utils.generic import can_return_tuple
 
@@ -313,6 +314,11 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             self.baseline_head = nn.Linear(chosen.generator.hidden_size, 1, bias=False)
         self._tied_weights_keys = self._shared_weights()
         self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if module is self and self.generator is None:  # of a checkpoint without counts
+            init.zeros_(self.token_counts)
 
     def _shared_weights(self) -> dict[str, str]:
         """{generator parameter: the discriminator parameter it is tied to}."""

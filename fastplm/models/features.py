@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
 from transformers.loss.loss_utils import ForSequenceClassificationLoss, ForTokenClassification
 from transformers.modeling_outputs import SequenceClassifierOutput, TokenClassifierOutput
 from transformers.utils.generic import can_return_tuple
@@ -111,6 +112,12 @@ class _Features(ScaledLoss, PreTrainedModel):
             given = 2 * (width // 2)
         self.classifier = nn.Linear(given, config.num_labels)
         self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, ScalarMix):  # of a checkpoint without a mixture
+            init.zeros_(module.weight)
+            init.ones_(module.gamma)
 
     def _states(self, attention_mask: Tensor, **inputs: Any) -> Tensor:
         """What the classifier reads of each token: [B, T, W]."""

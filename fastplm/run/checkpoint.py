@@ -77,7 +77,7 @@ def config_at(
 def kind_of(path: str | Path) -> str | None:
     """The model type that the config.json of a folder names; None without one."""
     try:
-        return json.loads((Path(path) / "config.json").read_text())["model_type"]
+        return json.loads((Path(path) / "config.json").read_text("utf-8"))["model_type"]
     except (OSError, ValueError, RecursionError, TypeError, KeyError):
         return None  # who loads it says what is wrong
 
@@ -223,6 +223,11 @@ def weights_at(
     if more is not None:
         what = f"whose file has more layers than its config.json says, such as {more}"
         refuse(what, "Correct the number of layers in config.json.")
+    if model.config.model_type.endswith("t5") and _has_only_the_head_of_t5(Path(path)):
+        # Transformers takes it for the embeddings, too: it cannot tell T5 from T5 1.1, whose head
+        # is another table.
+        what = "whose file has lm_head.weight, but no embeddings of tokens"
+        refuse(what, "Save it again with its shared.weight.")
     whole = _of_whole_numbers(Path(path))
     if whole is not None:
         what = f"whose weight {whole[0]} is of type {whole[1]}"
@@ -232,6 +237,19 @@ def weights_at(
         what = f"whose weight {bad} holds NaN or infinity"
         refuse(what, "Take an earlier checkpoint: the training that wrote it has diverged.")
     return model, missing
+
+
+def _has_only_the_head_of_t5(path: Path) -> bool:
+    import torch
+
+    names: set[str] = set()
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, "pt") as weights:
+            names.update(weights.keys())
+    for file in path.glob("pytorch_model*.bin") if not names else ():
+        names.update(torch.load(file, map_location="meta", weights_only=True))
+    embedded = any(name.endswith(("shared.weight", "embed_tokens.weight")) for name in names)
+    return "lm_head.weight" in names and not embedded
 
 
 def _of_whole_numbers(path: Path) -> tuple[str, str] | None:

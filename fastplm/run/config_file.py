@@ -34,7 +34,7 @@ def with_config(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[s
     """The words of a command, those of its ``--config FILE`` first, so that all others count.
 
     If two options exclude each other, the one among the words takes the place of the one in the
-    file.
+    file. The name of a file that comes with the library is replaced by its path.
 
     Args:
         parser: of the command.
@@ -52,7 +52,8 @@ def with_config(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[s
     if not at or (at[-1] == len(words) - 1 and "=" not in words[-1]):
         return list(words)  # argparse says that the file is missing
     command, last = parser.prog.split()[-1], at[-1]
-    path = words[last].partition("=")[2] if "=" in words[last] else words[last + 1]
+    joined = "=" in words[last]
+    path = words[last].partition("=")[2] if joined else words[last + 1]
     shipped = SHIPPED / command / f"{path}.yaml"
     if not os.path.isfile(path):
         known = sorted(each.stem for each in shipped.parent.glob("*.yaml"))
@@ -88,7 +89,8 @@ def with_config(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[s
             _refuse(command, path, f"the setting {name}", "no setting of one call", fix)
         checked = _words(command, path, option, actions[option], value)
         added += checked if option not in replaced else []
-    return [*added, *words]
+    following = words[last + (1 if joined else 2) :]
+    return [*added, *words[:last], f"--config={path}", *following]
 
 
 def write_settings(out: Path, args: Settings) -> None:

@@ -275,7 +275,7 @@ def write_hashed(path: Path, content: dict[str, Any]) -> None:
 def read_hashed(path: Path) -> dict[str, Any] | None:
     """What ``write_hashed`` wrote; None if it is missing, damaged or was edited."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text("utf-8"))
         return content if content.pop("blake2b") == _content_hash(content) else None
     except (OSError, ValueError, RecursionError, TypeError, AttributeError, KeyError):
         return None

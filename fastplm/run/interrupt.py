@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -33,18 +35,27 @@ class _Stop:
 
 
 @contextmanager
-def interruptible(words: Sequence[str], out: str | Path) -> Iterator[None]:
+def interruptible(words: Sequence[str], out: str | Path, **asked: bool) -> Iterator[None]:
     """In this block a signal prints how to continue, and ends the process even if it is busy.
+
+    Args:
+        words: of the command line.
+        out: what it writes.
+        asked: of ``resume`` and ``overwrite`` those that the command has: whether it was given.
 
     Raises:
         KeyboardInterrupt: with the number of the signal.
     """
     left, began = threading.Event(), time.time()
+
+    def told() -> None:
+        say(_how_to_go_on(words, Path(out), began, asked))
+
     try:
-        with _watched(left, words, out, began):
+        with _watched(left, told):
             yield
     except KeyboardInterrupt:
-        say(_how_to_go_on(words, Path(out), began))
+        told()
         raise
 
 
@@ -54,15 +65,14 @@ def _interrupt(number: int, frame: Any) -> None:
         _Stop.asked = number
         if first_process():  # not by print, which may be what was interrupted
             line = b"\nfastplm: interrupted; a checkpoint is written after this step. "
-            os.write(2, line + b"Another signal (Ctrl-C) ends it at once.\n")
+            with suppress(OSError):  # if nobody reads it
+                os.write(2, line + b"Another signal (Ctrl-C) ends it at once.\n")
         return
     raise KeyboardInterrupt(number)
 
 
 @contextmanager
-def _watched(
-    left: threading.Event, words: Sequence[str], out: str | Path, began: float
-) -> Iterator[None]:
+def _watched(left: threading.Event, told: Callable[[], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread gets signals
         return
@@ -79,7 +89,7 @@ def _watched(
             if _Stop.heard and not waits:
                 waits = True
             elif not left.wait(_PATIENCE):
-                say(_how_to_go_on(words, Path(out), began))
+                told()
                 os._exit(128 + arrived[0])
         os.close(reader)
 
@@ -133,21 +143,49 @@ def saved_when_stopped(trainer: Any) -> Iterator[None]:
         raise KeyboardInterrupt(_Stop.asked)
 
 
-def _how_to_go_on(words: Sequence[str], out: Path, began: float) -> str:
-    again = [word for word in words if word not in ("--overwrite", "--resume")]
-    record = out / RECORD
+def _how_to_go_on(words: Sequence[str], out: Path, began: float, asked: Mapping[str, bool]) -> str:
+    given = [f"--{name}" for name, value in asked.items() if value]
+    # argparse takes the beginning of an option for it, if it has but one such option.
+    taken = {name[:length] for name in given for length in range(3, len(name) + 1)}
+    again = [word for word in words if word not in taken]
+    resumable = "resume" in asked
+    record = out / RECORD if resumable else out
     # With --overwrite the folder may still be that of the run before.
-    own = "--resume" in words or (record.is_file() and record.stat().st_mtime > began - _GRAIN)
+    own = asked.get("resume") or (record.exists() and record.stat().st_mtime > began - _GRAIN)
+    option = "--overwrite" if "overwrite" in asked else ""
     if not own:
-        begun, option = "nothing was written. Start again", "--overwrite"
-        option *= option in words
+        begun = "nothing was written. Start again"
+        option = option if option in given else ""
+    elif not resumable:
+        begun = f"what was made is in {_quoted(str(out))}. Start again"
     elif can_resume(out) or words[:1] == ["finetune"]:
         # A run of several seeds continues after its last finished one, others at a checkpoint.
-        begun, option = f"what was made so far is in {out}. Continue", "--resume"
+        begun, option = f"what was made so far is in {_quoted(str(out))}. Continue", "--resume"
     else:
-        begun, option = "there is no checkpoint yet. Start again", "--overwrite"
+        begun = "there is no checkpoint yet. Start again"
     if "WORLD_SIZE" in os.environ:
-        command = "the same command" + (f" and {option}" if option not in words else "")
+        changes = [f"without {name}" for name in given if name != option]
+        changes += [f"with {option}"] if option and option not in given else []
+        command = f"the same command {' and '.join(changes)}".rstrip()
     else:
-        command = f"fastplm {shlex.join([*again, *option.split()])}"
+        command = " ".join([_program(), *map(_quoted, [*again, *option.split()])])
     return f"fastplm: interrupted; {begun} with: {command}"
+
+
+def _program() -> str:
+    """What starts the command line, as it was started."""
+    script = sys.argv[0]
+    if Path(script) == Path(__file__).parents[1] / "__main__.py":
+        return f"{_quoted(sys.executable)} -m fastplm"
+    # One that the shell does not find by its name was called by its path.
+    unknown = os.path.basename(script) == "fastplm" and shutil.which("fastplm") != script
+    return _quoted(script) if unknown else "fastplm"
+
+
+def _quoted(word: str) -> str:
+    """A word for a shell; one that stderr cannot show, or no reader see, in octal digits."""
+    with suppress(UnicodeEncodeError):
+        word.encode(sys.stderr.encoding or "ascii")
+        if word.isprintable():
+            return shlex.quote(word)
+    return "$'" + "".join(f"\\{byte:03o}" for byte in os.fsencode(word)) + "'"

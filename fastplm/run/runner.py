@@ -103,7 +103,7 @@ class Run:
                     steps = f"all {args.steps} steps of it"
                     say(f"The run in {self.out} is finished, {steps}: nothing was changed.")
                     written = self.out / "metrics.json"
-                    return json.loads(written.read_text()) if first_process() else {}
+                    return json.loads(written.read_text("utf-8")) if first_process() else {}
             self.build()
             check_ranks(args)
             if first_process():

@@ -343,6 +343,9 @@ class Settings:
         except UnicodeEncodeError:  # Python keeps a byte that is no UTF-8 as half a surrogate pair
             got = f"{ascii(path)}, with a byte that is not UTF-8"
             fix = "Rename the file or folder, or choose another one."
+            if sys.getfilesystemencoding() != "utf-8":
+                got = f"{ascii(path)}, under a locale whose encoding is not UTF-8"
+                fix = "Choose another locale (export LC_ALL=C.UTF-8), or set PYTHONUTF8=1."
             self.check(name, False, "a name in UTF-8", fix, got)
 
 

@@ -38,7 +38,7 @@ _NOTHING: Mapping[str, Any] = {"held_out": {}, "flops": None}
 def main(words: Sequence[str]) -> int:
     """Run the cell in a folder, unless it is finished; returns the exit code."""
     folder, plan = (Path(word).resolve() for word in words)
-    cell = json.loads((folder / _CELL).read_text())
+    cell = json.loads((folder / _CELL).read_text("utf-8"))
     # The lock ends with this process and the command, whichever lives longer.
     descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -72,7 +72,7 @@ def _run(folder: Path, cell: Mapping[str, Any], descriptor: int) -> int:
     environment = {**os.environ, "OMP_NUM_THREADS": str(cell["threads"])}
     begun = time.perf_counter()
     with (folder / _LOG).open("ab") as log:
-        log.write(f"\n$ fastplm {' '.join(words)}\n".encode())
+        log.write(os.fsencode(f"\n$ fastplm {' '.join(words)}\n"))
         log.flush()
         child = subprocess.Popen(
             [sys.executable, "-m", "fastplm", *words],
@@ -85,7 +85,7 @@ def _run(folder: Path, cell: Mapping[str, Any], descriptor: int) -> int:
         )
         code = _awaited(child)
     seconds, used = time.perf_counter() - begun, resource.getrusage(resource.RUSAGE_CHILDREN)
-    tail = (folder / _LOG).read_text(errors="replace").rstrip().splitlines()[-_SHOWN:]
+    tail = (folder / _LOG).read_text("utf-8", "replace").rstrip().splitlines()[-_SHOWN:]
     # A bug ends with the same code as a loss that is not finite, but with a traceback.
     diverged = code == _DIVERGED and bool(tail) and tail[-1].startswith("fastplm: error: ")
     if code in _STOPPED:
@@ -152,9 +152,9 @@ def _awaited(child: subprocess.Popen) -> int:
 def _of_training(out: Path) -> tuple[dict[str, Any], float]:
     from fastplm.train.report import numbers_of
 
-    metrics = json.loads((out / "metrics.json").read_text())
+    metrics = json.loads((out / "metrics.json").read_text("utf-8"))
     held_out = numbers_of(metrics.get("held_out", {}))
-    record = json.loads((out / RECORD).read_text())
+    record = json.loads((out / RECORD).read_text("utf-8"))
     figures = {
         "held_out": held_out,
         "steps": record["steps"],
@@ -169,7 +169,7 @@ def _of_training(out: Path) -> tuple[dict[str, Any], float]:
 
 
 def _of_finetuning(out: Path) -> tuple[dict[str, Any], float]:
-    metrics = json.loads((out / "metrics.json").read_text())
+    metrics = json.loads((out / "metrics.json").read_text("utf-8"))
     points = [
         {
             "examples": point["train_examples"],
@@ -185,7 +185,7 @@ def _of_finetuning(out: Path) -> tuple[dict[str, Any], float]:
 
 
 def _of_scoring(out: Path) -> tuple[dict[str, Any], None]:
-    content = json.loads(out.read_text())
+    content = json.loads(out.read_text("utf-8"))
     if content["metric"] == "minimal-pairs":
         rows = content["accuracies"]
         pairs = {each["name"]: each["accuracy"] for each in rows if each["level"] == "paradigm"}

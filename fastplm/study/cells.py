@@ -526,5 +526,5 @@ def _hash_of(path: Path, folder: Path | None = None) -> Any:
     own = _hash_at(path, stat.st_size, stat.st_mtime_ns)
     if folder is None or path.suffix not in (".yaml", ".yml"):
         return own
-    words = sorted({word.strip("\"',{}[]") for word in path.read_text().split()})
+    words = sorted({word.strip("\"',{}[]") for word in path.read_text("utf-8").split()})
     return [own, *(_hash_of(folder / word) for word in words if (folder / word).is_file())]

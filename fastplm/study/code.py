@@ -21,7 +21,7 @@ def digest() -> str:
     whole = hashlib.blake2b(digest_size=8)
     for path in sorted(_ROOT.rglob("*.py")):
         if path.relative_to(_ROOT).parts[0] not in _ASIDE:
-            whole.update(meaning(path.read_text()).encode())
+            whole.update(meaning(path.read_text("utf-8")).encode())
     return whole.hexdigest()
 
 

@@ -58,7 +58,7 @@ def run(
             (store.at(cell) / DONE).unlink(missing_ok=True)
     snakefile = out / "Snakefile"
     head = _HEAD.format(name=shlex.quote(str(snakefile)), cells=shlex.quote(str(store.folder)))
-    snakefile.write_text(head + rules(cells, plan))
+    snakefile.write_text(head + rules(cells, plan), "utf-8")
     cores = jobs * max(cell.threads for cell in cells)
     code = _snakemake(words_of(snakefile, store.folder, cores, options))
     left = [cell for cell in cells if store.done(cell) is None]

@@ -58,7 +58,7 @@ def seconds_of(done: dict[str, Any]) -> float:
 
 def progress(plan: Path) -> tuple[int, int, float | None]:
     """(finished cells, all cells, seconds to go); None before the first one is finished."""
-    content = json.loads(plan.read_text())
+    content = json.loads(plan.read_text("utf-8"))
     finished, left = [], []
     for cell in content["cells"]:
         done = read_hashed(Path(content["folder"]) / cell["key"] / DONE)

@@ -368,7 +368,7 @@ def _finished(out: Path, processes: Any) -> dict[str, Any] | None:
         return None
     wrong = damage(out)
     if wrong is None:
-        return json.loads((out / "result.json").read_text())
+        return json.loads((out / "result.json").read_text("utf-8"))
     processes.wait_for_everyone()
     if processes.is_main_process:
         old = move_aside(out)

@@ -7,11 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from fastplm import cli
 from fastplm.cli import main
-from fastplm.run import interrupt
+from fastplm.run import config_file, interrupt
+from fastplm.run.folder import RECORD
 
 
 @pytest.fixture
@@ -100,3 +103,160 @@ def test_a_step_may_take_long_but_two_signals_end_it(tmp_path):
     finally:
         process.kill()
     assert process.returncode == 128 + signal.SIGTERM
+
+
+#: A command line of each command that says how to continue, without --out.
+WORDS = {
+    "pretrain": "pretrain --arch bert-tiny --corpus a --steps 2",
+    "finetune": "finetune --task qa --model m --data d",
+    "distill": "distill --recipe distilbert --teacher m --steps 2",
+    "classic": "classic --system elmo --corpus a",
+    "embed": "embed --model m --data d",
+    "score": "score --model m --data d",
+    "prompt": "prompt --model m --data d --prompt p",
+    "demo": "demo --minutes 3",
+}
+TRAIN = ("pretrain", "finetune", "distill", "classic")
+
+
+@pytest.fixture
+def ended(tmp_path, monkeypatch, capsys):
+    """Calls a command that a signal ends; gives the words that it prints, and what it was given."""
+    monkeypatch.chdir(tmp_path)
+    given = []
+
+    def call(leave):
+        def run(self=None, **values):
+            given.append(values)
+            if leave:
+                leave(tmp_path / values["out"])
+            raise KeyboardInterrupt(signal.SIGTERM)
+
+        monkeypatch.setattr(cli._Command, "__call__", run)
+        monkeypatch.setattr(cli, "_demo", run)
+
+    def ended(words, leave=None):
+        call(leave)
+        assert main(words) == 143
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert line.startswith("fastplm: interrupted; ")
+        shell = ["bash", "-c", f"printf '%s\\0' {line.split(' with: ')[1]}"]
+        program, *again = subprocess.check_output(shell).split(b"\0")[:-1]
+        assert program == b"fastplm"
+        return [os.fsdecode(word) for word in again], given.pop()
+
+    return ended
+
+
+def a_record(out):
+    """What a run writes before its first checkpoint."""
+    out.mkdir(exist_ok=True)
+    (out / RECORD).write_text("{}")
+
+
+def a_checkpoint(out):
+    a_record(out)
+    (out / "checkpoint-2").mkdir(exist_ok=True)
+
+
+def a_file(out):
+    out.write_text("results")
+
+
+def settings_of(values):
+    return {name: value for name, value in values.items() if name not in ("resume", "overwrite")}
+
+
+ODD_NAMES = ["out", "my 'out'", "--x", "ö…", "a\nb\t\x1b[1m", os.fsdecode(b"\xff")]
+STATES = {
+    command: [None, a_record, a_checkpoint] if command in (*TRAIN, "demo") else [None, a_file]
+    for command in WORDS
+}
+
+
+@pytest.mark.parametrize(
+    "command, leave", [(command, leave) for command, states in STATES.items() for leave in states]
+)
+@pytest.mark.parametrize(
+    "out", ["out", "my 'out'", "--x", "ö…", "a\nb\t\x1b[1m", os.fsdecode(b"\xff")]
+)
+def test_what_is_printed_runs_as_printed(command, leave, out, ended):
+    """With the same settings, and the option that what was left needs."""
+    words = [*WORDS[command].split(), f"--out={out}"]
+    again, given = ended(words, leave)
+    _, found = ended(again, leave)
+    assert settings_of(found) == settings_of(given)
+    asked = {"resume", "overwrite"} & {*found}
+    if leave is None or command == "demo":
+        assert not asked
+    elif command in TRAIN and (leave is a_checkpoint or command == "finetune"):
+        assert asked == {"resume"}
+    else:
+        assert asked == {"overwrite"}
+
+
+@pytest.mark.parametrize("option", ["--resume", "--res", "--overwrite", "--overw"])
+@pytest.mark.parametrize("command", TRAIN)
+def test_resume_takes_the_place_of_overwrite(command, option, ended):
+    words = [*WORDS[command].split(), option, "--out", "out"]
+    again, _ = ended(words, a_checkpoint)
+    assert again == [*WORDS[command].split(), "--out", "out", "--resume"]
+
+
+SHIPPED_OF = {file.parent.name: file.stem for file in config_file.SHIPPED.glob("*/*.yaml")}
+
+
+@pytest.mark.parametrize("form", ["--config NAME", "--config=NAME", "--con NAME"])
+@pytest.mark.parametrize(
+    "command, place",
+    [
+        (command, place)
+        for command in WORDS
+        for place in ("name", "here", "above", "in the folder", "shipped")
+        if command != "demo" and (place != "shipped" or command in SHIPPED_OF)
+    ],
+)
+def test_with_a_file_of_settings(command, place, form, ended, tmp_path, monkeypatch):
+    """One here or elsewhere, the one that a run wrote, or one that comes along; with --resume."""
+    out = "out"
+    if place == "shipped":
+        name = out = SHIPPED_OF[command]  # a folder called like it
+    else:
+        name = {"here": "./a.yaml", "above": "../a.yaml"}.get(place, "a")
+        if place == "in the folder" and command in TRAIN:
+            name = "out/settings.yaml"
+        (tmp_path / "below" / "out").mkdir(parents=True)
+        monkeypatch.chdir(tmp_path / "below")
+        if command not in TRAIN:
+            os.rmdir("out")
+        Path(name).write_text("threads: 3\n")
+    words = [*WORDS[command].split(), *form.replace("NAME", name).split(), "--out", out]
+    leave = (lambda out: a_checkpoint(Path.cwd() / out.name)) if command in TRAIN else None
+    again, given = ended(words, leave)
+    assert ("--resume" in again) == (command in TRAIN)
+    assert place == "shipped" or given["threads"] == 3
+    again, found = ended(again, None)
+    assert settings_of(found) == settings_of(given)
+    assert settings_of(ended(again, None)[1]) == settings_of(given)
+
+
+def test_a_program_is_named_as_it_was_called(monkeypatch, tmp_path):
+    for called, printed in (
+        (str(Path(cli.__file__).with_name("__main__.py")), f"{sys.executable} -m fastplm"),
+        ("/usr/bin/pytest", "fastplm"),
+        (str(tmp_path / "fastplm"), str(tmp_path / "fastplm")),
+    ):
+        monkeypatch.setattr(sys, "argv", [called])
+        assert interrupt._program() == printed
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "fastplm").write_text("")
+    (tmp_path / "fastplm").chmod(0o755)
+    assert interrupt._program() == "fastplm"
+
+
+def test_a_training_of_several_processes_goes_on(ended, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    asked = {"resume": False, "overwrite": True}
+    a_checkpoint(Path("out"))
+    told = interrupt._how_to_go_on(["pretrain", "--overwrite"], Path("out"), 0, asked)
+    assert told.endswith("the same command without --overwrite and with --resume")
