@@ -44,7 +44,7 @@ from transformers.models.albert import modeling_albert
 
 from fastplm.errors import check_choice, fail
 from fastplm.models import _heads
-from fastplm.models._base import FastplmModel, drop_in, joined
+from fastplm.models._base import FastplmModel, drop_in, joined, switch_modules
 from fastplm.models._encoder import EncoderModel, EncoderSelfAttention
 from fastplm.models._ragged import OnRows, Rows, are_on_rows
 from fastplm.nn._rows import is_plain
@@ -105,7 +105,8 @@ class _Sharing(FastplmModel):
             self.tie_weights(recompute_mapping=False)
 
     def _backward_compatibility_gradient_checkpointing(self) -> None:
-        """The parent ignores an old configuration's ``gradient_checkpointing``, and so do we."""
+        switch_modules(self)  # type: ignore[arg-type]  # the parent's layers cannot do it
+        super()._backward_compatibility_gradient_checkpointing()  # type: ignore[misc]
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
         # `_tied_weights_keys` cannot be used: it needs `tie_word_embeddings`.
