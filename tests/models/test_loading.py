@@ -23,7 +23,7 @@ from fastplm.models.features import (
 )
 from fastplm.run.checkpoint import weights_at
 
-from .conftest import CLASSES, config_of, parent_of
+from .conftest import CLASSES, config_of, every_class, parent_of
 
 
 def joint(**options):
@@ -133,6 +133,17 @@ def test_what_a_checkpoint_lacks_is_initialized(name, dirty, tmp_path):
         theirs = tensors_of(parent_of(kind).from_pretrained(tmp_path))
         wrong = {each for each in wrong if is_as_new(theirs[each], tensors_of(new)[each])}
     assert not wrong
+
+
+@every_class
+def test_a_new_model_is_that_of_the_parent(name):
+    """The same seed draws the same weights."""
+    kind, config = MODELS[name]
+    weights = []
+    for each in (kind, parent_of(kind)):
+        torch.manual_seed(0)
+        weights.append(each(copy.deepcopy(config)).state_dict())
+    assert all(torch.equal(value, weights[1][each]) for each, value in weights[0].items())
 
 
 @every_model
