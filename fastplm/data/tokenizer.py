@@ -9,7 +9,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -55,7 +55,7 @@ _PROBES = (
     *("\u4e2d\u6587", "\ufb01\u00bd", "\u00df", "\u201cx\u201d\u2026", "a\u00adb\u200bc"),
 )
 _ACCENTS = str.maketrans("aeiounc", "\u00e1\u00e9\u00ed\u00f6\u00fc\u00f1\u00e7")
-_SHOWN = 6  # tokens of a text in a line
+_SHOWN = 60  # letters of a text and of its tokens in a line
 _SAID: set[str] = set()
 #: Tokens of a vocabulary that are tried as words.
 _PROBED = 256
@@ -134,28 +134,29 @@ def _say_what_is_not_obeyed(path: Path, tokenizer: Any) -> None:
     options = {"add_special_tokens": written.post_processor is not None}
 
     def differ(text: str) -> bool:
-        own = tokenizer(text, verbose=False, **options)["input_ids"]
-        return own != written.encode(text, **options).ids
+        with suppress(Exception):  # a vocabulary may lack what stands for an unknown word
+            own = tokenizer(text, verbose=False, **options)["input_ids"]
+            return own != written.encode(text, **options).ids
+        return False
 
     words = _some_words(written)
     accented = [word.translate(_ACCENTS) for word in words]
     kinds = (words, [w.upper() for w in words], [w.title() for w in words], accented)
-    for texts in ([text] for text in (*_PROBES, *map(" ".join, kinds))):
-        if not differ(texts[0]):
-            continue
-        # Of many words, the first one that shows it.
-        text = next((word for word in texts[0].split() if differ(word)), texts[0])
-        shown = tokenizer.tokenize(text)[:_SHOWN], written.encode(text, **options).tokens[:_SHOWN]
-        line = (
-            f"{path}: tokenizer.json is not obeyed, as Transformers builds a "
-            f"{type(tokenizer).__name__}, which tokenizer_config.json or config.json names: of "
-            f"{text[:40]!r} it makes {shown[0]}, the file {shown[1]}. To obey the file, write "
-            '"tokenizer_class": "TokenizersBackend" in tokenizer_config.json.'
-        )
-        if line not in _SAID:
-            _SAID.add(line)
-            say(line)
+    probe = next(filter(differ, (*_PROBES, *map(" ".join, kinds))), None)
+    if probe is None:
         return
+    text = next(filter(differ, probe.split()), probe)  # the first word that differs
+    own = tokenizer.convert_ids_to_tokens(tokenizer(text, **options)["input_ids"])
+    line = (
+        f"{path}: tokenizer.json is not obeyed, as Transformers builds a "
+        f"{type(tokenizer).__name__}, which tokenizer_config.json or config.json names: of "
+        f"{text[:_SHOWN]!r} it makes {' '.join(own)[:_SHOWN]}, the file "
+        f"{' '.join(written.encode(text, **options).tokens)[:_SHOWN]}. To obey the file, write "
+        '"tokenizer_class": "TokenizersBackend" in tokenizer_config.json.'
+    )
+    if line not in _SAID:
+        _SAID.add(line)
+        say(line)
 
 
 def _some_words(backend: Any) -> list[str]:

@@ -4,11 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
 
+from fastplm import cli
 from fastplm.data import blocks, load_tokenizer, tokenize, train_tokenizer
 from fastplm.data.tokenizer import KINDS, for_words
 from fastplm.errors import DataError
@@ -342,6 +344,55 @@ def test_the_class_that_config_json_names(kind, model, saved, tmp_path, capsys):
 def test_our_own_files_are_obeyed(kind, saved, tmp_path, capsys):
     load_tokenizer(saved(kind, tmp_path), needs=())
     assert not capsys.readouterr().err
+
+
+#: Loads the folder that ``load_tokenizer`` has read, or one that the command itself has written.
+OTHERS = ("data/tokenizer.py", "train/finetune_models.py", "train/demo.py")
+
+
+def test_every_command_loads_its_tokenizer_by_load_tokenizer():
+    folder = Path(blocks.__file__).parents[1]
+    found = {
+        str(path.relative_to(folder))
+        for path in folder.rglob("*.py")
+        if "AutoTokenizer.from_pretrained(" in path.read_text()
+    }
+    assert found <= {*OTHERS}
+
+
+@pytest.mark.parametrize("command", ["embed", "score", "prompt", "finetune"])
+def test_commands_say_so_at_their_start(command, saved, tmp_path, capsys):
+    folder = saved("wordpiece", tmp_path, normalizer=CASED)
+    config = BertConfig(
+        vocab_size=400,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+    )
+    BertForMaskedLM(config).save_pretrained(folder)
+    texts, table = folder / "texts.txt", folder / "table.tsv"
+    texts.write_text("anna reads\n")
+    table.write_text("text\tlabel\n" + "anna reads\tone\nboris paints\ttwo\n" * 8)
+    prompt = folder / "prompt.json"
+    prompt.write_text(
+        json.dumps({"template": "{text} {label}", "labels": {"one": "red", "two": "old"}})
+    )
+    words = {
+        "embed": ["--data", texts, "--out", folder / "out.npy"],
+        "score": ["--data", texts],
+        "prompt": ["--data", table, "--prompt", prompt],
+        "finetune": [
+            *"--task classification --steps 1 --data".split(),
+            table,
+            "--out",
+            folder / "o",
+        ],
+    }[command]
+    cli.main([command, "--model", str(folder), *map(str, words)])
+    said = capsys.readouterr().err
+    assert said.count("tokenizer.json is not obeyed") == 1, said
 
 
 # --- words one by one -----------------------------------------------------------------------------

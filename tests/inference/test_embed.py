@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import models as tokenizer_models
 
 import survey_models
 from fastplm import cli
@@ -371,3 +373,31 @@ def test_long_texts_of_other_families_are_cut_off(name, tokenizer):
             f"1 of 3 texts were cut off after {most} tokens."
         ]
         np.testing.assert_allclose(vectors[2], state, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("add_prefix_space", [True, False])
+def test_words_of_a_byte_level_tokenizer_without_a_class_keep_their_space(
+    add_prefix_space, tmp_path
+):
+    """A file of the tokenizers library says nothing of what its words need."""
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    backend = Tokenizer(tokenizer_models.BPE({each: i for i, each in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    own = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=64)
+    torch.manual_seed(0)
+    config = small_config("roberta", vocab_size=len(letters), max_position_embeddings=66)
+    model = AutoModel.from_config(config).eval()
+    words = ["Anna", "lives", "here,", "1990"]
+    found = embed(model, own, [words], words="mean")[0]
+    ids = own((" " if not add_prefix_space else "") + " ".join(words))["input_ids"]
+    with torch.no_grad():
+        state = model(torch.tensor([ids])).last_hidden_state[0]
+    ends = np.cumsum([len(word) + 1 for word in words])
+    known = [state[end - len(w) - 1 : end].mean(0) for end, w in zip(ends, words, strict=True)]
+    np.testing.assert_allclose(found, torch.stack(known), rtol=1e-4, atol=1e-5)
+    # The command, which loads the tokenizer itself.
+    model.save_pretrained(tmp_path)
+    own.save_pretrained(tmp_path)
+    encoder, ready = load_encoder("test", tmp_path, split=True)
+    again = embed(encoder, ready, [" ".join(words)], words="mean")[0]
+    np.testing.assert_allclose(again, found, rtol=1e-4, atol=1e-5)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tokenizers import pre_tokenizers
 from torch import Tensor
 
 from fastplm import models, ops
@@ -372,8 +373,16 @@ def test_wrong_calls(pair):
     plain = transformers.BertForMaskedLM(_config("BertForMaskedLM", words))
     without = copy.deepcopy(words)
     without.mask_token = None
+    whole = copy.deepcopy(words)
+    whole.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
+    by_words = {"method": "within_word_l2r"}
     value, kind = ArgumentValueError, ArgumentTypeError
     for error, said, call in (
+        (
+            value,
+            "that takes a text for one word",
+            lambda: pseudo_log_likelihood(bert, whole, ["a b"], **by_words),
+        ),
         (
             value,
             "expected original | within",

@@ -21,7 +21,7 @@ from tokenizers import normalizers
 
 import fastplm.models
 from fastplm import _extension, cli
-from fastplm.data import train_tokenizer
+from fastplm.data import load_tokenizer, train_tokenizer
 from fastplm.data.examples import Example, read_examples
 from fastplm.errors import ArgumentValueError, DataError
 from fastplm.run.seeds import interval, student_t
@@ -550,6 +550,25 @@ def test_each_word_has_one_label(arguments):
             tokens = task.tokenizer.convert_ids_to_tokens(feature["input_ids"])
             assert any(token.startswith("##") for token in tokens)
             assert not any(tokens[place].startswith("##") for place in labelled)
+
+
+@pytest.mark.parametrize("family", ["own class", "no class"])
+def test_tags_of_a_byte_level_tokenizer(family, arguments, checkpoint, tmp_path):
+    """Words have the tokens that they have in a text, also those of the saved tokenizer."""
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint, folder)
+    own = train_tokenizer(NOUNS * 9, 400, tmp_path / "cache", "bytelevel")
+    if family == "no class":
+        own = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=own.backend_tokenizer, **own.special_tokens_map
+        )
+    (folder / "tokenizer.json").unlink()
+    own.save_pretrained(folder)
+    tokenizer = prepare_task(arguments("tagging", model=folder)).tokenizer
+    tokenizer.save_pretrained(tmp_path / "saved")
+    inside = own(" " + " ".join(NOUNS))["input_ids"]
+    for each in (tokenizer, load_tokenizer(tmp_path / "saved", ())):
+        assert each(NOUNS, is_split_into_words=True)["input_ids"] == inside
 
 
 def test_windows_overlap_and_hold_the_answer(arguments):
