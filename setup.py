@@ -41,6 +41,8 @@ STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"
 CUDA_ARCHS = (80, 90, 100, 120)
 CUDA_LIBRARY = "fastplm._C_cuda"
 PYTHON_MODULE = "fastplm._unchanged"
+# Bytes of the stack, as threads with 64 KB in all call csrc/. In the compile lane more is an error.
+MOST_FRAME = 8192
 
 
 def tell(text: str) -> None:
@@ -170,7 +172,7 @@ def extension_arguments() -> dict:
             # A new list, as somebody may be iterating over this one.
             self.extensions = [each for each in self.extensions if each is not extension]
 
-    flags = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden"]
+    flags = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", f"-Wframe-larger-than={MOST_FRAME}"]
     extensions = [
         CppExtension(
             "fastplm._C",

@@ -115,8 +115,8 @@ void run(const AttentionArguments& given, Softmax* softmax, const Heads<T>* out,
   // A thread starts with its own share, then continues with heads that no thread has begun. So two threads
   // seldom write neighbouring heads, which share cache lines.
   const int64_t tasks = batch * heads;
-  std::vector<std::atomic<bool>> begun(tasks);
-  torch::stable::parallel_for(0, tasks, 1, [&](int64_t share, int64_t) {
+  Vector<std::atomic<bool>> begun(tasks);
+  parallel_for(tasks, 1, [&](int64_t share, int64_t) {
     static thread_local Scratch scratch;
     for (int64_t step = 0; step < tasks; ++step) {
       const int64_t task = (share + step) % tasks;
@@ -268,9 +268,9 @@ void attend(const PackedAttention& given) {
   }
   const int64_t tasks = given.batch * given.heads;
   std::atomic<int64_t> next(0);
-  torch::stable::parallel_for(0, tasks, 1, [&](int64_t, int64_t) {
+  parallel_for(tasks, 1, [&](int64_t, int64_t) {
     static thread_local Scratch scratch;
-    static thread_local std::vector<Softmax> softmax;  // which nobody reads
+    static thread_local Vector<Softmax> softmax;  // which nobody reads
     softmax.resize(longest);
     for (int64_t task = next++; task < tasks; task = next++) {
       const int64_t b = task / given.heads, column = task % given.heads * given.dim;

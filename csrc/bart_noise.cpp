@@ -17,7 +17,7 @@ void noise_rows(const BartNoiseCall<Id>& call, int64_t first_row, int64_t last_r
   OneThread group;
   SelectScratch scratch;
   NoiseRow<Id> memory;
-  std::vector<uint64_t> arrays(memory.lay_out(call, nullptr) / 8);
+  Vector<uint64_t> arrays(memory.lay_out(call, nullptr) / 8);
   memory.lay_out(call, reinterpret_cast<uint8_t*>(arrays.data()));
   for (int64_t row = first_row; row < last_row; ++row) {
     dropped[row] = noise_row(group, scratch, call, row, memory);
@@ -28,7 +28,7 @@ auto bart_noise(const BartNoiseTensors& given, const BartNoiseSettings& settings
   return fastplm::bart_noise(given, settings, [](auto call) {
     // A lookup is several times as fast as a search, and a table is made in microseconds.
     constexpr int64_t kMostEntries = 1 << 20;
-    std::vector<uint8_t> table;
+    Vector<uint8_t> table;
     if (call.sentence_end_count > 0 && call.vocab_size <= kMostEntries) {
       table.resize(call.vocab_size);
       for (int64_t i = 0; i < call.sentence_end_count; ++i) {
@@ -38,10 +38,10 @@ auto bart_noise(const BartNoiseTensors& given, const BartNoiseSettings& settings
       call.sentence_end_table = table.data();
     }
 
-    std::vector<int64_t> dropped(call.rows.count);
+    Vector<int64_t> dropped(call.rows.count);
     constexpr int64_t kTokensPerThread = 2048;
     const int64_t grain = std::max<int64_t>(1, kTokensPerThread / (call.longest + 1));
-    torch::stable::parallel_for(0, call.rows.count, grain, [&](int64_t first, int64_t last) {
+    parallel_for(call.rows.count, grain, [&](int64_t first, int64_t last) {
       noise_rows(call, first, last, dropped.data());
     });
     *call.dropped = std::accumulate(dropped.begin(), dropped.end(), int64_t{0});

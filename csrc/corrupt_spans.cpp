@@ -15,8 +15,8 @@ template <typename Id>
 void corrupt_rows(const CorruptSpansCall<Id>& call, int64_t first_row, int64_t last_row) {
   OneThread group;
   SelectScratch scratch{};
-  std::vector<uint32_t> keys(call.keys_size());
-  std::vector<uint32_t> noise_bounds(call.bounds_size()), kept_bounds(call.bounds_size());
+  Vector<uint32_t> keys(call.keys_size());
+  Vector<uint32_t> noise_bounds(call.bounds_size()), kept_bounds(call.bounds_size());
   for (int64_t row = first_row; row < last_row; ++row) {
     corrupt_row(group, scratch, call, row, keys.data(), {noise_bounds.data(), kept_bounds.data()});
   }
@@ -28,7 +28,7 @@ auto corrupt_spans(const CorruptSpansTensors& given, const CorruptSpansSettings&
     *call.dropped = count_dropped(group, call);
     constexpr int64_t kTokensPerThread = 4096;
     const int64_t grain = std::max<int64_t>(1, kTokensPerThread / (call.max_length + 1));
-    torch::stable::parallel_for(0, call.rows.count, grain, [&](int64_t first, int64_t last) {
+    parallel_for(call.rows.count, grain, [&](int64_t first, int64_t last) {
       corrupt_rows(call, first, last);
     });
   });

@@ -130,7 +130,7 @@ STABLE_TORCH_LIBRARY_IMPL(fastplm_C, CompositeExplicitAutograd, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(fastplm_C, CUDA, library) {
   using fastplm::Operator;
-  library.impl("mask_tokens", Operator<&fastplm::on_cuda::mask_tokens>::call);
-  library.impl("corrupt_spans", Operator<&fastplm::on_cuda::corrupt_spans>::call);
-  library.impl("bart_noise", Operator<&fastplm::on_cuda::bart_noise>::call);
+  library.impl("mask_tokens", Operator<&fastplm::on_cuda::mask_tokens, "mask_tokens">::call);
+  library.impl("corrupt_spans", Operator<&fastplm::on_cuda::corrupt_spans, "corrupt_spans">::call);
+  library.impl("bart_noise", Operator<&fastplm::on_cuda::bart_noise, "bart_noise">::call);
 }

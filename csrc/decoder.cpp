@@ -35,6 +35,7 @@ namespace fastplm::FASTPLM_LEVEL {
 namespace {
 
 constexpr int64_t kHeadGrain = 16384;  // numbers of keys that are worth a thread
+constexpr int64_t kGateGrain = 32768;  // numbers that are worth a thread
 constexpr float kHidden = -std::numeric_limits<float>::infinity();  // the score of a masked key
 
 // --- the parts of a layer -------------------------------------------------------------------------
@@ -251,7 +252,9 @@ void feed_forward(const Layer& layer, int64_t activation, int64_t rows, const fl
   if (layer.gate) {
     float* factor = mid + rows * wide;
     dense<1>(rows, normed, width, {&*layer.gate}, {factor}, wide);
-    for (int64_t i = 0; i < rows * wide; ++i) mid[i] *= factor[i];
+    for_ranges(rows * wide, 1, kGateGrain, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i) mid[i] *= factor[i];
+    });
   }
   dense<1>(rows, mid, wide, {down}, {out}, width, AddResidual{residual, width});
 }

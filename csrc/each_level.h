@@ -17,6 +17,8 @@
 
 #include "level.h"
 
+#define FASTPLM_AT(level, name) (::fastplm::Operator<&::fastplm::level::name, #name>::call)
+
 #if FASTPLM_HAS_LEVELS
 #define FASTPLM_OPERATOR(...)
 
@@ -43,22 +45,20 @@
 #undef FASTPLM_REGISTERS
 
 #undef FASTPLM_OPERATOR
-#define FASTPLM_BOX(name)                                         \
-  (::fastplm::level() == ::fastplm::Level::kAvx512                \
-       ? ::fastplm::Operator<&::fastplm::avx512::name>::call      \
-   : ::fastplm::level() == ::fastplm::Level::kAvx2                \
-       ? ::fastplm::Operator<&::fastplm::avx2::name>::call        \
-       : ::fastplm::Operator<&::fastplm::baseline::name>::call)
+#define FASTPLM_BOX(name)                                                           \
+  (::fastplm::level() == ::fastplm::Level::kAvx512 ? FASTPLM_AT(avx512, name)       \
+   : ::fastplm::level() == ::fastplm::Level::kAvx2 ? FASTPLM_AT(avx2, name)         \
+                                                   : FASTPLM_AT(baseline, name))
 #else
-#define FASTPLM_BOX(name) ::fastplm::Operator<&::fastplm::baseline::name>::call
+#define FASTPLM_BOX(name) FASTPLM_AT(baseline, name)
 #endif
 
 // FASTPLM_OPERATOR(name) is for a function whose parameters are structs of arguments.
 // FASTPLM_OPERATOR(name, "(Tensor input) -> Tensor") is for any other, with the rest of its schema.
 #define FASTPLM_OPERATOR(name, ...)                                                           \
   STABLE_TORCH_LIBRARY_FRAGMENT(fastplm_C, library) {                                         \
-    using Defined = ::fastplm::Operator<&::fastplm::baseline::name>;                          \
-    library.def(Defined::schema(#name __VA_OPT__(, ) __VA_ARGS__).c_str());                   \
+    using Defined = ::fastplm::Operator<&::fastplm::baseline::name, #name>;                   \
+    library.def(Defined::schema(__VA_ARGS__).c_str());                                        \
   }                                                                                           \
   STABLE_TORCH_LIBRARY_IMPL(fastplm_C, CPU, library) { library.impl(#name, FASTPLM_BOX(name)); }
 

@@ -116,8 +116,8 @@ void run_layer(const Shape& shape, const Layer& layer, const States& states, int
 }
 
 // The offsets of sequences first … last, from 0 on.
-std::vector<int32_t> from_zero(const int32_t* starts, int64_t first, int64_t last) {
-  std::vector<int32_t> out(starts + first, starts + last + 1);
+Vector<int32_t> from_zero(const int32_t* starts, int64_t first, int64_t last) {
+  Vector<int32_t> out(starts + first, starts + last + 1);
   for (int32_t& each : out) each -= starts[first];
   return out;
 }
@@ -136,8 +136,8 @@ void run_layers(const Shape& shape, const std::vector<Layer>& layers, int64_t ba
     last = first + 1;
     while (last < batch && starts[last + 1] - starts[first] <= kMostRows) ++last;
     if (starts[first] == starts[last]) continue;
-    const std::vector<int32_t> keys = from_zero(starts, first, last);
-    const std::vector<int32_t> queries = from_zero(starts_q, first, last);
+    const Vector<int32_t> keys = from_zero(starts, first, last);
+    const Vector<int32_t> queries = from_zero(starts_q, first, last);
     const States states(shape, keys.back());
     const float* x = begin(starts[first], keys.back(), states);
     float* to = place(starts_q[first], states);
@@ -298,7 +298,7 @@ struct Tokens {
     const bool counts = padding_id >= 0;
     if (!counts && seqlen > std::min(positions.count, places)) return;
     const auto is_index = [](int64_t index, int64_t rows) { return index >= 0 && index < rows; };
-    std::vector<Token> found;
+    Vector<Token> found;
     found.reserve(batch * seqlen);
     for (int64_t b = 0, place = 0; b < batch; ++b) {
       for (int64_t t = 0, counted = padding_id; t < seqlen; ++t, ++place) {
@@ -319,8 +319,8 @@ struct Tokens {
     all = std::move(found);
   }
 
-  std::vector<Token> all;
-  std::vector<int32_t> starts;
+  Vector<Token> all;
+  Vector<int32_t> starts;
 };
 
 // out [count, width]: the normed sums of the tokens' rows.
@@ -342,7 +342,7 @@ void embed(const Embeddings& tables, float eps, const Token* tokens, int64_t cou
 
 // out [places, width] = the rows of tokens first … last - 1, each in its place; the places before each, and those
 // after the last one of all, are 0.
-void put(const std::vector<Token>& tokens, int64_t first, int64_t last, int64_t places, int64_t width,
+void put(const Vector<Token>& tokens, int64_t first, int64_t last, int64_t places, int64_t width,
          const float* rows, float* out) {
   const int64_t count = static_cast<int64_t>(tokens.size());
   for_ranges(last - first, 1, kNormRows, [&](int64_t begin, int64_t end) {
@@ -418,15 +418,15 @@ std::vector<Tensor> backbone(const Tensor& input_ids, const std::optional<Tensor
   };
   const int32_t* starts = tokens.starts.data();
   if (first_only) {
-    const std::vector<int64_t> index(starts, starts + batch);
-    std::vector<int32_t> each(batch + 1);
+    const Vector<int64_t> index(starts, starts + batch);
+    Vector<int32_t> each(batch + 1);
     std::iota(each.begin(), each.end(), 0);
     run_layers(shape, layers, batch, starts, each.data(), index.data(), begin, place, end);
   } else {
     run_layers(shape, layers, batch, starts, starts, nullptr, begin, place, end);
   }
   if (pool) {
-    std::vector<float> first(batch * width);
+    Vector<float> first(batch * width);
     for (int64_t b = 0; b < batch; ++b) {
       std::memcpy(&first[b * width], out + b * shown * width, sizeof(float) * width);
     }

@@ -3,7 +3,6 @@
 //   N rows of E elements        P slots, each with the position of a row, or with none
 #include <algorithm>
 #include <cstring>
-#include <memory>
 #include <vector>
 
 #include "operators.h"
@@ -34,7 +33,7 @@ Tensor gather_rows(const Tensor& input, const Tensor& positions) {
     return row >= -1 && row < rows;
   });
   STD_TORCH_CHECK(inside, "gather_rows: a position is outside of the rows");
-  torch::stable::parallel_for(0, slots, grain_of(row_bytes), [&](int64_t first, int64_t last) {
+  parallel_for(slots, grain_of(row_bytes), [&](int64_t first, int64_t last) {
     for (int64_t slot = first; slot < last; ++slot) {
       const int64_t row = position[slot];
       if (row >= 0) {
@@ -55,13 +54,13 @@ struct SlotsByRow {
       if (in_range(position[slot])) ++begin[position[slot] + 1];
     }
     for (int64_t row = 0; row < rows; ++row) begin[row + 1] += begin[row];
-    std::vector<int64_t> next(begin.begin(), begin.end() - 1);
+    Vector<int64_t> next(begin.begin(), begin.end() - 1);
     for (int64_t slot = 0; slot < count; ++slot) {
       if (in_range(position[slot])) slots[next[position[slot]]++] = slot;
     }
   }
-  std::vector<int64_t> begin;
-  std::vector<int64_t> slots;
+  Vector<int64_t> begin;
+  Vector<int64_t> slots;
 };
 
 // grad_input[n] = the sum of its slots' gradients, in Sum and ascending order, rounded once.
@@ -74,8 +73,9 @@ void sum_slots(const Tensor& grad_out, const Tensor& positions, Tensor& grad_inp
   auto* to = static_cast<T*>(grad_input.mutable_data_ptr());
   const SlotsByRow by_row(positions.const_data_ptr<int64_t>(), positions.size(0), rows);
   const int64_t row_bytes = width * static_cast<int64_t>(sizeof(T));
-  torch::stable::parallel_for(0, rows, grain_of(row_bytes), [&](int64_t first, int64_t last) {
-    const std::unique_ptr<Sum[]> sum(new Sum[width]);
+  parallel_for(rows, grain_of(row_bytes), [&](int64_t first, int64_t last) {
+    const Buffer<Sum> room(width);
+    Sum* sum = room.get();
     for (int64_t row = first; row < last; ++row) {
       const int64_t begin = by_row.begin[row];
       const int64_t end = by_row.begin[row + 1];
@@ -85,7 +85,7 @@ void sum_slots(const Tensor& grad_out, const Tensor& positions, Tensor& grad_inp
       } else if (end == begin + 1) {
         std::memcpy(out, from + by_row.slots[begin] * stride, row_bytes);
       } else {
-        std::fill(sum.get(), sum.get() + width, Sum(0));
+        std::fill(sum, sum + width, Sum(0));
         for (int64_t i = begin; i < end; ++i) {
           const T* slot = from + by_row.slots[i] * stride;
           for (int64_t e = 0; e < width; ++e) sum[e] += static_cast<Sum>(slot[e]);

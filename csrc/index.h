@@ -6,7 +6,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <vector>
+
+#include "scratch.h"
 
 namespace fastplm {
 
@@ -69,12 +70,12 @@ class IntegerSet {
 
  private:
   std::size_t leaves_ = 1;
-  std::vector<uint8_t> any_;
+  Vector<uint8_t> any_;
 };
 
 struct Packing {
-  std::vector<int64_t> offsets;  // [bins + 1] where each bin's members begin
-  std::vector<int64_t> members;  // [count] indices of sequences, bin after bin
+  Vector<int64_t> offsets;  // [bins + 1] where each bin's members begin
+  Vector<int64_t> members;  // [count] indices of sequences, bin after bin
 };
 
 // Best-fit-decreasing bin packing in O(count log capacity) (Ding et al. 2024, arXiv 2404.10830):
@@ -83,18 +84,18 @@ struct Packing {
 // False if a length is not in [1, capacity].
 inline bool pack_sequences(const int64_t* lengths, int64_t count, int64_t capacity,
                            Packing* packing) {
-  std::vector<int64_t> next(capacity + 1);  // the next place of a sequence of capacity - i tokens
+  Vector<int64_t> next(capacity + 1);  // the next place of a sequence of capacity - i tokens
   for (int64_t i = 0; i < count; ++i) {
     if (lengths[i] < 1 || lengths[i] > capacity) return false;
     ++next[capacity - lengths[i] + 1];
   }
   for (int64_t i = 1; i <= capacity; ++i) next[i] += next[i - 1];
-  std::vector<int64_t> order(count);
+  Vector<int64_t> order(count);
   for (int64_t i = 0; i < count; ++i) order[next[capacity - lengths[i]]++] = i;
 
   // The bins with the same room are a stack: its top in `newest`, the one below each in `older`.
   // There is always an empty bin; it is taken last, as it has the most room.
-  std::vector<int64_t> newest(capacity + 1, -1), older, bin_of(count), sizes;
+  Vector<int64_t> newest(capacity + 1, -1), older, bin_of(count), sizes;
   IntegerSet rooms(capacity);
   rooms.put(capacity, true);
   for (int64_t i = 0; i < count; ++i) {

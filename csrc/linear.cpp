@@ -44,13 +44,13 @@ void product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias
 // and bias [N] -> [..., N]. The forward of a layer is one call: when a decoder generates tokens,
 // the calls of many layers with few rows cost as much as their products.
 Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
-  const Tensor dense = torch::stable::contiguous(input);
+  const Tensor rows = dense(input);
   STD_TORCH_CHECK(weight.numel() > 0, "linear: weight must not be empty");
   const Operand b = Operand(weight).transposed();
   std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
   sizes.back() = b.columns;
   Tensor out = empty_tensor(input, sizes);
-  multiply({dense.const_data_ptr(), input.numel() / b.rows, b.rows, b.rows, 1}, b, bias, out);
+  multiply({rows.const_data_ptr(), input.numel() / b.rows, b.rows, b.rows, 1}, b, bias, out);
   return out;
 }
 

@@ -28,6 +28,8 @@ constexpr int64_t kLeastBlockColumns = 2 * kTileColumns;
 constexpr int64_t kAhead = 8;
 constexpr int64_t kPackTiles = 16;
 constexpr int64_t kPackSteps = 16;
+// What block_product packs a slice of its columns of B into.
+constexpr int64_t kPanelFloats = kSliceDepth * kBlockColumns;
 
 // A matrix with contiguous rows or columns: element (i, j) is at i * row + j * col.
 struct Matrix {
@@ -193,16 +195,15 @@ struct Nothing {
   FASTPLM_HD void operator()(int64_t, int64_t, int64_t, T*) const {}
 };
 
-// Computes the block of C with this number.
+// Computes the block of C with this number; panels [kPanelFloats].
 template <int64_t kRows, typename Finish = Nothing>
 FASTPLM_HD void block_product(const Cut& cut, const float* packed, const Matrix& b,
                               const float* bias, float* c, int64_t c_row, int64_t block,
-                              const Finish& finish = {}) {
+                              float* panels, const Finish& finish = {}) {
   const int64_t first_tile = block / cut.blocks_across * cut.block_tiles;
   const int64_t last_tile = std::min(first_tile + cut.block_tiles, cut.tiles);
   const int64_t first_column = block % cut.blocks_across * cut.block_columns;
   const int64_t last_column = std::min(first_column + cut.block_columns, cut.columns);
-  alignas(64) float panels[kSliceDepth * kBlockColumns];
   alignas(64) float edge[kRows * kTileColumns];
   alignas(64) float first[kBlockColumns] = {};
   if (bias != nullptr) {

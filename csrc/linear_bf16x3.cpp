@@ -2,7 +2,7 @@
 // used if torch.set_float32_matmul_precision("high") allows it.
 #include "level.h"
 #include "linear_bf16x3.h"
-#include "tensors.h"
+#include "operators.h"
 
 #if FASTPLM_HAS_AMX
 #include <cpuid.h>
@@ -103,7 +103,7 @@ void product_bf16x3(const Tensor& a, const Tensor& b, const std::optional<Tensor
 }
 
 Tensor linear_bf16x3(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
-  const Tensor rows = torch::stable::contiguous(input);
+  const Tensor rows = dense(input);
   const Fp32Matrix b = matrix_of(weight).transposed();
   const int64_t depth = weight.size(1), columns = weight.size(0);
   std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
@@ -127,6 +127,6 @@ STABLE_TORCH_LIBRARY_IMPL(fastplm_C, CompositeExplicitAutograd, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastplm_C, CPU, library) {
-  library.impl("product_bf16x3", TORCH_BOX(&fastplm::product_bf16x3));
-  library.impl("linear_bf16x3", TORCH_BOX(&fastplm::linear_bf16x3));
+  library.impl("product_bf16x3", (fastplm::Operator<&fastplm::product_bf16x3, "product_bf16x3">::call));
+  library.impl("linear_bf16x3", (fastplm::Operator<&fastplm::linear_bf16x3, "linear_bf16x3">::call));
 }

@@ -24,7 +24,7 @@ Tensor softmax_statistics(Tensor& logits, bool finite, bool write, double temper
   const bool sampled = temperature > 0.0;
   const float cooled = sampled ? static_cast<float>(temperature) : 1.0f;
   const int64_t grain = ceil_div(kLogitsWorthAThread, columns);
-  torch::stable::parallel_for(0, rows, grain, [&](int64_t first, int64_t last) {
+  parallel_for(rows, grain, [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
       const RowStatistics of =
           softmax_row(z + row * stride, columns, finite, write, sampled, cooled);

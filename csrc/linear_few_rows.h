@@ -240,11 +240,10 @@ FASTPLM_HD void outer_slice(const FewRows& a, const T* b, int64_t b_row, int64_t
   }
 }
 
-// The same for all steps.
+// The same for all steps; slice [kFewRows, kFewColumns] is for the sums of one slice.
 template <int kRows, typename T>
-FASTPLM_HD void outer(const FewRows& a, const T* b, int64_t b_row, int64_t columns, float* c) {
+FASTPLM_HD void outer(const FewRows& a, const T* b, int64_t b_row, int64_t columns, float* slice, float* c) {
   outer_slice<kRows>(a, b, b_row, columns, c);
-  alignas(64) float slice[kFewRows * kFewColumns];
   for (int64_t k = kOuterSlice; k < a.depth; k += kOuterSlice) {
     outer_slice<kRows>(a.from(k), b + k * b_row, b_row, columns, slice);
     for (int64_t m = 0; m < a.rows; ++m) {

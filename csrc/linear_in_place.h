@@ -25,6 +25,9 @@ constexpr int64_t kQuadColumns = 4;
 constexpr int64_t kInPlaceRows = 240;
 constexpr int64_t kInPlaceColumns = 64;
 constexpr int64_t kCopiedSlice = 384;
+// A column that is copied lies so far from the next one.
+constexpr int64_t kCopiedColumn = kCopiedSlice + kCacheLine;
+constexpr int64_t kCopiedFloats = kInPlaceColumns * kCopiedColumn;
 // Where B is not copied, a tile at AVX2 has longer slices, of fewer columns: to add up the parts of its sums after
 // each slice takes longer (a tenth of a product with 1536 steps) than to read its rows from the second-level cache.
 constexpr int64_t kInPlaceSlice = kWidth == 8 ? 4 * kCopiedSlice : kCopiedSlice;
@@ -189,16 +192,16 @@ int64_t in_place_slice(int64_t columns, int64_t depth) {
 }
 
 // C [rows, kInPlaceColumns] = A B^T for tiles first … last - 1 of A, kInPlaceRows at most, and `columns` columns of
-// B, `longest` steps of K at a time. B is copied if it is not fp32, or no whole tile. A few tiles take a few columns
-// at a time, which stay in the first-level cache. What comes next is prefetched meanwhile, in the end the columns at
+// B, `longest` steps of K at a time. B is copied to copied [kCopiedFloats] if it is not fp32, or no whole tile. A few
+// tiles take a few columns at a time, which stay in the first-level cache. What comes next is prefetched meanwhile, in the end the columns at
 // `after`, if it is not null.
 template <typename T>
 void in_place_block(const QuadTiles& tiles, int64_t first, int64_t last, const float* packed, int64_t depth,
-                    const T* b, int64_t b_col, int64_t columns, int64_t longest, const T* after, float* c) {
-  constexpr int64_t kUnit = 2 * kQuadColumns, kStride = kCopiedSlice + kCacheLine;
+                    const T* b, int64_t b_col, int64_t columns, int64_t longest, const T* after, float* copied,
+                    float* c) {
+  constexpr int64_t kUnit = 2 * kQuadColumns, kStride = kCopiedColumn;
   const bool whole = std::is_same_v<T, float> && columns % kUnit == 0 && depth % kQuad == 0;
   const int64_t most = last - first > kFewTiles ? kManyTilesColumns : kUnit;
-  alignas(64) float copied[kInPlaceColumns * kStride];
   for (int64_t n = 0; n < columns; n += most) {
     const int64_t given = std::min(most, columns - n), filled = round_up(given, kUnit);
     for (int64_t k = 0; k < depth; k += longest) {

@@ -15,13 +15,13 @@ void product_int8(const T* a, int64_t rows, int64_t depth, const Int8Factor<T>* 
   // One more cache line, so that rows do not compete for the same places in the cache.
   const int64_t stride = round_up(steps * kStepDepth, 64) + 64;
   const int64_t floats = ceil_div(most * stride * int64_t{sizeof(Q)}, int64_t{sizeof(float)});
-  const Room room(floats + 2 * most);
+  const Room<Use::kProduct> room(floats + 2 * most);
   const Quanta<Q> quanta{reinterpret_cast<Q*>(room.data), stride, room.data + floats,
                          reinterpret_cast<int32_t*>(room.data + floats + most)};
   for (int64_t start = 0; start < rows; start += most) {
     const int64_t given = std::min(most, rows - start);
     for_ranges(given, 1, ceil_div(kInt8Quantized, depth), [&](int64_t first, int64_t last) {
-      std::vector<float> wide(std::is_same_v<T, float> ? 0 : depth);
+      Vector<float> wide(std::is_same_v<T, float> ? 0 : depth);
       for (int64_t m = first; m < last; ++m) {
         quantize_row(depth, as_floats(depth, depth, a + (start + m) * depth, wide.data()), m, quanta);
       }

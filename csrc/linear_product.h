@@ -8,7 +8,7 @@ namespace fastplm::FASTPLM_LEVEL {
 template <typename Function>
 void in_parallel(int64_t count, const Function& function) {
   std::atomic<int64_t> next(0);
-  torch::stable::parallel_for(0, count, 1, [&](int64_t, int64_t) {
+  parallel_for(count, 1, [&](int64_t, int64_t) {
     for (int64_t i = next++; i < count; i = next++) function(i);
   });
 }
@@ -30,8 +30,13 @@ struct Operand {
   int64_t rows, columns, row, col;
 };
 
-// Floats for one product, at most one of which a thread has at a time: the thread's own, which are kept,
-// as new pages are slow, or new ones if they are many.
+// Who reads the floats of a Room: all threads of a product, or the one that computes a block of it.
+enum class Use { kProduct, kBlock };
+
+// Floats for one product or block, at most one Room of each use a thread has at a time: the thread's own,
+// which are kept, as new pages are slow, or new ones if they are many. They are not on its stack, which may
+// be small.
+template <Use>
 class Room {
  public:
   explicit Room(int64_t floats) {
@@ -61,7 +66,7 @@ void product_of_many(const Operand& a, const Operand& b, const Factor<float>* fa
                      int64_t out_row, const Finish& finish) {
   const Cut cut(a.rows, b.columns, a.columns, torch::stable::get_num_threads());
   const Matrix left = a.floats();
-  const Room room(cut.packed_size());
+  const Room<Use::kProduct> room(cut.packed_size());
   float* packed = room.data;
   with_height(cut, [&](auto rows) {
     in_parallel(ceil_div(cut.tiles, cut.group_tiles), [&](int64_t group) {
@@ -72,8 +77,9 @@ void product_of_many(const Operand& a, const Operand& b, const Factor<float>* fa
     in_parallel(count * blocks, [&](int64_t number) {
       const Factor<float>& factor = factors[number / blocks];
       const Matrix right{factor.weight, b.row, b.col};
-      block_product<rows.value>(cut, packed, right, factor.bias, factor.out, out_row,
-                                number % blocks, finish);
+      const Room<Use::kBlock> panels(kPanelFloats);
+      block_product<rows.value>(cut, packed, right, factor.bias, factor.out, out_row, number % blocks,
+                                panels.data, finish);
     });
   });
 }
@@ -95,17 +101,17 @@ constexpr int64_t kLeastInPlace = kWidth == 8 ? 1 : kInnerRows + 1;
 template <typename T>
 struct Method {
   int64_t tile;
-  void (*run)(const FewRows& a, const T* b, int64_t b_stride, int64_t columns, float* c);
+  void (*run)(const FewRows& a, const T* b, int64_t b_stride, int64_t columns, float* slice, float* c);
 };
 
 template <typename T>
-void inner_product(const FewRows& a, const T* b, int64_t b_stride, int64_t columns, float* c) {
+void inner_product(const FewRows& a, const T* b, int64_t b_stride, int64_t columns, float*, float* c) {
   inner(a, b, b_stride, columns, c);
 }
 
 template <int kRows, typename T>
-void outer_product(const FewRows& a, const T* b, int64_t b_stride, int64_t columns, float* c) {
-  outer<kRows>(a, b, b_stride, columns, c);
+void outer_product(const FewRows& a, const T* b, int64_t b_stride, int64_t columns, float* slice, float* c) {
+  outer<kRows>(a, b, b_stride, columns, slice, c);
 }
 
 template <typename T>
@@ -154,7 +160,7 @@ void product_of_few(const Operand& a, const Operand& b, const Factor<T>* factors
   const int64_t part = std::min(round_up(share, kFewUnit), kFewColumns);
   const int64_t parts = ceil_div(columns, part);
   const T* left = static_cast<const T*>(a.data);
-  const Room room(round_up(std::min(kFewRows, a.rows), method.tile) * stride);
+  const Room<Use::kProduct> room(round_up(std::min(kFewRows, a.rows), method.tile) * stride);
   float* packed = room.data;
   for (int64_t row = 0; row < a.rows; row += kFewRows) {
     const int64_t given = std::min(kFewRows, a.rows - row);
@@ -163,14 +169,21 @@ void product_of_few(const Operand& a, const Operand& b, const Factor<T>* factors
     in_parallel(count * parts, [&](int64_t number) {
       const Factor<T>& factor = factors[number / parts];
       const int64_t n = number % parts * part, width = std::min(part, columns - n);
-      alignas(64) float c[kFewRows * kFewColumns];
-      method.run(rows, factor.weight + n * (by_rows ? 1 : b_stride), b_stride, width, c);
+      const Room<Use::kBlock> sums(2 * kFewRows * kFewColumns);
+      float* c = sums.data;
+      method.run(rows, factor.weight + n * (by_rows ? 1 : b_stride), b_stride, width, c + kFewRows * kFewColumns, c);
       T* out = factor.out + row * out_row + n;
       store_rows(given, width, c, kFewColumns, factor.bias ? factor.bias + n : nullptr, out, out_row);
       for (int64_t m = 0; m < given; ++m) finish(row + m, n, width, out + m * out_row);
     });
   }
 }
+
+// What is worth a thread when the sums of slices are added up, in numbers, of which the bias and `finish` of a number
+// count as many as kEndCost. Columns are divided where a row's activation divides them, too.
+constexpr int64_t kEndGrain = 32768;
+constexpr int64_t kEndCost = 8;
+constexpr int64_t kEndColumns = 64;
 
 // Rows of b are contiguous, and those of a are kStreamRows at most.
 template <typename T, typename Finish>
@@ -185,7 +198,7 @@ void product_of_slices(const Operand& a, const Operand& b, const Factor<T>* fact
   const int64_t width = round_up(ceil_div(b.columns, parts), kStreamColumns);
   parts = ceil_div(b.columns, width);
   const int64_t stride = round_up(depth, kCacheLine), sum_row = parts * width, filled = a.rows == 1 ? 1 : kStreamRows;
-  const Room room(filled * (stride + count * slices * sum_row));
+  const Room<Use::kProduct> room(filled * (stride + count * slices * sum_row));
   load_rows(static_cast<const T*>(a.data), a.row, a.col, a.rows, depth, room.data, filled, stride);
   // The sums of a slice of a factor.
   const auto sums_of = [&](int64_t number) { return room.data + filled * (stride + number * sum_row); };
@@ -196,15 +209,22 @@ void product_of_slices(const Operand& a, const Operand& b, const Factor<T>* fact
     const T* weight = factors[of / slices].weight + k * b.row + n;
     run(rows, weight, b.row, std::min(width, b.columns - n), sums_of(of) + n, sum_row);
   });
-  for (int64_t i = 0; i < count; ++i) {
-    float* sums = sums_of(i * slices);
-    for (int64_t other = 1; other < slices; ++other) {
-      const float* more = sums_of(i * slices + other);
-      for (int64_t at = 0; at < a.rows * sum_row; ++at) sums[at] += more[at];
+  const int64_t grain = ceil_div(kEndGrain, count * a.rows * (slices + kEndCost) * kEndColumns);
+  for_ranges(b.columns, kEndColumns, grain, [&](int64_t first, int64_t last) {
+    for (int64_t i = 0; i < count; ++i) {
+      const Factor<T>& factor = factors[i];
+      float* sums = sums_of(i * slices) + first;
+      for (int64_t other = 1; other < slices; ++other) {
+        const float* more = sums_of(i * slices + other) + first;
+        for (int64_t m = 0; m < a.rows; ++m) {
+          for (int64_t n = 0; n < last - first; ++n) sums[m * sum_row + n] += more[m * sum_row + n];
+        }
+      }
+      const T* bias = factor.bias ? factor.bias + first : nullptr;
+      store_rows(a.rows, last - first, sums, sum_row, bias, factor.out + first, out_row);
+      for (int64_t m = 0; m < a.rows; ++m) finish(m, first, last - first, factor.out + m * out_row + first);
     }
-    store_rows(a.rows, b.columns, sums, sum_row, factors[i].bias, factors[i].out, out_row);
-    for (int64_t m = 0; m < a.rows; ++m) finish(m, 0, b.columns, factors[i].out + m * out_row);
-  }
+  });
 }
 
 // --- in place -------------------------------------------------------------------------------------
@@ -220,7 +240,7 @@ void product_in_place(const Operand& a, const Operand& b, const Factor<T>* facto
   const int64_t most = std::min(a.rows, std::max(kInPlaceRows, kInPlacePacked / QuadTiles::filled(depth)));
   const int64_t width = std::min(round_up(ceil_div(b.columns, threads), kCacheLine), kInPlaceColumns);
   const int64_t across = ceil_div(b.columns, width), slice = in_place_slice<T>(b.columns, depth);
-  const Room room(QuadTiles(most).packed_size(depth));
+  const Room<Use::kProduct> room(QuadTiles(most).packed_size(depth));
   for (int64_t start = 0; start < a.rows; start += most) {
     const QuadTiles tiles(std::min(most, a.rows - start));
     const T* left = static_cast<const T*>(a.data) + start * a.row;
@@ -241,11 +261,12 @@ void product_in_place(const Operand& a, const Operand& b, const Factor<T>* facto
       const int64_t n = number % blocks / down * width, columns = std::min(width, b.columns - n);
       const int64_t first = tiles.count * (number % down) / down;
       const int64_t last = tiles.count * (number % down + 1) / down;
-      alignas(64) float c[kInPlaceRows * kInPlaceColumns];
+      const Room<Use::kBlock> sums(kInPlaceRows * kInPlaceColumns + kCopiedFloats);
+      float *c = sums.data, *copied = c + kInPlaceRows * kInPlaceColumns;
       // The other threads take the blocks between, as a rule.
       const T* after = columns_of(number + threads);
       const T* right = columns_of(number);
-      in_place_block(tiles, first, last, room.data, depth, right, b.col, columns, slice, after, c);
+      in_place_block(tiles, first, last, room.data, depth, right, b.col, columns, slice, after, copied, c);
       const int64_t row = tiles.row(first), given = std::min(tiles.row(last), tiles.rows) - row;
       T* out = factor.out + (start + row) * out_row + n;
       const T* bias = factor.bias ? factor.bias + n : nullptr;

@@ -1,6 +1,5 @@
 // fastplm_C::mask_tokens on the CPU: PyTorch's threads compute rows in parallel, one thread a row.
 #include <algorithm>
-#include <memory>
 #include <numeric>
 #include <vector>
 
@@ -12,24 +11,19 @@
 namespace fastplm::FASTPLM_LEVEL {
 namespace {
 
-// Like std::vector, but it does not write zeros first.
-template <typename T>
-using Buffer = std::unique_ptr<T[]>;
-
 template <typename Id>
 struct Chosen {
   const MaskTokensCall<Id>& call;
-  Buffer<uint8_t> tokens;           // [tokens] 1 where chosen
-  std::vector<int64_t> first_slot;  // [rows + 1]
-  std::vector<int64_t> dropped;     // [rows]
+  Buffer<uint8_t> tokens;      // [tokens] 1 where chosen
+  Vector<int64_t> first_slot;  // [rows + 1]
+  Vector<int64_t> dropped;     // [rows]
 };
 
 template <typename Id>
 void choose_rows(Chosen<Id>& chosen, int64_t first_row, int64_t last_row, int64_t longest) {
   OneThread group;
   SelectScratch scratch{};
-  Buffer<uint32_t> keys(new uint32_t[longest + 3]);
-  Buffer<uint32_t> sizes(new uint32_t[longest]);
+  const Buffer<uint32_t> keys(longest + 3), sizes(longest);
   for (int64_t row = first_row; row < last_row; ++row) {
     uint8_t* tokens = chosen.tokens.get() + chosen.call.rows.begin(row);
     chosen.first_slot[row + 1] = choose_row(group, scratch, chosen.call, row,
@@ -51,18 +45,18 @@ void run(const MaskTokensCall<Id>& call) {
   Rows rows = call.rows;
   OneThread group;
   if (!rows_are_apart(group, rows)) rows.count = 0;
-  Chosen<Id> chosen{call, Buffer<uint8_t>(new uint8_t[rows.tokens]),
-                    std::vector<int64_t>(rows.count + 1), std::vector<int64_t>(rows.count)};
+  Chosen<Id> chosen{call, Buffer<uint8_t>(rows.tokens), Vector<int64_t>(rows.count + 1),
+                    Vector<int64_t>(rows.count)};
   int64_t longest = 0;
   for (int64_t row = 0; row < rows.count; ++row) longest = std::max(longest, rows.length(row));
 
   constexpr int64_t kTokensPerThread = 4096;
   const int64_t grain = std::max<int64_t>(1, kTokensPerThread / (longest + 1));
-  torch::stable::parallel_for(0, rows.count, grain, [&](int64_t first, int64_t last) {
+  parallel_for(rows.count, grain, [&](int64_t first, int64_t last) {
     choose_rows(chosen, first, last, longest);
   });
   std::partial_sum(chosen.first_slot.begin(), chosen.first_slot.end(), chosen.first_slot.begin());
-  torch::stable::parallel_for(0, rows.count, grain, [&](int64_t first, int64_t last) {
+  parallel_for(rows.count, grain, [&](int64_t first, int64_t last) {
     write_rows(chosen, first, last);
   });
 

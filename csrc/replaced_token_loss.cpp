@@ -26,7 +26,7 @@ int64_t grain_of(int64_t width) {
 // sum_parts with the memory that it sums in.
 template <typename T>
 void add_parts(int64_t parts, int64_t width, int64_t stride, const float* from, double factor, T* out) {
-  std::vector<double> total(width);
+  Vector<double> total(width);
   sum_parts(parts, width, stride, from, factor, total.data(), out);
 }
 
@@ -77,7 +77,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> replaced_token_loss(
   const Tensor& input = given.input;
   const int64_t rows = input.size(0), width = input.size(1), stride = input.stride(0);
   const int64_t filled = detector_width(width), parts = ceil_div(rows, kDetectorPart);
-  const std::vector<float> weights = widened(given.weight, filled);
+  const Vector<float> weights = widened(given.weight, filled);
   const float offset = given.bias ? widened(*given.bias.tensor, 1)[0] : 0.0f;
   const bool* counts = given.mask.data();
   Tensor each = empty_tensor(input, {rows}, ScalarType::Float), slope = empty_tensor(each, {rows});
@@ -87,14 +87,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> replaced_token_loss(
     std::fill(losses, losses + rows, 0.0f);
     std::fill(slopes, slopes + rows, 0.0f);
   }
-  std::vector<Detected> of_part(parts);
-  std::vector<float> sum_of_part(given.sum_weight ? parts * filled : 0);
+  Vector<Detected> of_part(parts);
+  Vector<float> sum_of_part(given.sum_weight ? parts * filled : 0);
   with_floating_type(input, [&](auto type) {
     using T = decltype(type);
     const T* from = static_cast<const T*>(input.const_data_ptr());
     with_labels(given, [&](const auto& is_replaced) {
       for_parts(rows, kDetectorPart, grain_of(width), [&](int64_t part, int64_t first, int64_t last) {
-        std::vector<float> wide(room_of_rows<T>(width, filled));
+        Vector<float> wide(room_of_rows<T>(width, filled));
         float* sum = given.sum_weight ? sum_of_part.data() + part * filled : nullptr;
         of_part[part] = detect_rows(first, last, width, from, stride, weights.data(), offset, counts,
                                     is_replaced, losses, slopes, sum, wide.data());
@@ -139,9 +139,9 @@ std::tuple<Tensor, Tensor, Tensor> replaced_token_loss_backward(const BackwardAr
   const bool reduced = static_cast<bool>(given.denominator);
   const float scale = reduced ? *grads / *given.denominator.data() : 0.0f;
   const auto counted = [counts](int64_t row) { return counts == nullptr || counts[row]; };
-  const std::vector<float> weights = widened(weight, filled);
+  const Vector<float> weights = widened(weight, filled);
   const bool reads_rows = given.need_weight && !given.weight_sum;
-  std::vector<float> grad_logit(rows);
+  Vector<float> grad_logit(rows);
   double grad_of_bias = 0;
   for (int64_t row = 0; row < rows; ++row) {
     if (counted(row)) grad_logit[row] = slopes[row] * (reduced ? scale : grads[row]);
@@ -159,14 +159,14 @@ std::tuple<Tensor, Tensor, Tensor> replaced_token_loss_backward(const BackwardAr
     if (given.need_weight && given.weight_sum) {
       add_parts(1, width, width, given.weight_sum.data(), scale, of_weight);
     }
-    std::vector<float> sum_of_part(reads_rows ? ceil_div(rows, kDetectorPart) * filled : 0);
+    Vector<float> sum_of_part(reads_rows ? ceil_div(rows, kDetectorPart) * filled : 0);
     T* to = static_cast<T*>(grad_input.mutable_data_ptr());
     for_parts(rows, kDetectorPart, grain_of(width), [&](int64_t part, int64_t first, int64_t last) {
       for (int64_t row = first; given.need_input && row < last; ++row) {
         scaled_row(width, weights.data(), counted(row), grad_logit[row], to + row * width);
       }
       if (reads_rows) {
-        std::vector<float> wide(room_of_rows<T>(width, filled));
+        Vector<float> wide(room_of_rows<T>(width, filled));
         add_weighted_rows(first, last, width, static_cast<const T*>(given.input->const_data_ptr()),
                           given.input->stride(0), counts, grad_logit.data(),
                           sum_of_part.data() + part * filled, wide.data());

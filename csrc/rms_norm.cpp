@@ -16,7 +16,7 @@ namespace {
 // input [N, E] and out [N, E], dense; weight [E] in the dtype of out. N > 0 and E > 0.
 void rms_norm(const Tensor& input, const Tensor& weight, double eps, Tensor& out) {
   const int64_t rows = input.size(0), width = input.size(1);
-  const std::vector<float> weights = widened(weight, norm_width(width));
+  const Vector<float> weights = widened(weight, norm_width(width));
   with_floating_type(input, [&](auto in_type) {
     with_floating_type(out, [&](auto out_type) {
       using In = decltype(in_type);
@@ -24,7 +24,7 @@ void rms_norm(const Tensor& input, const Tensor& weight, double eps, Tensor& out
       const In* from = static_cast<const In*>(input.const_data_ptr());
       Out* to = static_cast<Out*>(out.mutable_data_ptr());
       for_parts(rows, kNormRows, 1, [&](int64_t, int64_t first, int64_t last) {
-        std::vector<float> x(weights.size());
+        Vector<float> x(weights.size());
         norm_rows(last - first, width, static_cast<float>(eps), weights.data(), from + first * width,
                   to + first * width, x.data());
       });
@@ -37,8 +37,8 @@ void rms_norm_backward(const Tensor& grad_out, const Tensor& input, const Tensor
                        double eps, Tensor& grad_input, Tensor& grad_weight) {
   const int64_t rows = input.size(0), width = input.size(1), filled = norm_width(width);
   const int64_t count = ceil_div(rows, kNormRows);
-  const std::vector<float> weights = widened(weight, filled);
-  std::vector<float> parts(count * filled);
+  const Vector<float> weights = widened(weight, filled);
+  Vector<float> parts(count * filled);
   with_floating_type(input, [&](auto in_type) {
     with_floating_type(weight, [&](auto out_type) {
       using In = decltype(in_type);
@@ -47,12 +47,12 @@ void rms_norm_backward(const Tensor& grad_out, const Tensor& input, const Tensor
       const Out* grad = static_cast<const Out*>(grad_out.const_data_ptr());
       In* to = static_cast<In*>(grad_input.mutable_data_ptr());
       for_parts(rows, kNormRows, 1, [&](int64_t part, int64_t first, int64_t last) {
-        std::vector<float> room(2 * filled);
+        Vector<float> room(2 * filled);
         norm_grad_rows(last - first, width, static_cast<float>(eps), weights.data(),
                        from + first * width, grad + first * width, to + first * width,
                        parts.data() + part * filled, room.data(), room.data() + filled);
       });
-      std::vector<double> total(width);
+      Vector<double> total(width);
       sum_parts(count, width, filled, parts.data(), 1.0, total.data(),
                 static_cast<Out*>(grad_weight.mutable_data_ptr()));
     });

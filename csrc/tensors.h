@@ -7,11 +7,14 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <exception>
 #include <optional>
-#include <vector>
+#include <stdexcept>
 
 #include "half.h"
 #include "rows.h"
+#include "scratch.h"
 
 namespace fastplm {
 
@@ -26,15 +29,17 @@ inline Tensor empty_tensor(const Tensor& like, torch::headeronly::IntHeaderOnlyA
   STD_TORCH_CHECK(sizes.size() <= strides.size(), "a tensor of more than 8 dimensions");
   int64_t stride = 1;
   for (size_t i = sizes.size(); i-- > 0; stride *= std::max<int64_t>(1, sizes[i])) strides[i] = stride;
-  int32_t device = 0;
+  int32_t device = 0, dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
   AtenTensorHandle out = nullptr;
   const bool made =
       aoti_torch_get_device_type(like.get(), &device) == AOTI_TORCH_SUCCESS &&
       aoti_torch_empty_strided(
-          static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-          torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)), device,
+          static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype, device,
           like.get_device_index(), &out) == AOTI_TORCH_SUCCESS;
-  STD_TORCH_CHECK(made, "no memory for a tensor of csrc/");
+  if (!made) {
+    throw OutOfMemory(stride * static_cast<int64_t>(aoti_torch_dtype_element_size(dtype)),
+                      device == aoti_torch_device_type_cpu());
+  }
   return Tensor(out);
 }
 
@@ -42,8 +47,14 @@ inline Tensor empty_tensor(const Tensor& like, torch::headeronly::IntHeaderOnlyA
   return empty_tensor(like, sizes, like.scalar_type());
 }
 
+// The tensor itself, or a copy in row-major order.
 inline Tensor dense(const Tensor& tensor) {
-  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+  if (tensor.is_contiguous()) return tensor;
+  try {
+    return torch::stable::contiguous(tensor);
+  } catch (const std::runtime_error&) {  // of which only memory can be the cause
+    throw OutOfMemory(tensor.numel() * static_cast<int64_t>(tensor.element_size()), tensor.is_cpu());
+  }
 }
 
 // An optional tensor in row-major order; the object owns a copy if the tensor was not.
@@ -90,8 +101,8 @@ void with_floating_type(const Tensor& tensor, const Function& function) {
 }
 
 // A row as floats, filled up with zeros.
-inline std::vector<float> widened(const Tensor& row, int64_t filled) {
-  std::vector<float> out(filled);
+inline Vector<float> widened(const Tensor& row, int64_t filled) {
+  Vector<float> out(filled);
   with_floating_type(row, [&](auto type) {
     using T = decltype(type);
     const T* from = static_cast<const T*>(row.const_data_ptr());
@@ -111,11 +122,27 @@ void with_id_type(const Tensor& input_ids, const Function& function) {
   }
 }
 
+// Calls function(first, last) for ranges of 0 … count on PyTorch's threads, `grain` or more for each. PyTorch's own
+// has one error for all; here the first one that a thread throws is thrown again.
+template <typename Function>
+void parallel_for(int64_t count, int64_t grain, const Function& function) {
+  std::exception_ptr error;
+  std::atomic<bool> failed(false);
+  torch::stable::parallel_for(0, count, grain, [&](int64_t first, int64_t last) {
+    try {
+      function(first, last);
+    } catch (...) {
+      if (!failed.exchange(true)) error = std::current_exception();
+    }
+  });
+  if (error) std::rethrow_exception(error);
+}
+
 // Calls function(first, last) for ranges of 0 … total, which begin at multiples of `unit`, on PyTorch's
 // threads: `grain` units or more for each.
 template <typename Function>
 void for_ranges(int64_t total, int64_t unit, int64_t grain, const Function& function) {
-  torch::stable::parallel_for(0, ceil_div(total, unit), grain, [&](int64_t begin, int64_t end) {
+  parallel_for(ceil_div(total, unit), grain, [&](int64_t begin, int64_t end) {
     function(begin * unit, std::min(end * unit, total));
   });
 }

@@ -211,10 +211,11 @@ def _plan_of(encoder: nn.Module, model: nn.Module | None = None) -> _Plan | None
     return kept.plan
 
 
-def may_call(model: Any, rows: int) -> bool:
+def may_call(model: Any, rows: int | Callable[[], int]) -> bool:
     """Whether one call would be faster, and no gradient or choice of a backend is in its way.
 
-    This is asked first, and of every forward, so it takes no more than a few microseconds.
+    This is asked first, and of every forward, so it takes no more than a few microseconds. ``rows``
+    are counted only if they decide.
     """
     encoder: Any = model._modules["encoder"]
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or encoder.training or not _BUILT:
@@ -233,13 +234,22 @@ def may_call(model: Any, rows: int) -> bool:
     if type(weight) is not nn.Parameter or weight.dtype is not torch.float32 or not weight.is_cpu:
         forget(encoder, model)  # whose former weights nobody needs
         return False
-    return requested("attention") in ("auto", "cpp") and _is_faster(rows, *weight.shape)
+    if requested("attention") not in ("auto", "cpp"):
+        return False
+    return _is_faster(rows if isinstance(rows, int) else rows(), *weight.shape)
 
 
 def _is_dense_on_cpu(tensor: Any) -> bool:
     if not isinstance(tensor, Tensor) or tensor.is_quantized or tensor.is_nested:
         return False
     return tensor.is_cpu and tensor.layout is torch.strided
+
+
+def _tokens(input_ids: Tensor, mask: Any) -> int:
+    """How many rows go through the layers: padding does not."""
+    if not _is_dense_on_cpu(mask) or is_intercepted((mask,)):
+        return input_ids.numel()
+    return max(1, int(mask.count_nonzero()))
 
 
 def backbone_call(
@@ -262,7 +272,9 @@ def backbone_call(
         The last hidden state [B, T, E], with zeros for padding, or [B, 1, E]; and of a model with a
         pooler its output [B, E]; [] if the modules must run themselves, or find what is wrong.
     """
-    if type(input_ids) is not Tensor or not may_call(model, input_ids.numel()) or takes_notes():
+    if type(input_ids) is not Tensor or takes_notes():
+        return []
+    if not may_call(model, functools.partial(_tokens, input_ids, mask)):
         return []
     given = tuple(each for each in (input_ids, mask, types) if each is not None)
     if is_intercepted(given) or not all(map(_is_dense_on_cpu, given)):

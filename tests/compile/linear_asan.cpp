@@ -47,7 +47,7 @@ double run(int64_t rows, int64_t columns, int64_t depth, int layout, int64_t thr
   const bool biased = (layout & 4) != 0;
   const Cut cut(rows, columns, depth, threads);
   const std::unique_ptr<float[]> packed(new float[cut.packed_size()]);
-  const std::unique_ptr<float[]> c(new float[rows * columns]);
+  const std::unique_ptr<float[]> c(new float[rows * columns]), panels(new float[kPanelFloats]);
   std::fill_n(c.get(), rows * columns, std::numeric_limits<float>::quiet_NaN());
   with_height(cut, [&](auto height) {
     for (int64_t tile = 0; tile < cut.tiles; tile += cut.group_tiles) {
@@ -56,7 +56,7 @@ double run(int64_t rows, int64_t columns, int64_t depth, int layout, int64_t thr
     }
     for (int64_t block = 0; block < cut.blocks_down * cut.blocks_across; ++block) {
       block_product<height.value>(cut, packed.get(), b.matrix(),
-                                  biased ? bias.data.get() : nullptr, c.get(), columns, block);
+                                  biased ? bias.data.get() : nullptr, c.get(), columns, block, panels.get());
     }
   });
   double worst = 0.0;
@@ -113,6 +113,7 @@ void run_few(int64_t rows, int64_t columns, int64_t depth, std::mt19937& random)
   const std::unique_ptr<float[]> plain(new float[columns * depth]);
   const int64_t most = std::max(kFewRows * kFewColumns, kInPlaceRows * kInPlaceColumns);
   const std::unique_ptr<float[]> c(new float[kStreams ? filled * c_row : most]);
+  const std::unique_ptr<float[]> room(new float[std::max(kFewRows * kFewColumns, kCopiedFloats)]);
   for (int64_t m = 0; m < rows; ++m) {
     for (int64_t k = 0; k < depth; ++k) a[m * stride + k] = Eighth{eighths(random)};
   }
@@ -125,7 +126,7 @@ void run_few(int64_t rows, int64_t columns, int64_t depth, std::mt19937& random)
   if constexpr (kStreams) {
     stream<kTile>(left, b.get(), columns, columns, c.get(), c_row);
   } else if constexpr (kByRows) {
-    outer<kRows>(left, b.get(), columns, columns, c.get());
+    outer<kRows>(left, b.get(), columns, columns, room.get(), c.get());
   } else if constexpr (kRows == kInner) {
     inner(left, b.get(), depth, columns, c.get());
   } else {
@@ -135,7 +136,8 @@ void run_few(int64_t rows, int64_t columns, int64_t depth, std::mt19937& random)
       pack_quads(tiles, tile, a.get(), stride, 1, depth, packed.get() + tiles.place(tile, depth));
     }
     const int64_t slice = in_place_slice<T>(columns, depth);
-    in_place_block(tiles, 0, tiles.count, packed.get(), depth, b.get(), depth, columns, slice, b.get(), c.get());
+    in_place_block(tiles, 0, tiles.count, packed.get(), depth, b.get(), depth, columns, slice, b.get(), room.get(),
+                   c.get());
   }
   for (int64_t m = 0; m < rows; ++m) {
     for (int64_t n = 0; n < columns; ++n) {

@@ -21,7 +21,7 @@ COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 CPUINFO = Path("/proc/cpuinfo")
 WIDTHS = {
     "default": ("", ()),
-    "avx2": ("avx2", ("-mavx2", "-mfma")),
+    "avx2": ("avx2", ("-march=x86-64-v3",)),
     "avx512": ("avx512bw", ("-march=x86-64-v4",)),
     "amx": ("amx_bf16", ()),  # the file switches it on
 }

@@ -16,6 +16,7 @@ import fastplm
 pytestmark = pytest.mark.compile
 
 LIBRARIES = list(Path(fastplm.__file__).parent.glob("_C.*"))
+SETUP = Path(__file__).parents[2] / "setup.py"
 #: A level's multiply-add instruction, and the registers that only this level and higher ones use.
 LEVELS = {"avx2": "ymm", "avx512": "zmm"}
 #: Multiply-adds in a step of the largest tile, one for each vector of sums.
@@ -40,6 +41,9 @@ _MULTIPLY_ADD = re.compile(r"^vfn?m(?:add|sub)\d+ps ")
 #: Instructions on one lane, or on the function's own stack memory.
 _LANES = re.compile(r"^v?(?:movss|insertps|pinsr|pextr|extractps)")
 _STACK = re.compile(r"\(%r[sb]p")
+#: How a function takes its frame, or one of several pages, each of which is touched first.
+_FRAME = re.compile(r"^(?:sub +\$|lea +-)0x(?P<bytes>[0-9a-f]{1,8})(?:,%rsp|\(%rsp\),%r)")
+MOST_FRAME = int(re.search(r"MOST_FRAME = (\d+)", SETUP.read_text())[1])
 
 
 class Loop(NamedTuple):
@@ -146,6 +150,19 @@ def test_no_level_is_used_outside_of_its_namespace(functions):
             assert levels, f"{name}: {vex[0]}"
 
 
+def frame_of(code: list[tuple[int, str]]) -> int:
+    frames = (_FRAME.match(text) for _, text in code)
+    return max((int(found["bytes"], 16) for found in frames if found), default=0)
+
+
+@pytest.mark.parametrize("level", ["baseline", *LEVELS, "amx"])
+def test_no_function_takes_much_of_a_small_stack(functions, level):
+    """What -Wframe-larger-than warns of when csrc/ is built; planted: a tile of 96 KB."""
+    frames = {name: frame_of(code) for name, code in functions.items() if _is_of(level, name)}
+    assert max(frames.values()) > 256, frames
+    assert not {name: size for name, size in frames.items() if size > MOST_FRAME}
+
+
 def test_the_gate_sees_what_it_looks_for():
     code = [
         (0x10, "vmovups (%rax),%ymm1"),
@@ -158,3 +175,5 @@ def test_the_gate_sees_what_it_looks_for():
     assert loop.instructions == tuple(text for _, text in code[1:4])
     assert loop.multiply_adds("ymm") == 1 and loop.multiply_adds("zmm") == 0
     assert _LANES.match(loop.instructions[0]) and _STACK.search(loop.instructions[0])
+    assert frame_of([(0, "sub    $0x18040,%rsp"), (7, "sub    $0x20,%rsp")]) == 0x18040
+    assert frame_of([(0, "lea    -0x18000(%rsp),%r11"), (8, "sub    $0x1000,%rsp")]) == 0x18000

@@ -1445,6 +1445,18 @@ def test_the_operator_of_a_whole_model_refuses_other_lists():
         assert not run(pooler=cut) and not run(projection=cut)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_was_measured_is_asked_of_the_tokens(family, monkeypatch):
+    """Padding does not go through the layers, so it is no reason for or against one call."""
+    asked = []
+    monkeypatch.setattr(_encoder_call, "_is_faster", lambda rows, *_: asked.append(rows) or True)
+    model, _ = made(family)
+    with torch.no_grad():
+        model(**batch([5, 1, 9, 2]))
+        model(batch([7, 7])["input_ids"])
+    assert asked == [17, 14]
+
+
 def test_fastplm_measure_times_one_call_and_the_modules(whole):
     together, alone = _measure.plans()
     assert alone.form == together.form + ALONE

@@ -189,6 +189,16 @@ def test_long_slices_are_those_of_any_number_of_threads(rows, depth, columns):
     assert_repeatable(run, inputs, threads=(1, 2, 3, 4))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 4])
+def test_the_ends_of_slices_are_those_of_any_number_of_threads(rows, dtype):
+    """Each thread adds up the slices of some columns, the last of which are no whole unit."""
+    inputs = make(rows, 1540, 6001, dtype)
+    inputs["weight"] = by_columns(inputs["weight"])
+    assert_repeatable(run, inputs, threads=(1, 2, 3, 4))
+    check(inputs)
+
+
 # --- two bf16 for a number ------------------------------------------------------------------------
 
 

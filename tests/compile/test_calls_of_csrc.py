@@ -1,0 +1,58 @@
+"""Calls of csrc/ in threads with small stacks, and without the memory that they ask for."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastplm import _extension
+
+pytestmark = [
+    pytest.mark.compile,
+    pytest.mark.skipif(_extension.lacks("linear", "CPU") is not None, reason="csrc/ is not built"),
+    pytest.mark.skipif(sys.platform != "linux", reason="the stacks and loader of Linux"),
+]
+FOLDER = Path(__file__).parent
+COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+#: What PyTorch says of its own tensors, and csrc/ of all that it allocates.
+REFUSED = re.compile(
+    r"RuntimeError: (\[enforce fail at alloc_cpu\.cpp:\d+\] .*|fastplm_C::\w+: )"
+    r"DefaultCPUAllocator: can't allocate memory: you tried to allocate \d+ bytes\. .+"
+)
+
+
+def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(FOLDER / "calls_of_csrc.py"), *arguments]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | variables
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("level", ["default", "avx2", "avx512"])
+def test_a_stack_of_64_kb_is_enough(level):
+    """PyTorch's threads have it, too. An array of 96 KB on the stack ended the process."""
+    done = run("small_stacks", ATEN_CPU_CAPABILITY=level, OMP_NUM_THREADS="2", OMP_STACKSIZE="64K")
+    *cases, missing = map(json.loads, done.stdout.splitlines() or ["null"])
+    assert done.returncode == 0, f"{missing}: {done.returncode}\n{done.stderr}"
+    amx = {f"fastplm_C::{name}_bf16x3" for name in ("linear", "product")}
+    assert len(cases) > 50 and set(missing) <= amx, missing
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on the PATH")
+def test_refused_memory_is_an_error_in_the_words_of_pytorch(tmp_path):
+    library = tmp_path / "refuse_memory.so"
+    build = [COMPILER, "-shared", "-fPIC", "-Wall", "-Werror", str(FOLDER / "refuse_memory.cpp")]
+    subprocess.run([*build, "-o", str(library), "-ldl"], check=True)
+    done = run("refused_memory", str(library), LD_PRELOAD=str(library), OMP_NUM_THREADS="2")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert not found["changed"]
+    assert not [text for text in found["said"] if not REFUSED.fullmatch(text)]
+    named = {name for text in found["said"] for name in re.findall(r"fastplm_C::(\w+)", text)}
+    assert {"linear", "linear_int8", "attention", "backbone", "decoder_layer"} <= named
