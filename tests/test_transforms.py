@@ -176,6 +176,8 @@ def test_samples_of_every_op(name):
     one, other, batched = function(samples[0]), function(samples[1]), torch.vmap(function, 1)(batch)
     for ours, *expected in zip(batched, one, other, strict=True):
         check_same(ours, torch.stack(expected))
+    for ours, expected in zip(torch.vmap(function, 1)(batch[:, :0]), batched, strict=True):
+        check_same(ours, expected[:0])
     nested = torch.vmap(torch.vmap(function, 1))(torch.stack((batch, batch.flip(1))))
     for ours, expected in zip(nested, batched, strict=True):
         check_same(ours, torch.stack((expected, expected.flip(0))))
