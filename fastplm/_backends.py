@@ -26,6 +26,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -194,13 +195,16 @@ class _Choice:
         self.per_op = per_op
 
 
-# The choices of the ``use_backend`` blocks that a thread is in, the newest last. They are not in a
-# ContextVar, as torch.compile cannot trace one. Dynamo guards on these values in each thread, so a
-# compiled function is traced again when the choice changes.
-_OF_MAIN_THREAD = [_Choice(os.environ.get("FASTPLM_BACKEND", "auto"), {})]
+# The choices of the ``use_backend`` blocks that a thread or coroutine is in, the newest last.
+_CHOICES_HERE: ContextVar[tuple[_Choice, ...]] = ContextVar("fastplm.choices", default=())
+# torch.compile cannot trace a ContextVar, so traced code reads the blocks of its thread. Dynamo
+# guards on these values, so a compiled function is traced again when the choice changes.
+_OF_MAIN_THREAD = [_Choice(os.environ.get("FASTPLM_BACKEND") or "auto", {})]
+_OPEN: list[_Choice] = []  # all blocks of the process
 _thread = threading.local()
 if threading.current_thread() is threading.main_thread():
     _thread.choices = _OF_MAIN_THREAD
+    _CHOICES_HERE.set((_OF_MAIN_THREAD[0],))  # what ``_elsewhere`` would find, in less time
 
 
 def check_environment() -> None:
@@ -212,19 +216,30 @@ def check_environment() -> None:
     check_choice("fastplm", "FASTPLM_BACKEND", _OF_MAIN_THREAD[0].default, _CHOICES)
 
 
-def _choices() -> list[_Choice]:
-    """The choices of this thread, or of the main thread if this one has none.
+def _elsewhere() -> _Choice:
+    """The choice of a thread or coroutine that is in no block.
 
     A backward on a GPU runs in a thread of PyTorch, where a checkpoint must recompute on the
-    backend of the forward.
+    backend of the forward, in whichever thread that was.
     """
-    return getattr(_thread, "choices", None) or _OF_MAIN_THREAD
+    thread = threading.current_thread()
+    if thread is threading.main_thread():
+        return _OF_MAIN_THREAD[0]
+    if isinstance(thread, threading._DummyThread) and _OPEN:  # Python did not start it
+        return _OPEN[-1]
+    return _OF_MAIN_THREAD[-1]
+
+
+def _choice() -> _Choice:
+    if torch.compiler.is_compiling():
+        return (getattr(_thread, "choices", None) or _OF_MAIN_THREAD)[-1]
+    here = _CHOICES_HERE.get()
+    return here[-1] if here else _elsewhere()
 
 
 def requested(op: str) -> str:
     """The backend that the user chose for ``op``, or "auto"."""
-    # Every layer calls this; calling ``_choices`` here would double the time.
-    choice = (getattr(_thread, "choices", None) or _OF_MAIN_THREAD)[-1]
+    choice = _choice()
     return choice.per_op.get(op, choice.default)
 
 
@@ -258,25 +273,34 @@ def use_backend(backend: str, *ops: str) -> Iterator[None]:
         BackendError: raised later, by the call of an op that the forced backend cannot run; the
             message holds the reason of every backend.
 
-    The choice holds for the current thread. A thread without a choice of its own follows the main
-    thread; so do the threads that PyTorch starts for a backward. The environment variable
-    ``FASTPLM_BACKEND`` sets the initial choice of the main thread.
+    The choice holds for the current thread and, in a coroutine, for its task alone. A thread
+    without a choice of its own follows the main thread. The threads that PyTorch starts for a
+    backward follow the newest block. The environment variable ``FASTPLM_BACKEND`` sets the choice
+    outside of all blocks; an empty one is as none.
     """
     check_choice("use_backend", "backend", backend, _CHOICES)
     for op in ops:
         check_choice("use_backend", "ops", op, OP_NAMES)
-    choices = getattr(_thread, "choices", None)
-    if choices is None:
-        choices = _thread.choices = []
     choice = _Choice(backend, {})
     if ops:
-        outer = _choices()[-1]
+        outer = _choice()
         choice = _Choice(outer.default, {**outer.per_op, **dict.fromkeys(ops, backend)})
+    traced, choices = torch.compiler.is_compiling(), getattr(_thread, "choices", None)
+    if choices is None:
+        is_main = not traced and threading.current_thread() is threading.main_thread()
+        choices = _thread.choices = _OF_MAIN_THREAD if is_main else []
     choices.append(choice)
+    if not traced:
+        _OPEN.append(choice)
+        _CHOICES_HERE.set((*_CHOICES_HERE.get(), choice))
     try:
         yield
     finally:
-        choices.remove(choice)  # not pop(): blocks in coroutines may end in any order
+        # Blocks in coroutines may end in any order, and generators in another context.
+        choices.remove(choice)
+        if not traced:
+            _OPEN.remove(choice)
+            _CHOICES_HERE.set(tuple(one for one in _CHOICES_HERE.get() if one is not choice))
 
 
 @contextlib.contextmanager

@@ -173,7 +173,7 @@ def dump(contents: dict[str, Any]) -> str:
 def _cell(ours: Call, stock: Call, cold: bool) -> tuple[float, float]:
     """Microseconds a call of both."""
     took: tuple[list[float], list[float]] = ([], [])
-    between = torch.zeros(_BETWEEN if cold else 0)
+    between = torch.zeros(_BETWEEN if cold else 0, device="cpu")
     calls = []
     for call in (ours, stock):
         call()
@@ -236,13 +236,18 @@ def _linear(dtype: torch.dtype) -> Iterator[Plan]:
             """[N, K] of each layer, again and again."""
             count = min(_WEIGHTS, max(2, _OF_WEIGHTS // (size * dtype.itemsize)))
             if form.startswith("linear"):
-                return itertools.cycle(torch.randn(count, size // width, width).to(dtype))
-            return itertools.cycle(torch.randn(count, width, size // width).mT.to(dtype))
+                return itertools.cycle(
+                    torch.randn(count, size // width, width, device="cpu").to(dtype)
+                )
+            return itertools.cycle(
+                torch.randn(count, width, size // width, device="cpu").mT.to(dtype)
+            )
 
         def make(rows: int, size: int, aspect: int, form: str = form) -> tuple[Call, Call]:
             width = math.isqrt(size * _measured.SQUARE // aspect)
-            input = torch.randn(rows, width).to(dtype)
-            bias, weights = torch.randn(size // width).to(dtype), weights_of(size, width)
+            input = torch.randn(rows, width, device="cpu").to(dtype)
+            bias = torch.randn(size // width, device="cpu").to(dtype)
+            weights = weights_of(size, width)
             operators = torch.ops.fastplm_C
             product = operators.linear_bf16x3 if "bf16x3" in form else operators.linear
             return (
@@ -264,7 +269,9 @@ def _attention(dtype: torch.dtype) -> Iterator[Plan]:
         ) -> tuple[Call, Call]:
             of_sample = min(heads, 12)
             q, k, v = (
-                torch.randn(heads // of_sample, length, of_sample, dim).to(dtype).transpose(1, 2)
+                torch.randn(heads // of_sample, length, of_sample, dim, device="cpu")
+                .to(dtype)
+                .transpose(1, 2)
                 for length in (seqlen_q, seqlen_k, seqlen_k)
             )
             call = plain_attention.csrc if form == "forward" else ops.attention
@@ -290,7 +297,7 @@ def _pointwise(
 
 
 def _gelu(form: str, dtype: torch.dtype, size: int) -> tuple[Call, Call]:
-    x = torch.randn(size).to(dtype)
+    x = torch.randn(size, device="cpu").to(dtype)
     return _both(
         form,
         lambda: ops.gelu(x, approximate="tanh"),
@@ -300,13 +307,14 @@ def _gelu(form: str, dtype: torch.dtype, size: int) -> tuple[Call, Call]:
 
 
 def _dropout(form: str, dtype: torch.dtype, size: int) -> tuple[Call, Call]:
-    x = torch.randn(size).to(dtype)
+    x = torch.randn(size, device="cpu").to(dtype)
     return _both(form, lambda: ops.dropout(x, 0.1), lambda: F.dropout(x, 0.1), x)
 
 
 def _rms_norm(form: str, dtype: torch.dtype, size: int) -> tuple[Call, Call]:
     width = min(size, 512)
-    x, weight = torch.randn(size // width, width).to(dtype), torch.randn(width).to(dtype)
+    x = torch.randn(size // width, width, device="cpu").to(dtype)
+    weight = torch.randn(width, device="cpu").to(dtype)
     return _both(
         form,
         lambda: ops.rms_norm(x, weight),

@@ -199,6 +199,7 @@ class Op:
         if (
             self._formula is not None
             and torch.is_grad_enabled()
+            and not torch.is_inference_mode_enabled()  # inside of it gradients may be "enabled"
             and torch._C._any_requires_grad(*call)
         ):
             return self._formula.apply(*call, backend)
@@ -276,14 +277,20 @@ def _one_by_one(overload: torch._ops.OpOverload) -> Callable[..., Any]:
     """
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
+        size = info.batch_size
+        if size == 0:  # the results have the shapes of those of a sample of zeros
+            arguments = tuple(
+                one if dim is None else one.new_zeros((*one.shape[:dim], 1, *one.shape[dim + 1 :]))
+                for one, dim in zip(arguments, in_dims, strict=True)
+            )
         pairs = list(zip(arguments, in_dims, strict=True))
         results = [
             overload(*(one if dim is None else one.select(dim, at) for one, dim in pairs))
-            for at in range(info.batch_size)
+            for at in range(max(size, 1))
         ]
         if isinstance(results[0], torch.Tensor):
-            return torch.stack(results), 0
-        outputs = tuple(map(torch.stack, zip(*results, strict=True)))
+            return torch.stack(results)[:size], 0
+        outputs = tuple(torch.stack(each)[:size] for each in zip(*results, strict=True))
         return outputs, (0,) * len(outputs)
 
     return rule

@@ -215,7 +215,7 @@ def _run(
     if not wrt:
         return out.detach(), {}
     generator = torch.Generator().manual_seed(0)
-    upstream = torch.randn(out.shape, generator=generator).to(out.device)
+    upstream = torch.randn(out.shape, generator=generator, device="cpu").to(out.device)
     # Gold gets the upstream gradient rounded as for the kernel, so this is not counted as an error.
     upstream = upstream.to(upstream_dtype or out.dtype).to(out.dtype)
     grads = torch.autograd.grad(out, [inputs[name] for name in wrt], upstream)
@@ -230,7 +230,7 @@ class ReversedReductions(TorchDispatchMode):
     """
 
     def _order(self, size: int) -> torch.Tensor:
-        return torch.arange(size - 1, -1, -1)
+        return torch.arange(size - 1, -1, -1, device="cpu")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -271,7 +271,7 @@ class ShuffledReductions(ReversedReductions):
         self.generator = torch.Generator().manual_seed(seed)
 
     def _order(self, size: int) -> torch.Tensor:
-        return torch.randperm(size, generator=self.generator)
+        return torch.randperm(size, generator=self.generator, device="cpu")
 
 
 def as_tf32(tensor: torch.Tensor) -> torch.Tensor:
@@ -330,7 +330,7 @@ def rerounded(model: torch.nn.Module, count: int = 4) -> Iterator[torch.nn.Modul
 
 
 def _rerounded(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    step = torch.randint(-1, 2, tensor.shape, generator=generator).to(tensor.device)
+    step = torch.randint(-1, 2, tensor.shape, generator=generator, device="cpu").to(tensor.device)
     return (tensor * (1 + torch.finfo(tensor.dtype).eps * step)).to(tensor.dtype)
 
 
@@ -441,12 +441,12 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def p_value(statistic: torch.Tensor, degrees: int) -> float:
     """The probability, by chance, of a chi-square statistic that is at least this large."""
-    half = torch.tensor(degrees / 2, dtype=torch.float64)
+    half = torch.tensor(degrees / 2, dtype=torch.float64, device="cpu")
     return torch.special.gammaincc(half, statistic.double().cpu() / 2).item()
 
 
 def chi_square(observed: Any, probability: Any) -> float:
     """The p-value of Pearson's chi-square test of counts [n] against probabilities [n]."""
-    observed = torch.as_tensor(observed, dtype=torch.float64)
-    expected = observed.sum() * torch.as_tensor(probability, dtype=torch.float64)
+    observed = torch.as_tensor(observed, dtype=torch.float64, device="cpu")
+    expected = observed.sum() * torch.as_tensor(probability, dtype=torch.float64, device="cpu")
     return p_value(((observed - expected) ** 2 / expected).sum(), len(observed) - 1)

@@ -71,7 +71,7 @@ MUTATIONS = (
     # --- ops: attention
     Mutation(
         TORCH,
-        "torch.tensor([call.max_seqlen_k - call.max_seqlen_q])",
+        'torch.tensor([call.max_seqlen_k - call.max_seqlen_q], device="cpu")',
         "torch.tensor([0])",
         attention("cross_lengths"),
     ),

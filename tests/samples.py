@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -9,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -17,6 +21,7 @@ from fastplm import _backends, _extension, ops
 from fastplm._backends import record_decisions
 from fastplm._registry import OPS
 from fastplm.errors import BackendError
+from fastplm.ops._attention_call import _BUCKET_TABLES
 from fastplm.testing import poisoned_memory
 
 ROOM = 1 << 40  # bytes for the logits of linear_cross_entropy
@@ -465,6 +470,70 @@ def assert_same(got: Any, expected: Any) -> None:
     assert len(got) == len(expected)
     for one, other in zip(got, expected, strict=True):
         assert one.dtype is other.dtype and torch.equal(one.cpu(), other.cpu())
+
+
+# --- inside modes ---------------------------------------------------------------------------------
+
+
+def _inside(block: Any) -> Callable[[Callable[[], Any]], Any]:
+    def run(function: Callable[[], Any]) -> Any:
+        with block:
+            return function()
+
+    return run
+
+
+def _on_default_device(function: Callable[[], Any]) -> Any:
+    torch.set_default_device("meta")
+    try:
+        return function()
+    finally:
+        torch.set_default_device(None)
+
+
+def _with_fakes(function: Callable[[], Any]) -> None:
+    # What looks at values ends there.
+    with contextlib.suppress(DataDependentOutputException):
+        _inside(FakeTensorMode(allow_non_fake_inputs=True))(function)
+
+
+def _transformed(transform: Any) -> Callable[[Callable[[], Any]], None]:
+    def run(function: Callable[[], Any]) -> None:
+        transform(lambda x: (function(), x.sum())[1])(torch.zeros(2))
+
+    return run
+
+
+#: What calls a function inside a mode or transform: it returns the results, where they are tensors
+#: as outside.
+MODES: dict[str, Callable[[Callable[[], Any]], Any]] = {
+    "torch.device": _inside(torch.device("meta")),
+    "default device": _on_default_device,
+    "inference_mode": _inside(torch.inference_mode()),
+    "FakeTensorMode": _with_fakes,
+    "vmap": _transformed(functools.partial(torch.vmap, randomness="different")),
+    "grad": _transformed(torch.func.grad),
+}
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+def check_mode(mode: str, function: Callable[[], Any]) -> None:
+    """One call of a function inside a mode changes no later one, nor does the mode change it.
+
+    The call is the first of the process: what functions keep of their results is forgotten.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("fastplm.hf", "fastplm.models", "fastplm.nn", "fastplm.ops")):
+            for kept in vars(module).values():
+                getattr(kept, "cache_clear", lambda: None)()
+    _BUCKET_TABLES.clear()
+    inside = MODES[mode](function)
+    after = function()
+    _BUCKET_TABLES.clear()
+    expected = function()
+    assert_same(after, expected)
+    if inside is not None:
+        assert_same(inside, expected[: len(inside)])
 
 
 # --- which backends ran ---------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.utils._device import _device_constructors
 
 import fastplm.ops  # noqa: F401 (fills OPS)
 from fastplm._registry import OPS
@@ -231,6 +232,38 @@ def test_no_host_sync_in_hot_paths(folder):
                     assert node.func.attr not in ("item", "nonzero", "tolist"), (
                         f"{path}:{node.lineno} {function.name} calls .{node.func.attr}()"
                     )
+
+
+#: What makes tensors on the device of ``torch.device`` blocks, unless it is told another one.
+MAKERS = {f"torch.{maker.__name__}" for maker in _device_constructors()}
+#: What a module owns is made there on purpose, as PyTorch's own modules do.
+OWNED = ("nn.Parameter", "self.register_buffer")
+
+
+def on_any_device(tree: ast.AST) -> list[str]:
+    """The calls that make a tensor on no device of their own."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    owned = {
+        id(node) for call in calls if ast.unparse(call.func) in OWNED for node in ast.walk(call)
+    }
+    return [
+        f"{call.lineno} {ast.unparse(call)}"
+        for call in calls
+        if ast.unparse(call.func) in MAKERS and id(call) not in owned
+        if not any(keyword.arg in ("device", None) for keyword in call.keywords)
+    ]
+
+
+@pytest.mark.parametrize("path", python_files("fastplm", "triton_kernels"), ids=str)
+def test_a_tensor_is_made_on_a_named_device(path):
+    """A ``torch.device`` block of the user's, or ``torch.set_default_device``, changes nothing."""
+    assert not on_any_device(ast.parse(path.read_text()))
+
+
+@pytest.mark.parametrize("planted", ("torch.zeros(3)", "x = [torch.tensor(n, dtype=int)]"))
+def test_a_tensor_on_any_device_is_found(planted):
+    assert on_any_device(ast.parse(planted))
+    assert not on_any_device(ast.parse(f"nn.Parameter({planted.split('= ')[-1]})"))
 
 
 @pytest.mark.parametrize("op", sorted(OPS))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from torch import Tensor
@@ -25,8 +27,10 @@ from .samples import (
     TWICE,
     Operators,
     assert_same,
+    check_mode,
     each_kernel,
     each_sample,
+    every_mode,
     first,
     kernels,
     leaves,
@@ -457,3 +461,26 @@ def test_a_row_does_not_depend_on_its_batch(sample):
 def test_eager_on_the_gpu_has_the_bits_of_the_cpu(sample):
     inputs = sample.make(300, FP32)
     assert_same(run(sample, "eager", to("cuda", inputs)), run(sample, "eager", inputs))
+
+
+# --- inside modes ---------------------------------------------------------------------------------
+
+
+@every_mode
+@pytest.mark.parametrize("backend", ("auto", "eager", "torch", "cpp"))
+@each_sample()
+def test_a_mode_leaves_nothing_behind(sample, backend, mode):
+    inputs = sample.make(33, torch.float32)
+    inputs |= dict(seed=7) if "seed" in inspect.signature(sample.function).parameters else {}
+
+    inputs = leaves(sample, inputs)
+
+    def call():
+        results = sample.function(**inputs)
+        grads, out = (), first(results)
+        if out.requires_grad and mode not in ("vmap", "grad"):
+            grads = torch.autograd.grad(out, [inputs[name] for name in sample.wrt], out.detach())
+        return [one.detach() for one in (*tree_leaves(results), *grads)]
+
+    with fastplm.use_backend(backend if backend in OPS[sample.op].backends else "auto"):
+        check_mode(mode, call)

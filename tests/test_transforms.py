@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -176,6 +180,8 @@ def test_samples_of_every_op(name):
     one, other, batched = function(samples[0]), function(samples[1]), torch.vmap(function, 1)(batch)
     for ours, *expected in zip(batched, one, other, strict=True):
         check_same(ours, torch.stack(expected))
+    for ours, expected in zip(torch.vmap(function, 1)(batch[:, :0]), batched, strict=True):
+        check_same(ours, expected[:0])
     nested = torch.vmap(torch.vmap(function, 1))(torch.stack((batch, batch.flip(1))))
     for ours, expected in zip(nested, batched, strict=True):
         check_same(ours, torch.stack((expected, expected.flip(0))))
@@ -264,6 +270,77 @@ def test_threads_without_a_choice_follow_the_main_thread():
         thread.start()
         thread.join()
     assert seen == ["eager"]
+
+
+def test_a_coroutine_has_a_choice_of_its_own():
+    async def one(backend, seen):
+        for _ in range(3):
+            with fastplm.use_backend(backend) if backend else contextlib.nullcontext():
+                await asyncio.sleep(0)
+                seen.append(_backends.requested("attention"))
+                await asyncio.to_thread(lambda: seen.append(_backends.requested("attention")))
+
+    async def all_of_them():
+        await asyncio.gather(*(one(backend, seen) for backend, seen in found.items()))
+
+    def run():
+        asyncio.run(all_of_them())
+
+    for in_a_thread in (False, True):
+        found = {"eager": [], "torch": [], None: []}
+        if in_a_thread:
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
+        else:
+            run()
+        assert found == {"eager": ["eager"] * 6, "torch": ["torch"] * 6, None: ["auto"] * 6}
+
+
+#: fastplm is imported in a thread. A thread that Python did not start is like those of autograd.
+IN_A_THREAD = """
+import _thread, threading
+
+def in_a_thread(function, start):
+    done = threading.Event()
+    start(lambda: (function(), done.set()))
+    done.wait()
+
+def of_python(function):
+    threading.Thread(target=function).start()
+
+def of_autograd(function):
+    _thread.start_new_thread(function, ())
+
+def see():
+    seen.append(_backends.requested("attention"))
+
+def in_a_block():
+    with fastplm.use_backend("torch"):
+        see()
+        in_a_thread(see, of_autograd)
+
+def load():
+    global fastplm, _backends
+    import fastplm.ops
+    from fastplm import _backends
+
+seen = []
+in_a_thread(load, of_python)
+with fastplm.use_backend("eager"):
+    see()
+    in_a_thread(see, of_python)
+    in_a_thread(see, of_autograd)
+    in_a_thread(in_a_block, of_python)
+see()
+in_a_thread(see, of_autograd)
+print(*seen)
+"""
+
+
+def test_threads_of_autograd_follow_wherever_fastplm_was_imported():
+    out = subprocess.run([sys.executable, "-c", IN_A_THREAD], capture_output=True, text=True)
+    assert out.stdout.split() == [*["eager"] * 3, *["torch"] * 2, *["auto"] * 2], out.stderr
 
 
 def test_a_compiled_function_follows_the_choice_of_its_thread():

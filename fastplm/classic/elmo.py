@@ -191,12 +191,14 @@ def batch_of_words(
     rows = [[begin, *words, end, *[pad] * (length - 2 - len(words))] for words in sentences]
     different = list(dict.fromkeys(word for row in rows for word in row))
     places = {word: index for index, word in enumerate(different)}
-    words = torch.tensor([[places[word] for word in row] for row in rows])
-    mask = torch.tensor([[1] * (len(s) + 2) + [0] * (length - 2 - len(s)) for s in sentences])
+    words = torch.tensor([[places[word] for word in row] for row in rows], device="cpu")
+    mask = torch.tensor(
+        [[1] * (len(s) + 2) + [0] * (length - 2 - len(s)) for s in sentences], device="cpu"
+    )
     batch = {"characters": word_bytes(different), "words": words, "attention_mask": mask}
     if vocabulary is not None:
         ids = [[vocabulary.ids.get(word, UNK) for word in row] for row in rows]
-        batch["labels"] = torch.tensor(ids)
+        batch["labels"] = torch.tensor(ids, device="cpu")
     return batch
 
 

@@ -190,4 +190,4 @@ def neighbour_loss(scores: Tensor, begins: Tensor) -> Tensor:
 def pad(sentences: Sequence[Sequence[int]]) -> Tensor:
     """int64 [B, T]; an empty sentence is padding alone."""
     length = max(1, *map(len, sentences))
-    return torch.tensor([[*ids, *[PAD] * (length - len(ids))] for ids in sentences])
+    return torch.tensor([[*ids, *[PAD] * (length - len(ids))] for ids in sentences], device="cpu")

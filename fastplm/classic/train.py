@@ -190,7 +190,7 @@ class _Collator:
         batch = {"input_ids": pad([self.ids(i) for i in places]), "count": count}
         begins, last = self.sentences.begins, len(text) - 1
         if self.system == "quick-thoughts":  # the sentences are in their order
-            return {**batch, "begins": torch.tensor([begins[i] for i in places])}
+            return {**batch, "begins": torch.tensor([begins[i] for i in places], device="cpu")}
         before = [[PAD] if begins[i] else self.ids(i - 1) for i in places]
         after = [[PAD] if i == last or begins[i + 1] else self.ids(i + 1) for i in places]
         return {**batch, "previous": pad(before), "next": pad(after)}

@@ -212,13 +212,15 @@ class Collator:
         size = len(ids) if self.block_size is None else room * len(samples)
         inner = self._sequence_lengths(samples, lengths)
         flat = [length for row in inner for length in row]
-        longest, sequences = max(flat, default=0), torch.tensor(flat, dtype=torch.int64)
+        longest = max(flat, default=0)
+        sequences = torch.tensor(flat, dtype=torch.int64, device="cpu")
         index = self._sample_index(samples)
         if "sequence_lengths" in samples[0]:
             index = self._sequence_index(index, [len(row) for row in inner])
         ends = torch.nn.functional.pad(sequences.cumsum(0), (1, 0))
         # Padding at the end gets ``position_offset``, a position that every model has.
-        positions = torch.arange(len(ids)) - torch.repeat_interleave(ends[:-1], sequences)
+        first = torch.repeat_interleave(ends[:-1], sequences)
+        positions = torch.arange(len(ids), device="cpu") - first
         positions = positions.to(ids.device) + self.position_offset
 
         def row(values: Tensor, filler: int) -> Tensor:
@@ -266,7 +268,7 @@ class Collator:
 
     def _sample_index(self, samples: Samples) -> Tensor:
         if "sample_index" in samples[0]:
-            return torch.tensor([int(sample["sample_index"]) for sample in samples])
+            return torch.tensor([int(sample["sample_index"]) for sample in samples], device="cpu")
         if self.random and (self.seed != 0 or self._epoch != 0) and not self._warned:
             self._warned = True
             warnings.warn(
@@ -276,7 +278,7 @@ class Collator:
                 "Trainer of Transformers remove_unused_columns=False.",
                 stacklevel=5,
             )
-        return torch.randint(1 << 42, (len(samples),))
+        return torch.randint(1 << 42, (len(samples),), device="cpu")
 
     def _sequence_lengths(self, samples: Samples, lengths: list[int]) -> list[list[int]]:
         """The lengths of the sequences of each sample."""
@@ -295,8 +297,8 @@ class Collator:
             if not 0 <= place < _MOST_SAMPLES:
                 expected = f"0 to {_MOST_SAMPLES - 1} beside sequence_lengths"
                 self._refuse("sample_index", number, place, expected, "Count the samples from 0.")
-        places = torch.cat([torch.arange(count) for count in counts])
-        return sequence_index(index.repeat_interleave(torch.tensor(counts)), places)  # type: ignore[return-value]
+        places = torch.cat([torch.arange(count, device="cpu") for count in counts])
+        return sequence_index(index.repeat_interleave(torch.tensor(counts, device="cpu")), places)  # type: ignore[return-value]
 
     # --- checks of samples, not of tokens -----------------------------------------
 

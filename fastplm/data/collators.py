@@ -160,7 +160,7 @@ def special_ids(tokenizer: Any) -> Tensor:
     """The ids of a tokenizer's special tokens, added ones too: int64, ascending, each once."""
     ids = {i for i in tokenizer.all_special_ids if i is not None}
     ids |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return torch.tensor(sorted(ids), dtype=torch.int64)
+    return torch.tensor(sorted(ids), dtype=torch.int64, device="cpu")
 
 
 def mask_token_id(where: str, tokenizer: Any) -> int:

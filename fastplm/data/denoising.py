@@ -87,7 +87,10 @@ class DataCollatorForDenoising(TextCollator):
         self._edges = (self._bos is not None) + (self._eos is not None)
         self._vocab_size = len(tokenizer)
         ends = self.sentence_end_ids
-        given = sentence_ends(tokenizer) if ends is None else torch.tensor(list(ends)).long()
+        if ends is None:
+            given = sentence_ends(tokenizer)
+        else:
+            given = torch.tensor(list(ends), dtype=torch.int64, device="cpu")
         self.keep(special_ids=special_ids(tokenizer), sentence_end_ids=given.unique())
 
     def corrupt(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -132,7 +135,7 @@ class DataCollatorForDenoising(TextCollator):
         names = ("infill_probability", "poisson_lambda", "delete_probability")
         infilled, mean, deleted = (noise.get(name, getattr(cls, name)) for name in names)
         covered = math.floor(tokens * infilled + 0.5)  # halves up, as the op does
-        before = mean * torch.arange(2 * covered + SPARE_SPANS, dtype=torch.float64)
+        before = mean * torch.arange(2 * covered + SPARE_SPANS, dtype=torch.float64, device="cpu")
         # P(Poisson(x) < m) is the regularized upper incomplete gamma function Q(m, x).
         fewer = torch.special.gammaincc(torch.full_like(before, covered), before)
         spans = float(fewer.sum()) if covered else 0.0
@@ -164,7 +167,7 @@ def sentence_ends(tokenizer: PreTrainedTokenizerBase) -> Tensor:
         for token, token_id in tokenizer.get_vocab().items()
         if token.endswith(_END_OF_SENTENCE) and token_id not in special
     ]
-    return torch.tensor(sorted(ids), dtype=torch.int64)
+    return torch.tensor(sorted(ids), dtype=torch.int64, device="cpu")
 
 
 def _first(token_id: int | None, otherwise: int | None) -> int | None:

@@ -121,7 +121,7 @@ def subset(examples: list[_T], count: int | None) -> list[_T]:
     """``count`` random examples, the same ones every time; None = all."""
     if count is None or count >= len(examples):
         return examples
-    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(0), device="cpu")
     return [examples[index] for index in sorted(order[:count].tolist())]
 
 

@@ -47,7 +47,7 @@ def sentence_chunks(
         return sentence_chunks_ref(sentences, documents, room, empty)
     build = torch.ops.fastplm_C.sentence_chunks
     arguments = _tensor(sentences), _tensor(documents), room
-    count = build(*arguments, torch.empty(3, 0, dtype=torch.int64))
+    count = build(*arguments, torch.empty(3, 0, dtype=torch.int64, device="cpu"))
     if count < 0:
         _refuse_documents()
     chunks = empty((3, count), np.int64)

@@ -123,9 +123,9 @@ class _SegmentPairs(Dataset):
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """Several items at once, as DataLoader asks for them."""
         items = [self.stream[index] for index in indices]
-        samples = torch.tensor([item["sample_index"] for item in items])[:, None]
+        samples = torch.tensor([item["sample_index"] for item in items], device="cpu")[:, None]
         # Two counters hold the choices, the others one bit for each token that may be removed.
-        counters = torch.arange(2 + -(-self.chunks.block_size // 128))[None, :]
+        counters = torch.arange(2 + -(-self.chunks.block_size // 128), device="cpu")[None, :]
         words = torch.stack(
             draw(self.stream.seed, Stream.PAIR, sample_index=samples, position=counters), dim=-1
         ).numpy()

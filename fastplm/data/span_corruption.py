@@ -72,7 +72,7 @@ class DataCollatorForSpanCorruption(TextCollator):
         fix = "Add them with tokenizer.add_tokens(…, special_tokens=True), 100 as T5 has."
         check(len(sentinels) > 0, where, "tokenizer", got, expected, fix, DataError)
         self._sentinels = len(sentinels)
-        self.keep(sentinel_ids=torch.tensor(sentinels))
+        self.keep(sentinel_ids=torch.tensor(sentinels, device="cpu"))
         self.raw_size: int | None = None
         self.target_size: int | None = None
         if self.block_size is not None:

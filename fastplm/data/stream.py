@@ -66,7 +66,7 @@ class PretrainingStream(Dataset):
 # A thousand places are drawn in about the time of one, and samples are read in sequence.
 @functools.lru_cache(maxsize=8)
 def _elements(window: int, size: int, seed: int) -> list[int]:
-    samples = torch.arange(window * _WINDOW, (window + 1) * _WINDOW)
+    samples = torch.arange(window * _WINDOW, (window + 1) * _WINDOW, device="cpu")
     return permute(samples % size, size, seed, samples // size).tolist()
 
 

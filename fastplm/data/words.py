@@ -59,9 +59,11 @@ def word_starts(tokenizer: PreTrainedTokenizerBase) -> Tensor:
     """
     code = _kind(tokenizer)
     vocabulary = tokenizer.get_vocab()
-    starts = torch.zeros(max(vocabulary.values()) + 1, dtype=torch.uint8)
-    ids = torch.tensor(list(vocabulary.values()))
-    starts[ids] = torch.tensor([code(token) for token in vocabulary], dtype=torch.uint8)
+    starts = torch.zeros(max(vocabulary.values()) + 1, dtype=torch.uint8, device="cpu")
+    ids = torch.tensor(list(vocabulary.values()), device="cpu")
+    starts[ids] = torch.tensor(
+        [code(token) for token in vocabulary], dtype=torch.uint8, device="cpu"
+    )
     own = [i for i in tokenizer.added_tokens_decoder if i != tokenizer.unk_token_id]
     starts[own] = 0
     if tokenizer.unk_token_id is not None and code is not _metaspace:

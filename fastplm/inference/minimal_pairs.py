@@ -182,7 +182,8 @@ def minimal_pairs(
             values[text] = _value(text, found, normalize)
             cut += found.truncated
     good, bad = (
-        torch.tensor([values[pair[i]] for pair in given], dtype=torch.float64) for i in (0, 1)
+        torch.tensor([values[pair[i]] for pair in given], dtype=torch.float64, device="cpu")
+        for i in (0, 1)
     )
     return PairScores(given, good, bad, f"{name}{', mean over tokens' if normalize else ''}", cut)
 

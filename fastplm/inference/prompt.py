@@ -448,8 +448,9 @@ class _Asked:
         """The model's inputs, padded."""
 
         def padded(rows: Iterable[tuple[int, ...]], prefix: str = "") -> dict[str, Any]:
-            ids = pad_sequence([torch.tensor(row) for row in rows], True, pad)
-            mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
+            ids = pad_sequence([torch.tensor(row, device="cpu") for row in rows], True, pad)
+            lengths = torch.tensor([len(row) for row in rows], device="cpu")
+            mask = torch.arange(ids.shape[1], device="cpu") < lengths[:, None]
             both = {"input_ids": ids, "attention_mask": mask}
             return {f"{prefix}{name}": each.to(self.model.device) for name, each in both.items()}
 
@@ -566,7 +567,9 @@ def _examples(args: PromptArguments, path: str | Path, prompt: Prompt) -> list[E
 
 def _shots(examples: list[Example], count: int, seed: int) -> list[Example]:
     """``count`` random examples in random order, about as many of each label."""
-    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
+    order = torch.randperm(
+        len(examples), generator=torch.Generator().manual_seed(seed), device="cpu"
+    ).tolist()
     by_label: dict[str, list[Example]] = {}
     for i in order:
         by_label.setdefault(examples[i].target, []).append(examples[i])

@@ -255,7 +255,7 @@ def log_likelihood(
     first = 0 if paired else 1
     order, known = _known_prefixes(encoded, first)
     encoded = [
-        text._replace(scored=torch.arange(first + shared, max(first, len(text.ids))))
+        text._replace(scored=torch.arange(first + shared, max(first, len(text.ids)), device="cpu"))
         for text, shared in zip(encoded, known, strict=True)
     ]
     scored = _written(model, tokenizer, encoded)
@@ -386,13 +386,18 @@ def _encoded(
                 check(truncate, where, argument, got, expected, fix)
                 room = limit - len(before)
                 encoding, index = tokenizer([text], truncation=True, max_length=room, **options), 0
-            ids = torch.tensor([*before, *encoding["input_ids"][index]], dtype=torch.int64)
-            added = torch.tensor([*(1 for _ in before), *encoding["special_tokens_mask"][index]])
+            ids = torch.tensor(
+                [*before, *encoding["input_ids"][index]], dtype=torch.int64, device="cpu"
+            )
+            added = torch.tensor(
+                [*(1 for _ in before), *encoding["special_tokens_mask"][index]], device="cpu"
+            )
             words = encoding.word_ids(index) if tokenizer.is_fast else [None] * len(ids)
             words = [*(None for _ in before), *words]
             # A token of no word is a word of its own.
             numbers = [-1 - j if word is None else word for j, word in enumerate(words)]
-            scored, of_words = (added == 0).nonzero().flatten(), torch.tensor(numbers).long()
+            scored = (added == 0).nonzero().flatten()
+            of_words = torch.tensor(numbers, device="cpu").long()
             found.append(_Text(ids, scored, of_words, ids.new_empty(0), truncated))
     return found
 
@@ -405,7 +410,7 @@ def _knows_words(tokenizer: Any) -> bool:
 
 def _hidden(text: _Text, scored: Tensor, method: str) -> Tensor:
     """bool [n, T]: the tokens that are masked where each of ``scored`` [n] is scored."""
-    places, scored = torch.arange(len(text.ids)), scored[:, None]
+    places, scored = torch.arange(len(text.ids), device="cpu"), scored[:, None]
     if method == "original":
         return places == scored
     return (text.words == text.words[scored]) & (places >= scored)
@@ -419,18 +424,18 @@ def _infilled(text: _Text, method: str, mask_id: int, sentinel: bool) -> list[_T
     """
     place = text.scored
     if method == "original":
-        starts = torch.arange(len(place))
+        starts = torch.arange(len(place), device="cpu")
     else:
         words = text.words[place]
         begins = (words[1:] != words[:-1]) | (place[1:] != place[:-1] + 1)
         starts = torch.cat([place.new_zeros(min(1, len(place))), begins.nonzero().flatten() + 1])
-    mask = torch.tensor([mask_id])
+    mask = torch.tensor([mask_id], device="cpu")
     copies = []
     for some in place.tensor_split(starts[1:]) if len(place) else ():
         first, end = int(some[0]), int(some[-1]) + 1
         source = torch.cat([text.ids[:first], mask, text.ids[end:]])
         ids = torch.cat([mask, text.ids[first:end]]) if sentinel else text.ids[:end]
-        scored = torch.arange(len(ids) - len(some), len(ids))
+        scored = torch.arange(len(ids) - len(some), len(ids), device="cpu")
         copies.append(_Text(ids, scored, text.words[:0], source, text.truncated))
     return copies
 
@@ -467,7 +472,7 @@ def _masked(model: Any, tokenizer: Any, texts: list[_Text], mask_id: int, method
             copies += text.ids.expand_as(hidden).masked_fill(hidden, mask_id)
         inputs = _padded(copies, tokenizer, model.device)
         places = torch.cat([text.scored[chosen] for text, chosen in parts])
-        places += torch.arange(len(copies)) * inputs["input_ids"].shape[1]
+        places += torch.arange(len(copies), device="cpu") * inputs["input_ids"].shape[1]
         places = places.to(model.device)
         outputs = model.base_model(**inputs, output_rows=places, return_dict=True)
         return requested_rows(model, outputs.last_hidden_state, places)
@@ -490,8 +495,10 @@ def _written(model: Any, tokenizer: Any, texts: list[_Text]) -> _Work:
     def losses(parts: list[_Part]) -> Tensor:
         texts = [text for text, _ in parts]
         ids = pad_sequence([text.ids for text in texts], True, IGNORE_INDEX)
-        first = torch.tensor([int(text.scored[0]) for text in texts])
-        labels = ids.masked_fill(torch.arange(ids.shape[1]) < first[:, None], IGNORE_INDEX)
+        first = torch.tensor([int(text.scored[0]) for text in texts], device="cpu")
+        labels = ids.masked_fill(
+            torch.arange(ids.shape[1], device="cpu") < first[:, None], IGNORE_INDEX
+        )
         read = [text.ids[:-1] if causal else text.source for text in texts]
         inputs = _padded(read, tokenizer, model.device)
         if causal:
@@ -511,7 +518,7 @@ def _written(model: Any, tokenizer: Any, texts: list[_Text]) -> _Work:
 
 def _empty(model: Any) -> Tensor:
     """[0], of the type of log-probabilities."""
-    return torch.empty(0, dtype=torch.promote_types(model.dtype, torch.float32))
+    return torch.empty(0, dtype=torch.promote_types(model.dtype, torch.float32), device="cpu")
 
 
 def _joined(parts: list[TextScore], truncated: bool, empty: Tensor) -> TextScore:
@@ -527,11 +534,11 @@ def _padded(rows: list[Tensor], tokenizer: Any, device: torch.device) -> dict[st
     """``input_ids`` [B, T] of rows of ids, and their ``attention_mask`` if there is padding."""
     pad = tokenizer.pad_token_id
     input_ids = pad_sequence(rows, True, 0 if pad is None else pad)
-    lengths = torch.tensor([len(row) for row in rows])
+    lengths = torch.tensor([len(row) for row in rows], device="cpu")
     seqlen = input_ids.shape[1]
     inputs = {"input_ids": input_ids}
     if int(lengths.min()) < seqlen:
-        inputs["attention_mask"] = torch.arange(seqlen) < lengths[:, None]
+        inputs["attention_mask"] = torch.arange(seqlen, device="cpu") < lengths[:, None]
     return {name: value.to(device) for name, value in inputs.items()}
 
 

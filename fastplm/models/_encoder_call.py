@@ -317,7 +317,7 @@ def _names_of(kind: Any) -> tuple[str, ...]:
     """The fields of a class of outputs; () if its constructor does more than to set them."""
     names = tuple(field.name for field in dataclasses.fields(kind))
     for count in range(1, len(names) + 1):
-        given = {name: torch.empty(0) for name in names[:count]}
+        given = {name: torch.empty(0, device="cpu") for name in names[:count]}
         made, right = _filled(kind, names, given), kind(**given)
         for some, other in ((vars(made), vars(right)), (dict(made), dict(right))):
             if list(some) != list(other) or not all(

@@ -35,7 +35,7 @@ def plans() -> Iterator[Plan]:
 
     def make(rows: int, width: int) -> tuple[Call, Call]:
         model = model_of(width)
-        ids = torch.randint(1000, (math.ceil(rows / _TOKENS), min(rows, _TOKENS)))
+        ids = torch.randint(1000, (math.ceil(rows / _TOKENS), min(rows, _TOKENS)), device="cpu")
 
         def ours() -> Any:
             with torch.inference_mode(), use_backend("cpp", "linear"):

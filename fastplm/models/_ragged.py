@@ -330,11 +330,11 @@ def numbers_of_rows(
         return None
     batch, seqlen = given.shape[:2]
     if cu_seqlens is not None:
-        rows, batch = torch.arange(seqlen), cu_seqlens.shape[0] - 1
+        rows, batch = torch.arange(seqlen, device="cpu"), cu_seqlens.shape[0] - 1
         sample = torch.bucketize(rows, cu_seqlens[1:], right=True).clamp(max=batch - 1)
         position = rows - cu_seqlens[sample]
     else:
-        rows = torch.arange(batch * seqlen) if ragged is None else ragged.positions
+        rows = torch.arange(batch * seqlen, device="cpu") if ragged is None else ragged.positions
         sample, position = rows.div(seqlen, rounding_mode="floor"), rows % seqlen
     return RowNumbers(sample if sample_index is None else sample_index[sample], position)
 

@@ -99,7 +99,8 @@ class _AddsPositions(Stack):
         hidden = self.layernorm_embedding(inputs_embeds + positions.to(inputs_embeds.device))
         hidden = dropout(hidden, self.dropout, self.training)
         for layer in self.layers:
-            if self.training and self.layerdrop > 0.0 and torch.rand([]) < self.layerdrop:
+            drops = self.training and self.layerdrop > 0.0
+            if drops and torch.rand([], device="cpu") < self.layerdrop:
                 continue
             hidden = layer(hidden, attention_mask, *states, rows=rows, **kwargs)
         return self._output(last_hidden_state=hidden)

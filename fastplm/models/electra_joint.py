@@ -304,8 +304,8 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         if chosen.generator_type == "model":
             self.generator = ElectraForMaskedLM(chosen.generator)
         else:
-            counts = torch.zeros(chosen.discriminator.vocab_size, dtype=torch.int64)
-            self.register_buffer("token_counts", counts)
+            size = chosen.discriminator.vocab_size
+            self.register_buffer("token_counts", torch.zeros(size, dtype=torch.int64))
         kind = ElectraForPreTraining if chosen.detects else ElectraForMaskedLM
         self.discriminator = kind(chosen.discriminator)
         if chosen.objective == "all_tokens_mlm":

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, is_inference_mode_enabled, nn
 
 from fastplm._backends import is_written_down
 from fastplm._registry import is_transformed
@@ -64,7 +64,7 @@ def shares_table(
         and embedding.weight is decoder.weight
         and embedding.weight.requires_grad
         and torch.is_grad_enabled()
-        and (torch.compiler.is_compiling() or not is_transformed())
+        and (torch.compiler.is_compiling() or not (is_transformed() or is_inference_mode_enabled()))
         and not is_written_down()  # a trace cannot store an autograd function
         and embedding.max_norm is None
         and not embedding.scale_grad_by_freq

@@ -57,8 +57,8 @@ class TokenMasker(nn.Module):
         self.max_ngram = max_ngram
         self.seed = seed
         self.special_ids: Tensor | None
-        ids = torch.tensor(sorted(set(special_ids))) if special_ids else None
-        self.register_buffer("special_ids", ids, persistent=False)
+        ids = sorted(set(special_ids or ()))
+        self.register_buffer("special_ids", torch.tensor(ids) if ids else None, persistent=False)
 
     def forward(
         self,

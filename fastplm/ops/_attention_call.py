@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastplm._checks import FLOATING, check_number, check_tensor
 from fastplm._declare import Arg, Size
+from fastplm._registry import needs_dispatch
 from fastplm.errors import fail
 from fastplm.reference.attention import T5RelativeBias, dropout_threshold, t5_buckets
 
@@ -222,12 +223,15 @@ def _bucket_table(
     """``t5_buckets`` on a device, made once.
 
     A table made inside the capture of a CUDA graph is not kept: it holds nothing until a replay.
+    One made under a mode or transform is not kept, either: it may be no tensor outside of it.
     """
     settings = num_buckets, bidirectional, max_distance, device
     table = _BUCKET_TABLES.get(settings)
     if table is None:
-        table = _filled_from_cpu(t5_buckets(num_buckets, bidirectional, max_distance), device)
-        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        with torch.inference_mode(False):
+            table = _filled_from_cpu(t5_buckets(num_buckets, bidirectional, max_distance), device)
+        captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if not (captured or needs_dispatch((table,))):
             _BUCKET_TABLES[settings] = table
     return table
 

@@ -149,7 +149,7 @@ def _cpu_batch(call: Call) -> _Batch:
             shift = shift[:1]
         query, key, value = _pad(query, rows_q), _pad(key, rows_k), _pad(value, rows_k)
     else:
-        shift = torch.tensor([call.max_seqlen_k - call.max_seqlen_q])
+        shift = torch.tensor([call.max_seqlen_k - call.max_seqlen_q], device="cpu")
         query, key, value = _aligned(query), _aligned(key), _aligned(value)
     if key_mask is not None:
         visible = key_mask.any(0).nonzero()
@@ -168,7 +168,7 @@ def _cpu_batch(call: Call) -> _Batch:
 def _cpu_rows(name: str, cu_seqlens: Tensor, count: int, max_seqlen: int) -> _Rows:
     # In a trace the public function could not check the lengths.
     check_lengths_on_cpu(name, cu_seqlens, count, max_seqlen)
-    position = torch.arange(max_seqlen)
+    position = torch.arange(max_seqlen, device="cpu")
     exists = position < cu_seqlens.diff()[:, None]
     source = torch.where(exists, cu_seqlens[:-1, None] + position, 0).flatten()
     slots, missing = (which.flatten().nonzero().flatten() for which in (exists, ~exists))
@@ -229,7 +229,9 @@ def _mask(
         allowed = batch.key_mask[samples, None, None, :]
     if batch.shift is not None:
         shift = batch.shift[samples] if batch.shift.numel() > 1 else batch.shift
-        distance = torch.arange(batch.key.shape[2]) - torch.arange(batch.query.shape[2])[:, None]
+        sizes = batch.key.shape[2], batch.query.shape[2]
+        key, query = (torch.arange(size, device="cpu") for size in sizes)
+        distance = key - query[:, None]
         causal = distance[None, None] <= shift[:, None, None, None]
         allowed = causal if allowed is None else causal & allowed
     if batch.attn_mask is not None:
@@ -240,7 +242,7 @@ def _mask(
     if allowed is None:
         return None, None
     dead = ~allowed.any(-1, keepdim=True)
-    additive = torch.zeros(allowed.shape, dtype=dtype)
+    additive = torch.zeros(allowed.shape, dtype=dtype, device="cpu")
     additive.masked_fill_(~(allowed | dead), float("-inf"))
     return additive, dead if bool(dead.any()) else None
 
@@ -327,11 +329,11 @@ class _Chunk:
             return None
         index = call.sample_index
         if index is None:
-            index = torch.arange(self.batch.query.shape[0])
+            index = torch.arange(self.batch.query.shape[0], device="cpu")
         drop = _dropout_mask(
             call.seed,
             index[samples],
-            torch.arange(self.batch.query.shape[1])[heads],
+            torch.arange(self.batch.query.shape[1], device="cpu")[heads],
             self.query.shape[1],
             self.key.shape[1],
             dropout_threshold(call.dropout_p),
@@ -405,7 +407,7 @@ def _line_buckets(call: Call, batch: _Batch, samples: slice = slice(None)) -> Te
     """int64 [B | 1, Tq + Tk - 1]: the bucket of key j and query i, at index j - i + Tq - 1."""
     assert call.buckets is not None
     seqlen_q, seqlen_k = batch.query.shape[2], batch.key.shape[2]
-    distance = torch.arange(1 - seqlen_q, seqlen_k)[None, :]
+    distance = torch.arange(1 - seqlen_q, seqlen_k, device="cpu")[None, :]
     if batch.shift is not None:
         shift = batch.shift[samples] if batch.shift.numel() > 1 else batch.shift
         distance = distance - shift[:, None]
@@ -443,8 +445,8 @@ def _dropout_mask(
         seed,
         Stream.DROPOUT,
         sample_index=sample_index[:, None, None, None],
-        position=torch.arange(seqlen_q)[:, None],
-        step=torch.arange(4 * groups) << 12 | heads[:, None, None],
+        position=torch.arange(seqlen_q, device="cpu")[:, None],
+        step=torch.arange(4 * groups, device="cpu") << 12 | heads[:, None, None],
         rounds=DROPOUT_ROUNDS,
     )  # four of [B, H, Tq, 4 * groups]
     calls = torch.stack((words[0] | words[1] << 32, words[2] | words[3] << 32), -1)

@@ -244,7 +244,7 @@ def _stream_logits(call: Call, rows: Tensor, statistics: _Statistics) -> None:
         statistics.argmax = torch.stack(likeliest).gather(0, best[None]).squeeze(0)
     if call.label_smoothing:
         columns = _chunk_sizes(rows.shape[0], vocab)
-        share = torch.tensor(columns, dtype=m_c.dtype)[:, None] / vocab
+        share = torch.tensor(columns, dtype=m_c.dtype, device="cpu")[:, None] / vocab
         statistics.mean = (torch.stack(means) + share * (pivot(m_c) - statistics.m_i)).sum(0)
     if call.seed is not None:
         l_c = torch.stack(sampled_sums) if sampled_sums else l_c

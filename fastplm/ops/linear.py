@@ -189,7 +189,7 @@ def dense(matrix: Tensor) -> Tensor:
 
 
 _CSRC_REJECTS = csrc_rejects("linear")
-_BUILT = _CSRC_REJECTS((torch.empty(0),), forced=False) is None
+_BUILT = _CSRC_REJECTS((torch.empty(0, device="cpu"),), forced=False) is None
 
 
 def _cpp_rejects(call: Call, *, forced: bool) -> str | None:

@@ -102,7 +102,7 @@ def linear_int8(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | Non
 
 
 _rejects = csrc_rejects("linear_int8", fp64=False)
-_BUILT = _rejects((torch.empty(0),), forced=False) is None
+_BUILT = _rejects((torch.empty(0, device="cpu"),), forced=False) is None
 
 
 def _is_plain(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> bool:

@@ -222,7 +222,7 @@ def _torch_padded(start: Tensor, size: Tensor, first: int, last: int) -> tuple[T
 
     A place past the end has the first row of the set: so it never wins against that row.
     """
-    place = torch.arange(first, last)
+    place = torch.arange(first, last, device="cpu")
     exists = place < size[:, None]
     return torch.where(exists, place, 0) + start[:, None], exists
 

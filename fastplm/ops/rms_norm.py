@@ -85,7 +85,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _cpp_forward(call: Call) -> Tensor:
-    out = torch.empty(call.input.shape, dtype=call.weight.dtype)
+    out = torch.empty(call.input.shape, dtype=call.weight.dtype, device="cpu")
     if out.numel() > 0:
         torch.ops.fastplm_C.rms_norm(
             _rows(call.input), call.weight.contiguous(), call.eps, _rows(out)
@@ -97,8 +97,8 @@ def _cpp_backward(grad: Tensor, saved: Call) -> tuple[Tensor, Tensor]:
     input, weight, eps = saved
     if input.numel() == 0:
         return torch.empty_like(input), torch.zeros_like(weight)
-    grad_input = torch.empty(input.shape, dtype=input.dtype)
-    grad_weight = torch.empty(weight.shape, dtype=weight.dtype)
+    grad_input = torch.empty(input.shape, dtype=input.dtype, device="cpu")
+    grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device="cpu")
     torch.ops.fastplm_C.rms_norm_backward(
         _rows(grad), _rows(input), weight.contiguous(), eps, _rows(grad_input), grad_weight
     )

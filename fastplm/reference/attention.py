@@ -37,7 +37,7 @@ def t5_buckets(num_buckets: int, bidirectional: bool, max_distance: int) -> Tens
     Always computed in fp32 on the CPU: where the logarithm falls on a whole number, its rounding
     decides the bucket, and that must not depend on the device.
     """
-    distance = torch.arange(-max_distance, max_distance + 1)
+    distance = torch.arange(-max_distance, max_distance + 1, device="cpu")
     side = torch.zeros_like(distance)
     if bidirectional:
         num_buckets //= 2

@@ -64,7 +64,7 @@ def philox4x32(
     """
     # Ints and tensors have the same operators. If all are ints, one becomes a tensor.
     if not any(isinstance(value, Tensor) for value in (seed, c0, c1, c2, c3)):
-        c0 = torch.tensor(c0 & _WORD)
+        c0 = torch.tensor(c0 & _WORD, device="cpu")
     x: list[Any] = [word & _WORD for word in (c0, c1, c2, c3)]
     key: list[Any] = [seed & _WORD, (seed >> 32) & _WORD]
     for _ in range(rounds):

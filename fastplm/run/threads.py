@@ -64,7 +64,7 @@ def busy_cores() -> str:
 
 
 def _milliseconds() -> float:
-    matrix = torch.ones(_PRODUCT, _PRODUCT)
+    matrix = torch.ones(_PRODUCT, _PRODUCT, device="cpu")
     torch.mm(matrix, matrix)
     began = time.perf_counter()
     for _ in range(_REPEATED):

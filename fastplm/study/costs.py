@@ -133,7 +133,8 @@ def product_speed(width: int, threads: int) -> float:
     from fastplm.run.threads import using_threads
 
     with using_threads(threads), torch.no_grad():
-        rows, weight = torch.randn(1024, width), torch.randn(width, 4 * width)
+        rows = torch.randn(1024, width, device="cpu")
+        weight = torch.randn(width, 4 * width, device="cpu")
         rows @ weight
         begun, done = time.perf_counter(), 0
         while time.perf_counter() - begun < _TIMED:

@@ -166,7 +166,7 @@ def chi_square(probability: float, degrees: int) -> float:
     low, high = 0.0, 20.0 * degrees + 100.0
     while high - low > 1e-9 * high:
         middle = (low + high) / 2
-        shape, limit = torch.tensor([degrees / 2, middle / 2], dtype=torch.float64)
+        shape, limit = torch.tensor([degrees / 2, middle / 2], dtype=torch.float64, device="cpu")
         if torch.special.gammainc(shape, limit) < probability:
             low = middle
         else:

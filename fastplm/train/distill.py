@@ -344,10 +344,12 @@ def change_vocabulary(
     if ours == theirs:
         return
     old = student.get_input_embeddings().weight.clone()
-    new = torch.empty(len(tokenizer), old.shape[1]).normal_(std=student.config.initializer_range)
+    new = torch.empty(len(tokenizer), old.shape[1], device="cpu").normal_(
+        std=student.config.initializer_range
+    )
     both = [(index, theirs[token]) for token, index in ours.items() if token in theirs]
     if copied and both:
-        target, source = torch.tensor(both).T
+        target, source = torch.tensor(both, device="cpu").T
         new[target] = old[source]
     student.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     student.get_input_embeddings().weight.copy_(new)

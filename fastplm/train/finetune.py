@@ -555,7 +555,7 @@ class _LengthSampler(LengthGroupedSampler):
         self.trainer, self.dataset = trainer, dataset
         generator = torch.Generator().manual_seed(trainer.args.seed)
         self.parts = [
-            [part[i] for i in torch.randperm(len(part), generator=generator).tolist()]
+            [part[i] for i in torch.randperm(len(part), generator=generator, device="cpu").tolist()]
             for part in (dataset.parts if dataset.counts else ())
         ]
 
@@ -567,7 +567,7 @@ class _LengthSampler(LengthGroupedSampler):
             self.lengths = [self.dataset.lengths[index] for index in chosen]
         # PyTorch's generator uses 32 bits of a seed, which cannot hold both seed and epoch.
         seeds = torch.Generator().manual_seed(self.trainer.args.seed)
-        seed = int(torch.randint(1 << 32, (epoch + 1,), generator=seeds)[-1])
+        seed = int(torch.randint(1 << 32, (epoch + 1,), generator=seeds, device="cpu")[-1])
         self.generator = torch.Generator().manual_seed(seed)
         order = super().__iter__()
         return (chosen[index] for index in order) if chosen else order
@@ -620,7 +620,8 @@ def _numbered(collator: Collator, *, takes_index: bool) -> Collator:
             batch["teacher"] = of_batch(teacher)
         if takes_index and None not in index:
             of_each = batch["input_ids"].shape[1:-1].numel()
-            numbers = torch.tensor(index)[:, None] * of_each + torch.arange(of_each)
+            numbers = torch.tensor(index, device="cpu")[:, None] * of_each
+            numbers = numbers + torch.arange(of_each, device="cpu")
             batch["sample_index"] = numbers.view(batch["input_ids"].shape[:-1])
         return batch
 

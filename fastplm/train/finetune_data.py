@@ -37,7 +37,9 @@ def hold_out(
     for example in examples:
         groups[example.group].update(labels(example))
     names = sorted(groups)
-    order = torch.randperm(len(names), generator=torch.Generator().manual_seed(0)).tolist()
+    order = torch.randperm(
+        len(names), generator=torch.Generator().manual_seed(0), device="cpu"
+    ).tolist()
     left = Counter(label for found in groups.values() for label in found)
     strata: dict[str, list[int]] = defaultdict(list)
     for index in order:

@@ -44,7 +44,7 @@ def read_segments(task: str, path: str | Path, words: int) -> list[Example]:
             full = count >= words or end == len(sentences)
             if not full or end - begin < 2:
                 continue
-            middle = int(torch.randint(begin + 1, end, (), generator=generator))
+            middle = int(torch.randint(begin + 1, end, (), generator=generator, device="cpu"))
             texts = " ".join(sentences[begin:middle]), " ".join(sentences[middle:end])
             pairs += 1
             place = f"document {group}, pair {pairs}"
@@ -81,7 +81,7 @@ class SegmentPairs(Pair):
         if any(example.target == NAMES[self.args.task][1] for example in examples):
             return examples
         generator = torch.Generator().manual_seed(0)
-        order = torch.randperm(len(examples), generator=generator).tolist()
+        order = torch.randperm(len(examples), generator=generator, device="cpu").tolist()
         documents = {example.group for example in examples}
         if self.args.task == "nsp" and len(documents) < 2:
             got = f"pairs of one document alone ({examples[0].where})"
@@ -96,7 +96,7 @@ class SegmentPairs(Pair):
             else:
                 other = examples[index]
                 while other.group == examples[index].group:
-                    place = torch.randint(len(examples), (), generator=generator)
+                    place = torch.randint(len(examples), (), generator=generator, device="cpu")
                     other = examples[int(place)]
                 texts = first, other.texts[1]
             label = NAMES[self.args.task][1]

@@ -166,7 +166,7 @@ class Seq2Seq(Task):
         """
 
         def collate(features: list[Feature]) -> dict[str, Tensor]:
-            targets = [torch.tensor(feature.pop("labels")) for feature in features]
+            targets = [torch.tensor(feature.pop("labels"), device="cpu") for feature in features]
             batch = dict(self.tokenizer.pad(features, return_tensors="pt"))
             labels = torch.nn.utils.rnn.pad_sequence(targets, True, IGNORE_INDEX)
             batch["labels"] = labels

@@ -358,7 +358,7 @@ class SequenceTask(Task):
         pairs = transformers.DataCollatorForMultipleChoice(self.tokenizer)
 
         def collate(features: list[Feature]) -> Any:
-            labels = torch.tensor([feature["labels"] for feature in features])
+            labels = torch.tensor([feature["labels"] for feature in features], device="cpu")
             return {**pairs(features), "labels": labels}
 
         return collate
@@ -937,8 +937,8 @@ def best_spans(
     ``answer_tokens``) may be shorter than T: padding has no entry. ``longest`` is the maximum
     number of tokens of a span.
     """
-    inside = torch.tensor([place is not None for place in places])
-    allowed = inside[:, None] & inside & torch.ones(len(places), len(places)).bool().triu()
+    inside = torch.tensor([place is not None for place in places], device="cpu")
+    allowed = (inside[:, None] & inside).triu()
     allowed &= ~allowed.triu(longest)
     scores = start[: len(places), None].double() + end[: len(places)].double()
     scores = scores.masked_fill(~allowed, -torch.inf).flatten()

@@ -157,11 +157,11 @@ def count_tokens(store: TokenStore, tokenizer: PreTrainedTokenizerBase) -> torch
 
     0 for special tokens, which are never masked; nothing is added for tokens that do not occur.
     """
-    counts = torch.zeros(len(tokenizer), dtype=torch.int64)
+    counts = torch.zeros(len(tokenizer), dtype=torch.int64, device="cpu")
     for start in range(0, len(store), _TOKENS_AT_ONCE):
         tokens = store.tokens[start : start + _TOKENS_AT_ONCE].astype("int64")
         counts += torch.from_numpy(tokens).bincount(minlength=len(counts))
-    counts[torch.tensor(tokenizer.all_special_ids)] = 0
+    counts[torch.tensor(tokenizer.all_special_ids, device="cpu")] = 0
     return counts
 
 

@@ -7,6 +7,8 @@ import copy
 import pytest
 import torch
 import transformers
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers import CompileConfig
 
 import fastplm
@@ -15,7 +17,8 @@ from fastplm._backends import record_decisions
 from fastplm.nn.linear import _warn_of_quantization
 from fastplm.testing import KeptDouble, check_in_fp64
 
-from .conftest import PADDINGS, config_of, gradients, inputs_of, pair
+from ..samples import assert_same, check_mode, every_mode
+from .conftest import PADDINGS, config_of, every_class, gradients, inputs_of, pair
 
 #: A class of each family, and one whose last layer computes few rows.
 NAMES = (
@@ -176,3 +179,23 @@ def test_quantization_warns_about_drop_in_linear_layers():
     assert len(ours) == 1 and "torch/ao/quantization" in ours[0].filename.replace("\\", "/")
     expected = quantized(parent)
     assert quantized(fastplm.restore(model)) == expected > 0
+
+
+@every_mode
+@pytest.mark.parametrize("trains", (False, True), ids=("evaluated", "trained"))
+@every_class
+def test_a_mode_leaves_nothing_behind(name, trains, mode):
+    config = config_of(name)
+    model, inputs = getattr(models, name)(config), inputs_of(name, config, PADDINGS["right"])
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.2
+
+    def call(model=model):
+        torch.manual_seed(0)
+        with torch.set_grad_enabled(trains):
+            outputs = model.train(trains)(**inputs)
+        return [one.detach() for one in tree_leaves(dict(outputs)) if isinstance(one, Tensor)]
+
+    check_mode(mode, call)
+    assert_same(call(), call(copy.deepcopy(model)))
