@@ -422,8 +422,9 @@ def check_positions(where: str, table: nn.Module | None, length: int, cache: Any
     if rows is not None:
         # The first rows of BART's and RoBERTa's embeddings belong to no position.
         padding = getattr(table, "padding_idx", None)
-        first = getattr(table, "offset", 0 if padding is None else padding + 1)
-        _check_room(where, rows - first, length, cache)
+        most = rows - getattr(table, "offset", 0 if padding is None else padding + 1)
+        if cache is not None or length > most:
+            _check_room(where, most, length, cache)
 
 
 def _check_room(where: str, most: int, length: int, cache: Any) -> None:
