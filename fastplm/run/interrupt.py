@@ -146,7 +146,7 @@ def _how_to_go_on(words: Sequence[str], out: Path, began: float) -> str:
         begun, option = f"what was made so far is in {out}. Continue", "--resume"
     else:
         begun, option = "there is no checkpoint yet. Start again", "--overwrite"
-    if "WORLD_SIZE" in os.environ:
+    if os.environ.get("WORLD_SIZE"):
         command = "the same command" + (f" and {option}" if option not in words else "")
     else:
         command = f"fastplm {shlex.join([*again, *option.split()])}"
