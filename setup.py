@@ -62,7 +62,7 @@ def find_compiler() -> str | None:
 def find_nvcc() -> str | None:
     """The nvcc to use, or None with a notice that says why the CUDA code is left out."""
     folders = ["", "/usr/local/cuda/bin"]
-    if "CUDA_HOME" in os.environ:
+    if os.environ.get("CUDA_HOME"):
         folders = [os.path.join(os.environ["CUDA_HOME"], "bin")]
     found = (shutil.which(os.path.join(folder, "nvcc")) for folder in folders)
     nvcc = next((path for path in found if path), None)

@@ -195,25 +195,23 @@ class _Choice:
         self.per_op = per_op
 
 
+def _of_environment() -> str:
+    """The choice of ``FASTPLM_BACKEND``; an empty one is as none."""
+    given = os.environ.get("FASTPLM_BACKEND") or "auto"
+    check_choice("fastplm", "FASTPLM_BACKEND", given, _CHOICES)
+    return given
+
+
 # The choices of the ``use_backend`` blocks that a thread or coroutine is in, the newest last.
 _CHOICES_HERE: ContextVar[tuple[_Choice, ...]] = ContextVar("fastplm.choices", default=())
 # torch.compile cannot trace a ContextVar, so traced code reads the blocks of its thread. Dynamo
 # guards on these values, so a compiled function is traced again when the choice changes.
-_OF_MAIN_THREAD = [_Choice(os.environ.get("FASTPLM_BACKEND") or "auto", {})]
+_OF_MAIN_THREAD = [_Choice(_of_environment(), {})]
 _OPEN: list[_Choice] = []  # all blocks of the process
 _thread = threading.local()
 if threading.current_thread() is threading.main_thread():
     _thread.choices = _OF_MAIN_THREAD
     _CHOICES_HERE.set((_OF_MAIN_THREAD[0],))  # what ``_elsewhere`` would find, in less time
-
-
-def check_environment() -> None:
-    """Check ``FASTPLM_BACKEND`` now, and not at the first op.
-
-    Raises:
-        ArgumentValueError: it names no backend.
-    """
-    check_choice("fastplm", "FASTPLM_BACKEND", _OF_MAIN_THREAD[0].default, _CHOICES)
 
 
 def _elsewhere() -> _Choice:
@@ -505,7 +503,8 @@ def needs_triton(tensor: torch.Tensor, forced: bool) -> str | None:
     if tensor.device.type == "cpu":
         if not forced:
             return "CPU tensors: Triton's interpreter is for tests and runs only when forced"
-        if os.environ.get("TRITON_INTERPRET") != "1":
+        interpreted = os.environ.get("TRITON_INTERPRET", "").lower()
+        if interpreted not in ("1", "true", "yes", "on", "y"):  # as Triton reads it
             return "CPU tensors: set TRITON_INTERPRET=1 before Python starts to interpret kernels"
     reason = None if tensor.device.type == "cpu" else needs_nvidia(tensor.device)
     if reason is None and not triton_installed():

@@ -58,9 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise
             diverged, rank = isinstance(error, DivergenceError), ""
             if _processes() > 1:
-                rank = f"rank {os.environ.get('RANK', '0')}: "
+                rank = f"rank {os.environ.get('RANK') or '0'}: "
             # All processes diverge together, and only the first one knows of checkpoints.
-            if not diverged or os.environ.get("RANK", "0") == "0":
+            if not diverged or (os.environ.get("RANK") or "0") == "0":
                 line = f"fastplm: error: {rank}{' '.join(line.split())}"
                 print(line, file=sys.stderr, flush=True)
             return 1 if diverged else 2
@@ -68,13 +68,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _processes() -> int:
     """The processes of this training, as torchrun says; 1 without it."""
-    count = os.environ.get("WORLD_SIZE", "1")
+    count = os.environ.get("WORLD_SIZE") or "1"
     return int(count) if count.isdecimal() else 1
 
 
 def _check_launch(command: str) -> None:
     """The variables by which the processes of one training find each other are all there."""
-    given = os.environ.get("WORLD_SIZE", "1")
+    given = os.environ.get("WORLD_SIZE") or "1"
     missing = [name for name in _LAUNCH if not os.environ.get(name)]
     wrong = [name for name in _NUMBERS if not os.environ.get(name, "").isdecimal()]
     got = ""
@@ -181,9 +181,8 @@ class _Command:
         import torch
         from transformers.utils import logging
 
-        from fastplm._backends import check_environment
+        import fastplm._backends  # noqa: F401 (checks FASTPLM_BACKEND)
 
-        check_environment()
         logging.disable_progress_bar()  # its bars for the writing of checkpoints would break ours
         try:
             settings = self.settings(**values)

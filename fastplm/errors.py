@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from types import UnionType
 from typing import NoReturn
@@ -48,6 +49,7 @@ class DivergenceError(FastplmError, ArithmeticError):
     """A training came to a loss, gradient or weight that is not finite."""
 
 
+_CHOOSE = "Choose one of these."
 #: The longest text of a value that a message repeats.
 _LONGEST = 60
 
@@ -115,7 +117,10 @@ def check(
 def check_choice(where: str, argument: str, value: object, choices: Sequence[str]) -> None:
     """``value`` is one of ``choices``."""
     if not isinstance(value, str) or value not in choices:
-        fail(where, argument, shown(value), " | ".join(choices), "Choose one of these.")
+        asked = value.strip().lower() if isinstance(value, str) else ""
+        nearest = difflib.get_close_matches(asked, choices, 1)
+        fix = f"Choose {nearest[0]!r}, or another one of these." if nearest else _CHOOSE
+        fail(where, argument, shown(value), " | ".join(choices), fix)
 
 
 def check_type(

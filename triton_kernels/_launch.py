@@ -30,7 +30,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
 #: Whether Triton interprets the kernels of this process: ``triton.jit`` decides when it decorates.
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 

@@ -30,7 +30,7 @@ _AT_ONCE = 1 << 22
 
 def first_process() -> bool:
     """Whether this process of torchrun is the one that writes."""
-    return os.environ.get("RANK", "0") == "0"
+    return (os.environ.get("RANK") or "0") == "0"
 
 
 def say(line: str) -> None:

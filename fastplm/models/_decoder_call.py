@@ -27,6 +27,7 @@ from fastplm.models._plan import (
     Known,
     Planner,
     Unlike,
+    forget,
     is_intercepted,
     kept_by,
 )
@@ -228,7 +229,11 @@ def _plan_of(block: nn.Module, made: Any, rows: int) -> _Plan | None:
 
 def _may_call(block: nn.Module, hidden: Any, mask: Any) -> bool:
     """Whether these are the next tokens, and no gradient or choice of a backend is in the way."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or block.training or not _BUILT:
+    if torch.compiler.is_compiling():
+        return False
+    if block.training:  # the plan would keep weights alive that were replaced since
+        forget(block)
+    if torch.is_grad_enabled() or block.training or not _BUILT:
         return False
     if torch._C._is_tracing() or type(hidden) is not Tensor or hidden.dim() != 3:
         return False
@@ -292,7 +297,7 @@ def gpt2_layer_call(
         hidden, cache, mask: of its arguments.
         others: its other arguments.
     """
-    if type(cache) is not DynamicCache or not _may_call(block, hidden, mask):
+    if not _may_call(block, hidden, mask) or type(cache) is not DynamicCache:
         return None
     if any(value is not None for name, value in others.items() if name not in _IGNORED):
         return None
@@ -322,7 +327,7 @@ def t5_layer_call(
         bias: the position bias [1, H, 1, T + 1], or None: the layer has its table.
         states_mask: of the encoder's states.
     """
-    if type(cache) is not EncoderDecoderCache or not _may_call(block, hidden, mask):
+    if not _may_call(block, hidden, mask) or type(cache) is not EncoderDecoderCache:
         return None
     if not _is_keys(states_mask) or not (bias is None or type(bias) is Tensor and bias.dim() == 4):
         return None

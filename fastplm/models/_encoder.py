@@ -301,7 +301,9 @@ class EncoderModel(FastplmModel):
         use_cache = kwargs.get("use_cache", getattr(self.config, "use_cache", False))
         if "past_key_values" in kwargs or (self._is_causal() and use_cache):
             return "cache"
-        if self.config.chunk_size_feed_forward:  # the number of rows must be a multiple of it
+        own = getattr(getattr(self, "encoder", None), "layer", ())
+        sizes = (vars(layer).get("chunk_size_feed_forward") for layer in own)
+        if self.config.chunk_size_feed_forward or any(sizes):  # rows must be a multiple of it
             return "chunks"
         return None if not layers or self._layers_are_ours() else "layers"
 

@@ -218,7 +218,11 @@ def may_call(model: Any, rows: int | Callable[[], int]) -> bool:
     are counted only if they decide.
     """
     encoder: Any = model._modules["encoder"]
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or encoder.training or not _BUILT:
+    if torch.compiler.is_compiling():
+        return False
+    if encoder.training:  # the plan would keep weights alive that were replaced since
+        forget(encoder, model)
+    if torch.is_grad_enabled() or encoder.training or not _BUILT:
         return False
     if torch._C._is_tracing():
         return False

@@ -34,7 +34,8 @@ class Conv1D(transformers.pytorch_utils.Conv1D):
     """A linear layer with a transposed weight [K, M]; see ``fastplm.nn.Linear``."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out = LINEAR.layer(x, self.weight.t(), self.bias)
+        dense = self.weight.layout is torch.strided
+        out = LINEAR.layer(x, self.weight.t(), self.bias) if dense else None
         return super().forward(x) if out is None else out
 
 

@@ -163,7 +163,7 @@ def _how_to_go_on(words: Sequence[str], out: Path, began: float, asked: Mapping[
         begun, option = f"what was made so far is in {_quoted(str(out))}. Continue", "--resume"
     else:
         begun = "there is no checkpoint yet. Start again"
-    if "WORLD_SIZE" in os.environ:
+    if os.environ.get("WORLD_SIZE"):
         changes = [f"without {name}" for name in given if name != option]
         changes += [f"with {option}"] if option and option not in given else []
         command = f"the same command {' and '.join(changes)}".rstrip()

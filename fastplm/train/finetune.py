@@ -152,7 +152,7 @@ class Finetuning(Run):
 
     def facts(self) -> dict[str, Any]:
         args, task = self.args, self.task
-        found: dict[str, Any] = {"processes": int(os.environ.get("WORLD_SIZE", "1"))}
+        found: dict[str, Any] = {"processes": int(os.environ.get("WORLD_SIZE") or "1")}
         if args.learning_rate is None:
             found["learning_rate"] = usual_learning_rate(args, read_config(args))
         digest = hashlib.sha256()

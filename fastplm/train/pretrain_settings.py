@@ -529,7 +529,7 @@ class PretrainArguments(budget.BudgetSettings):
     @property
     def samples_a_step(self) -> int:
         """The samples of an optimizer step, of all processes."""
-        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        processes = int(os.environ.get("WORLD_SIZE") or "1")
         return self.batch_size * self.gradient_accumulation * processes
 
     @property

@@ -1465,3 +1465,42 @@ def test_fastplm_measure_times_one_call_and_the_modules(whole):
         assert one.shape[:2].numel() == rows
         torch.testing.assert_close(one, other)
     assert whole == [True, True]
+
+
+@pytest.mark.parametrize("kind", ("instance attribute", "sparse", "chunks"))
+@pytest.mark.parametrize("trains", (False, True))
+def test_a_changed_layer_is_obeyed(kind, trains):
+    config = transformers.BertConfig(**_SMALL)
+    model = models.BertModel(config).train(trains)
+    parent = transformers.BertModel(config).train(trains)
+    parent.load_state_dict(model.state_dict())
+    ids, mask = torch.randint(5, 50, (1, 8)), torch.tensor([[1] * 6 + [0] * 2])
+    for each in (model, parent):
+        layer = each.encoder.layer[0]
+        dense = layer.intermediate.dense
+        if kind == "chunks":
+            layer.chunk_size_feed_forward = 4
+        elif kind == "sparse":
+            dense.weight = nn.Parameter(dense.weight.detach().to_sparse())
+        else:
+            dense.__dict__["weight"] = 2 * dense.weight.detach()
+    with fastplm.use_backend("cpp", "linear"), torch.set_grad_enabled(trains):
+        out = model(ids, attention_mask=mask).last_hidden_state
+    expected = parent(ids, attention_mask=mask).last_hidden_state
+    torch.testing.assert_close(out[:, :6], expected[:, :6])
+
+
+def test_training_lets_go_of_replaced_weights():
+    model = models.BertModel(transformers.BertConfig(**_SMALL)).eval()
+    with torch.no_grad():
+        model(torch.randint(5, 50, (1, 8)))
+    replaced = [weakref.ref(weight) for weight in model.parameters()]
+    state = {name: weight.clone() for name, weight in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    model.train()(torch.randint(5, 50, (1, 8)))
+    gc.collect()
+    assert not any(weight() is not None for weight in replaced)
+
+
+_SMALL = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+_SMALL |= dict(vocab_size=50, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)

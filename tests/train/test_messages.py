@@ -5,15 +5,18 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fastplm import _backends, cli
+from fastplm import cli
 from fastplm.data import _numbers
-from fastplm.data._folder import damage
+from fastplm.data._folder import damage, first_process
 from fastplm.errors import DataError
 from fastplm.inference._encoder import load_encoder
 from fastplm.run.checkpoint import config_at, weights_at
@@ -153,11 +156,38 @@ def test_a_file_in_the_place_of_a_folder(tmp_path):
             (tmp_path / "model").mkdir()
 
 
-def test_a_backend_that_is_none(refused, arguments, tmp_path, monkeypatch):
-    choice = _backends._Choice("tritn", {})
-    monkeypatch.setattr(_backends, "_OF_MAIN_THREAD", [choice])
-    refused(arguments(tmp_path / "out"), "`FASTPLM_BACKEND` got 'tritn'; expected auto | ")
-    assert not (tmp_path / "out").exists()
+@pytest.mark.parametrize("command", ("info", "score"))
+@pytest.mark.parametrize("given", ("tritn", "Triton", "triton ", "nonsense"))
+def test_a_backend_that_is_none(given, command):
+    words = [command] if command == "info" else [command, *("--model", "x", "--data", "y")]
+    ran = run_with({"FASTPLM_BACKEND": given}, *words)
+    nearest = "Choose one of" if given == "nonsense" else "Choose 'triton', or another"
+    assert ran.returncode == 2 and len(ran.stderr.splitlines()) == 1
+    assert f"`FASTPLM_BACKEND` got {given!r}; expected auto | " in ran.stderr
+    assert nearest in ran.stderr
+
+
+def test_an_empty_variable_is_unset(monkeypatch):
+    """CONTRIBUTING lists the variables that the library reads."""
+    text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+    names = re.findall(r"`([A-Z][A-Z_]+)`", text.split("## Environment variables")[1])
+    unset = run_with({}, "info", without=names)
+    empty = run_with(dict.fromkeys(names, ""), "info")
+    assert empty.returncode == unset.returncode == 0 and empty.stdout == unset.stdout
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "")
+    cli._check_launch("pretrain")
+    assert cli._processes() == 1 and first_process()
+
+
+def run_with(variables, *words, without=()):
+    environment = {name: value for name, value in os.environ.items() if name not in without}
+    return subprocess.run(
+        [sys.executable, "-m", "fastplm", *words],
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+    )
 
 
 def test_a_current_folder_that_was_deleted(arguments, tmp_path, monkeypatch, capsys):
