@@ -24,7 +24,7 @@ class _Keys(NamedTuple):
     """A mask of the keys that may be attended to; replaces Transformers' additive mask.
 
     Args:
-        mask: bool [B, T], or [1, N] of packed rows; None = all.
+        mask: bool [B, T], or [1, N] of packed rows; None = all; or a full 4-D mask, as GPT-2's.
         rows: of the batch; None = the batch is padded.
         packed: where the sequences of a batch that the caller has packed begin and end.
     """
@@ -103,7 +103,7 @@ class _FusedLayers:
         if (
             wants_output(self, "output_attentions", kwargs)
             or (input_ids is None) == (inputs_embeds is None)
-            or (attention_mask is not None and attention_mask.dim() != 2)
+            or (attention_mask is not None and attention_mask.dim() not in (2, 4))
             or not self._layers_are_ours()
         ):
             check_unfused(None, kwargs.get("cu_seq_lens_q") is not None)
@@ -118,7 +118,9 @@ class _FusedLayers:
         if token_type_ids is not None:
             hidden = hidden + self.tokens_embed(token_type_ids)
         hidden = self.drop(hidden)
-        mask = None if attention_mask is None else attention_mask.bool()
+        mask = attention_mask
+        if mask is not None and mask.dim() == 2:
+            mask = mask.bool()
         keys = _Keys(mask, rows, {name: kwargs[name] for name in PACKED if name in kwargs})
         states = [hidden]
         for block in self.h:

@@ -637,7 +637,7 @@ def _loss_at(parent, inputs, positions):
     return torch.nn.functional.cross_entropy(rows, targets, reduction="none")
 
 
-@pytest.mark.parametrize("name", [n for n in LANGUAGE_MODELS.values() if n[:2] != "Op"])
+@pytest.mark.parametrize("name", LANGUAGE_MODELS.values())
 def test_full_masks_are_read_by_what_they_mean_or_refused(name):
     model, _ = pair(name)
     ids = torch.randint(4, 37, (2, LENGTH))
