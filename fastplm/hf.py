@@ -63,11 +63,11 @@ _WHERE = "attn_implementation='fastplm'"
 ROWS = "rows"
 # Arguments of some models' attention that change its result and are not supported here.
 _UNSUPPORTED = ("softcap", "s_aux", "head_mask", "cache")
-# The bounds of packed sequences, in the order of the arguments of ``ops.attention_varlen``.
-_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+#: The bounds of packed sequences, in the order of the arguments of ``ops.attention_varlen``.
+PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # Arguments that change what a call needs. Most calls have none of them.
 _SPECIAL = frozenset(
-    (*_UNSUPPORTED, *_PACKED, ROWS, "output_attentions", WITH_WEIGHTS, "position_bias")
+    (*_UNSUPPORTED, *PACKED, ROWS, "output_attentions", WITH_WEIGHTS, "position_bias")
 )
 # The layers with a known ``position_bias``. Similar classes (UDOP) compute it in another way.
 _T5_ATTENTION = (
@@ -252,7 +252,7 @@ def fastplm_attention_forward(
     if fused and position_bias is not None:
         relative_bias, fused = _relative_bias(module, query, key, position_bias)
     if not fused:
-        _check_unfused(position_bias, lengths is not None)
+        check_unfused(position_bias, lengths is not None)
         return _unfused(
             module, query, key, value, attention_mask, dropout, scaling, causal, weights_too, kwargs
         )
@@ -274,7 +274,7 @@ def fastplm_attention_forward(
     return attention_varlen(query, key, value, *lengths, **options)[None], None
 
 
-def _check_unfused(position_bias: Any, packed: bool) -> None:
+def check_unfused(position_bias: Any, packed: bool) -> None:
     """Raise an error for what only the fused op supports, in a call that cannot use it."""
     if position_bias is not None and not isinstance(position_bias, Tensor):
         got = "a T5RelativeBias with grouped heads, output_attentions or an additive 4-D mask"
@@ -397,12 +397,12 @@ def _lengths(
     lengths = None if rows is None else rows.lengths(own)
     if lengths is not None:
         return lengths
-    packed: Any = tuple(kwargs.get(name) for name in _PACKED)
+    packed: Any = tuple(kwargs.get(name) for name in PACKED)
     if all(one is None for one in packed):
         return None
-    for name, one in zip(_PACKED, packed, strict=True):
+    for name, one in zip(PACKED, packed, strict=True):
         if one is None:
-            expected = f"a value, because others of {', '.join(_PACKED)} have one"
+            expected = f"a value, because others of {', '.join(PACKED)} have one"
             fail(_WHERE, name, "None", expected, "Packed sequences need all four.")
     if query.shape[0] != 1:
         got = f"a value with a batch of {query.shape[0]}"

@@ -207,6 +207,7 @@ def drop_in_of(theirs: type) -> type | None:
 
 def _foreign(outer: nn.Module) -> str | None:
     """Why a submodule may use more than one row; None if none does."""
+    parts: tuple[str, ...] = ()  # of what replaces a linear layer or an embedding
     for path, module in outer.named_modules():
         package = type(module).__module__.partition(".")[0]
         if module is outer:
@@ -214,6 +215,8 @@ def _foreign(outer: nn.Module) -> str | None:
         if package in ("torch", "transformers", "fastplm"):
             if package != "torch" and "forward" in vars(module) and any(module.children()):
                 return f"the forward of `{path}` was replaced"
-        elif not hasattr(module, "weight") and not hasattr(module, "base_layer"):
+        elif hasattr(module, "weight") or hasattr(module, "base_layer"):
+            parts += (f"{path}.",)
+        elif not path.startswith(parts):
             return f"`{path}` is a {type(module).__name__} from {type(module).__module__}"
     return None

@@ -109,7 +109,7 @@ class EncoderModel(FastplmModel):
                 each sequence.
             extra_rows: bool [B, T], rows to compute although they are masked as keys.
             encoder_rows: how ``encoder_hidden_states`` [1, N, E] were packed.
-            lookup: a function of the ids, used instead of the word embeddings.
+            lookup: a function of ids, used for the word embeddings if no cache needs the ids, too.
             sample_index: int64 [B], the sample indices in the training, on which dropout depends. A
                 batch that is packed already has one for each sequence. Default: 0 ... B - 1.
 
@@ -167,7 +167,7 @@ class EncoderModel(FastplmModel):
         states, told.cross = cross_inputs(*crossed, told.own)
         if told.matters:
             kwargs["rows"] = told
-        if lookup is not None and inputs_embeds is None:
+        if lookup is not None and inputs_embeds is None and past_key_values is None:
             inputs_embeds, input_ids = lookup(input_ids), None  # type: ignore[arg-type]
         inputs: dict[str, Any] = dict(input_ids=input_ids, token_type_ids=token_type_ids)
         inputs.update(position_ids=position_ids, inputs_embeds=inputs_embeds)

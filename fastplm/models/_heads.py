@@ -221,6 +221,10 @@ class SequencePairPreTraining(FastplmModel):
     #: The classifier of the pooled output: [B, E] -> [B, 2].
     _pair_head: Callable[[], nn.Module]
 
+    def _changed(self) -> nn.Module | None:
+        """The module of both heads, if there is one and the user has changed it: it is called."""
+        return None
+
     @can_return_tuple
     def forward(
         self,
@@ -261,7 +265,8 @@ class SequencePairPreTraining(FastplmModel):
         name, pair_label = next(iter(given.items()), (self._pair_label, None))
         loss = logits = labelled = None
         either_label = pair_label if labels is None else labels
-        all_rows = wants_logits(self, output_logits, either_label)
+        output_logits, changed = wants_logits(self, output_logits, either_label), self._changed()
+        all_rows = output_logits or changed is not None
         if labels is not None:
             labelled = LabelledRows(
                 self, labels, inputs, masked_positions, all_rows=all_rows, exact=False
@@ -269,18 +274,20 @@ class SequencePairPreTraining(FastplmModel):
         elif not all_rows:
             inputs["output_rows"] = "first"
         outputs = self.base_model(**inputs, return_dict=True)
-        hidden = outputs.last_hidden_state
+        hidden, pooled = outputs.last_hidden_state, outputs.pooler_output
+        if changed is not None:  # ``hidden`` are logits then, and the heads below do nothing
+            hidden, pooled = changed(hidden, pooled)
         if labelled is not None:
             loss = labelled.loss(hidden, num_items_in_batch, dense=masked_positions is not None)
         pair_head = self._pair_head()
-        pair_logits = of_samples(self, inputs, lambda: pair_head(outputs.pooler_output))
+        pair_logits = of_samples(self, inputs, lambda: pair_head(pooled))
         if pair_label is not None:
             where = type(self).__name__
             pair_loss = _pair_loss(where, pair_logits, name, pair_label, num_sequences_in_batch)
             if labels is not None and num_sequences_in_batch is None:
                 pair_loss = pair_loss * batch_share(labels, num_items_in_batch)
             loss = pair_loss if loss is None else loss + pair_loss
-        if all_rows:
+        if output_logits:
             logits = _logits(self, hidden)
         others = {self._pair_logits: pair_logits, **recorded(outputs)}
         return self._output(loss=loss, prediction_logits=logits, **others)

@@ -79,8 +79,11 @@ class BertForPreTraining(_heads.SequencePairPreTraining, transformers.BertForPre
     _output = modeling_bert.BertForPreTrainingOutput
     _pair_label, _pair_logits = "next_sentence_label", "seq_relationship_logits"
 
+    def _changed(self) -> nn.Module | None:
+        return None if is_plain(self.cls, modeling_bert.BertPreTrainingHeads) else self.cls
+
     def _head(self) -> _heads.Head:
-        return _split(self.cls.predictions)
+        return _split(self.cls.predictions) if self._changed() is None else (None, nn.Identity())
 
     def _pair_head(self) -> nn.Module:
-        return self.cls.seq_relationship
+        return self.cls.seq_relationship if self._changed() is None else nn.Identity()

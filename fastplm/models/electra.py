@@ -5,6 +5,7 @@ Joint pre-training of a generator and a discriminator is in ``electra_joint``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import transformers
@@ -18,7 +19,7 @@ from fastplm._checks import check_shape, check_tensor
 from fastplm.models import _encoder, _heads
 from fastplm.models._base import FastplmModel, joined
 from fastplm.models._ragged import unpadded
-from fastplm.nn._rows import IGNORE_INDEX, batch_share
+from fastplm.nn._rows import IGNORE_INDEX, batch_share, is_plain
 from fastplm.nn.rtd_head import rtd_loss
 
 ElectraSelfAttention = joined(_encoder.EncoderSelfAttention, modeling_electra.ElectraSelfAttention)
@@ -121,7 +122,7 @@ class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
             loss = rtd_loss(
                 features,
                 labels,
-                self.discriminator_predictions.dense_prediction,
+                self.prediction(),
                 in_loss,
                 where=where,
             )
@@ -132,14 +133,26 @@ class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
                 logits = ragged.pad(logits[..., None]).squeeze(-1)
         return ElectraForPreTrainingOutput(loss=loss, logits=logits, **_heads.recorded(outputs))
 
+    def _splits_head(self) -> bool:
+        """Whether the head is as it was made; if the user has changed it, it is called."""
+        kind = modeling_electra.ElectraDiscriminatorPredictions
+        return is_plain(self.discriminator_predictions, kind)
+
     def features(self, hidden: Tensor) -> Tensor:
-        """The input of the head's last linear layer: [..., E] -> [..., E]."""
+        """The input of ``prediction()``: [..., E] -> [..., E]."""
         head = self.discriminator_predictions
-        return head.activation(head.dense(hidden))
+        return head.activation(head.dense(hidden)) if self._splits_head() else hidden
+
+    def prediction(self) -> Callable[[Tensor], Tensor]:
+        """The head's last linear layer, or all of a changed head: [..., E] -> [..., 1]."""
+        head = self.discriminator_predictions
+        if self._splits_head():
+            return head.dense_prediction
+        return lambda rows: head(rows).unsqueeze(-1)
 
     def logits(self, features: Tensor) -> Tensor:
         """The logit of "replaced" of each token: [..., E] -> [...]."""
-        return self.discriminator_predictions.dense_prediction(features).squeeze(-1)
+        return self.prediction()(features).squeeze(-1)
 
 
 class ElectraForSequenceClassification(

@@ -564,8 +564,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         if self.config.objective not in _BY_LABEL:
             # In a packed batch, ``slots`` says in which row a position is.
             rows = rows_at(rows, positions, None if ragged is None else ragged.slots())[:, 0]
-        prediction = self.discriminator.discriminator_predictions.dense_prediction
-        scores = _in_fp32(prediction(self.discriminator.features(rows)).squeeze(-1))
+        scores = _in_fp32(self.discriminator.logits(self.discriminator.features(rows)))
         replaced = (batch.sampled != batch.targets).to(scores.dtype)
         return F.binary_cross_entropy_with_logits(scores, replaced, reduction="none")
 
@@ -634,7 +633,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         loss, counts = rtd_loss(
             self.discriminator.features(rows),
             ids,
-            self.discriminator.discriminator_predictions.dense_prediction,
+            self.discriminator.prediction(),
             judged,
             normalizer=normalizer,
             return_counts=True,

@@ -10,11 +10,12 @@ from transformers.activations import NewGELUActivation
 from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
 from transformers.models.openai import modeling_openai
 
-from fastplm.hf import fastplm_attention_forward
+from fastplm.hf import PACKED, check_unfused, fastplm_attention_forward
 from fastplm.models._base import drop_in, wants_output
 from fastplm.models._gpt import CausalModel, DoubleHeads, LastTokenClassification
 from fastplm.models._heads import CausalLM
 from fastplm.models._ragged import OnRows, Rows
+from fastplm.nn._rows import is_plain
 from fastplm.nn.dropout import on_rows
 from fastplm.nn.gelu import gelu
 
@@ -23,12 +24,14 @@ class _Keys(NamedTuple):
     """A mask of the keys that may be attended to; replaces Transformers' additive mask.
 
     Args:
-        mask: bool [B, T], or [1, N] of packed rows; None = all.
+        mask: bool [B, T], or [1, N] of packed rows; None = all; or a full 4-D mask, as GPT-2's.
         rows: of the batch; None = the batch is padded.
+        packed: where the sequences of a batch that the caller has packed begin and end.
     """
 
     mask: Tensor | None
     rows: Rows | None
+    packed: dict[str, Any]
 
 
 @drop_in
@@ -55,6 +58,7 @@ class Attention(modeling_openai.Attention):
             scaling=None if self.scale else 1.0,
             is_causal=True,
             rows=attention_mask.rows,
+            **attention_mask.packed,
         )
         return [self.resid_dropout(self.c_proj(out.flatten(-2)))]
 
@@ -64,7 +68,7 @@ class MLP(modeling_openai.MLP):
     """The feed-forward block. All models share its activation module, which is not replaced."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if type(self.act) is not NewGELUActivation:
+        if not is_plain(self.act, NewGELUActivation):
             return super().forward(x)
         return self.dropout(self.c_proj(gelu(self.c_fc(x), "tanh")))
 
@@ -99,9 +103,10 @@ class _FusedLayers:
         if (
             wants_output(self, "output_attentions", kwargs)
             or (input_ids is None) == (inputs_embeds is None)
-            or (attention_mask is not None and attention_mask.dim() != 2)
+            or (attention_mask is not None and attention_mask.dim() not in (2, 4))
             or not self._layers_are_ours()
         ):
+            check_unfused(None, kwargs.get("cu_seq_lens_q") is not None)
             return super().forward(  # type: ignore[misc]
                 input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **kwargs
             )
@@ -113,8 +118,10 @@ class _FusedLayers:
         if token_type_ids is not None:
             hidden = hidden + self.tokens_embed(token_type_ids)
         hidden = self.drop(hidden)
-        mask = None if attention_mask is None else attention_mask.bool()
-        keys = _Keys(mask, rows)
+        mask = attention_mask
+        if mask is not None and mask.dim() == 2:
+            mask = mask.bool()
+        keys = _Keys(mask, rows, {name: kwargs[name] for name in PACKED if name in kwargs})
         states = [hidden]
         for block in self.h:
             hidden = block(hidden, keys)[0]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def rtd_loss(
     features: Tensor,
     replaced: Tensor | tuple[Tensor, Tensor],
-    prediction: nn.Linear,
+    prediction: Any,
     mask: Tensor | None = None,
     *,
     normalizer: float | Tensor | None = None,
@@ -27,8 +27,8 @@ def rtd_loss(
 ) -> Any:
     """``RTDHead`` without its dense layer and activation, as a function.
 
-    ``features`` [..., E] are the input of ``prediction``, ``nn.Linear(E, 1)``; the other arguments
-    are those of ``RTDHead.forward``.
+    ``features`` [..., E] are the input of ``prediction``, ``nn.Linear(E, 1)`` or a function with
+    its shapes; the other arguments are those of ``RTDHead.forward``.
     """
     pair = isinstance(replaced, (tuple, list))
     labels: tuple[Any, ...] = tuple(replaced) if pair else (replaced,)
@@ -37,9 +37,10 @@ def rtd_loss(
             check_tensor(where, name, value)
             check_shape(where, name, value, features.shape[:-1], "one value a token")
     flat = tuple(value.flatten() for value in labels)
-    rows, weight = features.flatten(0, -2), prediction.weight.flatten()
-    bias: Tensor | None = prediction.bias
-    if not is_plain(prediction, nn.Linear, Linear):
+    rows: Tensor = features.flatten(0, -2)
+    if is_plain(prediction, nn.Linear, Linear):
+        weight, bias = prediction.weight.flatten(), prediction.bias
+    else:
         # With an adapter or a hook it is called, and its scores are rows of width 1.
         rows = prediction(rows)
         weight, bias = rows.new_ones(1), None

@@ -184,12 +184,16 @@ def test_restore_a_part_of_a_model():
     assert whole.encoder.config._attn_implementation == "sdpa"
 
 
+class Rows(nn.Module):
+    """A part of an adapter that has no weight, as a dictionary of buffers has none."""
+
+
 class Adapted(nn.Module):
     """A linear layer with a low-rank update, as in PEFT."""
 
     def __init__(self, base_layer):
         super().__init__()
-        self.base_layer = base_layer
+        self.base_layer, self.rows = base_layer, Rows()
         self.down = nn.Linear(base_layer.in_features, 2, bias=False)
         self.up = nn.Linear(2, base_layer.out_features, bias=False)
 

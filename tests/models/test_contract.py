@@ -7,10 +7,11 @@ import itertools
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from fastplm import models, ops
 from fastplm._backends import record_decisions
-from fastplm.errors import ArgumentTypeError, ArgumentValueError
+from fastplm.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from fastplm.models import _encoder
 from fastplm.models._ragged import RaggedBatch
 from fastplm.testing import KeptDouble, check_in_fp64
@@ -442,6 +443,101 @@ def test_a_cache_continues_the_positions(hold, name):
     assert model(**inputs, use_cache=True).past_key_values is not None
 
 
+@pytest.mark.parametrize("padding", [None, "right", "left"])
+@pytest.mark.parametrize("name", [*DECODERS, "GPT2LMHeadModel", "BartForCausalLM"])
+def test_labels_beside_a_cache_equal_the_parents(hold, name, padding):
+    """As in prefix tuning, where what the cache holds is trained."""
+    ours, parent = pair(name)
+    inputs = inputs_of(name, ours.config, None if padding is None else PADDINGS[padding])
+    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+    seen = None if mask is None else mask[:, :3]
+    rest = {"input_ids": ids[:, 3:], "labels": inputs["labels"][:, 3:].clone()}
+    rest["attention_mask"] = mask
+
+    def run(model):
+        first = model(input_ids=ids[:, :3], use_cache=True, attention_mask=seen)
+        return {"loss": model(**rest, past_key_values=first.past_key_values).loss}
+
+    hold(ours, parent, run)
+
+
+PACKED = ("AlbertModel", "BertModel", "ElectraModel", "RobertaModel", "GPT2Model")
+PACKED += ("OpenAIGPTModel", "T5EncoderModel", *DECODERS)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_sequences_equal_separate_ones(hold, name):
+    ours, parent = pair(name)
+    lengths, first = (5, 3, 6), (ours.config.pad_token_id or 0) + 1
+    ids = torch.randint(5, 30, (1, sum(lengths)))
+    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+    packed |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+    start = first if CLASSES[name] == "roberta" else 0
+    if CLASSES[name] != "t5":
+        packed["position_ids"] = torch.cat([torch.arange(n) + start for n in lengths])[None]
+
+    def run(model):
+        return {"out": model(input_ids=ids, **packed)[0]}
+
+    def each(model):
+        return {"out": torch.cat([model(input_ids=one)[0] for one in ids.split(lengths, 1)], 1)}
+
+    hold(ours, parent, run, each)
+    # T5 computes attention with weights itself; Transformers masks GPT-2's by the position ids.
+    if CLASSES[name] not in ("t5", "gpt2"):
+        with pytest.raises(UnsupportedError, match="cu_seq_lens_q"):
+            ours(input_ids=ids, output_attentions=True, **packed)
+
+
+def replaced_forward(layer):
+    """Change what a layer returns; the result undoes it."""
+    forward = layer.forward
+    layer.forward = lambda *args, **kwargs: other(forward(*args, **kwargs))
+    return lambda: vars(layer).pop("forward")
+
+
+def forward_hook(layer):
+    return layer.register_forward_hook(lambda *given: other(given[-1])).remove
+
+
+def other(out):
+    """Change the first tensor of what a module returns."""
+    if isinstance(out, (tuple, list)):
+        return type(out)((other(out[0]), *out[1:]))
+    tensor = isinstance(out, torch.Tensor) and out.is_floating_point()
+    return 1.5 * out + out.square() / 8 if tensor else out  # a softmax would not see a constant
+
+
+@pytest.mark.parametrize("change", [forward_hook, replaced_forward])
+@every_class
+def test_every_module_that_the_parent_calls_may_be_changed(name, change):
+    """Each hook and replaced ``forward`` changes the loss as in the parent."""
+    ours, parent = pair(name)
+    inputs, called = inputs_of(name, ours.config, PADDINGS["right"]), {}
+    hooks = [
+        layer.register_forward_hook(lambda *_, path=path: called.setdefault(path))
+        for path, layer in parent.named_modules()
+    ]
+    parent(**inputs)
+    for hook in hooks:
+        hook.remove()
+    # Fused attention has no weights, and a model returns a class of its own.
+    paths = [path for path in called if path and not path.endswith(("attn_dropout", ".dropout"))]
+    paths = [p for p in paths if not isinstance(parent.get_submodule(p), PreTrainedModel)]
+    for path in paths:
+        results = []
+        for model in (ours, parent):
+            undo = change(model.get_submodule(path))
+            with torch.no_grad():
+                out = model(**inputs)
+            undo()
+            results.append(next(out[key] for key in ("loss", "last_hidden_state") if key in out))
+        if results[0].dim():  # of tokens
+            results = [result[:, 0] for result in results]
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5, msg=f"{name}: {path}")
+
+
 # --- generation -----------------------------------------------------------------------------------
 
 SEARCHES = {
@@ -541,7 +637,7 @@ def _loss_at(parent, inputs, positions):
     return torch.nn.functional.cross_entropy(rows, targets, reduction="none")
 
 
-@pytest.mark.parametrize("name", [n for n in LANGUAGE_MODELS.values() if n[:2] != "Op"])
+@pytest.mark.parametrize("name", LANGUAGE_MODELS.values())
 def test_full_masks_are_read_by_what_they_mean_or_refused(name):
     model, _ = pair(name)
     ids = torch.randint(4, 37, (2, LENGTH))

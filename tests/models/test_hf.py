@@ -457,7 +457,7 @@ def test_a_4d_mask_replaces_the_lengths_of_packed_sequences(hold):
 
 def test_packed_rows_that_do_not_fit_raise():
     model, (packed, _, _) = build("bert"), packed_and_padded("bert")
-    for name in hf._PACKED:
+    for name in hf.PACKED:
         with pytest.raises(ArgumentValueError, match=f"`{name}` got None"):
             model(**packed | {name: None})
     two = {name: packed[name].repeat(2, 1) for name in ("input_ids", "position_ids")}
@@ -465,7 +465,7 @@ def test_packed_rows_that_do_not_fit_raise():
         model(**packed | two)
     with pytest.raises(UnsupportedError, match="cu_seq_lens_q"):
         model(**packed, output_attentions=True)
-    bounds = {name: packed[name] for name in hf._PACKED}
+    bounds = {name: packed[name] for name in hf.PACKED}
     query, key = torch.randn(1, 4, 16, 8), torch.randn(1, 2, 16, 8)
     with pytest.raises(UnsupportedError, match="grouped heads"):
         hf.fastplm_attention_forward(NOT_CAUSAL, query, key, key, None, **bounds)
