@@ -237,7 +237,7 @@ def _choice() -> _Choice:
 
 def requested(op: str) -> str:
     """The backend that the user chose for ``op``, or "auto"."""
-    choice = _choice()
+    choice = _choice() if _OPEN else _OF_MAIN_THREAD[0]  # every layer asks, mostly of no block
     return choice.per_op.get(op, choice.default)
 
 
@@ -288,16 +288,16 @@ def use_backend(backend: str, *ops: str) -> Iterator[None]:
         is_main = not traced and threading.current_thread() is threading.main_thread()
         choices = _thread.choices = _OF_MAIN_THREAD if is_main else []
     choices.append(choice)
+    _OPEN.append(choice)
     if not traced:
-        _OPEN.append(choice)
         _CHOICES_HERE.set((*_CHOICES_HERE.get(), choice))
     try:
         yield
     finally:
         # Blocks in coroutines may end in any order, and generators in another context.
         choices.remove(choice)
+        _OPEN.remove(choice)
         if not traced:
-            _OPEN.remove(choice)
             _CHOICES_HERE.set(tuple(one for one in _CHOICES_HERE.get() if one is not choice))
 
 

@@ -222,8 +222,8 @@ def fastplm_attention_forward(
         ArgumentValueError, ArgumentTypeError: packed sequences or a mask that do not fit.
     """
     _check_supported(attention_mask, kwargs)
-    if attention_mask is not None and attention_mask.dim() == 4:
-        if not attention_mask.is_floating_point():
+    if attention_mask is not None and attention_mask.dtype is not torch.bool:
+        if attention_mask.dim() == 4 and not attention_mask.is_floating_point():
             attention_mask = as_booleans(_WHERE, attention_mask)
     if is_causal is None and query.shape[2] == 1:
         is_causal = False  # a single query is the last one: it attends to all keys in any case

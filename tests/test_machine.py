@@ -55,7 +55,7 @@ def test_memory_that_is_kept_has_no_new_pages(huge_pages):
 
 def test_no_addresses_are_added_where_linux_counts_them(monkeypatch):
     assert _machine._addresses() <= 1 << 36
-    monkeypatch.setattr(_machine.Path, "read_text", lambda path: "2\n")
+    monkeypatch.setattr(_machine.Path, "read_text", lambda path, encoding: "2\n")
     assert _machine._addresses() == 0
 
 

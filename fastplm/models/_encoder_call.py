@@ -276,9 +276,10 @@ def backbone_call(
         The last hidden state [B, T, E], with zeros for padding, or [B, 1, E]; and of a model with a
         pooler its output [B, E]; [] if the modules must run themselves, or find what is wrong.
     """
-    if type(input_ids) is not Tensor or takes_notes():
+    if type(input_ids) is not Tensor:
         return []
-    if not may_call(model, functools.partial(_tokens, input_ids, mask)):
+    rows = input_ids.numel() if mask is None else functools.partial(_tokens, input_ids, mask)
+    if not may_call(model, rows) or takes_notes():
         return []
     given = tuple(each for each in (input_ids, mask, types) if each is not None)
     if is_intercepted(given) or not all(map(_is_dense_on_cpu, given)):
