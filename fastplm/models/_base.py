@@ -358,6 +358,8 @@ def keeps_padding(model: Any, masks: Iterable[Tensor | None], kwargs: dict[str, 
         return "mask"
     if kwargs.get("cu_seq_lens_q") is not None:
         return "packed"
+    if model.training and hasattr(model.get_input_embeddings(), "neftune_noise_alpha"):
+        return "noise"
     return "weights" if wants_output(model, "output_attentions", kwargs) else None
 
 

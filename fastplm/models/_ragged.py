@@ -30,6 +30,7 @@ KEPT = {
     "packed": "cu_seq_lens_q: the batch is packed already",
     "cache": "a cache (past_key_values or use_cache)",
     "weights": "output_attentions",
+    "noise": "NEFTune, whose noise depends on the length of the batch",
     "chunks": "chunk_size_feed_forward",
     "layers": "a layer or attention of your own, which may use several rows",
     "traced": "a trace (torch.compile, an export) or a CUDA graph reads no masks; there, unpad=N "

@@ -142,6 +142,17 @@ def test_evaluation_is_the_parents(name, made, tmp_path):
 
 
 @every_head
+def test_noise_of_embeddings_is_the_parents(name, tmp_path):
+    """NEFTune's noise depends on the length of the batch, so padding is not left out."""
+    ours, parent = (model.train() for model in both(name))
+    rows = rows_of(name, parent.config)
+    found, theirs = (
+        train_loss(model, rows, tmp_path, neftune_noise_alpha=50.0) for model in (ours, parent)
+    )
+    assert found == pytest.approx(theirs, rel=1e-4)
+
+
+@every_head
 def test_training_losses_are_the_parents(name, tmp_path):
     """Accumulated, they are those of one large batch, also where the parent's are added up.
 
