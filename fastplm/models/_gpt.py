@@ -19,7 +19,13 @@ from fastplm.errors import fail
 from fastplm.hf import as_booleans
 from fastplm.models._base import FastplmModel, TiedLookup, drop_in, wants_output
 from fastplm.models._encoder import EncoderModel
-from fastplm.models._heads import of_samples, requested_rows, shifted, wants_logits
+from fastplm.models._heads import (
+    mean_of_labelled,
+    of_samples,
+    requested_rows,
+    shifted,
+    wants_logits,
+)
 from fastplm.models._ragged import are_on_rows, mask_at
 from fastplm.nn._rows import as_normalizer, batch_share, labels_at, vocabulary_loss
 from fastplm.ops.linear import OP as LINEAR
@@ -160,7 +166,7 @@ class DoubleHeads(FastplmModel):
             inputs: of the model without head, such as ``unpad``.
 
         Returns:
-            Like the parent; ``loss`` is the language-model loss only, fp32, 0 without labels.
+            Like the parent; ``loss`` is the language-model loss only, as in ``…ForMaskedLM``.
 
         Raises:
             ArgumentValueError, ArgumentTypeError: wrong shapes, dtypes or (on the CPU) values.
@@ -211,10 +217,7 @@ class DoubleHeads(FastplmModel):
         count = positions.shape[0]
         if targets is not None:
             loss = vocabulary_loss(
-                read[:count],
-                self.lm_head,
-                targets,
-                num_items_in_batch,
+                *(read[:count], self.lm_head, targets, num_items_in_batch),
                 None if lookup is None else lookup.weight,
                 dense=True,
             )
@@ -230,9 +233,10 @@ class DoubleHeads(FastplmModel):
             if labels is not None:
                 mc_loss = mc_loss * batch_share(labels, num_items_in_batch)
         if output_logits:
+            loss = mean_of_labelled(self, loss, targets, num_items_in_batch)
             logits = self.lm_head(hidden)
-        given = {name: outputs[name] for name in _BESIDE if name in outputs}
-        return self._output(loss=loss, mc_loss=mc_loss, logits=logits, mc_logits=mc_logits, **given)
+        made = dict(loss=loss, mc_loss=mc_loss, logits=logits, mc_logits=mc_logits)
+        return self._output(**made, **{key: outputs[key] for key in _BESIDE if key in outputs})
 
 
 def _choice_rows(

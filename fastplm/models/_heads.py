@@ -62,6 +62,18 @@ def wants_logits(model: Any, output_logits: bool | None, labels: Tensor | None) 
     return (labels is None or not model.training) if output_logits is None else output_logits
 
 
+def mean_of_labelled(model: Any, loss: Any, labels: Tensor | None, num_items: Any) -> Any:
+    """``loss``; in ``eval()`` mode NaN where it is a mean over no labels, as in the parent.
+
+    Trainer leaves NaN out of the mean over batches; a 0 would make that too small.
+    """
+    if model.training or labels is None:
+        return loss
+    if num_items is None:
+        return loss / (labels != IGNORE_INDEX).any()
+    return loss / (torch.as_tensor(num_items, device=loss.device).reshape(()) != 0)
+
+
 def recorded(outputs: Any) -> dict[str, Any]:
     """The fields of the backbone's output that a head returns unchanged."""
     return {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
@@ -135,7 +147,7 @@ class LabelledRows:
         name = type(self.model).__name__
         beside = "" if self.all_rows else ", without logits"
         note(lambda: f"{name}: head and loss of {rows.shape[0]} labelled rows{beside}")
-        return vocabulary_loss(
+        loss = vocabulary_loss(
             rows if self.transform is None else self.transform(rows),
             self.decoder,
             self.targets,
@@ -144,6 +156,10 @@ class LabelledRows:
             dense=dense,
             reduction=reduction,
         )
+        parents = self.all_rows and reduction == "mean"
+        if parents:
+            loss = mean_of_labelled(self.model, loss, self.targets, normalizer)
+        return loss
 
 
 class MaskedLM(FastplmModel):
@@ -179,7 +195,8 @@ class MaskedLM(FastplmModel):
             inputs: arguments of the model without head, such as ``unpad``.
 
         Returns:
-            ``MaskedLMOutput``; the loss is fp32, and 0 without labels.
+            ``MaskedLMOutput``; the loss is fp32. Without labels it is 0 in training and where only
+            the loss is computed, and NaN with logits in ``eval()`` mode, as in the parent.
 
         Raises:
             ArgumentValueError, ArgumentTypeError: wrong shapes, dtypes or (on the CPU) ids.
@@ -346,7 +363,7 @@ class CausalLM(FastplmModel):
                 predicted at t. (Trainer takes each argument named so for one that is always given.)
 
         Returns:
-            ``CausalLMOutputWithCrossAttentions``; the loss is fp32, and 0 without labels.
+            ``CausalLMOutputWithCrossAttentions``; the loss is as in ``…ForMaskedLM``.
 
         Raises:
             ArgumentValueError, ArgumentTypeError: wrong shapes, dtypes or (on the CPU) ids.
@@ -458,8 +475,9 @@ class ScaledLoss(FastplmModel):
         if labels is None or num_items is None:
             return outputs
         share = batch_share(labels, num_items)
-        # A mean over no labels is NaN.
-        loss = outputs.loss.masked_fill(share == 0, 0.0) * share
+        # A mean over no labels is NaN. In ``eval()`` mode it stays so, see ``mean_of_labelled``.
+        loss = outputs.loss.masked_fill(share == 0, 0.0) if self.training else outputs.loss
+        loss = loss * share
         return type(outputs)(**{**outputs, "loss": loss})
 
 

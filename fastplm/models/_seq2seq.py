@@ -33,7 +33,13 @@ from fastplm.models._base import (
     wants_output,
 )
 from fastplm.models._encoder import cross_inputs
-from fastplm.models._heads import REDUCTIONS, ScaledLoss, shape_of, wants_logits
+from fastplm.models._heads import (
+    REDUCTIONS,
+    ScaledLoss,
+    mean_of_labelled,
+    shape_of,
+    wants_logits,
+)
 from fastplm.models._ragged import (
     NUMBERED,
     RaggedBatch,
@@ -391,7 +397,7 @@ class ConditionalGeneration(FastplmModel):
             inputs: arguments of the model without head, such as ``unpad`` and ``decoder_unpad``.
 
         Returns:
-            ``Seq2SeqLMOutput``; the loss is fp32, and 0 without labels.
+            ``Seq2SeqLMOutput``; the loss is as in ``…ForMaskedLM``.
 
         Raises:
             ArgumentValueError, ArgumentTypeError: wrong shapes, dtypes or (on the CPU) ids.
@@ -432,6 +438,8 @@ class ConditionalGeneration(FastplmModel):
                 dense=True,
                 reduction=reduction,
             )
+            if all_rows and reduction == "mean":
+                loss = mean_of_labelled(self, loss, targets, num_items_in_batch)
         if all_rows:
             logits = self.lm_head(hidden)
             logits = logits if bias is None else logits + bias

@@ -142,6 +142,18 @@ def test_evaluation_is_the_parents(name, made, tmp_path):
 
 
 @every_head
+def test_batches_without_labels_are_left_out_of_the_mean(name, tmp_path):
+    ours, parent = both(name)
+    rows = rows_of(name, parent.config)
+    if "labels" not in rows[0] or rows[0]["labels"].dim() == 0 or name == "ElectraForPreTraining":
+        pytest.skip("one label, or none, for each text; ELECTRA's parent takes -100 for a number")
+    rows[1]["labels"] = torch.full_like(rows[1]["labels"], -100)
+    options = dict(per_device_eval_batch_size=1)
+    found, theirs = (evaluated(model, rows, tmp_path, **options)[0] for model in (ours, parent))
+    assert found["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-4)
+
+
+@every_head
 def test_noise_of_embeddings_is_the_parents(name, tmp_path):
     """NEFTune's noise depends on the length of the batch, so padding is not left out."""
     ours, parent = (model.train() for model in both(name))
