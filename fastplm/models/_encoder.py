@@ -274,6 +274,9 @@ class EncoderModel(FastplmModel):
             for block in blocks
         )
 
+    def _layers(self) -> Any:
+        return getattr(getattr(self, "encoder", None), "layer", ())
+
     def _layers_are_on_rows(self) -> bool:
         return are_on_rows(self.encoder.layer)
 
@@ -301,8 +304,7 @@ class EncoderModel(FastplmModel):
         use_cache = kwargs.get("use_cache", getattr(self.config, "use_cache", False))
         if "past_key_values" in kwargs or (self._is_causal() and use_cache):
             return "cache"
-        own = getattr(getattr(self, "encoder", None), "layer", ())
-        sizes = (vars(layer).get("chunk_size_feed_forward") for layer in own)
+        sizes = (vars(layer).get("chunk_size_feed_forward") for layer in self._layers())
         if self.config.chunk_size_feed_forward or any(sizes):  # rows must be a multiple of it
             return "chunks"
         return None if not layers or self._layers_are_ours() else "layers"

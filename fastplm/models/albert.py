@@ -238,6 +238,10 @@ class AlbertModel(_Sharing, EncoderModel, transformers.AlbertModel):
             for group in encoder.albert_layer_groups
         )
 
+    def _layers(self) -> Any:
+        groups = getattr(self.encoder, "albert_layer_groups", ())
+        return [layer for group in groups for layer in getattr(group, "albert_layers", ())]
+
     def _layers_are_on_rows(self) -> bool:
         return all(are_on_rows(group.albert_layers) for group in self.encoder.albert_layer_groups)
 

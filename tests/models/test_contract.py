@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from fastplm import models, ops
 from fastplm._backends import record_decisions
 from fastplm.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
-from fastplm.models import _encoder
+from fastplm.models import _encoder, _encoder_call
 from fastplm.models._ragged import RaggedBatch
 from fastplm.testing import KeptDouble, check_in_fp64
 
@@ -675,3 +675,45 @@ def test_output_rows_are_positions_or_first(family, given):
         del inputs["use_cache"]
     with pytest.raises((ArgumentTypeError, ArgumentValueError), match="`output_rows` got"):
         model(**inputs, output_rows=given)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("family", ["albert", "bert", "electra", "roberta"])
+def test_a_layers_own_chunks_keep_padding(family, training):
+    """Transformers cuts a layer's rows into chunks, of which there must be a whole number."""
+    pairs = [model.train(training) for model in pair(LANGUAGE_MODELS[family])]
+    mask = torch.tensor([[1] * 9, [1] * 5 + [0] * 4])  # 14 tokens
+    ids, found = torch.randint(4, 37, mask.shape), []
+    for model in pairs:
+        for module in model.modules():
+            if "chunk_size_feed_forward" in vars(module):
+                module.chunk_size_feed_forward = 3
+        found.append(model(ids, attention_mask=mask).logits[mask.bool()])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("name", LANGUAGE_MODELS.values())
+def test_a_weight_that_is_an_attribute_of_its_module_is_obeyed(name, monkeypatch):
+    """In evaluation, where one call may compute all layers."""
+    monkeypatch.setattr(_encoder_call, "_is_faster", lambda *_: True)
+    ours, parent = pair(name)
+    mask = PADDINGS["right"]
+    given = {"input_ids": torch.randint(4, 37, mask.shape), "attention_mask": mask}
+    if has_decoder(name):
+        given["decoder_input_ids"] = given["input_ids"]
+
+    @torch.no_grad()
+    def run(model):
+        return model(**given).logits[mask.bool()]
+
+    run(ours)
+    for path, module in parent.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is None:
+            continue
+        both = module, ours.get_submodule(path)
+        for each in both:
+            vars(each)["weight"] = 2 * weight.detach()
+        torch.testing.assert_close(run(ours), run(parent), rtol=1e-4, atol=1e-4)
+        for each in both:
+            del vars(each)["weight"]
