@@ -32,7 +32,8 @@ def samples():
     from torch.testing._internal.common_methods_invocations import op_db
 
     # The import changes global settings for torch's own tests.
-    torch.backends.__allow_nonbracketed_mutation_flag = True
+    settings = torch.backends.disable_global_flags.__globals__
+    settings["__allow_nonbracketed_mutation_flag"] = True
     os.environ.clear()
     os.environ.update(environment)
     if stub is not None:

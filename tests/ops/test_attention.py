@@ -1069,7 +1069,8 @@ TOLD = {
 def nothing_told(monkeypatch):
     """PyTorch's precision of fp32 products is the default again afterwards."""
     # PyTorch's own test helpers forbid to change it; another test of the process may import them.
-    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
+    settings = torch.backends.disable_global_flags.__globals__
+    monkeypatch.setitem(settings, "__allow_nonbracketed_mutation_flag", True)
     yield
     torch.set_float32_matmul_precision("highest")
     for of in (torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
