@@ -71,7 +71,10 @@ def mean_of_labelled(model: Any, loss: Any, labels: Tensor | None, num_items: An
         return loss
     if num_items is None:
         return loss / (labels != IGNORE_INDEX).any()
-    return loss / (torch.as_tensor(num_items, device=loss.device).reshape(()) != 0)
+    counted = num_items != 0
+    if isinstance(counted, Tensor):
+        counted = counted.to(loss.device).reshape(())
+    return loss / counted
 
 
 def recorded(outputs: Any) -> dict[str, Any]:
@@ -156,8 +159,7 @@ class LabelledRows:
             dense=dense,
             reduction=reduction,
         )
-        parents = self.all_rows and reduction == "mean"
-        if parents:
+        if self.all_rows and reduction == "mean":
             loss = mean_of_labelled(self.model, loss, self.targets, normalizer)
         return loss
 
