@@ -216,6 +216,19 @@ class Op:
         """The backend that runs a call (see ``_backends.resolve``)."""
         return resolve(self.name, self.backends, call, dispatches)
 
+    def run(self, call: Any, backend: str) -> Any:
+        """The outputs of a checked call, as constants: for functions with a gradient of their own,
+        which runs ``gradients``."""
+        if needs_dispatch(call):
+            return self._operator(*call, backend)
+        return self.backends[backend].forward(call)
+
+    def gradients(self, grad: torch.Tensor, saved: Any, backend: str) -> Any:
+        """The gradients of a call that ``run`` ran, from what its backward reads."""
+        if needs_dispatch((grad, *saved)):
+            return self._backward_operator(grad, *saved, backend)
+        return self.backends[backend].backward(grad, saved)
+
     def layer(self, *arguments: Any) -> Any:
         """The result by csrc/ if it is faster than PyTorch's own function, else None.
 

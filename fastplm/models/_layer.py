@@ -1,0 +1,400 @@
+"""A post-norm layer of an encoder: three autograd functions, and the attention between them.
+
+::
+
+    x [N, E] -> query, key, value              ``project``: one product
+             -> context                        ``ops.attention``
+             -> y = norm(x + dropout(W c + b))         ``join``: a product, and the rest in one pass
+             -> norm(y + dropout(W gelu(V y + a) + b)) ``feed_forward``: two products, and two passes
+
+Autograd adds no gradients of residuals: each function hands that of its residual to the one before,
+which adds to it by the product that computes its own. Gradients of weights leave the products in
+the dtype of the weights. Under autocast to bf16, products, norms and the rows between them are
+bf16, and the weights are copied to it once a forward, query, key and value side by side.
+
+A block runs this way if its modules are what they were made as. With a hook, an adapter or another
+class the modules run themselves, which are the specification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers.activations import GELUActivation
+
+from fastplm._backends import requested
+from fastplm._registry import Op, is_eager
+from fastplm.models._base import GELUTanh, NewGELUActivation
+from fastplm.nn import Dropout, Linear
+from fastplm.nn._rows import is_plain
+from fastplm.nn.dropout import RowNumbers
+from fastplm.ops.bias_gelu import OP as BIAS_GELU
+from fastplm.ops.bias_gelu import Call as BiasGelu
+from fastplm.ops.bias_gelu import Saved as SavedGelu
+from fastplm.ops.dropout_add_layer_norm import OP as NORM
+from fastplm.ops.dropout_add_layer_norm import Call as Norm
+from fastplm.ops.dropout_add_layer_norm import Saved as SavedNorm
+from fastplm.ops.linear import product
+
+_LINEAR, _DROPOUT = (Linear, nn.Linear), (Dropout, nn.Dropout)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Join(NamedTuple):
+    """The modules of the end of a block: a product, dropout (None: there is none), and a norm."""
+
+    dense: Any
+    dropout: Any
+    norm: Any
+
+    @property
+    def is_plain(self) -> bool:
+        dense, dropout, norm = self
+        return (
+            _is_linear(dense)
+            and (dropout is None or is_plain(dropout, *_DROPOUT))
+            and is_plain(norm, nn.LayerNorm)
+            and norm.normalized_shape == dense._parameters["weight"].shape[:1]
+            and _has(norm, "weight", "bias")
+        )
+
+
+class Layer(NamedTuple):
+    """The modules of a post-norm layer, whatever a family calls them."""
+
+    projections: tuple[Any, Any, Any]  # of query, key and value
+    join: Join  # after the attention
+    inner: Any  # the first product of the feed-forward
+    activation: Any
+    outer: Join  # its end
+
+
+class Form(NamedTuple):
+    """How the functions of this file run: a backend of the ops, and the dtype of all rows."""
+
+    backend: str
+    dtype: torch.dtype
+
+
+def form_of(x: Tensor, layer: Layer) -> Form | None:
+    """How the blocks of a layer run on rows like ``x``; None if its modules must run themselves."""
+    if not (is_eager(x) or _is_fake(x)) or torch.nn.modules.module._has_any_global_hook():
+        return None
+    weight = layer.inner._parameters.get("weight")
+    if weight is None or requested("attention") == "eager":
+        return None
+    dtype, device = x.dtype, x.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        if dtype is not torch.bfloat16:
+            return None
+    elif weight.dtype is not dtype:
+        return None
+    if dtype not in _DTYPES:
+        return None
+    names = {_backend_of(op, x, device) for op in (NORM, BIAS_GELU)}
+    name = names.pop()
+    return None if names or name is None else Form(name, dtype)
+
+
+def _is_fake(x: Tensor) -> bool:
+    """Whether it is a tensor without data on a device that need not exist."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return type(x) is FakeTensor and not torch.compiler.is_compiling()
+
+
+def _backend_of(op: Op, x: Tensor, device: str) -> str | None:
+    wanted, name = requested(op.name), "cpp" if device == "cpu" else "triton"
+    forced = wanted != "auto"
+    backend = op.backends.get(wanted if forced else name)
+    if backend is None or backend.name not in ("cpp", "triton"):
+        return None
+    return None if backend.rejects((x,), forced=forced) else backend.name
+
+
+def _has(module: Any, *names: str) -> bool:
+    """Whether a module has these parameters, and reads them from nowhere else."""
+    return all(
+        type(module._parameters.get(name)) is nn.Parameter and name not in vars(module)
+        for name in names
+    )
+
+
+def _is_linear(module: Any) -> bool:
+    return (
+        is_plain(module, *_LINEAR)
+        and _has(module, "weight", "bias")
+        and module._parameters["weight"].layout is torch.strided
+    )
+
+
+def approximation(activation: Any) -> str | None:
+    """The form of a GELU, as ``ops.gelu`` calls it; None for another activation."""
+    if is_plain(activation, GELUActivation):
+        return "none" if activation.act is torch.nn.functional.gelu else None
+    return "tanh" if is_plain(activation, NewGELUActivation, GELUTanh) else None
+
+
+# --- weights --------------------------------------------------------------------------------------
+
+#: The copies of a forward by the ``id`` of a parameter. That of a query's weight, or bias, is
+#: followed in memory by those of key and value.
+Copies = dict[int, Tensor]
+
+
+def copies_of(layers: Iterable[Layer], form: Form) -> Copies:
+    """Copies, in one launch, of what products read in another dtype or place than it has."""
+    sources = []
+    for projections, join, inner, _, outer in layers:
+        if form.backend != "cpp" or projections[0].weight.dtype is not form.dtype:
+            sources += [one.weight for one in projections] + [one.bias for one in projections]
+        if inner.weight.dtype is not form.dtype:
+            sources += [join.dense.weight, inner.weight, outer.dense.weight]
+    if not sources:
+        return {}
+    with torch.no_grad():
+        flat = sources[0].new_empty(sum(one.numel() for one in sources), dtype=form.dtype)
+        copies = torch._utils._unflatten_dense_tensors(flat, sources)
+        torch._foreach_copy_(copies, sources)
+    return dict(zip(map(id, sources), copies, strict=True))
+
+
+def _multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """[M, K], [K, N], [N] -> [M, N], ``a b + bias``."""
+    if a.device.type == "cpu":
+        return product(a, b, bias)
+    return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+
+
+def _add_product(sum: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """``sum + a b``, written over ``sum``, which nobody else holds."""
+    return _multiply(a, b) if sum is None else sum.addmm_(a, b)
+
+
+def _of_weight(grad: Tensor, input: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient [M, K] of a weight, of gradients [N, M] and inputs [N, K]."""
+    if dtype is grad.dtype or grad.device.type == "cpu":
+        return _multiply(grad.t(), input).to(dtype)
+    return torch.mm(grad.t(), input, out_dtype=dtype)
+
+
+# --- query, key and value -------------------------------------------------------------------------
+
+
+class _Project(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, *parameters: Any) -> Any:
+        """x [N, E], what the product reads [M, E] and [M], and the weights and biases it is of."""
+        ctx.save_for_backward(x, weight)
+        ctx.dtypes = [one.dtype for one in parameters]
+        ctx.sizes = [len(one) for one in parameters[::2]]
+        ctx.set_materialize_grads(False)
+        out = _multiply(x, weight.t(), bias)
+        return *out.split(ctx.sizes, 1), x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (x, weight), (*grads, of_residual), needs = ctx.saved_tensors, grads, ctx.needs_input_grad
+        if all(one is None for one in grads):
+            return of_residual, *[None] * (2 + len(ctx.dtypes))
+        grad, found = _side_by_side(grads, ctx.sizes, x), [None] * len(ctx.dtypes)
+        if any(needs[3::2]):
+            found[::2] = _of_weight(grad, x, ctx.dtypes[0]).split(ctx.sizes)
+        if any(needs[4::2]):
+            found[1::2] = grad.sum(0, dtype=torch.float32).to(ctx.dtypes[1]).split(ctx.sizes)
+        of_x = _add_product(of_residual, grad, weight) if needs[0] else None
+        return of_x, None, None, *found
+
+
+def _side_by_side(grads: list[Any], sizes: list[int], x: Tensor) -> Tensor:
+    """[N, M] of gradients of its columns. Attention on a GPU has written them side by side."""
+    grads = [x.new_zeros(len(x), n) if g is None else g for g, n in zip(grads, sizes, strict=True)]
+    first, width = grads[0], sum(sizes)
+    at = first.storage_offset()
+    for one, size in zip(grads, sizes, strict=True):
+        same = one.untyped_storage() is first.untyped_storage() or _storage(one) == _storage(first)
+        if not same or one.stride() != (width, 1) or one.storage_offset() != at:
+            return torch.cat(grads, 1)
+        at += size
+    return first.as_strided((len(x), width), (width, 1))
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def project(x: Tensor, modules: tuple[Any, ...], copies: Copies) -> tuple[Tensor, ...]:
+    """The outputs [N, M] of linear modules, and ``x`` [N, E] as the residual of what follows."""
+    parameters = [one for module in modules for one in (module.weight, module.bias)]
+    weights, biases = ([copies.get(id(one), one) for one in parameters[at::2]] for at in (0, 1))
+    if id(parameters[0]) in copies:
+        return _Project.apply(x, _joined(weights), _joined(biases), *parameters)  # type: ignore
+    outs = []
+    for weight, bias in zip(weights, biases, strict=True):
+        out, x = _Project.apply(x, weight, bias, weight, bias)  # type: ignore[misc]
+        outs.append(out)
+    return *outs, x
+
+
+def _joined(copies: list[Tensor]) -> Tensor:
+    """Copies that are side by side, as one."""
+    rows, (first, *_) = sum(map(len, copies)), copies
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+# --- the ends of blocks ---------------------------------------------------------------------------
+
+
+class Drawn(NamedTuple):
+    """What dropout of hidden states depends on."""
+
+    p: float
+    seed: Tensor | None
+    numbers: RowNumbers | None  # of the rows; None: elements are counted
+
+    @property
+    def indices(self) -> tuple[Tensor | None, Tensor | None]:
+        numbers = self.numbers if self.seed is not None else None
+        return (None, None) if numbers is None else (numbers.sample_index, numbers.position)
+
+
+def _normed(x: Tensor, residual: Tensor, norm: Any, backend: str) -> tuple[Tensor, Tensor]:
+    weight, bias, linear_bias, drawn, eps = norm
+    call = Norm(
+        *(x, residual, weight, bias, linear_bias),
+        *(drawn.seed, *drawn.indices, drawn.p, eps),
+    )
+    return NORM.run(call, backend)
+
+
+def _gradients_of_norm(
+    grad: Tensor, sum: Tensor, norm: Any, backend: str, needs: tuple[bool, ...]
+) -> tuple[Tensor, ...]:
+    """Of the product, of the residual, of weight, bias and the product's bias.
+
+    The first two are one tensor where nothing is dropped.
+    """
+    weight, bias, linear_bias, drawn, eps = norm
+    saved = SavedNorm(
+        *(sum, weight, bias, linear_bias, None, drawn.seed, *drawn.indices, drawn.p, eps, False),
+        *(drawn.p > 0.0, True, *needs),
+    )
+    of_x, of_residual, *others = NORM.gradients(grad.contiguous(), saved, backend)
+    return of_x if drawn.p > 0.0 else of_residual, of_residual, *others
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor,
+        read: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        norm_weight: Tensor,
+        norm_bias: Tensor,
+        drawn: Drawn,
+        eps: float,
+        backend: str,
+    ) -> Tensor:
+        """x [N, K], residual [N, E], and the weight that the product reads; -> [N, E]."""
+        norm = norm_weight, norm_bias, bias, drawn, eps
+        out, sum = _normed(_multiply(x, read.t()), residual, norm, backend)
+        ctx.save_for_backward(x, read, sum, *norm[:3])
+        ctx.others, ctx.backend, ctx.dtype = norm[3:], backend, weight.dtype
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, read, sum, *norm = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        of_product, of_residual, *of_norm = _gradients_of_norm(
+            grad, sum, (*norm, *ctx.others), ctx.backend, (needs[5], needs[6], needs[4])
+        )
+        of_x = _multiply(of_product, read) if needs[0] else None
+        of_weight = _of_weight(of_product, x, ctx.dtype) if needs[3] else None
+        of_weights = (of_weight, of_norm[2], of_norm[0], of_norm[1])
+        return of_x, of_residual, None, *_wanted(of_weights, needs[3:7]), None, None, None
+
+
+class _FeedForward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        read_inner: Tensor,
+        read_outer: Tensor,
+        inner_weight: Tensor,
+        inner_bias: Tensor,
+        outer_weight: Tensor,
+        outer_bias: Tensor,
+        norm_weight: Tensor,
+        norm_bias: Tensor,
+        approximate: str,
+        drawn: Drawn,
+        eps: float,
+        backend: str,
+    ) -> Tensor:
+        """x [N, E] -> [N, E]; what the two products read is [F, E] and [E, F]."""
+        norm = norm_weight, norm_bias, outer_bias, drawn, eps
+        product = _multiply(x, read_inner.t())  # [N, F]
+        active = BIAS_GELU.run(BiasGelu(product, inner_bias, approximate), backend)
+        out, sum = _normed(_multiply(active, read_outer.t()), x, norm, backend)
+        ctx.save_for_backward(
+            x, product, active, sum, read_inner, read_outer, inner_bias, *norm[:3]
+        )
+        ctx.others, ctx.backend, ctx.approximate = norm[3:], backend, approximate
+        ctx.dtypes = inner_weight.dtype, outer_weight.dtype
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, product, active, sum, read_inner, read_outer, inner_bias, *norm = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        of_outer, of_x, *of_norm = _gradients_of_norm(
+            grad, sum, (*norm, *ctx.others), ctx.backend, (needs[7], needs[8], needs[6])
+        )
+        of_outer_weight = _of_weight(of_outer, active, ctx.dtypes[1]) if needs[5] else None
+        of_active = _multiply(of_outer, read_outer)
+        saved = SavedGelu(product, inner_bias, ctx.approximate, needs[4])
+        of_inner, of_inner_bias = BIAS_GELU.gradients(of_active, saved, ctx.backend)
+        of_inner_weight = _of_weight(of_inner, x, ctx.dtypes[0]) if needs[3] else None
+        # ``of_outer`` may be the same tensor, which is not read any more.
+        of_x = _add_product(of_x, of_inner, read_inner) if needs[0] else None
+        of_weights = (of_inner_weight, of_inner_bias, of_outer_weight, of_norm[2], *of_norm[:2])
+        return of_x, None, None, *_wanted(of_weights, needs[3:9]), None, None, None, None
+
+
+def _wanted(gradients: tuple[Any, ...], needs: tuple[bool, ...]) -> list[Any]:
+    return [one if need else None for one, need in zip(gradients, needs, strict=True)]
+
+
+def join(
+    x: Tensor, residual: Tensor, end: Join, drawn: Drawn, copies: Copies, form: Form
+) -> Tensor:
+    """``norm(residual + dropout(dense(x)))``: [N, K], [N, E] -> [N, E]."""
+    dense, _, norm = end
+    weight = dense.weight
+    return _Join.apply(  # type: ignore[return-value]
+        *(x, residual, copies.get(id(weight), weight), weight, dense.bias),
+        *(norm.weight, norm.bias, drawn, norm.eps, form.backend),
+    )
+
+
+def feed_forward(x: Tensor, layer: Layer, drawn: Drawn, copies: Copies, form: Form) -> Tensor:
+    """``norm(x + dropout(outer(gelu(inner(x)))))``: [N, E] -> [N, E]."""
+    inner, (outer, _, norm) = layer.inner, layer.outer
+    read = (copies.get(id(one.weight), one.weight) for one in (inner, outer))
+    return _FeedForward.apply(  # type: ignore[return-value]
+        *(x, *read, inner.weight, inner.bias, outer.weight, outer.bias, norm.weight, norm.bias),
+        *(approximation(layer.activation), drawn, norm.eps, form.backend),
+    )
