@@ -16,13 +16,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from transformers.activations import GELUActivation
-from transformers.models.bert.modeling_bert import BertCrossAttention
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from fastplm._backends import is_written_down, note
 from fastplm._checks import check_shape, values_are_known
-from fastplm._registry import is_eager, needs_dispatch
+from fastplm._registry import is_eager
 from fastplm.models._base import (
     FastplmModel,
     caches,
@@ -32,6 +30,7 @@ from fastplm.models._base import (
     wants_output,
 )
 from fastplm.models._encoder_call import backbone_call, encoder_call, may_call, output_of
+from fastplm.models._layer import Join, Layer, Ready, ready, run_layer
 from fastplm.models._ragged import (
     NUMBERED,
     LastRows,
@@ -47,7 +46,6 @@ from fastplm.models._ragged import (
     unpadded,
     values_can_be_read,
 )
-from fastplm.nn import Dropout, Linear
 from fastplm.nn._rows import is_plain
 from fastplm.nn.dropout import on_rows
 
@@ -56,6 +54,7 @@ _WORTH_CUTTING = 0.75
 _is_none = functools.partial(operator.is_, None)
 _STATES = ("last_hidden_state", "pooler_output")
 _RECORDED = {"output_hidden_states", "output_attentions"}
+_OF_DECODERS = ("encoder_hidden_states", "encoder_attention_mask", "past_key_values")
 
 
 class EncoderModel(FastplmModel):
@@ -165,6 +164,8 @@ class EncoderModel(FastplmModel):
             inputs_embeds = told.own.pack_rows(inputs_embeds)
             attention_mask = told.own.key_mask_row(always=self._is_causal())
         states, told.cross = cross_inputs(*crossed, told.own)
+        if given.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+            told.layers = self._ready(given)
         if told.matters:
             kwargs["rows"] = told
         if lookup is not None and inputs_embeds is None and past_key_values is None:
@@ -267,18 +268,23 @@ class EncoderModel(FastplmModel):
         return self.pooler(first)
 
     def _layers_are_ours(self) -> bool:
-        """Whether all attention modules are drop-in classes, which support packed rows."""
-        blocks = [getattr(layer, "attention", None) for layer in self.encoder.layer]
-        return all(
-            isinstance(block, EncoderAttention) and isinstance(block.self, EncoderSelfAttention)
-            for block in blocks
-        )
+        """Whether layers and attention are what Transformers made, which support packed rows."""
+        return all(isinstance(one, EncoderLayer) and one.attends_as_made() for one in self._layers())
 
     def _layers(self) -> Any:
         return getattr(getattr(self, "encoder", None), "layer", ())
 
+    def _ready(self, given: Tensor) -> dict[int, Ready] | None:
+        """The layers of this forward by their ``id``, whose weights are copied at once."""
+        parts = {id(one): one._parts() for one in self._layers() if isinstance(one, EncoderLayer)}
+        known = {key: one for key, one in parts.items() if one is not None}
+        if not known:
+            return None
+        like = given.new_empty(0, dtype=self.dtype)
+        return dict(zip(known, ready(known.values(), like), strict=True))
+
     def _layers_are_on_rows(self) -> bool:
-        return are_on_rows(self.encoder.layer)
+        return are_on_rows(self._layers())
 
     def _is_causal(self) -> bool:
         return bool(self.config.is_decoder)
@@ -287,9 +293,10 @@ class EncoderModel(FastplmModel):
         """The index of the last layer; None if it must compute all rows. All layers are ours."""
         if self._is_causal():
             return None
-        indices = [layer.attention.self.layer_idx for layer in self.encoder.layer]
+        layers = self._layers()
+        indices = [layer._index() for layer in layers]
         alone = indices and indices.count(indices[-1]) == 1
-        return indices[-1] if alone else None
+        return indices[-1] if alone and layers[-1]._parts() is not None else None
 
     def _keeps_padding(
         self, masks: Iterable[Tensor | None], kwargs: dict[str, Any], layers: bool = True
@@ -431,120 +438,67 @@ def cross_inputs(
     return given, encoder_rows
 
 
-class EncoderLayer(OnRows):
-    """Mixin of a layer that calls the feed-forward directly, which is faster for small batches.
+def around(module: Any, name: str) -> tuple[type, ...]:
+    """The classes of the modules of a layer that hold others, from the Python module of a family."""
+    parts = ("Attention", "SelfAttention", "SelfOutput", "Intermediate", "Output")
+    return tuple(getattr(module, name + part) for part in parts)
 
-    Transformers' layer calls it in chunks, and inspects its signature in every call. That takes as
-    long as a small product.
-    """
+
+class EncoderLayer(OnRows):
+    """Mixin of a post-norm layer of BERT's kind: it runs as ``_layer`` describes, and the last one may compute
+    only some rows."""
+
+    #: The classes of the modules around those of a ``Layer``, as Transformers made them.
+    _around: tuple[type, ...] = ()
 
     def forward(
-        self: Any,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        encoder_hidden_states: Tensor | None = None,
-        encoder_attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
+        self: Any, hidden_states: Tensor, attention_mask: Any = None, *others: Any, **kwargs: Any
     ) -> Tensor:
-        if self.is_decoder or self.chunk_size_feed_forward:
-            return super().forward(
-                hidden_states,
-                attention_mask,
-                encoder_hidden_states,
-                encoder_attention_mask,
-                past_key_values,
-                **kwargs,
-            )
         rows: Rows | None = kwargs.get("rows")
-        kwargs["past_key_values"] = past_key_values
-        if rows is None or rows.numbers is None:
-            return self._on_rows(hidden_states, attention_mask, **kwargs)
-        numbers = rows.numbers_of(rows.in_layer(self.attention.self.layer_idx))
-        return on_rows(numbers, self._on_rows, hidden_states, attention_mask, **kwargs)
+        last = None if rows is None else self._last(rows)
+        if not any(one is not None for one in (*others, *map(kwargs.get, _OF_DECODERS))):
+            made = None if rows is None or rows.layers is None else rows.layers.get(id(self))
+            if made is None and (parts := self._parts()) is not None:
+                made = ready([parts], hidden_states)[0]
+            if made is not None:
+                for name in _OF_DECODERS:
+                    kwargs.pop(name, None)
+                return run_layer(made, hidden_states, attention_mask, last, kwargs)
+        if rows is not None and last is None:
+            kwargs["rows"] = rows.of_others()
+        return super().forward(hidden_states, attention_mask, *others, **kwargs)
 
-    def _on_rows(self: Any, hidden_states: Tensor, mask: Tensor | None, **kwargs: Any) -> Tensor:
-        hidden_states, _ = self.attention(hidden_states, mask, **kwargs)
-        return self.feed_forward_chunk(hidden_states)
+    def _last(self: Any, rows: Rows) -> LastRows | None:
+        return rows.in_layer(self._index())
 
+    def _index(self: Any) -> int:
+        return self._modules["attention"]._modules["self"].layer_idx
 
-#: The number of elements from which an operation is done in place.
-_IN_PLACE = 1 << 16
+    def _parts(self: Any) -> Layer | None:
+        """The modules that run; None if what is around them is not as it was made."""
+        own = self._modules
+        attention, inner, outer = own["attention"], own["intermediate"], own["output"]
+        within = attention._modules
+        around = (attention, within.get("self"), within.get("output"), inner, outer)
+        if not self._is_known(around) or vars(self)["chunk_size_feed_forward"]:
+            return None
+        itself, join, inner, outer = (one._modules for one in around[1:])
+        return Layer(
+            attention=around[1],
+            attention_dropout=itself["dropout"],
+            head_size=around[1].attention_head_size,
+            projections=(itself["query"], itself["key"], itself["value"]),
+            join=Join(join["dense"], join["dropout"], join["LayerNorm"]),
+            join_modules=around[2],
+            inner=inner["dense"],
+            activation=inner["intermediate_act_fn"],
+            outer=Join(outer["dense"], outer["dropout"], outer["LayerNorm"]),
+            feed_forward_modules=self.feed_forward_chunk,
+        )
 
+    def attends_as_made(self: Any) -> bool:
+        attention = getattr(self, "attention", None)
+        return (type(attention), type(getattr(attention, "self", None))) == self._around[:2]
 
-def _is_held_here_alone(out: Tensor, projection: nn.Module, after: nn.Module) -> bool:
-    """Whether nothing else can hold ``out``, so that it may be overwritten.
-
-    That is so without gradients and with plain modules; a hook may have kept the tensor. Small
-    tensors are not overwritten: on a CPU, allocating much memory takes as long as the operation
-    that fills it, but allocating little takes less time than these checks.
-    """
-    return not (
-        torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
-        or torch._C._is_tracing()  # a trace would record ``numel`` as an operator
-        or out.numel() < _IN_PLACE
-        or needs_dispatch((out,))
-        or torch.nn.modules.module._has_any_global_hook()
-        or not is_plain(projection, Linear, nn.Linear)
-        or not is_plain(after, type(after))
-    )
-
-
-class EncoderIntermediate:
-    """Mixin of the first half of a feed-forward; its GELU overwrites its input if that is safe."""
-
-    def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        # Read once: nn.Module searches for each attribute.
-        dense, activation = self.dense, self.intermediate_act_fn
-        out = dense(hidden_states)
-        if (
-            type(activation) is GELUActivation
-            and activation.act is torch.nn.functional.gelu
-            and _is_held_here_alone(out, dense, activation)
-        ):
-            return torch.ops.aten.gelu_.default(out)  # F.gelu in place
-        return activation(out)
-
-
-class EncoderOutput:
-    """Mixin of the end of a block; the residual is added in place if that is safe."""
-
-    def forward(self: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-        dense, dropout = self.dense, self.dropout
-        out = dense(hidden_states)
-        if dropout.training or not is_plain(dropout, Dropout, nn.Dropout):  # else nothing to do
-            out = dropout(out)
-        if (
-            out.shape == input_tensor.shape
-            and out.dtype is input_tensor.dtype
-            and _is_held_here_alone(out, dense, dropout)
-        ):
-            return self.LayerNorm(out.add_(input_tensor))
-        return self.LayerNorm(out + input_tensor)
-
-
-class EncoderAttention:
-    """Mixin of a layer's attention block. In the last layer it may compute only some rows."""
-
-    self: Any
-
-    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        rows: Rows | None = kwargs.get("rows")
-        last = None if rows is None else rows.in_layer(self.self.layer_idx)
-        if last is not None and not self.is_cross_attention:
-            hidden_states, kwargs = last.attention_inputs(hidden_states)
-            args = ()
-        return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
-
-
-class EncoderSelfAttention:
-    """Mixin of self-attention whose queries may be only some of the rows.
-
-    In that case it runs the forward of BERT's cross-attention, which uses the same submodules.
-    """
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(kwargs.get("rows"), LastRows):
-            return BertCrossAttention.forward(self, hidden_states, *args, **kwargs)
-        return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+    def _is_known(self: Any, around: tuple[Any, ...]) -> bool:
+        return all(map(is_plain, around, self._around))

@@ -18,20 +18,25 @@ class the modules run themselves, which are the specification.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from transformers.activations import GELUActivation
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastplm._backends import requested
 from fastplm._registry import Op, is_eager
+from fastplm.hf import NAME, ROWS
 from fastplm.models._base import GELUTanh, NewGELUActivation
+from fastplm.models._ragged import LastRows, Rows
 from fastplm.nn import Dropout, Linear
 from fastplm.nn._rows import is_plain
-from fastplm.nn.dropout import RowNumbers
+from fastplm.nn.dropout import RowNumbers, on_rows
+from fastplm.ops._common import seed_tensor
 from fastplm.ops.bias_gelu import OP as BIAS_GELU
 from fastplm.ops.bias_gelu import Call as BiasGelu
 from fastplm.ops.bias_gelu import Saved as SavedGelu
@@ -40,8 +45,13 @@ from fastplm.ops.dropout_add_layer_norm import Call as Norm
 from fastplm.ops.dropout_add_layer_norm import Saved as SavedNorm
 from fastplm.ops.linear import product
 
+_PARAMETER = (nn.Parameter, FakeTensor)
 _LINEAR, _DROPOUT = (Linear, nn.Linear), (Dropout, nn.Dropout)
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+#: The copies of a forward by the ``id`` of a parameter. That of a query's weight, or bias, is
+#: followed in memory by those of key and value.
+Copies = dict[int, Tensor]
 
 
 class Join(NamedTuple):
@@ -64,13 +74,18 @@ class Join(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """The modules of a post-norm layer, whatever a family calls them."""
+    """The modules of a post-norm layer, whatever a family calls them, and how blocks run by them."""
 
+    attention: Any  # the module that the attention interface gets
+    attention_dropout: Any
+    head_size: int
     projections: tuple[Any, Any, Any]  # of query, key and value
     join: Join  # after the attention
+    join_modules: Callable[[Tensor, Tensor], Tensor]
     inner: Any  # the first product of the feed-forward
     activation: Any
     outer: Join  # its end
+    feed_forward_modules: Callable[[Tensor], Tensor]
 
 
 class Form(NamedTuple):
@@ -82,45 +97,47 @@ class Form(NamedTuple):
 
 def form_of(x: Tensor, layer: Layer) -> Form | None:
     """How the blocks of a layer run on rows like ``x``; None if its modules must run themselves."""
-    if not (is_eager(x) or _is_fake(x)) or torch.nn.modules.module._has_any_global_hook():
+    weight, norm = layer.inner._parameters.get("weight"), layer.join.norm._parameters
+    if weight is None or torch.nn.modules.module._has_any_global_hook():
         return None
-    weight = layer.inner._parameters.get("weight")
-    if weight is None or requested("attention") == "eager":
+    if not (is_eager(x) or _is_fake(x)) or requested("attention") == "eager":
         return None
     dtype, device = x.dtype, x.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        if dtype is not torch.bfloat16:
+        if dtype is not torch.bfloat16:  # sums of fp16 are not the scaler's business
             return None
     elif weight.dtype is not dtype:
         return None
-    if dtype not in _DTYPES:
-        return None
-    names = {_backend_of(op, x, device) for op in (NORM, BIAS_GELU)}
+    rows = x.new_empty(0, weight.shape[1], dtype=dtype)
+    nothing = (None, None, None, None, 0.0, 0.0)
+    calls = (
+        (NORM, Norm(rows, rows, norm.get("weight"), norm.get("bias"), *nothing)),
+        (BIAS_GELU, BiasGelu(rows, layer.inner._parameters.get("bias"))),
+    )
+    name = "cpp" if device == "cpu" else "triton"
+    names = {_backend_of(op, call, name) for op, call in calls}
     name = names.pop()
     return None if names or name is None else Form(name, dtype)
 
 
 def _is_fake(x: Tensor) -> bool:
-    """Whether it is a tensor without data on a device that need not exist."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
+    """Whether it is a tensor without data, which may be on a device that is not there."""
     return type(x) is FakeTensor and not torch.compiler.is_compiling()
 
 
-def _backend_of(op: Op, x: Tensor, device: str) -> str | None:
-    wanted, name = requested(op.name), "cpp" if device == "cpu" else "triton"
-    forced = wanted != "auto"
-    backend = op.backends.get(wanted if forced else name)
-    if backend is None or backend.name not in ("cpp", "triton"):
+def _backend_of(op: Op, call: Any, usual: str) -> str | None:
+    wanted = requested(op.name)
+    name = usual if wanted == "auto" else wanted
+    if name not in ("cpp", "triton") or name not in op.backends:
         return None
-    return None if backend.rejects((x,), forced=forced) else backend.name
+    return None if op.backends[name].rejects(call, forced=wanted != "auto") else name
 
 
 def _has(module: Any, *names: str) -> bool:
     """Whether a module has these parameters, and reads them from nowhere else."""
     return all(
-        type(module._parameters.get(name)) is nn.Parameter and name not in vars(module)
+        type(module._parameters.get(name)) in _PARAMETER and name not in vars(module)
         for name in names
     )
 
@@ -140,22 +157,121 @@ def approximation(activation: Any) -> str | None:
     return "tanh" if is_plain(activation, NewGELUActivation, GELUTanh) else None
 
 
+# --- a layer --------------------------------------------------------------------------------------
+
+
+class Ready(NamedTuple):
+    """A layer in one forward. It is made before the layers run, so a checkpointed one is as first
+    run when the backward runs it again."""
+
+    layer: Layer
+    form: Form | None
+    copies: Copies
+
+
+def ready(layers: Iterable[Layer], x: Tensor) -> list[Ready]:
+    """Layers that get rows like ``x``."""
+    layers = list(layers)
+    forms = [form_of(x, layer) for layer in layers]
+    form = next((one for one in forms if one is not None), None)
+    copies: Copies = {}
+    if form is not None:
+        copies = copies_of([one for one, at in zip(layers, forms, strict=True) if at == form], form)
+    return [Ready(layer, form, copies) for layer, form in zip(layers, forms, strict=True)]
+
+
+def run_layer(
+    made: Ready, hidden: Tensor, mask: Tensor | None, last: LastRows | None, kwargs: dict[str, Any]
+) -> Tensor:
+    """A layer's forward: hidden [B, T, E], or [1, N, E] of packed rows -> the same.
+
+    Args:
+        mask: as the attention interface takes it.
+        last: the rows to compute, if it is the last layer and computes only some: -> [1, P, E].
+        kwargs: what else the attention interface gets.
+    """
+    rows: Rows | None = kwargs.get(ROWS)
+    numbers = None if rows is None else rows.numbers_of(last)
+    return on_rows(numbers, _run_layer, made, hidden, mask, last, numbers, kwargs)
+
+
+def _run_layer(
+    made: Ready,
+    hidden: Tensor,
+    mask: Tensor | None,
+    last: LastRows | None,
+    numbers: RowNumbers | None,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    (layer, form, copies), chosen = made, hidden
+    if form is not None and hidden.dtype is not form.dtype:
+        hidden = chosen = hidden.to(form.dtype)
+    if last is not None:
+        chosen, kwargs = last.attention_inputs(hidden)
+        mask = kwargs.pop("attention_mask")
+        del kwargs["encoder_hidden_states"]
+    shape, width = chosen.shape[:-1], chosen.shape[-1]
+    residual = chosen.reshape(-1, width)
+    # --- query, key and value ---
+    if form is None or not all(map(_is_linear, layer.projections)):
+        query, key, value = layer.projections
+        heads = [query(chosen), key(hidden), value(hidden)]
+    elif last is None:
+        *heads, residual = project(residual, layer.projections, copies)
+    else:
+        query, residual = project(residual, layer.projections[:1], copies)
+        key, value, _ = project(hidden.reshape(-1, width), layer.projections[1:], copies)
+        heads = [query, key, value]
+    # --- attention ---
+    places = (shape, hidden.shape[:-1], hidden.shape[:-1])
+    query, key, value = (
+        one.view(*where, -1, layer.head_size).transpose(1, 2)
+        for one, where in zip(heads, places, strict=True)
+    )
+    own, dropout = layer.attention, layer.attention_dropout
+    context, _ = ALL_ATTENTION_FUNCTIONS[NAME](
+        *(own, query, key, value, mask),
+        dropout=dropout.p if own.training else 0.0,
+        scaling=own.scaling,
+        **kwargs,
+    )
+    context = context.reshape(*shape, -1)
+    # --- the ends ---
+    if form is None or not layer.join.is_plain:
+        joined = layer.join_modules(context, chosen)
+    else:
+        drawn = _drawn(layer.join, context, numbers)
+        joined = join(context.flatten(0, -2), residual, layer.join, drawn, copies, form)
+    inner_is_plain = _is_linear(layer.inner) and approximation(layer.activation) is not None
+    if form is None or not inner_is_plain or not layer.outer.is_plain:
+        return layer.feed_forward_modules(joined.view(*shape, width))
+    drawn = _drawn(layer.outer, context, numbers)
+    return feed_forward(joined.flatten(0, -2), layer, drawn, copies, form).view(*shape, width)
+
+
+def _drawn(end: Join, beside: Tensor, numbers: RowNumbers | None) -> Drawn:
+    dropout = end.dropout
+    p = dropout.p if dropout is not None and dropout.training else 0.0
+    return Drawn(p, seed_tensor("", None, beside, optional=True) if p else None, numbers)
+
+
 # --- weights --------------------------------------------------------------------------------------
-
-#: The copies of a forward by the ``id`` of a parameter. That of a query's weight, or bias, is
-#: followed in memory by those of key and value.
-Copies = dict[int, Tensor]
-
 
 def copies_of(layers: Iterable[Layer], form: Form) -> Copies:
     """Copies, in one launch, of what products read in another dtype or place than it has."""
     sources = []
-    for projections, join, inner, _, outer in layers:
-        if form.backend != "cpp" or projections[0].weight.dtype is not form.dtype:
-            sources += [one.weight for one in projections] + [one.bias for one in projections]
-        if inner.weight.dtype is not form.dtype:
-            sources += [join.dense.weight, inner.weight, outer.dense.weight]
-    if not sources:
+    for layer in layers:
+        if all(map(_is_linear, layer.projections)):
+            weights = [one.weight for one in layer.projections]
+            if form.backend != "cpp" or weights[0].dtype is not form.dtype:
+                sources += weights + [one.bias for one in layer.projections]
+        others = (layer.join.dense, layer.inner, layer.outer.dense)
+        sources += [
+            one.weight
+            for one in others
+            if _is_linear(one) and one.weight.dtype is not form.dtype
+        ]
+    if len({(one.device, one.dtype) for one in sources}) != 1:  # none, or a model on many devices
         return {}
     with torch.no_grad():
         flat = sources[0].new_empty(sum(one.numel() for one in sources), dtype=form.dtype)

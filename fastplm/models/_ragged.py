@@ -198,6 +198,7 @@ class Rows(_Movable):
     last: LastRows | None = None  # the rows of the last layer; None = all
     sample_index: Tensor | None = None  # int64 [B], for attention's dropout; None = 0 ... B - 1
     numbers: RowNumbers | None = None  # sample and position of rows, for dropout of hidden states
+    layers: dict[int, Any] | None = None  # ``_layer.Ready`` of a layer's ``id``; None = unknown
 
     def number(
         self, given: Tensor, sample_index: Tensor | None, cu_seqlens: Tensor | None, hidden: bool
@@ -212,8 +213,8 @@ class Rows(_Movable):
     @property
     def matters(self) -> bool:
         """Whether layers need this object: some rows are left out, or dropout depends on rows."""
-        cut = self.own is not None or self.last is not None
-        return cut or self.sample_index is not None or self.numbers is not None
+        told = (self.own, self.last, self.sample_index, self.numbers, self.layers)
+        return any(one is not None for one in told)
 
     def lengths(self, causal: bool) -> tuple[Tensor, Tensor, int, int] | None:
         """(cu_seqlens int32 [B + 1] of queries and of keys, max_seqlen of both) of one attention.

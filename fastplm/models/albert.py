@@ -32,6 +32,7 @@ Source: Lan et al. 2019 (arXiv 1909.11942).
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -44,9 +45,10 @@ from transformers.models.albert import modeling_albert
 
 from fastplm.errors import check_choice, fail
 from fastplm.models import _heads
-from fastplm.models._base import FastplmModel, drop_in, joined, switch_modules
-from fastplm.models._encoder import EncoderModel, EncoderSelfAttention
-from fastplm.models._ragged import OnRows, Rows, are_on_rows
+from fastplm.models._base import FastplmModel, drop_in, switch_modules
+from fastplm.models._encoder import EncoderLayer, EncoderModel
+from fastplm.models._layer import Join, Layer
+from fastplm.models._ragged import LastRows, Rows
 from fastplm.nn._rows import is_plain
 
 _SHARED = ("all", "attention", "feed_forward", "none")
@@ -157,23 +159,41 @@ class _Sharing(FastplmModel):
 
 
 @drop_in
-class AlbertAttention(EncoderSelfAttention, modeling_albert.AlbertAttention):
-    """The attention block, which in the last call may compute only some rows."""
+class AlbertLayer(EncoderLayer, GradientCheckpointingLayer, modeling_albert.AlbertLayer):
+    """A layer, which in the last call may compute only some rows."""
 
-    @property
-    def dropout(self) -> nn.Dropout:
-        return self.attention_dropout
+    _around = (modeling_albert.AlbertAttention,)
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        rows: Rows | None = kwargs.get("rows")
-        if rows is None or rows.last is None:
-            return super().forward(hidden_states, *args, **kwargs)
-        chosen, others = rows.last.attention_inputs(hidden_states)
-        context, _ = super().forward(chosen, **others)
-        return self.LayerNorm(chosen + self.output_dropout(self.dense(context))), None
+    def _last(self, rows: Rows) -> LastRows | None:
+        return rows.last  # the calls before it get no such rows
+
+    def attends_as_made(self) -> bool:
+        return type(getattr(self, "attention", None)) is modeling_albert.AlbertAttention
+
+    def _parts(self) -> Layer | None:
+        attention: Any = self._modules["attention"]
+        if not self._is_known((attention,)) or vars(self)["chunk_size_feed_forward"]:
+            return None
+        own, within = self._modules, attention._modules
+        return Layer(
+            attention=attention,
+            attention_dropout=within["attention_dropout"],
+            head_size=attention.attention_head_size,
+            projections=(within["query"], within["key"], within["value"]),
+            join=Join(within["dense"], within["output_dropout"], within["LayerNorm"]),
+            join_modules=functools.partial(_joined, attention),
+            inner=own["ffn"],
+            activation=own["activation"],
+            outer=Join(own["ffn_output"], None, own["full_layer_layer_norm"]),
+            feed_forward_modules=self._feed_forward,
+        )
+
+    def _feed_forward(self, hidden: Tensor) -> Tensor:
+        return self.full_layer_layer_norm(self.ff_chunk(hidden) + hidden)
 
 
-AlbertLayer = joined(OnRows, GradientCheckpointingLayer, modeling_albert.AlbertLayer)
+def _joined(attention: Any, context: Tensor, residual: Tensor) -> Tensor:
+    return attention.LayerNorm(residual + attention.output_dropout(attention.dense(context)))
 
 
 @drop_in
@@ -228,26 +248,18 @@ class AlbertModel(_Sharing, EncoderModel, transformers.AlbertModel):
         return False
 
     def _layers_are_ours(self) -> bool:
-        encoder = self.encoder
-        return isinstance(encoder, AlbertTransformer) and all(
-            isinstance(group, AlbertLayerGroup)
-            and all(
-                isinstance(getattr(layer, "attention", None), AlbertAttention)
-                for layer in group.albert_layers
-            )
-            for group in encoder.albert_layer_groups
-        )
+        kinds = (type(group) is AlbertLayerGroup for group in self.encoder.albert_layer_groups)
+        return type(self.encoder) is AlbertTransformer and all(kinds) and super()._layers_are_ours()
 
     def _layers(self) -> Any:
         groups = getattr(self.encoder, "albert_layer_groups", ())
         return [layer for group in groups for layer in getattr(group, "albert_layers", ())]
 
-    def _layers_are_on_rows(self) -> bool:
-        return all(are_on_rows(group.albert_layers) for group in self.encoder.albert_layer_groups)
-
     def _last_layer(self) -> int | None:
         # The index of the last call of a group.
-        return self.encoder.config.num_hidden_layers - 1 if self.encoder.calls() else None
+        calls = self.encoder.calls()
+        whole = calls and calls[-1].albert_layers[-1]._parts() is not None
+        return self.encoder.config.num_hidden_layers - 1 if whole else None
 
     def _pooled(self, first: Tensor) -> Tensor:
         return self.pooler_activation(self.pooler(first[:, 0]))

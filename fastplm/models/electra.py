@@ -22,12 +22,11 @@ from fastplm.models._ragged import unpadded
 from fastplm.nn._rows import IGNORE_INDEX, batch_share, is_plain
 from fastplm.nn.rtd_head import rtd_loss
 
-ElectraSelfAttention = joined(_encoder.EncoderSelfAttention, modeling_electra.ElectraSelfAttention)
-ElectraAttention = joined(_encoder.EncoderAttention, modeling_electra.ElectraAttention)
-ElectraSelfOutput = joined(_encoder.EncoderOutput, modeling_electra.ElectraSelfOutput)
-ElectraIntermediate = joined(_encoder.EncoderIntermediate, modeling_electra.ElectraIntermediate)
-ElectraOutput = joined(_encoder.EncoderOutput, modeling_electra.ElectraOutput)
-ElectraLayer = joined(_encoder.EncoderLayer, modeling_electra.ElectraLayer)
+ElectraLayer = joined(
+    _encoder.EncoderLayer,
+    modeling_electra.ElectraLayer,
+    _around=_encoder.around(modeling_electra, "Electra"),
+)
 
 
 class ElectraModel(_encoder.EncoderModel, transformers.ElectraModel):
