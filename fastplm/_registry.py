@@ -72,6 +72,7 @@ class Op:
             A field whose type is ``call`` holds all arguments.
         gradients: the names of the arguments whose gradients a backward returns, in its order.
         fake_backward: ``fake_backward(grad, saved)`` returns the gradients, allocated only.
+        finish: ``finish(gradients, saved)``, of what a backward returned; default: as they are.
         unused: ``unused(call, outputs, needs, backend)``, the names of the tensors in ``saved``
             that the backward of this call does not read; ``needs`` as ``ctx.needs_input_grad``.
         tracked: names of further outputs that are not marked as non-differentiable.
@@ -94,6 +95,7 @@ class Op:
         saved: Any = None,
         gradients: tuple[str, ...] = (),
         fake_backward: Callable[..., Any] | None = None,
+        finish: Callable[..., Any] | None = None,
         unused: Callable[..., Sequence[str]] | None = None,
         tracked: tuple[str, ...] = (),
         second: Callable[..., Any] | None = None,
@@ -102,6 +104,7 @@ class Op:
             raise ValueError(f"op {name!r} is not the name of a file of ops/, or is defined twice")
         OPS[name] = self
         self.name, self.reference, self.smoke = name, reference, smoke
+        self.finish = finish
         self.call, self.arguments = call, Signature(call)
         self._cpp: Any = None  # the backend that ``layer`` may choose
         self.short, self.public = short, public or (lambda *arguments: self(call(*arguments)))
@@ -415,6 +418,8 @@ class _Formula:
             grads = op._run_backward(grad, *saved, backend)
         else:
             grads = op.backends[backend].backward(grad, op.saved.build(saved))
+        if op.finish is not None:
+            grads = op.finish(grads, op.saved.build(saved))
         if len(self.gradients) == 1:
             grads = (grads,)
         needs = ctx.needs_input_grad

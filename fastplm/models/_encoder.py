@@ -179,7 +179,8 @@ class EncoderModel(FastplmModel):
             inputs.update(attention_mask=attention_mask, return_dict=True, **states, **kwargs)
             outputs = on_rows(told.numbers, super().forward, **inputs)  # type: ignore[misc]
         pooled = self._pooled if self._pools() else None
-        return for_caller(outputs, told, output_rows, unpad, first, pooled)
+        outputs = for_caller(outputs, told, output_rows, unpad, first, pooled)
+        return outputs if told.layers is None else _in_dtype(outputs, self.dtype)
 
     def _is_ours(self) -> bool:
         """Whether one call may run the layers: not if the class is a subclass of the user."""
@@ -388,6 +389,14 @@ class EncoderModel(FastplmModel):
             return None
         mask = None if mask is None else mask.bool()
         return LastRows.of(index, needed, capacity, longest, ragged, mask, self.dtype)
+
+
+def _in_dtype(outputs: Any, dtype: torch.dtype) -> Any:
+    """Hidden states in the dtype of the weights, as the parent's norms give them under autocast."""
+    outputs.last_hidden_state = outputs.last_hidden_state.to(dtype)
+    if outputs.get("hidden_states") is not None:
+        outputs.hidden_states = tuple(one.to(dtype) for one in outputs.hidden_states)
+    return outputs
 
 
 def _all_known(mask: Tensor | None) -> bool:

@@ -321,22 +321,23 @@ def numbers_of_rows(
 ) -> RowNumbers | None:
     """The sample and position of each row that a backbone computes of ``given`` [B, T, …].
 
-    The result is None on a GPU and in a trace, where dropout does not depend on them.
+    The result is None in a trace, where dropout does not depend on them.
 
     Args:
         sample_index: int64 [B]; None = 0 ... B - 1.
         ragged: the rows that are computed; None = all.
         cu_seqlens: int32 [B + 1], the bounds of the sequences if ``given`` [1, N, …] is packed.
     """
-    if given.device.type != "cpu" or not is_eager(given):
+    if not is_eager(given):
         return None
     batch, seqlen = given.shape[:2]
     if cu_seqlens is not None:
-        rows, batch = torch.arange(seqlen, device="cpu"), cu_seqlens.shape[0] - 1
+        rows, batch = torch.arange(seqlen, device=given.device), cu_seqlens.shape[0] - 1
         sample = torch.bucketize(rows, cu_seqlens[1:], right=True).clamp(max=batch - 1)
         position = rows - cu_seqlens[sample]
     else:
-        rows = torch.arange(batch * seqlen, device="cpu") if ragged is None else ragged.positions
+        everything = torch.arange(batch * seqlen, device=given.device)
+        rows = everything if ragged is None else ragged.positions
         sample, position = rows.div(seqlen, rounding_mode="floor"), rows % seqlen
     return RowNumbers(sample if sample_index is None else sample_index[sample], position)
 

@@ -50,6 +50,7 @@ class Call(NamedTuple):
     is_causal: bool
     scale: float
     allow_tf32: bool = False
+    side_by_side: bool = False  # the gradients of query, key and value are parts of one tensor
 
     @property
     def packed(self) -> bool:
@@ -205,6 +206,30 @@ def stored_once(mask: Tensor) -> Tensor:
 def projection_layout(tensor: Tensor) -> Tensor:
     """[B, H, T, D] over [B, T, H, D] memory, the dense layout every backend returns."""
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def lie_side_by_side(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether they are the parts of one product, [N, 3, H, D] or [B, T, 3, H, D]."""
+    if not (query.shape == key.shape == value.shape):
+        return False
+    width = query.shape[-3 if query.dim() == 4 else -2] * query.shape[-1]
+    steps = query.stride()
+    row = steps[-2] if query.dim() == 4 else steps[0]
+    if row != 3 * width or not (steps == key.stride() == value.stride()):
+        return False
+    begin = query.storage_offset()
+    places = (key.storage_offset() - begin, value.storage_offset() - begin)
+    storages = {one.untyped_storage()._cdata for one in (query, key, value)}
+    return places == (width, 2 * width) and len(storages) == 1
+
+
+def parts_of(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """(query's, key's, value's, bias's) from what a backward with ``side_by_side`` returns."""
+    whole, _, _, bias = gradients
+    parts = whole.unbind(-3)
+    if whole.dim() == 5:
+        parts = tuple(one.transpose(1, 2) for one in parts)
+    return *parts, bias
 
 
 def empty_like_projection(tensor: Tensor) -> Tensor:

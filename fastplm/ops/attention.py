@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fastplm._backends import DIFFERENTIABLE, Backend, Short, is_traced, is_vmapped
 from fastplm._checks import (
@@ -29,6 +30,8 @@ from fastplm.ops._attention_call import (
     Saved,
     empty_like_projection,
     expanded_mask,
+    lie_side_by_side,
+    parts_of,
     stored_once,
 )
 from fastplm.ops._common import (
@@ -320,6 +323,10 @@ def _prepared(
         call.check_lengths()
         if query.dtype is torch.float32 and _allows_tf32():
             call = call._replace(allow_tf32=True)
+    if not dispatches or type(query) is FakeTensor:
+        grads = torch.is_grad_enabled() and query.requires_grad
+        if grads and lie_side_by_side(query, key, value):
+            call = call._replace(side_by_side=True)
     # Backends read rows with any stride, but the elements of a row must be contiguous.
     for name in _ALIGNED:
         tensor = getattr(call, name)
@@ -514,10 +521,20 @@ def _cpp_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor, T
     call, bias_grad = saved.call, saved.need_bias_weight
     backward = torch.ops.fastplm_C.attention_backward.default
     grad = last_dim_contiguous(grad)
-    dq, dk, dv, by_sample = backward(*_cpp_arguments(call), saved.stats, grad, bias_grad)
-    if not bias_grad or call.bias_weight is None:
-        return dq, dk, dv, call.query.new_empty(0)
-    return dq, dk, dv, by_sample.sum(0).t().to(call.bias_weight.dtype).contiguous()
+    *grads, by_sample = backward(*_cpp_arguments(call), saved.stats, grad, bias_grad)
+    bias = call.query.new_empty(0)
+    if bias_grad and call.bias_weight is not None:
+        bias = by_sample.sum(0).t().to(call.bias_weight.dtype).contiguous()
+    return _returned(call, (*grads, bias))
+
+
+def _returned(call: Call, grads: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a backward returns, of the gradients of query, key, value and bias."""
+    if not call.side_by_side:
+        return grads  # type: ignore[return-value]
+    places = [one if call.packed else one.transpose(1, 2) for one in grads[:3]]
+    nothing = call.query.new_empty(0)
+    return torch.stack(places, -3), nothing, nothing.clone(), grads[3]
 
 
 # --- backend "stock": PyTorch's own attention, with its own gradient -----------------------------
@@ -542,7 +559,7 @@ def _torch_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor,
     call, out, stats, bias_grad = saved
     grad = last_dim_contiguous(grad)
     out = grad if out is None else out
-    return _attention_torch.attention_bwd(call, grad, out, stats, bias_grad)
+    return _returned(call, _attention_torch.attention_bwd(call, grad, out, stats, bias_grad))
 
 
 # --- backend "triton" -----------------------------------------------------------------------------
@@ -589,10 +606,9 @@ def _statistics(call: Call, backend: str) -> Tensor:
 def _fake_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, ...]:
     call = saved.call
     bias = call.bias_weight if saved.need_bias_weight else None
-    return (
-        *(empty_like_projection(tensor) for tensor in call[:3]),
-        call.query.new_empty(0) if bias is None else bias.new_empty(bias.shape),
-    )
+    grads = [empty_like_projection(tensor) for tensor in call[:3]]
+    grads.append(call.query.new_empty(0) if bias is None else bias.new_empty(bias.shape))
+    return _returned(call, tuple(grads))
 
 
 def _unused(call: Call, outputs: Any, needs: Any, backend: str) -> tuple[str, ...]:
@@ -619,6 +635,7 @@ OP = Op(
     saved=Saved,
     gradients=("query", "key", "value", "bias_weight"),
     fake_backward=_fake_backward,
+    finish=lambda grads, saved: parts_of(grads) if saved.call.side_by_side else grads,
     unused=_unused,
 )
 OP.backend(
