@@ -208,8 +208,7 @@ def _run_layer(
         hidden = chosen = hidden.to(form.dtype)
     if last is not None:
         chosen, kwargs = last.attention_inputs(hidden)
-        mask = kwargs.pop("attention_mask")
-        del kwargs["encoder_hidden_states"]
+        mask, hidden = kwargs.pop("attention_mask"), kwargs.pop("encoder_hidden_states")
     shape, width = chosen.shape[:-1], chosen.shape[-1]
     residual = chosen.reshape(-1, width)
     # --- query, key and value ---
