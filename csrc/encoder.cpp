@@ -19,6 +19,7 @@
 #include "each_level.h"
 #include "lanes.h"
 #include "gelu.h"
+#include "norm.h"
 #include "linear.h"
 #include "linear_few_rows.h"
 #include "linear_in_place.h"
@@ -26,7 +27,6 @@
 #include "linear_int8.h"
 #include "linear_int8_product.h"
 #include "attention_call.h"
-#include "encoder.h"
 #include "layer.h"
 
 namespace fastplm::FASTPLM_LEVEL {
