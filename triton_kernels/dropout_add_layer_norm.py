@@ -126,6 +126,17 @@ def _store_part(ptr, tile, i, offs_n, exists, WIDTH: tl.constexpr, PART: tl.cons
 
 
 @triton.jit
+def _choices(seed_ptr, c0, c1, c2, c3, threshold):
+    """What draws decide, as the reference has it: bit j is set where choice j keeps its element."""
+    words = philox(tl.load(seed_ptr), c0, c1, c2, c3, _ROUNDS)
+    choices = tl.zeros(c0.shape, tl.int32)
+    for j in tl.static_range(8):
+        half = ((words[j // 2] >> (j % 2 * 16)) & 0xFFFF).to(tl.int32)
+        choices |= (half >= threshold).to(tl.int32) << j
+    return choices
+
+
+@triton.jit
 def _kept(
     random,
     threshold,
@@ -138,41 +149,39 @@ def _kept(
     """[BLOCK_N, PART] bool: the elements from ``start_e`` on that dropout keeps.
 
     These are the draws of ``reference.dropout``: ``keep_mask_of_rows`` with sample indices, else
-    ``keep_mask``. A draw decides for 8 elements, LANES apart, of a block of 128. A thread makes
-    whole draws, and the threads that hold the elements look them up.
+    ``keep_mask``. A draw decides for 8 elements, 16 apart, of a block of 128.
     """
     seed_ptr, sample_ptr, position_ptr = random
     BLOCK_N: tl.constexpr = offs_n.shape[0]
-    BLOCK: tl.constexpr = 128
-    LANES: tl.constexpr = 16
-    # Whether each part begins with a block. If not, it may reach into one block more.
-    ALIGNED: tl.constexpr = sample_ptr is not None or WIDTH % BLOCK == 0
-    BLOCKS: tl.constexpr = (PART + BLOCK - 1) // BLOCK
-    DRAWS: tl.constexpr = BLOCKS * LANES if ALIGNED else 2 * BLOCKS * LANES
-    zero = tl.zeros([BLOCK_N, DRAWS], tl.uint32)
-    draw = tl.arange(0, DRAWS)[None, :]
-    at = tl.zeros([BLOCK_N, PART], tl.int32) + tl.arange(0, PART)[None, :]  # in the first block
-    if sample_ptr is None:
-        first = offs_n * WIDTH + start_e  # [BLOCK_N] int64
-        number = (first // BLOCK * LANES)[:, None] + draw
-        if not ALIGNED:
-            at += (first % BLOCK).to(tl.int32)[:, None]
-        c0, c1, c2 = number.to(tl.uint32), (number >> 32).to(tl.uint32), zero
-        c3 = zero + _STREAM
-    else:
+    BLOCKS: tl.constexpr = (PART + 127) // 128
+    UNITS: tl.constexpr = PART // BLOCKS // 16
+    zero = tl.zeros([BLOCK_N, 16 * BLOCKS], tl.uint32)
+    draw = tl.arange(0, 16 * BLOCKS)[None, :]
+    if sample_ptr is not None:
         sample = tl.load(sample_ptr + offs_n, mask=exists, other=0)[:, None]
-        c0, c1, c2 = zero, zero + sample.to(tl.uint32), zero + (sample >> 32).to(tl.uint32)
+        position = zero
         if position_ptr is not None:
-            position = tl.load(position_ptr + offs_n, mask=exists, other=0)[:, None]
-            c0 = zero + position.to(tl.uint32)
-        c3 = zero + (((start_e // BLOCK * LANES + draw) << 4) | _STREAM).to(tl.uint32)
-    words = philox(tl.load(seed_ptr), c0, c1, c2, c3, _ROUNDS)
-    choices = tl.zeros([BLOCK_N, DRAWS], tl.int32)  # bit j is choice j of a draw
-    for j in tl.static_range(8):
-        half = ((words[j // 2] >> (j % 2 * 16)) & 0xFFFF).to(tl.int32)
-        choices |= (half >= threshold).to(tl.int32) << j
-    choices = tl.gather(choices, at // BLOCK * LANES + at % LANES, 1)  # [BLOCK_N, PART]
-    return ((choices >> (at % BLOCK // LANES)) & 1) != 0
+            position += tl.load(position_ptr + offs_n, mask=exists, other=0).to(tl.uint32)[:, None]
+        last = ((start_e // 8 + draw) << 4 | _STREAM).to(tl.uint32)
+        low, high = sample.to(tl.uint32), (sample >> 32).to(tl.uint32)
+        choices = _choices(seed_ptr, position, zero + low, zero + high, zero + last, threshold)
+    else:
+        # Element e of a row is element s + e of a block of draws: the draw of lane (s + e) mod 16.
+        first = (offs_n * WIDTH + start_e)[:, None]  # [BLOCK_N, 1] int64
+        place = (first % 128).to(tl.int32)  # s
+        lane = place % 16 + draw % 16
+        number = first // 128 * 16 + draw // 16 * 16 + lane % 16  # [BLOCK_N, 16 * BLOCKS]
+        high = (number >> 32).to(tl.uint32)
+        choices = _choices(seed_ptr, number.to(tl.uint32), high, zero, zero + _STREAM, threshold)
+        if WIDTH % 128 != 0:  # some of a lane's elements are in the next block
+            number += 16
+            high = (number >> 32).to(tl.uint32)
+            low = number.to(tl.uint32)
+            choices |= _choices(seed_ptr, low, high, zero, zero + _STREAM, threshold) << 8
+            choices = choices >> (place // 16 + lane // 16)
+    choices = tl.reshape(choices, [BLOCK_N, BLOCKS, 1, 16])
+    unit = tl.reshape(tl.arange(0, UNITS), [1, 1, UNITS, 1])
+    return tl.reshape(choices >> unit & 1, [BLOCK_N, PART]) != 0
 
 
 @triton.jit
