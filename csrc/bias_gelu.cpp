@@ -48,9 +48,9 @@ void bias_gelu(const Tensor& given, const std::optional<Tensor>& bias, bool tanh
   });
 }
 
-// The same, and grad_input like input, and grad_bias [F] if it is wanted.
+// The same, and grad_input like input; grad_bias [F], or without elements if it is not wanted.
 void bias_gelu_backward(const Tensor& grad_out, const Tensor& given, const std::optional<Tensor>& bias,
-                        bool tanh, Tensor& grad_input, std::optional<Tensor>& grad_bias) {
+                        bool tanh, Tensor& grad_input, Tensor& grad_bias) {
   const Tensor input = dense(given), upstream = dense(grad_out);
   const int64_t width = input.size(-1), rows = width == 0 ? 0 : input.numel() / width;
   const int64_t count = ceil_div(rows, kBiasRows);
@@ -70,12 +70,12 @@ void bias_gelu_backward(const Tensor& grad_out, const Tensor& given, const std::
       }
     });
   });
-  if (!grad_bias) return;
+  if (grad_bias.numel() == 0) return;
   Vector<double> total(width);
-  with_floating_type(*grad_bias, [&](auto type) {
+  with_floating_type(grad_bias, [&](auto type) {
     using T = decltype(type);
     sum_parts(count, width, width, parts.get(), 1.0, total.data(),
-              static_cast<T*>(grad_bias->mutable_data_ptr()));
+              static_cast<T*>(grad_bias.mutable_data_ptr()));
   });
 }
 
@@ -85,4 +85,4 @@ void bias_gelu_backward(const Tensor& grad_out, const Tensor& given, const std::
 FASTPLM_OPERATOR(bias_gelu, "(Tensor input, Tensor? bias, bool tanh, Tensor(a!) out) -> ()")
 FASTPLM_OPERATOR(bias_gelu_backward,
                  "(Tensor grad_out, Tensor input, Tensor? bias, bool tanh, Tensor(a!) grad_input, "
-                 "Tensor(b!)? grad_bias) -> ()")
+                 "Tensor(b!) grad_bias) -> ()")

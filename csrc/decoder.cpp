@@ -44,7 +44,7 @@ constexpr float kHidden = -std::numeric_limits<float>::infinity();  // the score
 void norm(int64_t rows, int64_t width, float eps, const Pair& pair, const float* in, float* out) {
   const float* bias = pair.bias == nullptr ? nullptr : floats(*pair.bias);
   for (int64_t row = 0; row < rows; ++row, in += width, out += width) {
-    norm_row(width, eps, floats(pair.weight), bias, in, out);
+    norm_row(width, eps, bias != nullptr, floats(pair.weight), bias, in, out);
   }
 }
 

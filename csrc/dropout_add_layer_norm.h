@@ -14,7 +14,8 @@ namespace fastplm::FASTPLM_LEVEL {
 // Rows that make one part of the sums over rows, for any number of threads.
 constexpr int64_t kSumRows = 32;
 
-// What dropout of rows depends on. Without samples, elements are counted through the tensor.
+// What dropout of rows depends on. Without samples, elements are counted through the tensor; without positions, these
+// are 0.
 struct RowDropout {
   // Floats of room that keep() needs.
   static int64_t room(int64_t width) { return round_up(width, kDropBlock) + kDropBlock; }
@@ -23,8 +24,9 @@ struct RowDropout {
   FASTPLM_HD const float* keep(int64_t row, int64_t width, float* room) const {
     const int64_t first = samples == nullptr ? row * width : 0, before = first % kDropBlock;
     for (int64_t i = 0; i < before + width; i += kDropBlock) {
-      const auto counter = samples == nullptr ? counter_of_elements(first - before + i)
-                                              : counter_of_row(samples[row], positions[row], i);
+      const auto counter = samples == nullptr
+                               ? counter_of_elements(first - before + i)
+                               : counter_of_row(samples[row], positions == nullptr ? 0 : positions[row], i);
       for_choices(seed, counter, threshold, [&](int64_t element, const Ints& dropped) FASTPLM_INLINE {
         const Ints kept = ~dropped;
         at(room + i + element) = reinterpret_cast<const Floats&>(kept);
@@ -78,6 +80,7 @@ FASTPLM_HD void grad_row(int64_t width, float eps, bool centered, const float* s
     };
     const Block grad = load(grad_out), normed = (load(sum) - moments.mean) * moments.scale;
     const Block weighted = grad * load(weight);
+    store_block<whole.value>(size, weighted, grad_in + i);  // as it was rounded for its mean
     products = products + weighted * normed;
     grads = grads + weighted;
     if (sums.weight != nullptr) add(grad * normed, sums.weight);
@@ -88,7 +91,7 @@ FASTPLM_HD void grad_row(int64_t width, float eps, bool centered, const float* s
   for_blocks(width, [&](auto whole, int64_t i, int64_t size) FASTPLM_INLINE {
     const auto load = [&](const float* from) FASTPLM_INLINE { return load_block<whole.value>(size, from + i); };
     const Block normed = (load(sum) - moments.mean) * moments.scale;
-    Block grad = (load(grad_out) * load(weight) - mean - normed * along) * moments.scale;
+    Block grad = (load(grad_in) - mean - normed * along) * moments.scale;
     if (grad_sum != nullptr) grad = grad + load(grad_sum);
     store_block<whole.value>(size, grad, grad_residual + i);
     if (kept != nullptr) drop(load(kept), scale, grad);

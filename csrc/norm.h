@@ -34,10 +34,10 @@ FASTPLM_HD Moments moments_of(int64_t width, const float* x, float eps, bool cen
   return {mean, 1.0f / std::sqrt(variance_of(width, x, mean) + eps)};
 }
 
-// out [width] = norm(x); out may be x. Without a bias it is T5's.
-FASTPLM_HD void norm_row(int64_t width, float eps, const float* weight, const float* bias, const float* x,
-                         float* out) {
-  const Moments moments = moments_of(width, x, eps, bias != nullptr);
+// out [width] = norm(x); out may be x. T5's is not centered; the bias is null if there is none.
+FASTPLM_HD void norm_row(int64_t width, float eps, bool centered, const float* weight, const float* bias,
+                         const float* x, float* out) {
+  const Moments moments = moments_of(width, x, eps, centered);
   for_blocks(width, [&](auto whole, int64_t i, int64_t size) FASTPLM_INLINE {
     const auto load = [&](const float* from) FASTPLM_INLINE { return load_block<whole.value>(size, from + i); };
     Block y = (load(x) - moments.mean) * moments.scale * load(weight);

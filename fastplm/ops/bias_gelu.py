@@ -10,7 +10,7 @@ from torch import Tensor
 from fastplm._declare import Arg, from_fields
 from fastplm._registry import Op
 from fastplm.errors import check_choice
-from fastplm.ops._common import kernels, triton_rejects
+from fastplm.ops._common import csrc_rejects, kernels, triton_rejects
 from fastplm.ops.gelu import FORMS
 from fastplm.reference.bias_gelu import bias_gelu_ref
 
@@ -66,6 +66,33 @@ def bias_gelu(input: Tensor, bias: Tensor | None, *, approximate: str = "none") 
     Reference: ``fastplm.reference.bias_gelu.bias_gelu_ref``.
     """
     return OP(Call(input, bias, approximate))
+
+
+# --- backend "cpp" --------------------------------------------------------------------------------
+
+_CSRC_REJECTS = csrc_rejects("bias_gelu", fp64=False)
+
+
+def _cpp_rejects(call: Call, *, forced: bool) -> str | None:
+    if call.bias is not None and call.bias.dtype is torch.float64:
+        return "float64: csrc/ takes fp32, fp16 and bf16"
+    return _CSRC_REJECTS(call, forced=forced)
+
+
+def _cpp_forward(call: Call) -> Tensor:
+    input, bias, approximate = call
+    out = input.new_empty(input.shape)
+    torch.ops.fastplm_C.bias_gelu(input, bias, approximate == "tanh", out)
+    return out
+
+
+def _cpp_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor]:
+    input, bias, approximate, _ = saved
+    grad_input, grad_bias = _fake_backward(grad, saved)
+    torch.ops.fastplm_C.bias_gelu_backward(
+        grad, input, bias, approximate == "tanh", grad_input, grad_bias
+    )
+    return grad_input, grad_bias
 
 
 # --- backend "triton" -----------------------------------------------------------------------------
@@ -137,4 +164,5 @@ OP = Op(
     fake_backward=_fake_backward,
     second=_second,
 )
+OP.backend("cpp", forward=_cpp_forward, backward=_cpp_backward, rejects=_cpp_rejects)
 OP.backend("triton", forward=_triton_forward, backward=_triton_backward, rejects=_triton_rejects)

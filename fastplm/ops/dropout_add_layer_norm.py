@@ -15,7 +15,13 @@ from fastplm._checks import check_bool, check_number, check_probability, check_s
 from fastplm._declare import Arg, from_fields
 from fastplm._registry import Op, needs_dispatch
 from fastplm.errors import fail
-from fastplm.ops._common import kernels, last_dim_contiguous, seed_tensor, triton_rejects
+from fastplm.ops._common import (
+    csrc_rejects,
+    kernels,
+    last_dim_contiguous,
+    seed_tensor,
+    triton_rejects,
+)
 from fastplm.reference.dropout import dropout_ref, dropout_scale, dropout_threshold
 from fastplm.reference.dropout_add_layer_norm import dropout_add_layer_norm_ref
 
@@ -194,12 +200,53 @@ def _run(where: str, call: Call, return_sum: bool) -> Any:
     return (out, sum) if return_sum else out
 
 
+def _settings(call: Call | Saved) -> dict[str, Any]:
+    threshold = dropout_threshold(call.dropout_p)
+    scale = dropout_scale(threshold)
+    return dict(threshold=threshold, keep_scale=scale, eps=call.eps, is_rms=call.is_rms)
+
+
+def _has_fp64(call: Call) -> bool:
+    return any(one is not None and one.dtype is torch.float64 for one in call[:5])
+
+
+# --- backend "cpp" --------------------------------------------------------------------------------
+
+_CSRC_REJECTS = csrc_rejects("dropout_add_layer_norm")
+
+
+def _cpp_rejects(call: Call, *, forced: bool) -> str | None:
+    if _has_fp64(call):
+        return "float64: csrc/ takes fp32, fp16 and bf16"
+    return _CSRC_REJECTS(call, forced=forced)
+
+
+def _cpp_forward(call: Call) -> tuple[Tensor, Tensor]:
+    out, sum = _fake(call, "cpp")
+    torch.ops.fastplm_C.dropout_add_layer_norm(*call[:8], **_settings(call), out=out, sum=sum)
+    return out, sum
+
+
+def _cpp_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, ...]:
+    found = _fake_backward(grad, saved)
+    of_input, of_residual, of_weight, of_bias, of_linear_bias = found
+    torch.ops.fastplm_C.dropout_add_layer_norm_backward(
+        *(grad, saved.sum, saved.weight, *saved[4:8]),
+        **_settings(saved),
+        grad_input=of_input,
+        grad_residual=of_residual,
+        grad_weight=of_weight,
+        grad_bias=of_bias,
+        grad_linear_bias=of_linear_bias,
+    )
+    return found
+
+
 # --- backend "triton" -----------------------------------------------------------------------------
 
 
 def _triton_rejects(call: Call, *, forced: bool) -> str | None:
-    tensors = [one for one in call[:5] if one is not None]
-    if any(one.dtype is torch.float64 for one in tensors):
+    if _has_fp64(call):
         return "float64: the kernels take fp32, fp16 and bf16"
     if call.input.shape[-1] > _MAX_WIDTH:
         return f"rows of more than {_MAX_WIDTH} elements: they do not fit into the registers"
@@ -209,12 +256,6 @@ def _triton_rejects(call: Call, *, forced: bool) -> str | None:
 def _rows(tensor: Tensor) -> Tensor:
     """[..., E] -> [N, E], neighbours in a row side by side."""
     return last_dim_contiguous(tensor.reshape(-1, tensor.shape[-1]))
-
-
-def _settings(call: Call | Saved) -> dict[str, Any]:
-    threshold = dropout_threshold(call.dropout_p)
-    scale = dropout_scale(threshold)
-    return dict(threshold=threshold, keep_scale=scale, eps=call.eps, is_rms=call.is_rms)
 
 
 def _dense(*vectors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -314,4 +355,5 @@ OP = Op(
     fake_backward=_fake_backward,
     second=_second,
 )
+OP.backend("cpp", forward=_cpp_forward, backward=_cpp_backward, rejects=_cpp_rejects)
 OP.backend("triton", forward=_triton_forward, backward=_triton_backward, rejects=_triton_rejects)
