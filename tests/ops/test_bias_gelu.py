@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 
 import pytest
 import torch
@@ -12,10 +11,9 @@ import torch.nn.functional as F
 import fastplm
 from fastplm import ops
 from fastplm._registry import OPS
-from fastplm.errors import BackendError
 from fastplm.ops.gelu import FORMS
 from fastplm.reference.bias_gelu import bias_gelu_ref
-from fastplm.testing import assert_repeatable, assert_within_budget, poisoned_memory
+from fastplm.testing import assert_within_budget, poisoned_memory
 
 from ..pairwise import pairwise
 
