@@ -37,24 +37,24 @@ _MAX_GROUPS = 512
 @triton.jit
 def _phi(z, SHORT: tl.constexpr):
     """Phi(z) and its derivative, the density of the normal distribution."""
-    e = tl.exp2(-0.72134752044448170 * z * z)  # exp(-z^2 / 2)
     if SHORT:
-        # Phi(-a) exp(a^2 / 2) as a polynomial of 1 / (1 + 0.35 a), within 3.2e-8 of it everywhere:
-        # half the instructions of erf. In fp32, which erf gives to the last bits, this is not.
-        t = 1.0 / (1.0 + 0.35 * tl.abs(z))
-        q = 0.143970649683437 - 0.029145686442112864 * t
-        q = -0.25571236926507657 + t * q
-        q = 0.15917231955271888 + t * q
-        q = -0.023108776395031914 + t * q
-        q = 0.10550764071572206 + t * q
-        q = 0.11983293920670621 + t * q
-        q = 0.1398618624497362 + t * q
-        q = 0.1396214045714658 + t * q
-        q = e * (t * q)
+        # log2 Phi(-|z|) as a polynomial. Up to |z| = 5.2 Phi(-|z|) is within 1e-7 of it, beyond it
+        # falls faster. This takes half the instructions of erf, which in fp32 is more exact.
+        a = tl.abs(z)
+        q = 6.684045210108336e-07 - 2.1998561573781557e-08 * a
+        q = -8.758783060488432e-06 + a * q
+        q = 6.258443265752001e-05 + a * q
+        q = -0.00022825454169459746 + a * q
+        q = -0.00011480197390487614 + a * q
+        q = 0.007098438230269626 + a * q
+        q = -0.05255268423605014 + a * q
+        q = -0.45918048454266286 + a * q
+        q = -1.151109690576403 + a * q
+        q = tl.exp2(-0.9999998818833182 + a * q)
         p = tl.where(z < 0.0, q, 1.0 - q)
     else:
         p = 0.5 + 0.5 * tl.erf(z * 0.70710678118654752)
-    return p, 0.39894228040143268 * e
+    return p, 0.39894228040143268 * tl.exp2(-0.72134752044448170 * z * z)
 
 
 @triton.jit
