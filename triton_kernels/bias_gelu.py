@@ -28,8 +28,7 @@ from fastplm.triton_kernels._launch import INTERPRETED, cast, cdiv, launch, next
 # A thread loads 16 bytes of each row of a tile. So a tile has as many columns as its warps take.
 _BYTES_PER_WARP = 32 * 16
 _MAX_WARPS = 4
-_BLOCK_N = 4
-# The rows of a group are a multiple of this.
+# The rows of a group are a multiple of this, and those of a tile a divisor of it.
 _ROWS = 16
 _MAX_GROUPS = 512
 
@@ -59,11 +58,13 @@ def _phi(z, SHORT: tl.constexpr):
 
 @triton.jit
 def _logistic(z):
-    """1 / (1 + exp(-2 u)) and its derivative."""
+    """1 / (1 + exp(-2 u)) and its derivative, to full relative precision on both sides."""
     square = z * z
     u = z * (0.79788456080286536 + 0.035677408136300125 * square)
-    p = 1.0 / (1.0 + tl.exp2(-2.8853900817779268 * u))
-    return p, p * (1.0 - p) * (1.5957691216057307 + 0.21406444881780075 * square)
+    e = tl.exp2(-2.8853900817779268 * tl.abs(u))
+    r = 1.0 / (1.0 + e)
+    p = tl.where(u < 0.0, e * r, r)
+    return p, e * r * r * (1.5957691216057307 + 0.21406444881780075 * square)
 
 
 @triton.jit
@@ -180,8 +181,9 @@ def _bias_gelu_sum_kernel(
 
 
 class _Tile(NamedTuple):
-    """Columns of a tile, tiles of a row, warps."""
+    """Rows and columns of a tile, tiles of a row, warps."""
 
+    rows: int
     columns: int
     tiles: int
     warps: int
@@ -190,8 +192,9 @@ class _Tile(NamedTuple):
 @lru_cache
 def _tile(width: int, itemsize: int) -> _Tile:
     warps = min(_MAX_WARPS, next_power_of_2(cdiv(width * itemsize, _BYTES_PER_WARP)))
-    columns = min(warps * _BYTES_PER_WARP // itemsize, max(16, next_power_of_2(width)))
-    return _Tile(columns, cdiv(width, columns), warps)
+    full = warps * _BYTES_PER_WARP // itemsize
+    columns = min(full, max(16, next_power_of_2(width)))
+    return _Tile(min(_ROWS, 4 * full // columns), columns, cdiv(width, columns), warps)
 
 
 def _groups(rows: int) -> tuple[int, int]:
@@ -212,7 +215,7 @@ def bias_gelu_fwd(input: torch.Tensor, bias: torch.Tensor | None, approximate: s
     out = input.new_empty(rows, width)
     launch(
         _bias_gelu_fwd_kernel,
-        (cdiv(rows, _BLOCK_N) * tile.tiles,),
+        (cdiv(rows, tile.rows) * tile.tiles,),
         input.device,
         x_ptr=input,
         b_ptr=input if bias is None else bias,
@@ -220,7 +223,7 @@ def bias_gelu_fwd(input: torch.Tensor, bias: torch.Tensor | None, approximate: s
         num_rows=rows,
         stride_xn=input.stride(0),
         WIDTH=width,
-        BLOCK_N=_BLOCK_N,
+        BLOCK_N=tile.rows,
         BLOCK_F=tile.columns,
         HAS_BIAS=bias is not None,
         TANH=approximate == "tanh",
@@ -258,7 +261,7 @@ def bias_gelu_bwd(
         stride_dyn=grad.stride(0),
         stride_xn=input.stride(0),
         WIDTH=width,
-        BLOCK_N=_BLOCK_N,
+        BLOCK_N=tile.rows,
         BLOCK_F=tile.columns,
         HAS_BIAS=bias is not None,
         NEED_DB=sums is not None,
