@@ -207,7 +207,7 @@ def activated(size: int, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def activated_with_bias(size: int, dtype: torch.dtype) -> dict[str, Any]:
-    return dict(input=floats(size, 40)(dtype), bias=floats(40)(dtype))
+    return activated(size, dtype) | dict(bias=floats(40)(dtype))
 
 
 def dropped(size: int, dtype: torch.dtype) -> dict[str, Any]:

@@ -258,7 +258,7 @@ OPS = {
     "bias_gelu": (
         dict(input=ROWS, bias=zeros(8)),
         {
-            "input": (1.0, ROWS.int(), zeros(4, 7), zeros(4, 0)),
+            "input": (1.0, ROWS.int(), zeros(4, 0), torch.tensor(1.0)),
             "bias": (0.0, zeros(7), zeros(1, 8), zeros(8, dtype=LONG)),
             "approximate": ("exact", None),
         },
