@@ -157,6 +157,44 @@ FASTPLM_HD float maximum_of(const Several<kCount>& block) {
   return maximum_of(most);
 }
 
+// A block of elements, all of which are read before the first is written.
+constexpr int64_t kBlockSize = kTogether * kWidth;
+using Block = Several<kTogether>;
+
+// Loads `count` elements as fp32, filled up with `rest`, and stores them. With kWhole they are a
+// whole block, whose size the compiler knows.
+template <bool kWhole, typename T>
+FASTPLM_HD Block load_block(int64_t count, const T* from, float rest = 0.0f) {
+  if constexpr (kWhole && std::is_same_v<T, float>) {
+    return load<kTogether>(from);
+  } else {
+    float value[kBlockSize];
+    for (int64_t i = 0; i < kBlockSize; ++i) value[i] = rest;
+    for (int64_t i = 0; i < (kWhole ? kBlockSize : count); ++i) value[i] = static_cast<float>(from[i]);
+    return load<kTogether>(value);
+  }
+}
+
+template <bool kWhole, typename T>
+FASTPLM_HD void store_block(int64_t count, const Block& block, T* to) {
+  if constexpr (kWhole && std::is_same_v<T, float>) {
+    store(block, to);
+  } else {
+    float value[kBlockSize];
+    store(block, value);
+    for (int64_t i = 0; i < (kWhole ? kBlockSize : count); ++i) to[i] = static_cast<T>(value[i]);
+  }
+}
+
+// Calls function(whole, i, size) for each block of `count` elements, which begins at i; the last
+// block may be shorter.
+template <typename Function>
+FASTPLM_HD void for_blocks(int64_t count, const Function& function) {
+  int64_t i = 0;
+  for (; i + kBlockSize <= count; i += kBlockSize) function(std::true_type(), i, kBlockSize);
+  if (i < count) function(std::false_type(), i, count - i);
+}
+
 // Whether rows of `width` elements of T can be used as they are: floats that need no filling up.
 template <typename T>
 FASTPLM_HD constexpr bool are_floats(int64_t width, int64_t filled) {

@@ -42,6 +42,8 @@ INT8 = "tests/ops/test_linear_int8.py -k"
 QUANTIZED = "tests/models/test_quantize.py -k"
 CONTRACT = "tests/models/test_contract.py -k"
 REPLACED = "tests/ops/test_replaced_token_loss.py -k"
+ACTIVATED = "tests/ops/test_bias_gelu.py -k"
+ACTIVATION = "triton_kernels/bias_gelu.py"
 LOSS = "tests/ops/test_linear_cross_entropy.py -k"
 CHOICES = "tests/train/test_finetune_choices.py -k"
 OPTIONS = "tests/train/test_pretrain_options.py -k"
@@ -141,6 +143,13 @@ MUTATIONS = (
         "attn_mask.ptr + b * attn_mask.stride_h + h * attn_mask.stride_b",
         "tests/ops/test_attention.py -m slow -k 'triton and lengths_with_a_dense_mask'",
     ),
+    # --- ops: bias_gelu
+    Mutation(ACTIVATION, "db += tl.sum(s, 0)", "db = tl.sum(s, 0)", f"{ACTIVATED} groups"),
+    Mutation(ACTIVATION, "(p + z * slope)", "p", f"{ACTIVATED} wider_rows"),
+    Mutation(
+        ACTIVATION, "tl.where(z < 0.0, q, 1.0 - q)", "1.0 - q", f"{ACTIVATED} 'magnitude and fp16'"
+    ),
+    Mutation(ACTIVATION, "tl.where(u < 0.0, e * r, r)", "r", f"{ACTIVATED} 'magnitude and tanh'"),
     # --- ops: gather_rows
     Mutation(
         "fastplm/ops/gather_rows.py",
@@ -841,7 +850,7 @@ MUTATIONS = (
         "",
         f"{QUANTIZED} training",
     ),
-    Mutation("csrc/encoder.h", "* 0.707106781f;", "* 0.7f;", f"{CALLED} error_is_that", 3),
+    Mutation("csrc/gelu.h", "x * -0.5f", "x * -0.49f", f"{CALLED} error_is_that", 3),
     Mutation(
         "csrc/encoder.cpp",
         "width, AddResidual{normed, width});",

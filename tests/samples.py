@@ -206,6 +206,10 @@ def activated(size: int, dtype: torch.dtype) -> dict[str, Any]:
     return dict(input=floats(size, 40)(dtype), approximate="tanh")
 
 
+def activated_with_bias(size: int, dtype: torch.dtype) -> dict[str, Any]:
+    return activated(size, dtype) | dict(bias=floats(40)(dtype))
+
+
 def dropped(size: int, dtype: torch.dtype) -> dict[str, Any]:
     return dict(input=floats(size, 40)(dtype), p=0.3, seed=torch.tensor(5))
 
@@ -322,6 +326,7 @@ def _samples() -> dict[str, Sample]:
         ("linear_int8", ops.linear_int8, product_int8, ()),
         ("rms_norm", ops.rms_norm, normalized, WEIGHTS[:2]),
         ("gelu", ops.gelu, activated, ("input",)),
+        ("bias_gelu", ops.bias_gelu, activated_with_bias, ("input", "bias")),
         ("dropout", ops.dropout, dropped, ("input",)),
         ("dropout, rows", ops.dropout, dropped_rows, ("input",)),
         *((op, function, make, ()) for op, (function, make, _) in of_tokens.items()),
@@ -355,7 +360,7 @@ IN_16_BITS = (
     "linear",
 )
 #: These have a second gradient; the others refuse it.
-TWICE = ("linear", "rms_norm", "gelu", "dropout")
+TWICE = ("linear", "rms_norm", "gelu", "bias_gelu", "dropout")
 
 
 def kernels(sample: Sample) -> list[str]:

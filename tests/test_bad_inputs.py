@@ -255,6 +255,14 @@ OPS = {
         },
     ),
     "gelu": (dict(input=ROWS), {"input": (1.0, ROWS.int()), "approximate": ("exact", None)}),
+    "bias_gelu": (
+        dict(input=ROWS, bias=zeros(8)),
+        {
+            "input": (1.0, ROWS.int(), zeros(4, 0), torch.tensor(1.0)),
+            "bias": (0.0, zeros(7), zeros(1, 8), zeros(8, dtype=LONG)),
+            "approximate": ("exact", None),
+        },
+    ),
     "dropout": (
         dict(input=ROWS, p=0.1, sample_index=zeros(len(ROWS), dtype=LONG)),
         {

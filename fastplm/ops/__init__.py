@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastplm.ops.attention import attention, attention_varlen
 from fastplm.ops.bart_noise import bart_noise
+from fastplm.ops.bias_gelu import bias_gelu
 from fastplm.ops.corrupt_spans import corrupt_spans, span_corruption_fit, span_corruption_lengths
 from fastplm.ops.dropout import dropout
 from fastplm.ops.dropout_add_layer_norm import dropout_add_layer_norm, dropout_add_rms_norm
@@ -42,6 +43,7 @@ __all__ = [
     "attention",
     "attention_varlen",
     "bart_noise",
+    "bias_gelu",
     "corrupt_spans",
     "dequantize_int8",
     "dropout",

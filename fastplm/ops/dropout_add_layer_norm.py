@@ -15,10 +15,18 @@ from fastplm._checks import check_bool, check_number, check_probability, check_s
 from fastplm._declare import Arg, from_fields
 from fastplm._registry import Op, needs_dispatch
 from fastplm.errors import fail
-from fastplm.ops._common import seed_tensor
-from fastplm.reference.dropout import dropout_ref
+from fastplm.ops._common import (
+    csrc_rejects,
+    kernels,
+    last_dim_contiguous,
+    seed_tensor,
+    triton_rejects,
+)
+from fastplm.reference.dropout import dropout_ref, dropout_scale, dropout_threshold
 from fastplm.reference.dropout_add_layer_norm import dropout_add_layer_norm_ref
 
+#: ``MAX_WIDTH`` of the kernels, which are imported when one is first called.
+_MAX_WIDTH = 16384
 _ROW_INDEX = Arg("[N]", (torch.int64,))
 
 
@@ -192,6 +200,89 @@ def _run(where: str, call: Call, return_sum: bool) -> Any:
     return (out, sum) if return_sum else out
 
 
+def _settings(call: Call | Saved) -> dict[str, Any]:
+    threshold = dropout_threshold(call.dropout_p)
+    scale = dropout_scale(threshold)
+    return dict(threshold=threshold, keep_scale=scale, eps=call.eps, is_rms=call.is_rms)
+
+
+def _has_fp64(call: Call) -> bool:
+    return any(one is not None and one.dtype is torch.float64 for one in call[:5])
+
+
+# --- backend "cpp" --------------------------------------------------------------------------------
+
+_CSRC_REJECTS = csrc_rejects("dropout_add_layer_norm")
+
+
+def _cpp_rejects(call: Call, *, forced: bool) -> str | None:
+    if _has_fp64(call):
+        return "float64: csrc/ takes fp32, fp16 and bf16"
+    return _CSRC_REJECTS(call, forced=forced)
+
+
+def _cpp_forward(call: Call) -> tuple[Tensor, Tensor]:
+    out, sum = _fake(call, "cpp")
+    torch.ops.fastplm_C.dropout_add_layer_norm(*call[:8], **_settings(call), out=out, sum=sum)
+    return out, sum
+
+
+def _cpp_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, ...]:
+    found = _fake_backward(grad, saved)
+    of_input, of_residual, of_weight, of_bias, of_linear_bias = found
+    torch.ops.fastplm_C.dropout_add_layer_norm_backward(
+        *(grad, saved.sum, saved.weight, *saved[4:8]),
+        **_settings(saved),
+        grad_input=of_input,
+        grad_residual=of_residual,
+        grad_weight=of_weight,
+        grad_bias=of_bias,
+        grad_linear_bias=of_linear_bias,
+    )
+    return found
+
+
+# --- backend "triton" -----------------------------------------------------------------------------
+
+
+def _triton_rejects(call: Call, *, forced: bool) -> str | None:
+    if _has_fp64(call):
+        return "float64: the kernels take fp32, fp16 and bf16"
+    if call.input.shape[-1] > _MAX_WIDTH:
+        return f"rows of more than {_MAX_WIDTH} elements: they do not fit into the registers"
+    return triton_rejects(call, forced=forced)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """[..., E] -> [N, E], neighbours in a row side by side."""
+    return last_dim_contiguous(tensor.reshape(-1, tensor.shape[-1]))
+
+
+def _dense(*vectors: Tensor | None) -> tuple[Tensor | None, ...]:
+    return tuple(None if one is None else one.contiguous() for one in vectors)
+
+
+def _triton_forward(call: Call) -> tuple[Tensor, Tensor]:
+    input, residual = call.input, call.residual
+    out, sum = kernels("dropout_add_layer_norm").dropout_add_layer_norm_fwd(
+        _rows(input), _rows(residual), *_dense(*call[2:8]), **_settings(call)
+    )
+    return out.view(input.shape), sum.view(input.shape)
+
+
+def _triton_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, ...]:
+    sum, weight, bias, linear_bias, grad_sum, *random = saved[:8]
+    of_input, of_residual, *others = kernels("dropout_add_layer_norm").dropout_add_layer_norm_bwd(
+        *(_rows(grad), _rows(sum), *_dense(weight, bias, linear_bias)),
+        *(None if grad_sum is None else _rows(grad_sum), *_dense(*random)),
+        needs=saved[-5:],
+        **_settings(saved),
+    )
+    of_input = of_input.view(sum.shape) if saved.need_input else of_input
+    of_residual = of_residual.view(sum.shape) if saved.need_residual else of_residual
+    return of_input, of_residual, *others
+
+
 # --- registration ---------------------------------------------------------------------------------
 
 
@@ -264,3 +355,5 @@ OP = Op(
     fake_backward=_fake_backward,
     second=_second,
 )
+OP.backend("cpp", forward=_cpp_forward, backward=_cpp_backward, rejects=_cpp_rejects)
+OP.backend("triton", forward=_triton_forward, backward=_triton_backward, rejects=_triton_rejects)

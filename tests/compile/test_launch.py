@@ -182,7 +182,7 @@ print(json.dumps(found))
 STEPS = (
     HEAD
     + """
-from fastplm.triton_kernels import gather_rows, replaced_token_loss
+from fastplm.triton_kernels import bias_gelu, gather_rows, replaced_token_loss
 from fastplm.triton_kernels.attention import launch
 
 meta = lambda *shape, dtype=torch.bfloat16: torch.empty(shape, dtype=dtype, device="meta")
@@ -199,6 +199,8 @@ def step(rows, slots, longest, heads):
     gathered = gather_rows.gather_rows_fwd(hidden, positions)
     gather_rows.gather_rows_bwd(gathered, positions, rows)
     weight, ids = hidden[0], meta(rows, dtype=torch.int64)
+    bias_gelu.bias_gelu_bwd(
+        bias_gelu.bias_gelu_fwd(hidden, weight, "none"), hidden, weight, "none", True)
     loss, slope, denominator, *sums, _ = replaced_token_loss.replaced_token_loss_fwd(
         hidden, weight, weight[0], ids, ids, None, None, "mean", True, True)
     replaced_token_loss.replaced_token_loss_bwd(

@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 from fastplm import ops  # noqa: E402
 from fastplm.reference.attention import attention_ref, attention_varlen_ref  # noqa: E402
+from fastplm.reference.bias_gelu import bias_gelu_ref  # noqa: E402
 from fastplm.reference.gather_rows import gather_rows_ref  # noqa: E402
 from fastplm.reference.linear_cross_entropy import linear_cross_entropy_ref, sample_ref  # noqa: E402
 from fastplm.reference.linear_distillation import (  # noqa: E402
@@ -187,6 +188,13 @@ def replaced_token_loss(arch, dtype, width, rows=70, seeds=(0, 1)) -> list[str]:
     )
     wrt = ["input", "weight", "bias"]
     return hold(arch, ops.replaced_token_loss, replaced_token_loss_ref, inputs, wrt, seeds)
+
+
+def bias_gelu(arch, dtype, width, approximate="none", rows=70, seeds=(0, 1)) -> list[str]:
+    inputs = dict(input=drawn(dtype, rows, width), bias=drawn("float32", width))
+    function = functools.partial(ops.bias_gelu, approximate=approximate)
+    reference = functools.partial(bias_gelu_ref, approximate=approximate)
+    return hold(arch, function, reference, inputs, ["input", "bias"], seeds)
 
 
 def linear_cross_entropy(

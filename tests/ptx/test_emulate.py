@@ -72,6 +72,12 @@ def test_replaced_token_loss(emulate, arch, dtype):
     emulate("replaced_token_loss", arch=arch, dtype=dtype, width=72)
 
 
+@pytest.mark.parametrize(("arch", "dtype"), every((80, "float32"), (90, "bfloat16")))
+@pytest.mark.parametrize("approximate", ("none", "tanh"))
+def test_bias_gelu(emulate, arch, dtype, approximate):
+    emulate("bias_gelu", arch=arch, dtype=dtype, width=72, approximate=approximate)
+
+
 @pytest.mark.parametrize(("arch", "dtype"), every((80, "float16"), (90, "bfloat16")))
 def test_linear_cross_entropy(emulate, arch, dtype):
     """With narrow rows, the backward computes the logits again."""
