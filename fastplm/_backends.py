@@ -426,6 +426,8 @@ class Short:
 
     def __call__(self, *arguments: Any) -> Any:
         """The result; None if ``Op.__call__`` must choose the backend or raise an error."""
+        if not arguments[0].is_cpu:
+            return None
         wanted = requested(self.op)
         if (
             (wanted != "auto" and wanted != "cpp")

@@ -239,14 +239,18 @@ class Op:
 
         A layer calls PyTorch's function if this returns None. It does so, too, if a call is
         transformed, or traced (unless the backend has ``compiled``). PyTorch's function is the
-        faster one for most calls of a model, so the table is read first.
+        faster one for most calls of a model, so the table is read first; on another device than a
+        CPU nothing is.
         """
-        wanted, cpp = requested(self.name), self._cpp
+        cpp = self._cpp
         if (
             cpp is None
-            or (wanted != "auto" and wanted != "cpp")
             or type(arguments[0]) not in _TENSORS  # whose sizes may be unknown
+            or not arguments[0].is_cpu
         ):
+            return None
+        wanted = requested(self.name)
+        if wanted != "auto" and wanted != "cpp":
             return None
         if not is_traced():
             if wanted == "auto":

@@ -52,6 +52,7 @@ from fastplm._checks import values_are_known
 from fastplm._registry import is_eager
 from fastplm.errors import UnsupportedError, fail
 from fastplm.ops import T5RelativeBias, attention, attention_varlen
+from fastplm.ops._attention_call import made_for_one_forward, share_bits
 from fastplm.ops.attention import plain_attention
 
 logger = logging.get_logger(__name__)
@@ -141,7 +142,8 @@ def fastplm_mask(
             key_mask.device.type == "cpu" and is_eager(key_mask) and bool(key_mask.all())
         ):
             key_mask = torch.ones(1, 0, dtype=torch.bool, device=device)
-        return key_mask[:, None, None] if not causal or one_query else key_mask[:, None, None, None]
+        keys = key_mask[:, None, None] if not causal or one_query else key_mask[:, None, None, None]
+        return made_for_one_forward(keys)
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     sizes = batch_size, q_length, kv_length, q_offset, kv_offset
     return sdpa_mask(*sizes, mask_function, attention_mask, **kwargs)
@@ -227,9 +229,14 @@ def fastplm_attention_forward(
             attention_mask = as_booleans(_WHERE, attention_mask)
     if is_causal is None and query.shape[2] == 1:
         is_causal = False  # a single query is the last one: it attends to all keys in any case
+    given_mask = attention_mask
     causal, attention_mask = _meaning(module, attention_mask, is_causal)
+    rows = kwargs.get(ROWS)
+    if causal and rows is not None and rows.full:
+        attention_mask = None
     if (
-        attention_mask is None
+        query.is_cpu
+        and attention_mask is None
         and not dropout
         and not (causal and query.shape[2] > 1)
         and (_SPECIAL.isdisjoint(kwargs) or _says_only_samples(kwargs))
@@ -256,22 +263,31 @@ def fastplm_attention_forward(
         return _unfused(
             module, query, key, value, attention_mask, dropout, scaling, causal, weights_too, kwargs
         )
-    rows = kwargs.get(ROWS)
     options: dict[str, Any] = {
-        "key_mask": None if complete else attention_mask,
         "is_causal": causal and not complete,
         "dropout_p": dropout,
         "scale": scaling,
         "relative_bias": relative_bias,
         "sample_index": None if rows is None or not dropout else rows.sample_index,
+        "seed": _seed(rows, module, causal) if dropout and not complete else None,
     }
+    if attention_mask is not None and not complete:
+        options["key_mask"] = keys = attention_mask if lengths is None else attention_mask[0]
+        share_bits(given_mask, keys)  # type: ignore[arg-type]
     if lengths is None:
         return attention(query, key, value, attn_mask=attn_mask, **options).transpose(1, 2), None
     # Not query[0]: its backward copies the gradient into a tensor of zeros.
     query, key, value = (one.squeeze(0).transpose(0, 1) for one in (query, key, value))
-    if attention_mask is not None:
-        options["key_mask"] = attention_mask[0]
     return attention_varlen(query, key, value, *lengths, **options)[None], None
+
+
+def _seed(rows: Any, module: nn.Module, causal: bool) -> Tensor | None:
+    """The seed of a layer that its model has drawn (``Rows``); None = the op draws one."""
+    if rows is None or rows.seeds is None:
+        return None
+    number = rows.number_of_layer
+    number = getattr(module, "layer_idx", None) if number is None else number
+    return None if number is None else rows.seeds[number, int(causal)]
 
 
 def check_unfused(position_bias: Any, packed: bool) -> None:

@@ -33,6 +33,8 @@ from fastplm.models._encoder_call import backbone_call, encoder_call, may_call, 
 from fastplm.models._layer import Join, Layer, Ready, ready, run_layer
 from fastplm.models._ragged import (
     NUMBERED,
+    ONE_DRAW,
+    Counted,
     LastRows,
     OnRows,
     RaggedBatch,
@@ -44,7 +46,7 @@ from fastplm.models._ragged import (
     mask_at,
     rows_computed,
     unpadded,
-    values_can_be_read,
+    without_mask,
 )
 from fastplm.nn._rows import is_plain
 from fastplm.nn.dropout import on_rows
@@ -153,9 +155,14 @@ class EncoderModel(FastplmModel):
             told = self._rows_of(
                 given, attention_mask, first, output_rows, extra_rows, unpad, encoder_rows, kwargs
             )
+            full = told.full
         note(lambda: rows_computed(self, (batch, seqlen), attention_mask, told, kept))
+        if full and attention_mask is not None:
+            attention_mask, told.full = without_mask(attention_mask, self._is_causal())
         if drops and kept in NUMBERED:
             told.number(given, sample_index, offsets, self._layers_are_on_rows())
+        if self.training and kept in NUMBERED and given.device.type in ONE_DRAW:
+            told.draw_seeds(self, given, self._layer_numbers())
 
         # --- the parent's forward on these rows ---
         if told.own is not None:
@@ -163,6 +170,8 @@ class EncoderModel(FastplmModel):
             position_ids = told.own.pack(position_ids)
             inputs_embeds = told.own.pack_rows(inputs_embeds)
             attention_mask = told.own.key_mask_row(always=self._is_causal())
+            if told.own.key_mask is None and attention_mask is not None:
+                _, told.full = without_mask(attention_mask, True)
         states, told.cross = cross_inputs(*crossed, told.own)
         if given.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
             told.layers = self._ready(given)
@@ -290,14 +299,17 @@ class EncoderModel(FastplmModel):
     def _is_causal(self) -> bool:
         return bool(self.config.is_decoder)
 
+    def _layer_numbers(self) -> list[Any]:
+        """The ``layer_idx`` of each layer, all of which are ours."""
+        return [layer._index() for layer in self._layers()]
+
     def _last_layer(self) -> int | None:
         """The index of the last layer; None if it must compute all rows. All layers are ours."""
         if self._is_causal():
             return None
-        layers = self._layers()
-        indices = [layer._index() for layer in layers]
+        indices: Any = self._layer_numbers()
         alone = indices and indices.count(indices[-1]) == 1
-        return indices[-1] if alone and layers[-1]._parts() is not None else None
+        return indices[-1] if alone and self._layers()[-1]._parts() is not None else None
 
     def _keeps_padding(
         self, masks: Iterable[Tensor | None], kwargs: dict[str, Any], layers: bool = True
@@ -331,6 +343,8 @@ class EncoderModel(FastplmModel):
             where, shape = type(self).__name__, given.shape[:2]
             check_shape(where, "attention_mask", mask, shape, "[batch, tokens]")
         full = (unpad is None or isinstance(unpad, bool)) and _all_known(mask)
+        if isinstance(unpad, Counted):
+            full = unpad.tokens == given.shape[0] * given.shape[1]
         return None if full and not self._is_causal() else mask, full
 
     def _rows_of(
@@ -351,12 +365,14 @@ class EncoderModel(FastplmModel):
         needed: Any = None if rows is None else mask_at(rows, batch, seqlen)
         if self._pools() and (rows is not None or not _begins_with_tokens(mask)):
             needed = either(needed, mask_at(first, batch, seqlen))
-        own = unpadded(mask, either(extra_rows, needed), unpad, dtype=self.dtype)
+        own, full = unpadded(mask, either(extra_rows, needed), unpad, dtype=self.dtype)
+        mask = None if full else mask
         if own is None and encoder_rows is not None:
             own = RaggedBatch.whole(given, mask)
         if rows is None or wants_output(self, "output_hidden_states", kwargs):
-            return Rows(own)
-        return Rows(own, last=self._last_rows(needed, rows, own, mask, one_each))
+            return Rows(own, full=full)
+        last = self._last_rows(needed, rows, own, mask, one_each)
+        return Rows(own, last=last, full=full)
 
     def _last_rows(
         self,
@@ -376,7 +392,7 @@ class EncoderModel(FastplmModel):
         total = needed.numel() if ragged is None else ragged.positions.shape[0]
         if values_are_known(needed):
             capacity = int(needed.sum())
-        elif statically_known_true(rows.shape[0] >= needed.numel()):
+        elif statically_known_true(rows.shape[0] >= total):
             return None
         # While sizes are symbols, both conditions are unknown, and the last layer cuts the rows.
         none = statically_known_true(capacity == 0)
@@ -433,11 +449,10 @@ def cross_inputs(
     elif encoder_rows is not None:
         key_mask = encoder_rows.key_mask_row()
     else:
-        if mask is not None and values_can_be_read(mask):
-            encoder_rows = unpadded(mask, None, None, dtype=states.dtype)
-        elif mask is not None:
-            key_mask = mask.bool().flatten()[None]
+        encoder_rows, full = unpadded(mask, None, None, dtype=states.dtype)
         if encoder_rows is None:
+            if mask is not None and not full:
+                key_mask = mask.bool().flatten()[None]
             encoder_rows, states = RaggedBatch.whole(states), states.flatten(0, 1)[None]
         else:
             states = encoder_rows.pack_rows(states)

@@ -17,7 +17,7 @@ from fastplm._backends import note
 from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor
 from fastplm.errors import check_choice, fail
 from fastplm.models._base import FastplmModel, TiedLookup
-from fastplm.models._ragged import numbers_of_rows
+from fastplm.models._ragged import encoder_side, numbers_of_rows, slots_of_labels
 from fastplm.nn._rows import (
     IGNORE_INDEX,
     as_normalizer,
@@ -102,6 +102,7 @@ class LabelledRows:
         positions: int64 [P], flat positions of the labels, -1 in unused slots; None = find them.
         all_rows: whether the caller needs the whole last hidden state [B, T, E].
         exact: whether to find no unused slots, see ``labelled_positions``.
+        waits: whether to wait for a GPU for the number of labels alone, see ``slots_of_labels``.
     """
 
     def __init__(
@@ -113,13 +114,18 @@ class LabelledRows:
         *,
         all_rows: bool,
         exact: bool,
+        waits: bool = True,
     ) -> None:
         self.model, self.all_rows = model, all_rows
         self.transform, self.decoder = model._head()
         where = type(model).__name__
         labels = as_tokens(where, labels, shape_of(inputs) or labels.shape)
+        slots = None
+        if positions is None:
+            sides = encoder_side(model, inputs)
+            slots = slots_of_labels(labels, inputs, sides, waits=waits)
         self.positions, self.targets = labels_at(
-            where, labels, labels.shape, positions, exact=exact
+            where, labels, labels.shape, positions, exact=exact, slots=slots
         )
         if all_rows:
             inputs["extra_rows"] = labels != IGNORE_INDEX
@@ -387,7 +393,10 @@ class CausalLM(FastplmModel):
             inputs["extra_rows"] = targets != IGNORE_INDEX
         elif targets is not None:
             exact = reduction != "mean"
-            labelled = LabelledRows(self, targets, inputs, all_rows=all_rows, exact=exact)
+            # Most tokens have labels, and the last layer computes all of them.
+            labelled = LabelledRows(
+                self, targets, inputs, all_rows=all_rows, exact=exact, waits=exact
+            )
         outputs = self.base_model(**inputs, return_dict=True)
         hidden = outputs.last_hidden_state
         if labelled is not None:

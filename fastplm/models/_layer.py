@@ -192,7 +192,8 @@ def run_layer(
     """
     rows: Rows | None = kwargs.get(ROWS)
     numbers = None if rows is None else rows.numbers_of(last)
-    return on_rows(numbers, _run_layer, made, hidden, mask, last, numbers, kwargs)
+    seeds = (None, None) if rows is None else rows.seeds_of(made.layer.attention)
+    return on_rows(numbers, _run_layer, made, hidden, mask, last, numbers, seeds, kwargs)
 
 
 def _run_layer(
@@ -201,6 +202,7 @@ def _run_layer(
     mask: Tensor | None,
     last: LastRows | None,
     numbers: RowNumbers | None,
+    seeds: tuple[Tensor | None, Tensor | None],
     kwargs: dict[str, Any],
 ) -> Tensor:
     (layer, form, copies), chosen = made, hidden
@@ -239,19 +241,19 @@ def _run_layer(
     if form is None or not layer.join.is_plain:
         joined = layer.join_modules(context, chosen)
     else:
-        drawn = _drawn(layer.join, context, numbers)
+        drawn = _drawn(layer.join, context, numbers, seeds[0])
         joined = join(context.flatten(0, -2), residual, layer.join, drawn, copies, form)
     inner_is_plain = _is_linear(layer.inner) and approximation(layer.activation) is not None
     if form is None or not inner_is_plain or not layer.outer.is_plain:
         return layer.feed_forward_modules(joined.view(*shape, width))
-    drawn = _drawn(layer.outer, context, numbers)
+    drawn = _drawn(layer.outer, context, numbers, seeds[1])
     return feed_forward(joined.flatten(0, -2), layer, drawn, copies, form).view(*shape, width)
 
 
-def _drawn(end: Join, beside: Tensor, numbers: RowNumbers | None) -> Drawn:
+def _drawn(end: Join, beside: Tensor, numbers: RowNumbers | None, seed: Tensor | None) -> Drawn:
     dropout = end.dropout
     p = dropout.p if dropout is not None and dropout.training else 0.0
-    return Drawn(p, seed_tensor("", None, beside, optional=True) if p else None, numbers)
+    return Drawn(p, seed_tensor("", seed, beside, optional=True) if p else None, numbers)
 
 
 # --- weights --------------------------------------------------------------------------------------

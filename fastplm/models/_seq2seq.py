@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2
 from transformers.utils.generic import can_return_tuple
 
 from fastplm._backends import note
-from fastplm._checks import check_shape, check_tensor
+from fastplm._checks import check_shape, check_tensor, values_can_be_read
 from fastplm._registry import is_eager
 from fastplm.errors import check_choice
 from fastplm.models._base import (
@@ -42,18 +42,21 @@ from fastplm.models._heads import (
 )
 from fastplm.models._ragged import (
     NUMBERED,
+    ONE_DRAW,
     RaggedBatch,
     Rows,
+    Side,
     Unpad,
     are_on_rows,
+    between,
     either,
     for_caller,
     mask_at,
     rows_at,
     rows_computed,
+    slots_of_labels,
     unpadded,
     until_last,
-    values_can_be_read,
 )
 from fastplm.nn._rows import IGNORE_INDEX, as_tokens, labels_at, vocabulary_loss
 from fastplm.nn.dropout import on_rows
@@ -67,8 +70,8 @@ def decoder_rows(
     extra_rows: Tensor | None,
     unpad: Unpad,
     stack: Stack,
-) -> RaggedBatch | None:
-    """The packed rows of a causal decoder, ``stack``; None = all, padded.
+) -> tuple[RaggedBatch | None, bool]:
+    """``unpadded`` of a causal decoder, ``stack``.
 
     ``read_rows``, bool [B, T], are the rows whose last hidden state is read; None = all. Rows after
     the last of them cannot influence them and are left out. For the other arguments see
@@ -92,13 +95,13 @@ def source_rows(
     dtype: torch.dtype | None = None,
 ) -> RaggedBatch | None:
     """The packed rows of an encoder, for encoder and decoder; None = all, padded."""
-    rows = unpadded(mask, None, unpad, contiguous, dtype)
+    rows, full = unpadded(mask, None, unpad, contiguous, dtype)
     has_capacity = unpad is not None and unpad is not True
     if rows is not None or mask is None or unpad is False:
         return rows
     if has_capacity or values_can_be_read(mask):
         # There is no padding. With None, the decoder would count the rows again: a second sync.
-        return RaggedBatch.whole(mask, mask)
+        return RaggedBatch.whole(mask, None if full else mask)
     return None
 
 
@@ -150,6 +153,8 @@ class Stack(FastplmModel):
 
     #: Returns the layer modules.
     _layers: Callable[[], Any]
+    #: Returns the ``layer_idx`` of each of them.
+    _layer_numbers: Callable[[], list[Any]]
 
     def _keeps_padding(
         self,
@@ -218,7 +223,8 @@ class Stack(FastplmModel):
         if kept is None:
             if read_rows is not None and wants_output(self, "output_hidden_states", kwargs):
                 extra_rows, read_rows = either(extra_rows, read_rows), None
-            told.own = decoder_rows(attention_mask, read_rows, extra_rows, unpad, self)
+            told.own, full = decoder_rows(attention_mask, read_rows, extra_rows, unpad, self)
+            attention_mask = None if full else attention_mask
             if told.own is None and encoder_rows is not None:
                 told.own = RaggedBatch.whole(given, attention_mask)
         note(lambda: rows_computed(self, (batch, seqlen), attention_mask, told, kept))
@@ -231,6 +237,8 @@ class Stack(FastplmModel):
             if told.own is None and packs:
                 told.own = RaggedBatch.whole(given, attention_mask)
             told.number(given, sample_index, offsets, hidden)
+            if given.device.type in ONE_DRAW:
+                told.draw_seeds(self, given, self._layer_numbers())
 
         # --- the parent's forward on these rows ---
         if inputs_embeds is None:
@@ -414,8 +422,10 @@ class ConditionalGeneration(FastplmModel):
             shape = shape_of(inputs, "decoder_")
             assert shape is not None
             labels = as_tokens(type(self).__name__, labels, shape)
+            sides = partial(self._sides, inputs, all_rows)
+            slots = slots_of_labels(labels, inputs, sides, "decoder_unpad", waits=False)
             positions, targets = labels_at(
-                type(self).__name__, labels, shape, None, exact=reduction != "mean"
+                type(self).__name__, labels, shape, None, exact=reduction != "mean", slots=slots
             )
             inputs["lookup"] = lookup
             if all_rows:
@@ -445,6 +455,19 @@ class ConditionalGeneration(FastplmModel):
             logits = logits if bias is None else logits + bias
         others = {key: value for key, value in outputs.items() if key != "last_hidden_state"}
         return Seq2SeqLMOutput(loss=loss, logits=logits, **others)
+
+    def _sides(self, inputs: dict[str, Any], all_rows: bool, labelled: Tensor) -> dict[str, Side]:
+        """What encoder and decoder count, for ``slots_of_labels``."""
+        source, target = inputs.get("attention_mask"), inputs.get("decoder_attention_mask")
+        gaps, kept = None, labelled
+        if not all_rows and not wants_output(self, "output_hidden_states", inputs):
+            reached = until_last(labelled)  # as in ``decoder_rows``
+            target = reached if target is None else target.bool() & reached
+        if self.get_encoder().contiguous:  # type: ignore[attr-defined]
+            gaps = None if source is None else between(source.bool())
+            kept = labelled if target is None else between(labelled | target.bool())
+        sides = {"unpad": (source, gaps), "decoder_unpad": (target, kept)}
+        return {} if inputs.get("unpad") is False else sides  # which both follow
 
 
 class LastEosClassification(ScaledLoss):

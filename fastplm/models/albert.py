@@ -202,12 +202,15 @@ class AlbertLayerGroup(modeling_albert.AlbertLayerGroup):
 
     def forward(self, *, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         rows: Rows | None = kwargs.get("rows")
-        if rows is None or rows.last is None:
+        if rows is None or (rows.last is None and rows.seeds is None):
             return super().forward(hidden_states, **kwargs)
         *others, last = self.albert_layers
+        number = rows.number_of_layer or 0
         for layer in others:
-            hidden_states = layer(hidden_states, **{**kwargs, "rows": rows.of_others()})
-        return last(hidden_states, **kwargs)
+            own = rows.of_others().for_layer(number)
+            hidden_states = layer(hidden_states, **{**kwargs, "rows": own})
+            number += 1
+        return last(hidden_states, **{**kwargs, "rows": rows.for_layer(number)})
 
 
 @drop_in
@@ -216,13 +219,17 @@ class AlbertTransformer(modeling_albert.AlbertTransformer):
 
     def forward(self, *, hidden_states: Tensor, **kwargs: Any) -> Any:
         rows: Rows | None = kwargs.get("rows")
-        if rows is None or rows.last is None:
+        if rows is None or (rows.last is None and rows.seeds is None):
             return super().forward(hidden_states, **kwargs)
         hidden_states = self.embedding_hidden_mapping_in(hidden_states)
         *others, last = self.calls()
+        number = 0
         for group in others:
-            hidden_states = group(hidden_states, **{**kwargs, "rows": rows.of_others()})
-        return BaseModelOutput(last_hidden_state=last(hidden_states, **kwargs))
+            own = rows.of_others().for_layer(number)
+            hidden_states = group(hidden_states, **{**kwargs, "rows": own})
+            number += len(group.albert_layers)
+        rows = rows.for_layer(number)
+        return BaseModelOutput(last_hidden_state=last(hidden_states, **{**kwargs, "rows": rows}))
 
     def calls(self) -> list[Any]:
         """The group of each layer, in the order in which they run."""
@@ -254,6 +261,9 @@ class AlbertModel(_Sharing, EncoderModel, transformers.AlbertModel):
     def _layers(self) -> Any:
         groups = getattr(self.encoder, "albert_layer_groups", ())
         return [layer for group in groups for layer in getattr(group, "albert_layers", ())]
+
+    def _layer_numbers(self) -> list[Any]:
+        return list(range(sum(len(group.albert_layers) for group in self.encoder.calls())))
 
     def _last_layer(self) -> int | None:
         # The index of the last call of a group.

@@ -88,6 +88,9 @@ class _AddsPositions(Stack):
     def _layers(self: Any) -> Any:
         return self.layers
 
+    def _layer_numbers(self: Any) -> list[Any]:
+        return [layer.self_attn.layer_idx for layer in self.layers]
+
     @capture_outputs
     def _on_rows(
         self: Any, inputs_embeds: Tensor, attention_mask: Tensor | None, rows: Rows, **kwargs: Any

@@ -18,7 +18,7 @@ from transformers.utils.generic import can_return_tuple
 from fastplm._checks import check_shape, check_tensor
 from fastplm.models import _encoder, _heads
 from fastplm.models._base import FastplmModel, joined
-from fastplm.models._ragged import unpadded
+from fastplm.models._ragged import backbone_unpad, unpadded
 from fastplm.nn._rows import IGNORE_INDEX, batch_share, is_plain
 from fastplm.nn.rtd_head import rtd_loss
 
@@ -93,13 +93,13 @@ class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
         Raises:
             ArgumentValueError, ArgumentTypeError: wrong shapes, dtypes or (on the CPU) ids.
         """
-        ragged = None
+        ragged, full = None, False
         if attention_mask is not None and attention_mask.dim() == 2:
-            ragged = unpadded(attention_mask, None, unpad, dtype=self.dtype)
+            ragged, full = unpadded(attention_mask, None, unpad, dtype=self.dtype)
         outputs = self.electra(
             attention_mask=attention_mask,
             return_dict=True,
-            unpad=False if ragged is None else ragged,
+            unpad=backbone_unpad(ragged, full, attention_mask),
             **inputs,
         )
         features = self.features(outputs.last_hidden_state)

@@ -19,6 +19,7 @@ from transformers import EncoderDecoderConfig, PreTrainedModel
 from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.utils.generic import can_return_tuple
 
+from fastplm._checks import values_can_be_read
 from fastplm.errors import fail
 from fastplm.hf import IS_CHOSEN, NAME, attention_of
 from fastplm.models._base import (
@@ -31,7 +32,7 @@ from fastplm.models._base import (
 )
 from fastplm.models._encoder import EncoderModel
 from fastplm.models._heads import shape_of, wants_logits
-from fastplm.models._ragged import until_last, values_can_be_read
+from fastplm.models._ragged import until_last
 from fastplm.models._seq2seq import both_sides, encoded, source_rows
 from fastplm.nn._rows import IGNORE_INDEX, batch_share
 

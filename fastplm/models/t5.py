@@ -152,6 +152,9 @@ class T5Stack(Stack, modeling_t5.T5Stack):
     def _layers(self) -> Any:
         return self.block
 
+    def _layer_numbers(self) -> list[Any]:
+        return [block.layer[0].SelfAttention.layer_idx for block in self.block]
+
     def forward(self, *, decoder_unpad: Unpad = None, **inputs: Any) -> Any:
         """Like ``Stack``, with one additional argument.
 

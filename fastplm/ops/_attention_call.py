@@ -8,6 +8,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastplm._backends import is_traced
 from fastplm._checks import FLOATING, check_number, check_tensor
 from fastplm._declare import Arg, Size
 from fastplm._registry import needs_dispatch
@@ -184,6 +185,27 @@ def check_lengths_on_cpu(
             f"at least {max(lengths, default=0)}, the longest sequence",
             "Pass the longest length, or any upper bound.",
         )
+
+
+#: An attribute of a key mask: what launchers make of it, for all layers of a forward.
+BITS = "_fastplm_bits"
+
+
+def made_for_one_forward(key_mask: Tensor) -> Tensor:
+    """Say that a key mask is used in one forward and its backward alone, and does not change there.
+
+    So its bits are made once for all layers and both directions. In a trace nothing is kept.
+    """
+    if not is_traced():
+        setattr(key_mask, BITS, {})
+    return key_mask
+
+
+def share_bits(key_mask: Tensor, view: Tensor) -> None:
+    """Let ``view``, which has the same keys, share the bits of ``made_for_one_forward``."""
+    bits = None if is_traced() else getattr(key_mask, BITS, None)
+    if bits is not None:
+        setattr(view, BITS, bits)
 
 
 def expanded_mask(where: str, mask: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from fastplm import models, ops
 from fastplm._backends import record_decisions
 from fastplm.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
-from fastplm.models import _encoder, _encoder_call
+from fastplm.models import _encoder_call, _ragged
 from fastplm.models._ragged import RaggedBatch
 from fastplm.testing import KeptDouble, check_in_fp64
 
@@ -403,7 +403,7 @@ def test_cross_attention_with_two_paddings_equals_the_parents(
     """Reading a mask is not possible while a CUDA graph is captured."""
     packed = states_are == "packed"
     if states_are.endswith("unreadable"):
-        monkeypatch.setattr(_encoder, "values_can_be_read", lambda mask: False)
+        monkeypatch.setattr(_ragged, "values_can_be_read", lambda mask: False)
     ours, parent = pair(name, config_of(name, add_cross_attention=True))
     inputs, mask = inputs_of(name, ours.config, PADDINGS[padding]), PADDINGS[padding]
     shown = slice(None) if mask is None else mask.bool()

@@ -278,10 +278,16 @@ def _shape_of(call: Call) -> Shape:
 
 
 def _key_bits(call: Call, shape: Shape) -> dict[str, Any]:
-    """The key mask as int64 [B, words], 64 keys each, and its stride."""
+    """The key mask as int64 [B, words], 64 keys each, and its stride.
+
+    The layers of a model and their backwards share them (``ops._attention_call.BITS``).
+    """
     if call.key_mask is None:
         return dict(mask_ptr=None, stride_mb=0)
     words = cdiv(shape.seqlen_k, 64)
+    shared = getattr(call.key_mask, "_fastplm_bits", {})
+    if (shape.batch, words) in shared:
+        return dict(mask_ptr=shared[shape.batch, words], stride_mb=words)
     bits = call.query.new_empty(shape.batch, words, dtype=torch.int64)
     block = min(16, next_power_of_2(words))
     launch(
@@ -297,6 +303,7 @@ def _key_bits(call: Call, shape: Shape) -> dict[str, Any]:
         num_warps=1,
         num_stages=1,
     )
+    shared[shape.batch, words] = bits
     return dict(mask_ptr=bits, stride_mb=words)
 
 
