@@ -61,15 +61,15 @@ class Join(NamedTuple):
     dropout: Any
     norm: Any
 
-    @property
     def is_plain(self) -> bool:
+        """Whether the modules are as they were made."""
         dense, dropout, norm = self
         return (
             _is_linear(dense)
             and (dropout is None or is_plain(dropout, *_DROPOUT))
             and is_plain(norm, nn.LayerNorm)
             and norm.normalized_shape == dense._parameters["weight"].shape[:1]
-            and _has(norm, "weight", "bias")
+            and _has_both(norm)
         )
 
 
@@ -134,18 +134,21 @@ def _backend_of(op: Op, call: Any, usual: str) -> str | None:
     return None if op.backends[name].rejects(call, forced=wanted != "auto") else name
 
 
-def _has(module: Any, *names: str) -> bool:
-    """Whether a module has these parameters, and reads them from nowhere else."""
-    return all(
-        type(module._parameters.get(name)) in _PARAMETER and name not in vars(module)
-        for name in names
+def _has_both(module: Any) -> bool:
+    """Whether a module has a weight and a bias, and reads them from nowhere else."""
+    own, parameters = vars(module), module._parameters
+    return (
+        type(parameters.get("weight")) in _PARAMETER
+        and type(parameters.get("bias")) in _PARAMETER
+        and "weight" not in own
+        and "bias" not in own
     )
 
 
 def _is_linear(module: Any) -> bool:
     return (
         is_plain(module, *_LINEAR)
-        and _has(module, "weight", "bias")
+        and _has_both(module)
         and module._parameters["weight"].layout is torch.strided
     )
 
@@ -167,17 +170,27 @@ class Ready(NamedTuple):
     layer: Layer
     form: Form | None
     copies: Copies
+    #: Whether a block runs by its function: projections, join, feed-forward.
+    projects: bool
+    joins: bool
+    feeds: bool
 
 
 def ready(layers: Iterable[Layer], x: Tensor) -> list[Ready]:
     """Layers that get rows like ``x``."""
-    layers = list(layers)
-    forms = [form_of(x, layer) for layer in layers]
-    form = next((one for one in forms if one is not None), None)
-    copies: Copies = {}
-    if form is not None:
-        copies = copies_of([one for one, at in zip(layers, forms, strict=True) if at == form], form)
-    return [Ready(layer, form, copies) for layer, form in zip(layers, forms, strict=True)]
+    made = []
+    for layer in layers:
+        form, blocks = form_of(x, layer), (False, False, False)
+        if form is not None:
+            inner = _is_linear(layer.inner) and approximation(layer.activation) is not None
+            blocks = (
+                all(map(_is_linear, layer.projections)),
+                layer.join.is_plain(),
+                inner and layer.outer.is_plain(),
+            )
+        made.append(Ready(layer, form, {}, *blocks))
+    copies = copies_of(made)
+    return [one._replace(copies=copies) for one in made] if copies else made
 
 
 def run_layer(
@@ -205,7 +218,7 @@ def _run_layer(
     seeds: tuple[Tensor | None, Tensor | None],
     kwargs: dict[str, Any],
 ) -> Tensor:
-    (layer, form, copies), chosen = made, hidden
+    (layer, form, copies, projects, joins, feeds), chosen = made, hidden
     if form is not None and hidden.dtype is not form.dtype:
         hidden = chosen = hidden.to(form.dtype)
     if last is not None:
@@ -214,7 +227,7 @@ def _run_layer(
     shape, width = chosen.shape[:-1], chosen.shape[-1]
     residual = chosen.reshape(-1, width)
     # --- query, key and value ---
-    if form is None or not all(map(_is_linear, layer.projections)):
+    if not projects:
         query, key, value = layer.projections
         heads = [query(chosen), key(hidden), value(hidden)]
     elif last is None:
@@ -238,13 +251,12 @@ def _run_layer(
     )
     context = context.reshape(*shape, -1)
     # --- the ends ---
-    if form is None or not layer.join.is_plain:
+    if not joins:
         joined = layer.join_modules(context, chosen)
     else:
         drawn = _drawn(layer.join, context, numbers, seeds[0])
         joined = join(context.flatten(0, -2), residual, layer.join, drawn, copies, form)
-    inner_is_plain = _is_linear(layer.inner) and approximation(layer.activation) is not None
-    if form is None or not inner_is_plain or not layer.outer.is_plain:
+    if not feeds:
         return layer.feed_forward_modules(joined.view(*shape, width))
     drawn = _drawn(layer.outer, context, numbers, seeds[1])
     return feed_forward(joined.flatten(0, -2), layer, drawn, copies, form).view(*shape, width)
@@ -258,24 +270,26 @@ def _drawn(end: Join, beside: Tensor, numbers: RowNumbers | None, seed: Tensor |
 
 # --- weights --------------------------------------------------------------------------------------
 
-def copies_of(layers: Iterable[Layer], form: Form) -> Copies:
+def copies_of(made: list[Ready]) -> Copies:
     """Copies, in one launch, of what products read in another dtype or place than it has."""
-    sources = []
-    for layer in layers:
-        if all(map(_is_linear, layer.projections)):
-            weights = [one.weight for one in layer.projections]
+    sources: list[Tensor] = []
+    for layer, form, _, *blocks in made:
+        if form is None:
+            continue
+        projections, join, inner, outer = layer.projections, layer.join, layer.inner, layer.outer
+        if blocks[0]:
+            weights = [one.weight for one in projections]
             if form.backend != "cpp" or weights[0].dtype is not form.dtype:
-                sources += weights + [one.bias for one in layer.projections]
-        others = (layer.join.dense, layer.inner, layer.outer.dense)
-        sources += [
-            one.weight
-            for one in others
-            if _is_linear(one) and one.weight.dtype is not form.dtype
-        ]
-    if len({(one.device, one.dtype) for one in sources}) != 1:  # none, or a model on many devices
+                sources += weights + [one.bias for one in projections]
+        others = [join.dense] * blocks[1] + [inner, outer.dense] * blocks[2]
+        sources += [one.weight for one in others if one.weight.dtype is not form.dtype]
+    if not sources:
+        return {}
+    dtype = next(one.form.dtype for one in made if one.form is not None)
+    if len({(one.device, one.dtype) for one in sources}) > 1:  # a model on many devices
         return {}
     with torch.no_grad():
-        flat = sources[0].new_empty(sum(one.numel() for one in sources), dtype=form.dtype)
+        flat = sources[0].new_empty(sum(one.numel() for one in sources), dtype=dtype)
         copies = torch._utils._unflatten_dense_tensors(flat, sources)
         torch._foreach_copy_(copies, sources)
     return dict(zip(map(id, sources), copies, strict=True))
