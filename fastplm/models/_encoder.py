@@ -30,7 +30,15 @@ from fastplm.models._base import (
     wants_output,
 )
 from fastplm.models._encoder_call import backbone_call, encoder_call, may_call, output_of
-from fastplm.models._layer import Join, Layer, Ready, ready, run_layer
+from fastplm.models._layer import (
+    Attention,
+    FeedForward,
+    Join,
+    Layer,
+    of_one_forward,
+    ready_layer,
+    run_layer,
+)
 from fastplm.models._ragged import (
     NUMBERED,
     ONE_DRAW,
@@ -173,8 +181,7 @@ class EncoderModel(FastplmModel):
             if told.own.key_mask is None and attention_mask is not None:
                 _, told.full = without_mask(attention_mask, True)
         states, told.cross = cross_inputs(*crossed, told.own)
-        if given.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
-            told.layers = self._ready(given)
+        told.layers = of_one_forward(self._layers(), given, self.dtype)
         if told.matters:
             kwargs["rows"] = told
         if lookup is not None and inputs_embeds is None and past_key_values is None:
@@ -189,7 +196,7 @@ class EncoderModel(FastplmModel):
             outputs = on_rows(told.numbers, super().forward, **inputs)  # type: ignore[misc]
         pooled = self._pooled if self._pools() else None
         outputs = for_caller(outputs, told, output_rows, unpad, first, pooled)
-        return outputs if told.layers is None else _in_dtype(outputs, self.dtype)
+        return _in_dtype(outputs, self.dtype) if told.layers else outputs
 
     def _is_ours(self) -> bool:
         """Whether one call may run the layers: not if the class is a subclass of the user."""
@@ -279,19 +286,12 @@ class EncoderModel(FastplmModel):
 
     def _layers_are_ours(self) -> bool:
         """Whether layers and attention are what Transformers made, which support packed rows."""
-        return all(isinstance(one, EncoderLayer) and one.attends_as_made() for one in self._layers())
+        return all(
+            isinstance(one, EncoderLayer) and one.attends_as_made() for one in self._layers()
+        )
 
     def _layers(self) -> Any:
         return getattr(getattr(self, "encoder", None), "layer", ())
-
-    def _ready(self, given: Tensor) -> dict[int, Ready] | None:
-        """The layers of this forward by their ``id``, whose weights are copied at once."""
-        parts = {id(one): one._parts() for one in self._layers() if isinstance(one, EncoderLayer)}
-        known = {key: one for key, one in parts.items() if one is not None}
-        if not known:
-            return None
-        like = given.new_empty(0, dtype=self.dtype)
-        return dict(zip(known, ready(known.values(), like), strict=True))
 
     def _layers_are_on_rows(self) -> bool:
         return are_on_rows(self._layers())
@@ -463,14 +463,13 @@ def cross_inputs(
 
 
 def around(module: Any, name: str) -> tuple[type, ...]:
-    """The classes of the modules of a layer that hold others, from the Python module of a family."""
+    """The classes of a layer's modules that hold others, from the Python module of a family."""
     parts = ("Attention", "SelfAttention", "SelfOutput", "Intermediate", "Output")
     return tuple(getattr(module, name + part) for part in parts)
 
 
 class EncoderLayer(OnRows):
-    """Mixin of a post-norm layer of BERT's kind: it runs as ``_layer`` describes, and the last one may compute
-    only some rows."""
+    """Mixin of a layer of BERT: it runs as ``_layer`` says, and the last may compute few rows."""
 
     #: The classes of the modules around those of a ``Layer``, as Transformers made them.
     _around: tuple[type, ...] = ()
@@ -481,9 +480,7 @@ class EncoderLayer(OnRows):
         rows: Rows | None = kwargs.get("rows")
         last = None if rows is None else self._last(rows)
         if not any(one is not None for one in (*others, *map(kwargs.get, _OF_DECODERS))):
-            made = None if rows is None or rows.layers is None else rows.layers.get(id(self))
-            if made is None and (parts := self._parts()) is not None:
-                made = ready([parts], hidden_states)[0]
+            made = ready_layer(self, rows, hidden_states)
             if made is not None:
                 for name in _OF_DECODERS:
                     kwargs.pop(name, None)
@@ -507,18 +504,18 @@ class EncoderLayer(OnRows):
         if not self._is_known(around) or vars(self)["chunk_size_feed_forward"]:
             return None
         itself, join, inner, outer = (one._modules for one in around[1:])
-        return Layer(
-            attention=around[1],
-            attention_dropout=itself["dropout"],
+        attention = Attention(
+            module=around[1],
             head_size=around[1].attention_head_size,
+            dropout=itself["dropout"].p,
             projections=(itself["query"], itself["key"], itself["value"]),
-            join=Join(join["dense"], join["dropout"], join["LayerNorm"]),
-            join_modules=around[2],
-            inner=inner["dense"],
-            activation=inner["intermediate_act_fn"],
-            outer=Join(outer["dense"], outer["dropout"], outer["LayerNorm"]),
-            feed_forward_modules=self.feed_forward_chunk,
+            join=Join(join["dense"], join["LayerNorm"], join["dropout"]),
+            by_modules=around[2],
         )
+        ends = Join(outer["dense"], outer["LayerNorm"], outer["dropout"])
+        activation = inner["intermediate_act_fn"]
+        feed_forward = FeedForward(inner["dense"], activation, ends, self.feed_forward_chunk)
+        return Layer((attention,), feed_forward, self.training)
 
     def attends_as_made(self: Any) -> bool:
         attention = getattr(self, "attention", None)

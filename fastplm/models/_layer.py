@@ -4,10 +4,10 @@
 
     x [N, E] -> query, key, value              ``project``: one product
              -> context                        ``ops.attention``
-             -> y = norm(x + dropout(W c + b))         ``join``: a product, and the rest in one pass
-             -> norm(y + dropout(W gelu(V y + a) + b)) ``feed_forward``: two products, and two passes
+             -> y = norm(x + dropout(W c + b))         ``join``: a product, the rest in one pass
+             -> norm(y + dropout(W gelu(V y + a) + b)) ``feed_forward``: two products and passes
 
-Autograd adds no gradients of residuals: each function hands that of its residual to the one before,
+Autograd adds no gradients of residuals: each function hands that of its residual to the previous,
 which adds to it by the product that computes its own. Gradients of weights leave the products in
 the dtype of the weights. Under autocast to bf16, products, norms and the rows between them are
 bf16, and the weights are copied to it once a forward, query, key and value side by side.
@@ -45,6 +45,7 @@ from fastplm.ops.dropout_add_layer_norm import Call as Norm
 from fastplm.ops.dropout_add_layer_norm import Saved as SavedNorm
 from fastplm.ops.linear import product
 
+_has_global_hook = torch.nn.modules.module._has_any_global_hook
 _PARAMETER = (nn.Parameter, FakeTensor)
 _LINEAR, _DROPOUT = (Linear, nn.Linear), (Dropout, nn.Dropout)
 
@@ -55,50 +56,73 @@ Copies = dict[int, Tensor]
 
 
 class Join(NamedTuple):
-    """The modules of the end of a block: a product, dropout (None: there is none), and a norm."""
+    """The end of a block: the modules of a product and a norm, and the dropout between them."""
 
     dense: Any
-    dropout: Any
     norm: Any
+    dropout: Any  # a module, or what a layer has for one: a probability
 
     def is_plain(self) -> bool:
         """Whether the modules are as they were made."""
-        dense, dropout, norm = self
+        dense, norm, dropout = self
         return (
             _is_linear(dense)
-            and (dropout is None or is_plain(dropout, *_DROPOUT))
             and is_plain(norm, nn.LayerNorm)
             and norm.normalized_shape == dense._parameters["weight"].shape[:1]
             and _has_both(norm)
+            and (isinstance(dropout, float) or is_plain(dropout, *_DROPOUT))
         )
+
+    def drawn(self, training: bool, beside: Tensor, of: Of) -> Drawn:
+        p = self.dropout if isinstance(self.dropout, float) else self.dropout.p
+        if not training or p == 0.0:
+            return Drawn(0.0, None, None)
+        return Drawn(p, seed_tensor("", of.seed, beside, optional=True), of.numbers)
+
+
+class Attention(NamedTuple):
+    """A block of attention: its modules, whatever a family calls them."""
+
+    module: Any  # what the attention interface gets
+    head_size: int
+    dropout: float
+    projections: tuple[Any, Any, Any]  # of query, key and value
+    join: Join
+    by_modules: Callable[[Tensor, Tensor], Tensor]  # the join of a context and a residual
+
+
+class FeedForward(NamedTuple):
+    """A block of two products: its modules, whatever a family calls them."""
+
+    inner: Any
+    activation: Any
+    outer: Join
+    by_modules: Callable[[Tensor], Tensor]
 
 
 class Layer(NamedTuple):
-    """The modules of a post-norm layer, whatever a family calls them, and how blocks run by them."""
+    """The blocks of a post-norm layer."""
 
-    attention: Any  # the module that the attention interface gets
-    attention_dropout: Any
-    head_size: int
-    projections: tuple[Any, Any, Any]  # of query, key and value
-    join: Join  # after the attention
-    join_modules: Callable[[Tensor, Tensor], Tensor]
-    inner: Any  # the first product of the feed-forward
-    activation: Any
-    outer: Join  # its end
-    feed_forward_modules: Callable[[Tensor], Tensor]
+    attentions: tuple[Attention, ...]
+    feed_forward: FeedForward
+    training: bool
 
 
 class Form(NamedTuple):
     """How the functions of this file run: a backend of the ops, and the dtype of all rows."""
 
     backend: str
-    dtype: torch.dtype
+    dtype: torch.dtype | None
+
+
+_BY_MODULES = Form("", None)
 
 
 def form_of(x: Tensor, layer: Layer) -> Form | None:
     """How the blocks of a layer run on rows like ``x``; None if its modules must run themselves."""
-    weight, norm = layer.inner._parameters.get("weight"), layer.join.norm._parameters
-    if weight is None or torch.nn.modules.module._has_any_global_hook():
+    inner, norm = layer.feed_forward.inner._parameters, layer.feed_forward.outer.norm._parameters
+    weight = inner.get("weight")
+    if weight is None or weight.device != x.device or _has_global_hook():
         return None
     if not (is_eager(x) or _is_fake(x)) or requested("attention") == "eager":
         return None
@@ -113,7 +137,7 @@ def form_of(x: Tensor, layer: Layer) -> Form | None:
     nothing = (None, None, None, None, 0.0, 0.0)
     calls = (
         (NORM, Norm(rows, rows, norm.get("weight"), norm.get("bias"), *nothing)),
-        (BIAS_GELU, BiasGelu(rows, layer.inner._parameters.get("bias"))),
+        (BIAS_GELU, BiasGelu(rows, inner.get("bias"))),
     )
     name = "cpp" if device == "cpu" else "triton"
     names = {_backend_of(op, call, name) for op, call in calls}
@@ -168,33 +192,94 @@ class Ready(NamedTuple):
     run when the backward runs it again."""
 
     layer: Layer
-    form: Form | None
+    form: Form
     copies: Copies
-    #: Whether a block runs by its function: projections, join, feed-forward.
-    projects: bool
-    joins: bool
-    feeds: bool
+    projects: tuple[bool, ...]  # of each attention, whether its function runs
+    joins: tuple[bool, ...]
+    feeds: bool  # whether the function of the feed-forward runs
 
 
 def ready(layers: Iterable[Layer], x: Tensor) -> list[Ready]:
     """Layers that get rows like ``x``."""
     made = []
     for layer in layers:
-        form, blocks = form_of(x, layer), (False, False, False)
-        if form is not None:
-            inner = _is_linear(layer.inner) and approximation(layer.activation) is not None
-            blocks = (
-                all(map(_is_linear, layer.projections)),
-                layer.join.is_plain(),
-                inner and layer.outer.is_plain(),
-            )
-        made.append(Ready(layer, form, {}, *blocks))
+        form = form_of(x, layer)
+        blocks, feed = layer.attentions, layer.feed_forward
+        if form is None:
+            none = (False,) * len(blocks)
+            made.append(Ready(layer, _BY_MODULES, {}, none, none, False))
+            continue
+        projects = tuple(all(map(_is_linear, one.projections)) for one in blocks)
+        joins = tuple(one.join.is_plain() for one in blocks)
+        inner = _is_linear(feed.inner) and approximation(feed.activation) is not None
+        made.append(Ready(layer, form, {}, projects, joins, inner and feed.outer.is_plain()))
     copies = copies_of(made)
     return [one._replace(copies=copies) for one in made] if copies else made
 
 
+def of_one_forward(layers: Iterable[Any], given: Tensor, dtype: torch.dtype) -> dict[int, Ready]:
+    """Layers of a model by their ``id``, with the weights of all of them copied at once.
+
+    A layer that is not here finds its own when it runs.
+
+    Args:
+        layers: the modules, with a method ``_parts``.
+        given: a tensor on the device of the rows.
+        dtype: of the rows, outside of autocast.
+    """
+    if given.device.type == "cpu" and not torch.is_autocast_enabled("cpu"):
+        return {}  # there is nothing to copy
+    parts = {id(one): one._parts() for one in layers if hasattr(one, "_parts")}
+    known = {key: one for key, one in parts.items() if one is not None}
+    made = ready(known.values(), given.new_empty(0, dtype=dtype))
+    return {key: one for key, one in zip(known, made, strict=True) if one.form.backend}
+
+
+def ready_layer(layer: Any, rows: Rows | None, hidden: Tensor) -> Ready | None:
+    """A layer with a method ``_parts``; None if its own forward must run."""
+    made = None if rows is None else rows.layers.get(id(layer))
+    if made is None and (parts := layer._parts()) is not None:
+        made = ready([parts], hidden)[0]
+    return made
+
+
+def copies_of(made: list[Ready]) -> Copies:
+    """Copies, in one launch, of what products read in another dtype or place than it has."""
+    sources: list[Tensor] = []
+    for layer, form, _, projects, joins, feeds in made:
+        others: list[Any] = []
+        for block, projected, joined in zip(layer.attentions, projects, joins, strict=True):
+            if projected:
+                weights = [one.weight for one in block.projections]
+                if form.backend != "cpp" or weights[0].dtype is not form.dtype:
+                    sources += weights + [one.bias for one in block.projections]
+            others += [block.join.dense] * joined
+        others += [layer.feed_forward.inner, layer.feed_forward.outer.dense] * feeds
+        sources += [one.weight for one in others if one.weight.dtype is not form.dtype]
+    if not sources:
+        return {}
+    with torch.no_grad():
+        dtype = next(one.form.dtype for one in made if one.form.dtype is not None)
+        flat = sources[0].new_empty(sum(one.numel() for one in sources), dtype=dtype)
+        copies = torch._utils._unflatten_dense_tensors(flat, sources)
+        torch._foreach_copy_(copies, sources)
+    return dict(zip(map(id, sources), copies, strict=True))
+
+
+class Of(NamedTuple):
+    """What the dropout of a block depends on, besides its probability."""
+
+    seed: Tensor | None
+    numbers: RowNumbers | None
+
+
 def run_layer(
-    made: Ready, hidden: Tensor, mask: Tensor | None, last: LastRows | None, kwargs: dict[str, Any]
+    made: Ready,
+    hidden: Tensor,
+    mask: Tensor | None,
+    last: LastRows | None,
+    kwargs: dict[str, Any],
+    crossed: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
     """A layer's forward: hidden [B, T, E], or [1, N, E] of packed rows -> the same.
 
@@ -202,11 +287,11 @@ def run_layer(
         mask: as the attention interface takes it.
         last: the rows to compute, if it is the last layer and computes only some: -> [1, P, E].
         kwargs: what else the attention interface gets.
+        crossed: the states of an encoder, and their mask, for the second attention.
     """
     rows: Rows | None = kwargs.get(ROWS)
     numbers = None if rows is None else rows.numbers_of(last)
-    seeds = (None, None) if rows is None else rows.seeds_of(made.layer.attention)
-    return on_rows(numbers, _run_layer, made, hidden, mask, last, numbers, seeds, kwargs)
+    return on_rows(numbers, _run_layer, made, hidden, mask, last, numbers, kwargs, *crossed)
 
 
 def _run_layer(
@@ -215,84 +300,82 @@ def _run_layer(
     mask: Tensor | None,
     last: LastRows | None,
     numbers: RowNumbers | None,
-    seeds: tuple[Tensor | None, Tensor | None],
+    kwargs: dict[str, Any],
+    encoded: Tensor | None,
+    encoded_mask: Tensor | None,
+) -> Tensor:
+    rows: Rows | None = kwargs.get(ROWS)
+    seeds = None if rows is None else rows.seeds_of(made.layer.attentions[0].module)
+    first, second, end = (Of(seed, numbers) for seed in seeds or (None, None, None))
+    if made.form.dtype is not None and hidden.dtype is not made.form.dtype:
+        hidden = hidden.to(made.form.dtype)
+    states = None
+    if last is not None:
+        hidden, kwargs = last.attention_inputs(hidden)
+        mask, states = kwargs.pop("attention_mask"), kwargs.pop("encoder_hidden_states")
+    hidden = attend(made, 0, hidden, states, mask, first, kwargs)
+    if encoded is not None:
+        hidden = attend(made, 1, hidden, encoded, encoded_mask, second, kwargs)
+    return feed(made, hidden, end)
+
+
+def attend(
+    made: Ready,
+    index: int,
+    hidden: Tensor,
+    states: Tensor | None,
+    mask: Tensor | None,
+    of: Of,
     kwargs: dict[str, Any],
 ) -> Tensor:
-    (layer, form, copies, projects, joins, feeds), chosen = made, hidden
-    if form is not None and hidden.dtype is not form.dtype:
-        hidden = chosen = hidden.to(form.dtype)
-    if last is not None:
-        chosen, kwargs = last.attention_inputs(hidden)
-        mask, hidden = kwargs.pop("attention_mask"), kwargs.pop("encoder_hidden_states")
-    shape, width = chosen.shape[:-1], chosen.shape[-1]
-    residual = chosen.reshape(-1, width)
-    # --- query, key and value ---
-    if not projects:
-        query, key, value = layer.projections
-        heads = [query(chosen), key(hidden), value(hidden)]
-    elif last is None:
-        *heads, residual = project(residual, layer.projections, copies)
+    """A block of attention: hidden [..., E] -> [..., E].
+
+    Args:
+        states: what key and value are of, [..., E]; None = ``hidden``.
+        mask, kwargs: what the attention interface gets.
+    """
+    block, form, copies = made.layer.attentions[index], made.form, made.copies
+    shape, width = hidden.shape[:-1], hidden.shape[-1]
+    keys = shape if states is None else states.shape[:-1]
+    residual = hidden.reshape(-1, width)
+    if not made.projects[index]:
+        query, key, value = block.projections
+        others = hidden if states is None else states
+        heads = [query(hidden), key(others), value(others)]
+    elif states is None:
+        *heads, residual = project(residual, block.projections, copies)
     else:
-        query, residual = project(residual, layer.projections[:1], copies)
-        key, value, _ = project(hidden.reshape(-1, width), layer.projections[1:], copies)
+        query, residual = project(residual, block.projections[:1], copies)
+        states = states.reshape(-1, states.shape[-1]).to(form.dtype)
+        key, value, _ = project(states, block.projections[1:], copies)
         heads = [query, key, value]
-    # --- attention ---
-    places = (shape, hidden.shape[:-1], hidden.shape[:-1])
     query, key, value = (
-        one.view(*where, -1, layer.head_size).transpose(1, 2)
-        for one, where in zip(heads, places, strict=True)
+        one.view(*where, -1, block.head_size).transpose(1, 2)
+        for one, where in zip(heads, (shape, keys, keys), strict=True)
     )
-    own, dropout = layer.attention, layer.attention_dropout
+    module, dropout = block.module, block.dropout if made.layer.training else 0.0
     context, _ = ALL_ATTENTION_FUNCTIONS[NAME](
-        *(own, query, key, value, mask),
-        dropout=dropout.p if own.training else 0.0,
-        scaling=own.scaling,
-        **kwargs,
+        module, query, key, value, mask, dropout=dropout, scaling=module.scaling, **kwargs
     )
     context = context.reshape(*shape, -1)
-    # --- the ends ---
-    if not joins:
-        joined = layer.join_modules(context, chosen)
-    else:
-        drawn = _drawn(layer.join, context, numbers, seeds[0])
-        joined = join(context.flatten(0, -2), residual, layer.join, drawn, copies, form)
-    if not feeds:
-        return layer.feed_forward_modules(joined.view(*shape, width))
-    drawn = _drawn(layer.outer, context, numbers, seeds[1])
-    return feed_forward(joined.flatten(0, -2), layer, drawn, copies, form).view(*shape, width)
+    if not made.joins[index]:
+        return block.by_modules(context, hidden)
+    drawn = block.join.drawn(made.layer.training, context, of)
+    out = join(context.flatten(0, -2), residual, block.join, drawn, copies, form)
+    return out.view(*shape, width)
 
 
-def _drawn(end: Join, beside: Tensor, numbers: RowNumbers | None, seed: Tensor | None) -> Drawn:
-    dropout = end.dropout
-    p = dropout.p if dropout is not None and dropout.training else 0.0
-    return Drawn(p, seed_tensor("", seed, beside, optional=True) if p else None, numbers)
+def feed(made: Ready, hidden: Tensor, of: Of) -> Tensor:
+    """A block of two products: hidden [..., E] -> [..., E]."""
+    block = made.layer.feed_forward
+    if not made.feeds:
+        return block.by_modules(hidden)
+    drawn = block.outer.drawn(made.layer.training, hidden, of)
+    out = feed_forward(hidden.flatten(0, -2), block, drawn, made.copies, made.form)
+    return out.view(hidden.shape)
 
 
-# --- weights --------------------------------------------------------------------------------------
-
-def copies_of(made: list[Ready]) -> Copies:
-    """Copies, in one launch, of what products read in another dtype or place than it has."""
-    sources: list[Tensor] = []
-    for layer, form, _, *blocks in made:
-        if form is None:
-            continue
-        projections, join, inner, outer = layer.projections, layer.join, layer.inner, layer.outer
-        if blocks[0]:
-            weights = [one.weight for one in projections]
-            if form.backend != "cpp" or weights[0].dtype is not form.dtype:
-                sources += weights + [one.bias for one in projections]
-        others = [join.dense] * blocks[1] + [inner, outer.dense] * blocks[2]
-        sources += [one.weight for one in others if one.weight.dtype is not form.dtype]
-    if not sources:
-        return {}
-    dtype = next(one.form.dtype for one in made if one.form is not None)
-    if len({(one.device, one.dtype) for one in sources}) > 1:  # a model on many devices
-        return {}
-    with torch.no_grad():
-        flat = sources[0].new_empty(sum(one.numel() for one in sources), dtype=dtype)
-        copies = torch._utils._unflatten_dense_tensors(flat, sources)
-        torch._foreach_copy_(copies, sources)
-    return dict(zip(map(id, sources), copies, strict=True))
+# --- products and weights -------------------------------------------------------------------------
 
 
 def _multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -513,7 +596,7 @@ def join(
     x: Tensor, residual: Tensor, end: Join, drawn: Drawn, copies: Copies, form: Form
 ) -> Tensor:
     """``norm(residual + dropout(dense(x)))``: [N, K], [N, E] -> [N, E]."""
-    dense, _, norm = end
+    dense, norm, _ = end
     weight = dense.weight
     return _Join.apply(  # type: ignore[return-value]
         *(x, residual, copies.get(id(weight), weight), weight, dense.bias),
@@ -521,11 +604,11 @@ def join(
     )
 
 
-def feed_forward(x: Tensor, layer: Layer, drawn: Drawn, copies: Copies, form: Form) -> Tensor:
+def feed_forward(x: Tensor, block: FeedForward, drawn: Drawn, copies: Copies, form: Form) -> Tensor:
     """``norm(x + dropout(outer(gelu(inner(x)))))``: [N, E] -> [N, E]."""
-    inner, (outer, _, norm) = layer.inner, layer.outer
+    inner, (outer, norm, _) = block.inner, block.outer
     read = (copies.get(id(one.weight), one.weight) for one in (inner, outer))
     return _FeedForward.apply(  # type: ignore[return-value]
         *(x, *read, inner.weight, inner.bias, outer.weight, outer.bias, norm.weight, norm.bias),
-        *(approximation(layer.activation), drawn, norm.eps, form.backend),
+        *(approximation(block.activation), drawn, norm.eps, form.backend),
     )

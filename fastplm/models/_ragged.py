@@ -8,7 +8,7 @@ A padded batch [B, T] becomes one row [1, N] of tokens, one sequence after anoth
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -66,9 +66,9 @@ class _Movable:
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Any:
         moved = {
-            field.name: getattr(self, field.name).to(device, non_blocking=non_blocking)
-            for field in fields(self)  # type: ignore[arg-type]
-            if hasattr(getattr(self, field.name), "to")
+            one.name: getattr(self, one.name).to(device, non_blocking=non_blocking)
+            for one in fields(self)  # type: ignore[arg-type]
+            if hasattr(getattr(self, one.name), "to")
         }
         return replace(self, **moved)  # type: ignore[type-var]
 
@@ -212,9 +212,9 @@ class Rows(_Movable):
     last: LastRows | None = None  # the rows of the last layer; None = all
     sample_index: Tensor | None = None  # int64 [B], for attention's dropout; None = 0 ... B - 1
     numbers: RowNumbers | None = None  # sample and position of rows, for dropout of hidden states
-    layers: dict[int, Any] | None = None  # ``_layer.Ready`` of a layer's ``id``; None = unknown
+    layers: dict[int, Any] = field(default_factory=dict)  # see ``_layer.of_one_forward``
     full: bool = False  # whether no key of causal attention is masked, whatever its mask says
-    seeds: Tensor | None = None  # int64 [layers, 4], of dropout; see ``draw_seeds``
+    seeds: Tensor | None = None  # int64 [layers, 5], of dropout; see ``draw_seeds``
     number_of_layer: int | None = None  # where the layers have no ``layer_idx``
 
     def number(
@@ -231,8 +231,9 @@ class Rows(_Movable):
         """Draw the seeds of all layers at once: on a GPU each draw is a launch.
 
         The second column is that of causal attention: self-attention and cross-attention of a layer
-        differ. The last two are those of the hidden states. On a CPU every call draws its own. So it does if two layers have one number, as in a
-        model that the user has made deeper: they would drop the same.
+        differ. The other three are those of hidden states. On a CPU every call draws its own. So it
+        does if two layers have one number, as in a model that the user has made deeper: they would
+        drop the same.
         """
         if (
             torch.compiler.is_compiling()
@@ -241,7 +242,7 @@ class Rows(_Movable):
             or sorted(layers) != list(range(len(layers)))
         ):
             return
-        self.seeds = torch.randint(2**63 - 1, (len(layers), 4), device=given.device)
+        self.seeds = torch.randint(2**63 - 1, (len(layers), 5), device=given.device)
         if self.last is not None:
             self.last.seeds, self.last.number_of_layer = self.seeds, layers[-1]
 
@@ -249,20 +250,20 @@ class Rows(_Movable):
     def matters(self) -> bool:
         """Whether layers need this object: some rows are left out, or dropout depends on it."""
         cut = self.own is not None or self.last is not None
-        told = (self.sample_index, self.numbers, self.seeds, self.layers)
-        return cut or self.full or any(one is not None for one in told)
+        told = (self.sample_index, self.numbers, self.seeds)
+        return cut or self.full or bool(self.layers) or any(one is not None for one in told)
 
     def for_layer(self, number: int) -> Rows:
         """This object for a layer without ``layer_idx``, such as one that runs more than once."""
         return self if self.seeds is None else replace(self, number_of_layer=number)
 
-    def seeds_of(self, module: Any) -> tuple[Tensor | None, Tensor | None]:
-        """The seeds of the hidden states of a layer; None = each is drawn where it is used."""
+    def seeds_of(self, module: Any) -> tuple[Tensor, ...] | None:
+        """Those of the hidden states of a layer; None = each is drawn where it is used."""
         number = self.number_of_layer
         number = getattr(module, "layer_idx", None) if number is None else number
         if self.seeds is None or number is None:
-            return None, None
-        return self.seeds[number, 2], self.seeds[number, 3]
+            return None
+        return self.seeds[number, 2:].unbind()
 
     def lengths(self, causal: bool) -> tuple[Tensor, Tensor, int, int] | None:
         """(cu_seqlens int32 [B + 1] of queries and of keys, max_seqlen of both) of one attention.

@@ -40,6 +40,7 @@ from fastplm.models._heads import (
     shape_of,
     wants_logits,
 )
+from fastplm.models._layer import of_one_forward
 from fastplm.models._ragged import (
     NUMBERED,
     ONE_DRAW,
@@ -253,6 +254,7 @@ class Stack(FastplmModel):
         if told.own is not None:
             forward, attention_mask = self._on_rows, told.own.key_mask_row()
             caching = {"use_cache": False} if self._takes_cache else {}
+        told.layers = of_one_forward(self._layers(), given, self.dtype)
         if told.matters:
             kwargs["rows"] = told
         outputs = on_rows(

@@ -47,7 +47,7 @@ from fastplm.errors import check_choice, fail
 from fastplm.models import _heads
 from fastplm.models._base import FastplmModel, drop_in, switch_modules
 from fastplm.models._encoder import EncoderLayer, EncoderModel
-from fastplm.models._layer import Join, Layer
+from fastplm.models._layer import Attention, FeedForward, Join, Layer
 from fastplm.models._ragged import LastRows, Rows
 from fastplm.nn._rows import is_plain
 
@@ -175,18 +175,17 @@ class AlbertLayer(EncoderLayer, GradientCheckpointingLayer, modeling_albert.Albe
         if not self._is_known((attention,)) or vars(self)["chunk_size_feed_forward"]:
             return None
         own, within = self._modules, attention._modules
-        return Layer(
-            attention=attention,
-            attention_dropout=within["attention_dropout"],
+        block = Attention(
+            module=attention,
             head_size=attention.attention_head_size,
+            dropout=within["attention_dropout"].p,
             projections=(within["query"], within["key"], within["value"]),
-            join=Join(within["dense"], within["output_dropout"], within["LayerNorm"]),
-            join_modules=functools.partial(_joined, attention),
-            inner=own["ffn"],
-            activation=own["activation"],
-            outer=Join(own["ffn_output"], None, own["full_layer_layer_norm"]),
-            feed_forward_modules=self._feed_forward,
+            join=Join(within["dense"], within["LayerNorm"], within["output_dropout"]),
+            by_modules=functools.partial(_joined, attention),
         )
+        ends = Join(own["ffn_output"], own["full_layer_layer_norm"], 0.0)
+        feed_forward = FeedForward(own["ffn"], own["activation"], ends, self._feed_forward)
+        return Layer((block,), feed_forward, self.training)
 
     def _feed_forward(self, hidden: Tensor) -> Tensor:
         return self.full_layer_layer_norm(self.ff_chunk(hidden) + hidden)
