@@ -350,6 +350,17 @@ def caches(use_cache: bool | None, past_key_values: Any) -> bool | None:
     return False if default and torch.jit.is_tracing() else use_cache
 
 
+def check_parts(model: Any, *parts: Any) -> None:
+    """Check that no part is of the parent's class, as after ``restore`` of that part alone: a
+    drop-in model tells its parts which rows it reads, which the parent's ignore."""
+    for part in parts:
+        if type(part) in DROP_INS:
+            where, kind = type(model).__name__, type(part)
+            got = f"a part that is a {kind.__name__} of {kind.__module__}"
+            fix = "Restore the outer model, too: fastplm.restore(model), or accelerate both again."
+            fail(where, "model", got, "parts of fastplm.models, as the model itself is", fix)
+
+
 def keeps_padding(model: Any, masks: Iterable[Tensor | None], kwargs: dict[str, Any]) -> str | None:
     """The name in ``_ragged.KEPT`` of what makes a backbone keep padding; None = nothing does."""
     if not model._has_our_attention():

@@ -28,6 +28,7 @@ from fastplm.models._base import (
     caches,
     check_batch,
     check_mask,
+    check_parts,
     check_positions,
     keeps_padding,
     wants_output,
@@ -37,6 +38,7 @@ from fastplm.models._heads import (
     REDUCTIONS,
     ScaledLoss,
     mean_of_labelled,
+    requested_rows,
     shape_of,
     wants_logits,
 )
@@ -314,6 +316,7 @@ class EncoderDecoder(FastplmModel):
             decoder_input_ids = self._default_decoder_ids(input_ids)
         check_mask(type(self).__name__, "attention_mask", attention_mask)
         check_mask(type(self).__name__, "decoder_attention_mask", decoder_attention_mask)
+        check_parts(self, self.encoder, self.decoder)
         kwargs["return_dict"] = True
         rows = None
         # With a cache, the decoder reads padded encoder states, if any.
@@ -429,7 +432,7 @@ class ConditionalGeneration(FastplmModel):
         if positions is not None and targets is not None:
             rows = rows_at(hidden, positions) if all_rows else hidden
             loss = vocabulary_loss(
-                rows[:, 0],
+                requested_rows(self, rows, positions),
                 self.lm_head,
                 targets,
                 num_items_in_batch,

@@ -17,7 +17,7 @@ from transformers.utils.generic import can_return_tuple
 
 from fastplm._checks import check_shape, check_tensor
 from fastplm.models import _encoder, _heads
-from fastplm.models._base import FastplmModel, joined
+from fastplm.models._base import FastplmModel, check_parts, joined
 from fastplm.models._ragged import unpadded
 from fastplm.nn._rows import IGNORE_INDEX, batch_share, is_plain
 from fastplm.nn.rtd_head import rtd_loss
@@ -97,6 +97,7 @@ class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
         ragged = None
         if attention_mask is not None and attention_mask.dim() == 2:
             ragged = unpadded(attention_mask, None, unpad, dtype=self.dtype)
+        check_parts(self, self.electra)
         outputs = self.electra(
             attention_mask=attention_mask,
             return_dict=True,
