@@ -300,6 +300,8 @@ def _unfused(
 ) -> tuple[Tensor, Tensor | None]:
     """Run ``fastplm_attention_forward`` for a call that the fused op does not support."""
     dead = None
+    if mask is not None and mask.is_floating_point():
+        mask = _in_dtype_of(query, mask)
     if mask is None or mask.dim() != 4:
         mask, dead = _complete_mask(query, key, mask, causal, always=weights_too)
     weights = None
@@ -366,6 +368,17 @@ def _boolean(mask: Tensor | None) -> Tensor | None:
         return None
     hidden = mask <= torch.finfo(mask.dtype).min
     return ~hidden if bool((hidden | (mask == 0)).all()) else None
+
+
+def _in_dtype_of(query: Tensor, mask: Tensor) -> Tensor:
+    """An additive mask in the dtype of the scores, whose lowest number stands for lower ones.
+
+    They would be -inf, and a query without any key NaN.
+    """
+    to = torch.finfo(query.dtype)
+    if torch.finfo(mask.dtype).max > to.max:
+        mask = mask.clamp(to.min, to.max).where(mask.isfinite(), mask)
+    return mask.to(query.dtype)
 
 
 def _check_supported(mask: Tensor | None, kwargs: dict[str, Any]) -> None:

@@ -664,6 +664,27 @@ def test_full_masks_are_read_by_what_they_mean_or_refused(name):
             run(mask)
 
 
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", FLOATS[1:], ids=str)
+@pytest.mark.parametrize("name", [*LANGUAGE_MODELS.values(), *DECODERS, "BartForCausalLM"])
+def test_an_additive_mask_of_another_dtype_is_converted(name, dtype):
+    """Also numbers below the lowest of the model's dtype, where a query sees no key."""
+    model = pair(name)[0].to(dtype)
+    ids = torch.randint(4, 37, (2, LENGTH))
+    added = torch.zeros(2, 1, LENGTH, LENGTH).masked_fill(torch.rand(LENGTH, LENGTH) < 0.5, -3.0)
+    given = {"decoder_input_ids": ids} if has_decoder(name) else {}
+    for argument in ("attention_mask", *(["decoder_attention_mask"] if given else [])):
+        expected = model(ids, **given, **{argument: added.to(dtype)}).logits
+        for other in FLOATS:
+            mask = added.to(other, copy=True)
+            assert torch.equal(model(ids, **given, **{argument: mask}).logits, expected)
+            mask[:, :, 3] = torch.finfo(other).min
+            assert model(ids, **given, **{argument: mask}).logits.isfinite().all()
+
+
 @pytest.mark.parametrize("given", ["last", "First", 3, torch.zeros(2), torch.zeros(1, 2).long()])
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "t5"])
 def test_output_rows_are_positions_or_first(family, given):
