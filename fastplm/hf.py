@@ -114,6 +114,8 @@ def fastplm_mask(
         return as_booleans(_WHERE, attention_mask)[:, None]
     if attention_mask is not None and attention_mask.dim() == 5:  # made here, for `generate`
         return attention_mask
+    if attention_mask is not None:
+        attention_mask = of_batch(attention_mask, batch_size)
     causal = mask_function is causal_mask_function
     bottom_right = (
         isinstance(q_offset, int)
@@ -145,6 +147,13 @@ def fastplm_mask(
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     sizes = batch_size, q_length, kv_length, q_offset, kv_offset
     return sdpa_mask(*sizes, mask_function, attention_mask, **kwargs)
+
+
+def of_batch(mask: Tensor | None, batch: int) -> Tensor | None:
+    """A padding mask [B, T]; the caller may give one [1, T] for all sequences."""
+    if mask is None or mask.dim() != 2 or mask.shape[0] != 1:
+        return mask
+    return mask.expand(batch, -1)
 
 
 def as_booleans(where: str, mask: Tensor) -> Tensor:

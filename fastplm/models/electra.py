@@ -16,6 +16,7 @@ from transformers.models.electra.modeling_electra import ElectraForPreTrainingOu
 from transformers.utils.generic import can_return_tuple
 
 from fastplm._checks import check_shape, check_tensor
+from fastplm.hf import of_batch
 from fastplm.models import _encoder, _heads
 from fastplm.models._base import FastplmModel, check_parts, joined
 from fastplm.models._ragged import unpadded
@@ -94,8 +95,10 @@ class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
         Raises:
             ArgumentValueError, ArgumentTypeError: wrong shapes, dtypes or (on the CPU) ids.
         """
-        ragged = None
+        ragged, shape = None, _heads.shape_of(inputs)
         if attention_mask is not None and attention_mask.dim() == 2:
+            if shape is not None:
+                attention_mask = of_batch(attention_mask, shape[0])
             ragged = unpadded(attention_mask, None, unpad, dtype=self.dtype)
         check_parts(self, self.electra)
         outputs = self.electra(
@@ -109,7 +112,6 @@ class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
         if labels is not None:
             where = "ElectraForPreTraining"
             check_tensor(where, "labels", labels)
-            shape = _heads.shape_of(inputs)
             assert shape is not None, "the backbone requires it"
             check_shape(where, "labels", labels, shape, "[B, T]")
             in_loss = labels != IGNORE_INDEX

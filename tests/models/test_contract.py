@@ -35,6 +35,7 @@ from .conftest import (
     loss_of,
     pair,
     parent_of,
+    same,
     small_config,
     takes,
 )
@@ -662,6 +663,52 @@ def test_full_masks_are_read_by_what_they_mean_or_refused(name):
     for mask in (-(~seen).long(), -(~seen).long()[:, None]):
         with pytest.raises(ArgumentValueError, match="attention_mask.*mask == 0"):
             run(mask)
+
+
+@pytest.mark.parametrize("padding", ["right", "left", "full"])
+@every_class
+def test_one_mask_may_be_that_of_all_sequences(name, padding):
+    """With labels in training, with labels in evaluation, and without them."""
+    config = config_of(name)
+    model = getattr(models, name)(config)
+    mask = PADDINGS[padding][1:2]
+    inputs = inputs_of(name, config, None)
+    lead = inputs["input_ids"].shape[:-1]
+    cases = [inputs, {key: value for key, value in inputs.items() if "label" not in key}]
+    for given, training in itertools.product(cases, (True, False)):
+        model.train(training)
+        for argument in ("attention_mask", "decoder_attention_mask"):
+            if not takes(name, argument):
+                continue
+            target = given.get("decoder_input_ids", given.get("labels", given["input_ids"]))
+            length = LENGTH if argument == "attention_mask" or target.dim() < 2 else target.shape[1]
+            one = mask[:, :length].view(*(1 for _ in lead), length)
+            every = one.expand(*lead, length).contiguous()
+            try:
+                expected = model(**{**given, argument: every})
+            except ValueError as error:
+                assert "decoder_input" in str(error) or "input_ids or" in str(error)
+                continue
+            found = model(**{**given, argument: one})
+            assert same(
+                *(
+                    [v for v in each.values() if isinstance(v, torch.Tensor)]
+                    for each in (found, expected)
+                )
+            )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*DECODERS, "BartForCausalLM", "GPT2LMHeadModel"])
+def test_one_mask_may_be_that_of_all_sequences_after_a_cache(name):
+    model = pair(name)[0]
+    ids, mask = torch.randint(4, 37, (ROWS, LENGTH)), PADDINGS["left"][1:2]
+
+    def run(mask):
+        cache = model(ids[:, :5], attention_mask=mask[:, :5], use_cache=True).past_key_values
+        return model(ids[:, 5:], attention_mask=mask, past_key_values=cache).logits
+
+    assert torch.equal(run(mask), run(mask.expand(ROWS, -1)))
 
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
