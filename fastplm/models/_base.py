@@ -47,6 +47,15 @@ _AFTER_PADDING = (
 #: The fields of configurations that say how many positions there are.
 _POSITIONS = ("max_position_embeddings", "max_encoder_position_embeddings", "max_seq_len")
 
+#: Arguments of mixins that stand in the signature of a class only if its parent has them, too:
+#: others conclude from them what a model can do, as PEFT does for prefix tuning.
+_OF_SOME_PARENTS = (
+    "encoder_attention_mask",
+    "encoder_hidden_states",
+    "past_key_values",
+    "use_cache",
+)
+
 # Module instances that Transformers shares between all models. Their class must not change.
 _SHARED = {id(value) for value in vars(activations).values() if isinstance(value, nn.Module)}
 
@@ -65,7 +74,9 @@ def drop_in(ours: _Class) -> _Class:
     own = inspect.signature(forward).parameters.values()
     passes_on = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in own)
     theirs = _positional(parent.forward)
-    if not passes_on and _positional(forward)[: len(theirs)] != theirs:
+    reordered = _positional(forward)[: len(theirs)] != theirs
+    hides = issubclass(parent, PreTrainedModel) and any(_not_of(theirs, p.name) for p in own)
+    if not passes_on and (reordered or hides):
         ours.forward = _by_position(forward, parent.forward)  # type: ignore[attr-defined]
         # Transformers checkpoints a layer only if its outermost forward is the one that it wrapped.
         wrap = vars(GradientCheckpointingLayer).get("__init_subclass__")
@@ -113,14 +124,20 @@ def _positional(function: Callable) -> list[str]:
     return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
+def _not_of(theirs: Iterable[str], name: str) -> bool:
+    return name in _OF_SOME_PARENTS and name not in theirs
+
+
 def _by_position(forward: Callable, parent: Callable) -> Callable:
     """``forward(self, **arguments)`` with the signature of the parent's, plus its own arguments."""
     signature = inspect.signature(parent)
     theirs = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     names = [parameter.name for parameter in theirs[1:]]
     _, *own = inspect.signature(forward).parameters.values()
-    others = [p for p in own if p.kind is p.VAR_KEYWORD]
-    options = [p for p in own if p.name not in names and p not in others]
+    both = (*signature.parameters.values(), *own)
+    others = [p for p in both if p.kind is p.VAR_KEYWORD][:1]
+    options = [p for p in own if p.name not in names and p.kind is not p.VAR_KEYWORD]
+    options = [p for p in options if not _not_of(names, p.name)]
     options = [p.replace(kind=p.POSITIONAL_OR_KEYWORD) for p in options]
     names += [parameter.name for parameter in options]
 

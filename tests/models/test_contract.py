@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from fastplm import models, ops
 from fastplm._backends import record_decisions
 from fastplm.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
-from fastplm.models import _encoder, _encoder_call
+from fastplm.models import _base, _encoder, _encoder_call
 from fastplm.models._ragged import RaggedBatch
 from fastplm.testing import KeptDouble, check_in_fp64
 
@@ -105,6 +105,30 @@ def test_arguments_come_in_the_parents_order(name):
     theirs = list(inspect.signature(parent_of(ours).forward).parameters)
     theirs = [argument for argument in theirs if argument != "kwargs"]
     assert list(inspect.signature(ours.forward).parameters)[: len(theirs)] == theirs
+
+
+#: The arguments that our classes add; their docstrings say what these mean. Others read from a
+#: signature which labels, caches and encoders a model takes.
+ADDED = {
+    *("unpad", "decoder_unpad", "output_rows", "read_rows", "extra_rows", "encoder_rows", "lookup"),
+    *("sample_index", "masked_positions", "num_items_in_batch", "num_sequences_in_batch"),
+    *("output_logits", "reduction", "exclude_padding"),
+}
+
+
+def test_a_signature_has_the_parents_names_and_those_of_our_options():
+    """This holds for every model, backbones and stacks among them."""
+    found = {name: getattr(models, name) for name in CLASSES}
+    assert found
+    kinds = {
+        parent: ours for parent, ours in _base.DROP_INS.items() if "_init_weights" in dir(ours)
+    }
+    assert len(kinds) > len(found)
+    for parent, ours in kinds.items():
+        theirs = inspect.signature(parent.forward).parameters
+        names = inspect.signature(ours.forward).parameters
+        assert theirs.keys() <= names.keys(), ours
+        assert names.keys() - theirs.keys() - {"inputs", "kwargs"} <= ADDED, ours
 
 
 @pytest.mark.parametrize("name", [n for n in CLASSES if takes_flat_labels(n)])
