@@ -224,7 +224,7 @@ def test_a_gradient_is_refused():
 
 
 def test_a_call_without_checks_is_recorded():
-    weight, scale = quantize_int8(torch.randn(3, 16))
+    weight, scale = ops.quantize_int8(torch.randn(3, 16))
     with record_decisions() as decisions:
         ops.linear_int8(torch.randn(5, 16), weight, scale)
     assert [one.op for one in decisions] == ["linear_int8"]
