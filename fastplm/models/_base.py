@@ -477,6 +477,8 @@ def check_length(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
 
 def looks_positions_up(model: nn.Module) -> bool:
     """Whether a model has a table of positions, one that is not of a model in it."""
+    if isinstance(getattr(model, "pos_encoding", None), Tensor):  # CTRL's sines
+        return True
     return any(
         (isinstance(child, nn.Embedding) and name in _POSITION_TABLES)
         or (not isinstance(child, PreTrainedModel) and looks_positions_up(child))
