@@ -515,6 +515,15 @@ def test_packed_sequences_equal_separate_ones(hold, name):
             ours(input_ids=ids, output_attentions=True, **packed)
 
 
+@pytest.mark.parametrize("name", [name for name in CLASSES if CLASSES[name] == "bart"])
+def test_packed_sequences_of_bart_are_refused(name):
+    """Its positions count through the row."""
+    ends = torch.tensor([0, 4, 9], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 5, "max_length_k": 5}
+    with pytest.raises(UnsupportedError, match="`cu_seq_lens_q`.*Pass the padded batch"):
+        getattr(models, name)(config_of(name))(torch.randint(5, 30, (1, 9)), **packed)
+
+
 def replaced_forward(layer):
     """Change what a layer returns; the result undoes it."""
     forward = layer.forward
