@@ -115,6 +115,8 @@ def fastplm_mask(
         return as_booleans(_WHERE, attention_mask)[:, None]
     if attention_mask is not None and attention_mask.dim() == 5:  # made here, for `generate`
         return attention_mask
+    if attention_mask is not None:
+        attention_mask = of_batch(attention_mask, batch_size)
     causal = mask_function is causal_mask_function
     bottom_right = (
         isinstance(q_offset, int)
@@ -147,6 +149,13 @@ def fastplm_mask(
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     sizes = batch_size, q_length, kv_length, q_offset, kv_offset
     return sdpa_mask(*sizes, mask_function, attention_mask, **kwargs)
+
+
+def of_batch(mask: Tensor | None, batch: int) -> Tensor | None:
+    """A padding mask [B, T]; the caller may give one [1, T] for all sequences."""
+    if mask is None or mask.dim() != 2 or mask.shape[0] != 1:
+        return mask
+    return mask.expand(batch, -1)
 
 
 def as_booleans(where: str, mask: Tensor) -> Tensor:
@@ -316,6 +325,8 @@ def _unfused(
 ) -> tuple[Tensor, Tensor | None]:
     """Run ``fastplm_attention_forward`` for a call that the fused op does not support."""
     dead = None
+    if mask is not None and mask.is_floating_point():
+        mask = _in_dtype_of(query, mask)
     if mask is None or mask.dim() != 4:
         mask, dead = _complete_mask(query, key, mask, causal, always=weights_too)
     weights = None
@@ -382,6 +393,17 @@ def _boolean(mask: Tensor | None) -> Tensor | None:
         return None
     hidden = mask <= torch.finfo(mask.dtype).min
     return ~hidden if bool((hidden | (mask == 0)).all()) else None
+
+
+def _in_dtype_of(query: Tensor, mask: Tensor) -> Tensor:
+    """An additive mask in the dtype of the scores, whose lowest number stands for lower ones.
+
+    They would be -inf, and a query without any key NaN.
+    """
+    to = torch.finfo(query.dtype)
+    if torch.finfo(mask.dtype).max > to.max:
+        mask = mask.clamp(to.min, to.max).where(mask.isfinite(), mask)
+    return mask.to(query.dtype)
 
 
 def _check_supported(mask: Tensor | None, kwargs: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from transformers.utils.generic import ModelOutput, can_return_tuple
 from fastplm._backends import is_written_down, note
 from fastplm._checks import check_shape, values_are_known
 from fastplm._registry import is_eager
+from fastplm.hf import of_batch
 from fastplm.models._base import (
     FastplmModel,
     caches,
@@ -336,10 +337,11 @@ class EncoderModel(FastplmModel):
 
         A padding mask is expanded to [B, T]. A mask with more dimensions is returned unchanged.
         """
+        if mask is not None and mask.shape[0] == 1:
+            mask = of_batch(mask, given.shape[0])
         if cache is not None:
             return mask, False
         if mask is not None and mask.dim() == 2:
-            mask = mask.expand(given.shape[0], -1) if mask.shape[0] == 1 else mask
             where, shape = type(self).__name__, given.shape[:2]
             check_shape(where, "attention_mask", mask, shape, "[batch, tokens]")
         full = (unpad is None or isinstance(unpad, bool)) and _all_known(mask)
@@ -442,6 +444,8 @@ def cross_inputs(
     if states is None:
         return {}, None
     key_mask = None
+    if encoder_rows is None:
+        mask = of_batch(mask, states.shape[0])
     if ragged is None:
         if encoder_rows is not None:
             states, mask = encoder_rows.pad(states), encoder_rows.token_mask()

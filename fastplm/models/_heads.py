@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, MaskedLMOutput
 from transformers.utils.generic import can_return_tuple
 
@@ -16,7 +17,7 @@ from fastplm import ops
 from fastplm._backends import note
 from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor
 from fastplm.errors import check_choice, fail
-from fastplm.models._base import FastplmModel, TiedLookup
+from fastplm.models._base import FastplmModel, TiedLookup, check_parts
 from fastplm.models._ragged import encoder_side, numbers_of_rows, slots_of_labels
 from fastplm.nn._rows import (
     IGNORE_INDEX,
@@ -85,6 +86,7 @@ def recorded(outputs: Any) -> dict[str, Any]:
 def requested_rows(model: Any, hidden: Tensor, positions: Tensor) -> Tensor:
     """The last hidden state of a backbone called with ``output_rows``: [P, 1, E] -> [P, E]."""
     if hidden.shape[:2] != (positions.shape[0], 1):
+        check_parts(model, *(m for m in model.modules() if isinstance(m, PreTrainedModel)))
         got = f"hidden states of {tuple(hidden.shape)} from a {type(model.base_model).__name__}"
         expected = f"{positions.shape[0]} rows, those that the head reads"
         fix = "Use the class of fastplm.models: the backbone of transformers returns all rows."

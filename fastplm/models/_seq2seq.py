@@ -22,12 +22,14 @@ from fastplm._backends import note
 from fastplm._checks import check_shape, check_tensor, values_can_be_read
 from fastplm._registry import is_eager
 from fastplm.errors import check_choice
+from fastplm.hf import of_batch
 from fastplm.models._base import (
     FastplmModel,
     TiedLookup,
     caches,
     check_batch,
     check_mask,
+    check_parts,
     check_positions,
     keeps_padding,
     wants_output,
@@ -37,6 +39,7 @@ from fastplm.models._heads import (
     REDUCTIONS,
     ScaledLoss,
     mean_of_labelled,
+    requested_rows,
     shape_of,
     wants_logits,
 )
@@ -87,6 +90,19 @@ def decoder_rows(
             extra_rows = either(extra_rows, read_rows)
     extra_rows = None if mask is None else extra_rows
     return unpadded(mask, extra_rows, unpad, stack.contiguous, stack.dtype)
+
+
+def source_mask(
+    attention_mask: Tensor | None = None,
+    encoder_outputs: Any = None,
+    inputs_embeds: Tensor | None = None,
+    input_ids: Tensor | None = None,
+    **others: Any,
+) -> Tensor | None:
+    """The padding mask of the source, one for each text: see ``of_batch``."""
+    states = None if encoder_outputs is None else encoder_outputs[0]
+    given = [one for one in (states, inputs_embeds, input_ids) if one is not None]
+    return of_batch(attention_mask, given[0].shape[0]) if given else attention_mask
 
 
 def source_rows(
@@ -211,6 +227,7 @@ class Stack(FastplmModel):
         masks, offsets = (attention_mask, encoder_attention_mask), kwargs.get("cu_seq_lens_q")
         check_batch(self, given, input_ids, masks, sample_index, offsets, output_rows)
         (batch, seqlen), where = given.shape[:2], type(self).__name__
+        attention_mask = of_batch(attention_mask, batch)
         check_positions(where, getattr(self, "embed_positions", None), seqlen, past)
         if attention_mask is not None and attention_mask.dim() == 2 and not past:
             check_shape(where, "attention_mask", attention_mask, (batch, seqlen), "[batch, tokens]")
@@ -324,6 +341,8 @@ class EncoderDecoder(FastplmModel):
             decoder_input_ids = self._default_decoder_ids(input_ids)
         check_mask(type(self).__name__, "attention_mask", attention_mask)
         check_mask(type(self).__name__, "decoder_attention_mask", decoder_attention_mask)
+        attention_mask = source_mask(attention_mask, encoder_outputs, inputs_embeds, input_ids)
+        check_parts(self, self.encoder, self.decoder)
         kwargs["return_dict"] = True
         rows = None
         # With a cache, the decoder reads padded encoder states, if any.
@@ -441,7 +460,7 @@ class ConditionalGeneration(FastplmModel):
         if positions is not None and targets is not None:
             rows = rows_at(hidden, positions) if all_rows else hidden
             loss = vocabulary_loss(
-                rows[:, 0],
+                requested_rows(self, rows, positions),
                 self.lm_head,
                 targets,
                 num_items_in_batch,

@@ -20,6 +20,7 @@ from transformers.modeling_outputs import (
 from transformers.models.bart import modeling_bart
 from transformers.utils.output_capturing import capture_outputs
 
+from fastplm.errors import UnsupportedError, fail
 from fastplm.models._base import joined
 from fastplm.models._heads import CausalLM
 from fastplm.models._layer import Attention, FeedForward, Join, Layer, ready_layer, run_layer
@@ -131,6 +132,14 @@ class _AddsPositions(Stack):
 
     def _layer_numbers(self: Any) -> list[Any]:
         return [layer.self_attn.layer_idx for layer in self.layers]
+
+    def _keeps_padding(self, masks: Any, kwargs: dict[str, Any], *caching: Any, **more: Any) -> Any:
+        if kwargs.get("cu_seq_lens_q") is not None:
+            got = "a value: the sequences are packed into one row"
+            expected = "None, as the positions of BART count through a row"
+            fix = "Pass the padded batch and its attention_mask: its padding is left out."
+            fail(type(self).__name__, "cu_seq_lens_q", got, expected, fix, UnsupportedError)
+        return super()._keeps_padding(masks, kwargs, *caching, **more)
 
     @capture_outputs
     def _on_rows(

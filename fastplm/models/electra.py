@@ -16,8 +16,9 @@ from transformers.models.electra.modeling_electra import ElectraForPreTrainingOu
 from transformers.utils.generic import can_return_tuple
 
 from fastplm._checks import check_shape, check_tensor
+from fastplm.hf import of_batch
 from fastplm.models import _encoder, _heads
-from fastplm.models._base import FastplmModel, joined
+from fastplm.models._base import FastplmModel, check_parts, joined
 from fastplm.models._ragged import backbone_unpad, unpadded
 from fastplm.nn._rows import IGNORE_INDEX, batch_share, is_plain
 from fastplm.nn.rtd_head import rtd_loss
@@ -93,9 +94,12 @@ class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
         Raises:
             ArgumentValueError, ArgumentTypeError: wrong shapes, dtypes or (on the CPU) ids.
         """
-        ragged, full = None, False
+        (ragged, full), shape = (None, False), _heads.shape_of(inputs)
         if attention_mask is not None and attention_mask.dim() == 2:
+            if shape is not None:
+                attention_mask = of_batch(attention_mask, shape[0])
             ragged, full = unpadded(attention_mask, None, unpad, dtype=self.dtype)
+        check_parts(self, self.electra)
         outputs = self.electra(
             attention_mask=attention_mask,
             return_dict=True,
@@ -107,7 +111,6 @@ class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
         if labels is not None:
             where = "ElectraForPreTraining"
             check_tensor(where, "labels", labels)
-            shape = _heads.shape_of(inputs)
             assert shape is not None, "the backbone requires it"
             check_shape(where, "labels", labels, shape, "[B, T]")
             in_loss = labels != IGNORE_INDEX

@@ -18,7 +18,7 @@ from transformers.utils.generic import can_return_tuple
 from fastplm import ops
 from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor, values_are_known
 from fastplm.errors import UnsupportedError, check_choice, fail
-from fastplm.models._base import FastplmModel, TiedLookup, check_input_ids
+from fastplm.models._base import FastplmModel, TiedLookup, check_input_ids, check_parts
 from fastplm.models._electra_options import GENERATORS, OBJECTIVES, SECOND_STAGES, SHARINGS
 from fastplm.models._ragged import backbone_unpad, rows_at, slots_of_labels, unpadded
 from fastplm.models.electra import ElectraForMaskedLM, ElectraForPreTraining
@@ -458,7 +458,11 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             ArgumentValueError, ArgumentTypeError: no labels, wrong shapes, dtypes or (on the CPU)
                 ids.
         """
-        config = self.config
+        config, parts = (
+            self.config,
+            [p for p in (self.generator, self.discriminator) if p is not None],
+        )
+        check_parts(self, *parts, *(part.electra for part in parts))
         check_input_ids(_WHERE, input_ids, config.discriminator.vocab_size)
         counted: dict[str, Any] = {"unpad": unpad}
         labels, positions, targets = _labels(

@@ -33,7 +33,7 @@ from fastplm.models._base import (
 from fastplm.models._encoder import EncoderModel
 from fastplm.models._heads import shape_of, wants_logits
 from fastplm.models._ragged import until_last
-from fastplm.models._seq2seq import both_sides, encoded, source_rows
+from fastplm.models._seq2seq import both_sides, encoded, source_mask, source_rows
 from fastplm.nn._rows import IGNORE_INDEX, batch_share
 
 _PARTS = ("encoder", "decoder")
@@ -219,7 +219,7 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
         encoder: Any = self.encoder
         decoder: Any = self.decoder
         ours = isinstance(encoder, EncoderModel), isinstance(decoder, FastplmModel)
-        attention_mask: Tensor | None = inputs.get("attention_mask")
+        attention_mask = inputs["attention_mask"] = source_mask(**inputs)
         if attention_mask is not None and attention_mask.dim() != 2:
             # Cross-attention uses this mask too, and would be packed like the decoder.
             decoder_unpad = False
