@@ -8,6 +8,7 @@ from fastplm.ops.bias_gelu import bias_gelu
 from fastplm.ops.corrupt_spans import corrupt_spans, span_corruption_fit, span_corruption_lengths
 from fastplm.ops.dropout import dropout
 from fastplm.ops.dropout_add_layer_norm import dropout_add_layer_norm, dropout_add_rms_norm
+from fastplm.ops.embedding_layer_norm import embedding_layer_norm
 from fastplm.ops.gather_rows import gather_rows
 from fastplm.ops.gelu import gelu
 from fastplm.ops.linear import linear
@@ -49,6 +50,7 @@ __all__ = [
     "dropout",
     "dropout_add_layer_norm",
     "dropout_add_rms_norm",
+    "embedding_layer_norm",
     "gather_rows",
     "gelu",
     "linear",
