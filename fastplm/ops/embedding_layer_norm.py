@@ -8,7 +8,13 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastplm._checks import FLOATING, check_number, check_probability, check_tensor
+from fastplm._checks import (
+    FLOATING,
+    check_number,
+    check_probability,
+    check_tensor,
+    values_are_known,
+)
 from fastplm._declare import Arg, from_fields
 from fastplm._registry import Op, needs_dispatch
 from fastplm.errors import fail
@@ -17,7 +23,6 @@ from fastplm.ops._common import (
     last_dim_contiguous,
     seed_tensor,
     triton_rejects,
-    values_are_known,
 )
 from fastplm.reference.dropout import dropout_scale, dropout_threshold
 from fastplm.reference.embedding_layer_norm import embedding_layer_norm_ref

@@ -230,7 +230,7 @@ def test_user_changes_of_a_model_equal_the_parent(hold, change):
     hold(ours, parent, loss_of(input_ids=ids, attention_mask=MASK, labels=labels))
 
 
-# --- parts of a layer called alone -----------------------------------------------------------------
+# --- parts of a layer called alone ----------------------------------------------------------------
 
 
 def feed_forward(dtype=torch.float64):
