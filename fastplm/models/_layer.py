@@ -18,7 +18,7 @@ class the modules run themselves, which are the specification.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -250,12 +250,14 @@ def copies_of(made: list[Ready]) -> Copies:
         others: list[Any] = []
         for block, projected, joined in zip(layer.attentions, projects, joins, strict=True):
             if projected:
-                weights = [one.weight for one in block.projections]
+                parameters = [one._parameters for one in block.projections]
+                weights: list[Any] = [one["weight"] for one in parameters]
                 if form.backend != "cpp" or weights[0].dtype is not form.dtype:
-                    sources += weights + [one.bias for one in block.projections]
+                    sources += weights + [one["bias"] for one in parameters]
             others += [block.join.dense] * joined
         others += [layer.feed_forward.inner, layer.feed_forward.outer.dense] * feeds
-        sources += [one.weight for one in others if one.weight.dtype is not form.dtype]
+        weights = [one._parameters["weight"] for one in others]
+        sources += [one for one in weights if one.dtype is not form.dtype]
     if not sources:
         return {}
     with torch.no_grad():
@@ -402,32 +404,50 @@ def _of_weight(grad: Tensor, input: Tensor, dtype: torch.dtype) -> Tensor:
 
 class _Project(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, *parameters: Any) -> Any:
-        """x [N, E], what the product reads [M, E] and [M], and the weights and biases it is of."""
-        ctx.save_for_backward(x, weight)
-        ctx.dtypes = [one.dtype for one in parameters]
-        ctx.sizes = [len(one) for one in parameters[::2]]
+    def forward(ctx: Any, x: Tensor, count: int, *given: Any) -> Any:
+        """x [N, E]; ``count`` pairs of weight [M, E] and bias [M], of that many products; the
+        weights and biases of which they are copies, one pair for each output."""
+        read, parameters = given[: 2 * count], given[2 * count :]
+        ctx.save_for_backward(x, *read[::2])
+        ctx.dtypes = parameters[0].dtype, parameters[1].dtype
+        ctx.sizes = [one.shape[0] for one in parameters[::2]]
         ctx.set_materialize_grads(False)
-        out = _multiply(x, weight.t(), bias)
-        return *out.split(ctx.sizes, 1), x.view_as(x)
+        products = zip(read[::2], read[1::2], strict=True)
+        outs = [_multiply(x, weight.t(), bias) for weight, bias in products]
+        if count < len(ctx.sizes):
+            outs = outs[0].split(ctx.sizes, 1)
+        return *outs, x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        (x, weight), (*grads, of_residual), needs = ctx.saved_tensors, grads, ctx.needs_input_grad
-        if all(one is None for one in grads):
-            return of_residual, *[None] * (2 + len(ctx.dtypes))
-        grad, found = _side_by_side(grads, ctx.sizes, x), [None] * len(ctx.dtypes)
-        if any(needs[3::2]):
-            found[::2] = _of_weight(grad, x, ctx.dtypes[0]).split(ctx.sizes)
-        if any(needs[4::2]):
-            found[1::2] = grad.sum(0, dtype=torch.float32).to(ctx.dtypes[1]).split(ctx.sizes)
-        of_x = _add_product(of_residual, grad, weight) if needs[0] else None
-        return of_x, None, None, *found
+        (x, *weights), needs, of_x = ctx.saved_tensors, ctx.needs_input_grad, grads[-1]
+        count, outputs = len(weights), len(ctx.sizes)
+        found, first = [None] * 2 * outputs, 2 + 2 * count
+        each = outputs // count  # outputs of one product
+        for at, weight in enumerate(weights):
+            part = slice(at * each, (at + 1) * each)
+            if all(one is None for one in grads[part]):
+                continue
+            grad = _side_by_side(grads[part], ctx.sizes[part], x)
+            places = (
+                slice(2 * part.start, 2 * part.stop, 2),
+                slice(2 * part.start + 1, 2 * part.stop, 2),
+            )
+            if any(needs[first:][places[0]]):
+                found[places[0]] = _of_weight(grad, x, ctx.dtypes[0]).split(ctx.sizes[part])
+            if any(needs[first:][places[1]]):
+                sums = grad.sum(0, dtype=torch.float32).to(ctx.dtypes[1])
+                found[places[1]] = sums.split(ctx.sizes[part])
+            if needs[0]:
+                of_x = _add_product(of_x, grad, weight)
+        return of_x, None, *[None] * 2 * count, *found
 
 
-def _side_by_side(grads: list[Any], sizes: list[int], x: Tensor) -> Tensor:
+def _side_by_side(grads: Sequence[Any], sizes: list[int], x: Tensor) -> Tensor:
     """[N, M] of gradients of its columns. Attention on a GPU has written them side by side."""
+    if len(grads) == 1:
+        return grads[0]
     grads = [x.new_zeros(len(x), n) if g is None else g for g, n in zip(grads, sizes, strict=True)]
     first, width = grads[0], sum(sizes)
     at = first.storage_offset()
@@ -441,25 +461,6 @@ def _side_by_side(grads: list[Any], sizes: list[int], x: Tensor) -> Tensor:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def project(x: Tensor, modules: tuple[Any, ...], copies: Copies) -> tuple[Tensor, ...]:
-    """The outputs [N, M] of linear modules, and ``x`` [N, E] as the residual of what follows."""
-    parameters = [one for module in modules for one in (module.weight, module.bias)]
-    weights, biases = ([copies.get(id(one), one) for one in parameters[at::2]] for at in (0, 1))
-    if id(parameters[0]) in copies:
-        return _Project.apply(x, _joined(weights), _joined(biases), *parameters)  # type: ignore
-    outs = []
-    for weight, bias in zip(weights, biases, strict=True):
-        out, x = _Project.apply(x, weight, bias, weight, bias)  # type: ignore[misc]
-        outs.append(out)
-    return *outs, x
-
-
-def _joined(copies: list[Tensor]) -> Tensor:
-    """Copies that are side by side, as one."""
-    rows, (first, *_) = sum(map(len, copies)), copies
-    return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
 # --- the ends of blocks ---------------------------------------------------------------------------
@@ -592,23 +593,52 @@ def _wanted(gradients: tuple[Any, ...], needs: tuple[bool, ...]) -> list[Any]:
     return [one if need else None for one, need in zip(gradients, needs, strict=True)]
 
 
+#: ``Function.apply`` of a call that no transform of ``torch.func`` sees, in half of the time.
+_project, _join, _feed_forward = (
+    super(torch.autograd.Function, kind).apply  # type: ignore[misc]
+    for kind in (_Project, _Join, _FeedForward)
+)
+
+
+def project(x: Tensor, modules: tuple[Any, ...], copies: Copies) -> tuple[Tensor, ...]:
+    """The outputs [N, M] of linear modules, and ``x`` [N, E] as the residual of what follows."""
+    parameters: list[Any] = []
+    for module in modules:
+        parameters += (module._parameters["weight"], module._parameters["bias"])
+    if id(parameters[0]) not in copies:
+        return _project(x, len(modules), *parameters, *parameters)
+    read = [copies[id(one)] for one in parameters]
+    return _project(x, 1, _joined(read[::2]), _joined(read[1::2]), *parameters)
+
+
+def _joined(copies: list[Tensor]) -> Tensor:
+    """Copies one below the other, as which they were made unless modules share a parameter."""
+    first, rows, at = copies[0], 0, copies[0].storage_offset()
+    for one in copies:
+        if one.storage_offset() != at:
+            return torch.cat(copies)
+        at, rows = at + one.numel(), rows + one.shape[0]
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
 def join(
     x: Tensor, residual: Tensor, end: Join, drawn: Drawn, copies: Copies, form: Form
 ) -> Tensor:
     """``norm(residual + dropout(dense(x)))``: [N, K], [N, E] -> [N, E]."""
-    dense, norm, _ = end
-    weight = dense.weight
-    return _Join.apply(  # type: ignore[return-value]
-        *(x, residual, copies.get(id(weight), weight), weight, dense.bias),
-        *(norm.weight, norm.bias, drawn, norm.eps, form.backend),
+    own, norm = end.dense._parameters, end.norm._parameters
+    weight = own["weight"]
+    return _join(
+        *(x, residual, copies.get(id(weight), weight), weight, own["bias"]),
+        *(norm["weight"], norm["bias"], drawn, end.norm.eps, form.backend),
     )
 
 
 def feed_forward(x: Tensor, block: FeedForward, drawn: Drawn, copies: Copies, form: Form) -> Tensor:
     """``norm(x + dropout(outer(gelu(inner(x)))))``: [N, E] -> [N, E]."""
-    inner, (outer, norm, _) = block.inner, block.outer
-    read = (copies.get(id(one.weight), one.weight) for one in (inner, outer))
-    return _FeedForward.apply(  # type: ignore[return-value]
-        *(x, *read, inner.weight, inner.bias, outer.weight, outer.bias, norm.weight, norm.bias),
-        *(approximation(block.activation), drawn, norm.eps, form.backend),
+    inner, outer = block.inner._parameters, block.outer.dense._parameters
+    norm, first, second = block.outer.norm._parameters, inner["weight"], outer["weight"]
+    return _feed_forward(
+        *(x, copies.get(id(first), first), copies.get(id(second), second)),
+        *(first, inner["bias"], second, outer["bias"], norm["weight"], norm["bias"]),
+        *(approximation(block.activation), drawn, block.outer.norm.eps, form.backend),
     )

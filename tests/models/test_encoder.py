@@ -312,7 +312,7 @@ def test_a_backbone_of_transformers_in_a_head_of_ours_is_an_error():
     model, parent = pair()
     model.bert = parent.bert
     ids, labels = batch()
-    with pytest.raises(ArgumentValueError, match="base_model"):
+    with pytest.raises(ArgumentValueError, match="part that is a BertModel"):
         model(ids, labels=labels)
 
     own = GPT2Config(vocab_size=VOCAB, n_embd=8, n_layer=1, n_head=2, n_positions=20)
