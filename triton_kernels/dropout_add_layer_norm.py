@@ -31,14 +31,14 @@ import triton.language as tl
 from fastplm.triton_kernels._launch import INTERPRETED, cast, cdiv, launch, next_power_of_2
 from fastplm.triton_kernels._philox import philox
 
-# A row has parts of 16 bytes for each of its threads, so its width need not be a power of two
-# (768 = 3 x 256). It gets so many warps that a thread holds few of its elements: the backward has
-# five to seven registers for each.
+# A row has parts of 8 elements for each of its threads (16 bytes, in 16 bits; what one draw of
+# dropout decides), so its width need not be a power of two (768 = 3 x 256). It gets so many warps
+# that a thread holds few of its elements: the backward has five to seven registers for each.
 _ELEMENTS = 24
-_BYTES_PER_WARP = 32 * 16
-_MAX_WARPS = 16
+_PER_WARP = 32 * 8
+_STAGES = 3
 #: Rows that are wider do not fit into the registers.
-MAX_WIDTH = 16384
+MAX_WIDTH = 4096
 # The rows of a group are a multiple of this. 32,768 rows are then 256 groups: two for each SM of
 # an H200, which has room for both.
 _ROWS = 16
@@ -60,16 +60,14 @@ class _Tile(NamedTuple):
 
 
 @lru_cache
-def _tile(width: int, itemsize: int) -> _Tile:
-    """The tile for rows of ``width`` elements of ``itemsize`` bytes."""
-    warps_per_row = min(_MAX_WARPS, next_power_of_2(cdiv(width, 32 * _ELEMENTS)))
-    part = warps_per_row * _BYTES_PER_WARP // itemsize
-    if width < part:
-        part = max(16, next_power_of_2(width))
-    while part > 128 and cdiv(width, part // 2) * (part // 2) < cdiv(width, part) * part:
-        part //= 2  # fewer columns that do not exist
+def _tile(width: int) -> _Tile:
+    """The tile for rows of ``width`` elements."""
+    warps_per_row = next_power_of_2(cdiv(width, 32 * _ELEMENTS))
+    part = min(warps_per_row * _PER_WARP, max(16, next_power_of_2(width)))
+    if width == 3 * part // 2:
+        part //= 2  # three parts, and no columns that do not exist
     warps = max(4, warps_per_row)
-    rows = warps * _BYTES_PER_WARP // itemsize // part
+    rows = warps * _PER_WARP // part
     return _Tile(part, cdiv(width, part), min(_ROWS, max(1, rows)), warps)
 
 
@@ -101,10 +99,13 @@ def _load_rows(
 
 
 @triton.jit
-def _load_vector(ptr, i, WIDTH: tl.constexpr, PART: tl.constexpr):
-    """Part ``i`` of a vector in fp32: [1, PART]."""
-    offs_e = i * PART + tl.arange(0, PART)
-    return tl.load(ptr + offs_e, mask=offs_e < WIDTH, other=0.0).to(tl.float32)[None, :]
+def _load_vector(ptr, i, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr):
+    """Part ``i`` of a vector in fp32, once for each row: [BLOCK_N, PART].
+
+    So each thread loads what it needs. A vector [PART] would be handed over in shared memory.
+    """
+    offs_e = tl.zeros([BLOCK_N, 1], tl.int32) + (i * PART + tl.arange(0, PART))[None, :]
+    return tl.load(ptr + offs_e, mask=offs_e < WIDTH, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -126,9 +127,21 @@ def _store_part(ptr, tile, i, offs_n, exists, WIDTH: tl.constexpr, PART: tl.cons
 
 
 @triton.jit
-def _choices(seed_ptr, c0, c1, c2, c3, threshold):
+def _load_seed(seed_ptr, BLOCK_N: tl.constexpr, PART: tl.constexpr):
+    """The seed, once for each draw of a part: [BLOCK_N, 16 * BLOCKS].
+
+    A load decides which thread has what, and here a thread has one draw. Otherwise each draw would
+    be made by all 8 threads whose elements it decides for. Rows must be loaded later, as the
+    compiler starts from the last load.
+    """
+    BLOCKS: tl.constexpr = (PART + 127) // 128
+    return tl.load(seed_ptr + tl.zeros([BLOCK_N, 16 * BLOCKS], tl.int32))
+
+
+@triton.jit
+def _choices(seed, c0, c1, c2, c3, threshold):
     """What draws decide, as the reference has it: bit j is set where choice j keeps its element."""
-    words = philox(tl.load(seed_ptr), c0, c1, c2, c3, _ROUNDS)
+    words = philox(seed, c0, c1, c2, c3, _ROUNDS)
     choices = tl.zeros(c0.shape, tl.int32)
     for j in tl.static_range(8):
         half = ((words[j // 2] >> (j % 2 * 16)) & 0xFFFF).to(tl.int32)
@@ -137,51 +150,59 @@ def _choices(seed_ptr, c0, c1, c2, c3, threshold):
 
 
 @triton.jit
-def _kept(
+def _draws(
     random,
     threshold,
     offs_n,
     exists,
-    start_e,
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """[BLOCK_N, PART] bool: the elements from ``start_e`` on that dropout keeps.
+    """What decides which elements of rows dropout keeps: PARTS of ``_choices`` for ``_kept``.
 
-    These are the draws of ``reference.dropout``: ``keep_mask_of_rows`` with sample indices, else
-    ``keep_mask``. A draw decides for 8 elements, 16 apart, of a block of 128.
+    The draws are those of ``reference.dropout``: ``keep_mask_of_rows`` with sample indices, else
+    ``keep_mask``. One decides for 8 elements, 16 apart, of a block of 128.
     """
-    seed_ptr, sample_ptr, position_ptr = random
-    BLOCK_N: tl.constexpr = offs_n.shape[0]
+    seed, sample_ptr, position_ptr = random
+    BLOCKS: tl.constexpr = (PART + 127) // 128
+    zero = tl.zeros([offs_n.shape[0], 16 * BLOCKS], tl.uint32)
+    draw = tl.arange(0, 16 * BLOCKS)[None, :]
+    tile = ()
+    for i in tl.static_range(PARTS):
+        if sample_ptr is not None:
+            sample = tl.load(sample_ptr + offs_n, mask=exists, other=0)[:, None]
+            at = zero
+            if position_ptr is not None:
+                at += tl.load(position_ptr + offs_n, mask=exists, other=0).to(tl.uint32)[:, None]
+            low, high = zero + sample.to(tl.uint32), zero + (sample >> 32).to(tl.uint32)
+            last = zero + ((i * PART // 8 + draw) << 4 | _STREAM).to(tl.uint32)
+            choices = _choices(seed, at, low, high, last, threshold)
+        else:
+            # Element e of a part is element s + e of a block: a draw of lane (s + e) mod 16.
+            first = (offs_n * WIDTH + i * PART)[:, None]  # [BLOCK_N, 1] int64
+            place = (first % 128).to(tl.int32)  # s
+            lane = place % 16 + draw % 16
+            number = first // 128 * 16 + draw // 16 * 16 + lane % 16  # [BLOCK_N, 16 * BLOCKS]
+            low, high = number.to(tl.uint32), (number >> 32).to(tl.uint32)
+            choices = _choices(seed, low, high, zero, zero + _STREAM, threshold)
+            if WIDTH % 128 != 0:  # some elements of a lane are in the next block
+                number += 16
+                low, high = number.to(tl.uint32), (number >> 32).to(tl.uint32)
+                choices |= _choices(seed, low, high, zero, zero + _STREAM, threshold) << 8
+                choices = choices >> (place // 16 + lane // 16)
+        tile = tile + (choices,)
+    return tile
+
+
+@triton.jit
+def _kept(choices, PART: tl.constexpr):
+    """[BLOCK_N, PART] bool: the elements of a part that its draws [BLOCK_N, 16 * BLOCKS] keep."""
     BLOCKS: tl.constexpr = (PART + 127) // 128
     UNITS: tl.constexpr = PART // BLOCKS // 16
-    zero = tl.zeros([BLOCK_N, 16 * BLOCKS], tl.uint32)
-    draw = tl.arange(0, 16 * BLOCKS)[None, :]
-    if sample_ptr is not None:
-        sample = tl.load(sample_ptr + offs_n, mask=exists, other=0)[:, None]
-        position = zero
-        if position_ptr is not None:
-            position += tl.load(position_ptr + offs_n, mask=exists, other=0).to(tl.uint32)[:, None]
-        last = ((start_e // 8 + draw) << 4 | _STREAM).to(tl.uint32)
-        low, high = sample.to(tl.uint32), (sample >> 32).to(tl.uint32)
-        choices = _choices(seed_ptr, position, zero + low, zero + high, zero + last, threshold)
-    else:
-        # Element e of a row is element s + e of a block of draws: the draw of lane (s + e) mod 16.
-        first = (offs_n * WIDTH + start_e)[:, None]  # [BLOCK_N, 1] int64
-        place = (first % 128).to(tl.int32)  # s
-        lane = place % 16 + draw % 16
-        number = first // 128 * 16 + draw // 16 * 16 + lane % 16  # [BLOCK_N, 16 * BLOCKS]
-        high = (number >> 32).to(tl.uint32)
-        choices = _choices(seed_ptr, number.to(tl.uint32), high, zero, zero + _STREAM, threshold)
-        if WIDTH % 128 != 0:  # some of a lane's elements are in the next block
-            number += 16
-            high = (number >> 32).to(tl.uint32)
-            low = number.to(tl.uint32)
-            choices |= _choices(seed_ptr, low, high, zero, zero + _STREAM, threshold) << 8
-            choices = choices >> (place // 16 + lane // 16)
-    choices = tl.reshape(choices, [BLOCK_N, BLOCKS, 1, 16])
+    choices = tl.reshape(choices, [choices.shape[0], BLOCKS, 1, 16])
     unit = tl.reshape(tl.arange(0, UNITS), [1, 1, UNITS, 1])
-    return tl.reshape(choices >> unit & 1, [BLOCK_N, PART]) != 0
+    return tl.reshape(choices >> unit & 1, [choices.shape[0], PART]) != 0
 
 
 @triton.jit
@@ -236,27 +257,30 @@ def _dropout_add_layer_norm_fwd_kernel(
     PARTS: tl.constexpr,
     IS_RMS: tl.constexpr,
 ):
-    random = (seed_ptr, sample_ptr, position_ptr)
     offs_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     exists = offs_n < num_rows
+    if seed_ptr is not None:
+        random = (_load_seed(seed_ptr, BLOCK_N, PART), sample_ptr, position_ptr)
+        draws = _draws(random, threshold, offs_n, exists, WIDTH, PART, PARTS)
     x = _load_rows(x_ptr, offs_n, exists, stride_xn, WIDTH, PART, PARTS)
     residual = _load_rows(residual_ptr, offs_n, exists, stride_rn, WIDTH, PART, PARTS)
     z = ()
     for i in tl.static_range(PARTS):
         x_i = x[i].to(tl.float32)  # [BLOCK_N, PART]
         if linear_bias_ptr is not None:
-            x_i += _load_vector(linear_bias_ptr, i, WIDTH, PART)
+            x_i += _load_vector(linear_bias_ptr, i, WIDTH, BLOCK_N, PART)
         if seed_ptr is not None:
-            kept = _kept(random, threshold, offs_n, exists, i * PART, WIDTH, PART)
-            x_i = tl.where(kept, x_i * keep_scale, 0.0)
+            x_i = tl.where(_kept(draws[i], PART), x_i * keep_scale, 0.0)
         z_i = _rounded(x_i + residual[i].to(tl.float32), sum_ptr.dtype.element_ty)
         _store_part(sum_ptr, z_i.to(tl.float32), i, offs_n, exists, WIDTH, PART)
         z = z + (z_i,)
     xhat, rstd = _statistics(z, eps, IS_RMS, WIDTH, PART)
     for i in tl.static_range(PARTS):
-        y = xhat[i] * rstd[:, None] * _load_vector(w_ptr, i, WIDTH, PART)  # [BLOCK_N, PART]
+        y = (
+            xhat[i] * rstd[:, None] * _load_vector(w_ptr, i, WIDTH, BLOCK_N, PART)
+        )  # [BLOCK_N, PART]
         if b_ptr is not None:
-            y += _load_vector(b_ptr, i, WIDTH, PART)
+            y += _load_vector(b_ptr, i, WIDTH, BLOCK_N, PART)
         _store_part(out_ptr, y, i, offs_n, exists, WIDTH, PART)
 
 
@@ -289,31 +313,32 @@ def _dropout_add_layer_norm_bwd_kernel(
     PART: tl.constexpr,
     PARTS: tl.constexpr,
     IS_RMS: tl.constexpr,
+    STAGES: tl.constexpr,
     NEED_DW: tl.constexpr,
     NEED_DB: tl.constexpr,
     NEED_DLINEAR: tl.constexpr,
 ):
-    random = (seed_ptr, sample_ptr, position_ptr)
+    if seed_ptr is not None:
+        random = (_load_seed(seed_ptr, BLOCK_N, PART), sample_ptr, position_ptr)
     group = tl.program_id(0).to(tl.int64)
     dw, db, dlinear, w = (), (), (), ()
     for i in tl.static_range(PARTS):
         zero = tl.zeros([BLOCK_N, PART], tl.float32)
         dw, db, dlinear = dw + (zero,), db + (zero,), dlinear + (zero,)
-        w = w + (_load_vector(w_ptr, i, WIDTH, PART),)
+        w = w + (_load_vector(w_ptr, i, WIDTH, BLOCK_N, PART),)
 
     first = group * rows_per_group
     end = tl.minimum(first + rows_per_group, num_rows)
-    offs_n = first + tl.arange(0, BLOCK_N)
-    exists = offs_n < end
-    dy = _load_rows(dy_ptr, offs_n, exists, stride_dyn, WIDTH, PART, PARTS)
-    z = _load_rows(sum_ptr, offs_n, exists, stride_zn, WIDTH, PART, PARTS)
-    for _ in range(0, (end - first).to(tl.int32), BLOCK_N):
-        # The next tile is loaded while this one is computed.
-        next_offs_n = offs_n + BLOCK_N
-        next_exists = next_offs_n < end
-        next_dy = _load_rows(dy_ptr, next_offs_n, next_exists, stride_dyn, WIDTH, PART, PARTS)
-        next_z = _load_rows(sum_ptr, next_offs_n, next_exists, stride_zn, WIDTH, PART, PARTS)
-
+    for start in tl.range(0, (end - first).to(tl.int32), BLOCK_N, num_stages=STAGES):
+        offs_n = first + start + tl.arange(0, BLOCK_N)
+        exists = offs_n < end
+        if seed_ptr is not None:
+            if dx_ptr is not None or NEED_DLINEAR:
+                draws = _draws(random, threshold, offs_n, exists, WIDTH, PART, PARTS)
+        dy = _load_rows(dy_ptr, offs_n, exists, stride_dyn, WIDTH, PART, PARTS)
+        z = _load_rows(sum_ptr, offs_n, exists, stride_zn, WIDTH, PART, PARTS)
+        if dsum_ptr is not None:
+            dsum = _load_rows(dsum_ptr, offs_n, exists, stride_dsn, WIDTH, PART, PARTS)
         xhat, rstd = _statistics(z, eps, IS_RMS, WIDTH, PART)
         rstd = tl.where(exists, rstd, 0.0)  # infinite where there is no row and eps is 0
         along = tl.zeros([BLOCK_N, PART], tl.float32)
@@ -332,24 +357,19 @@ def _dropout_add_layer_norm_bwd_kernel(
                 dz -= mean[:, None]
             dz *= rstd[:, None]
             if dsum_ptr is not None:
-                offs_e = i * PART + tl.arange(0, PART)
-                ptrs = dsum_ptr + offs_n[:, None] * stride_dsn + offs_e[None, :]
-                mask = exists[:, None] & (offs_e < WIDTH)[None, :]
-                dz += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+                dz += dsum[i].to(tl.float32)
             if dresidual_ptr is not None:
                 _store_part(dresidual_ptr, dz, i, offs_n, exists, WIDTH, PART)
             dx = dz
             if seed_ptr is not None:
                 if dx_ptr is not None or NEED_DLINEAR:
-                    kept = _kept(random, threshold, offs_n, exists, i * PART, WIDTH, PART)
-                    dx = tl.where(kept, dz * keep_scale, 0.0)
+                    dx = tl.where(_kept(draws[i], PART), dz * keep_scale, 0.0)
             if dx_ptr is not None:
                 _store_part(dx_ptr, dx, i, offs_n, exists, WIDTH, PART)
             new_dw = new_dw + (dw[i] + dy_i * xhat_i if NEED_DW else dw[i],)
             new_db = new_db + (db[i] + dy_i if NEED_DB else db[i],)
             new_dlinear = new_dlinear + (dlinear[i] + dx if NEED_DLINEAR else dlinear[i],)
         dw, db, dlinear = new_dw, new_db, new_dlinear
-        offs_n, exists, dy, z = next_offs_n, next_exists, next_dy, next_z
 
     for i in tl.static_range(PARTS):
         offs_e = i * PART + tl.arange(0, PART)
@@ -380,8 +400,10 @@ def _dropout_add_layer_norm_sum_kernel(
     offs_r = tl.arange(0, BLOCK_R)
     offs_e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     mask_e = offs_e < WIDTH
-    which = tl.program_id(1)
-    ptrs = partial_ptr + offs_r[:, None] * (3 * WIDTH) + (which * WIDTH + offs_e)[None, :]
+    which = tl.program_id(1).to(tl.int64)
+    ptrs = (
+        partial_ptr + offs_r.to(tl.int64)[:, None] * (3 * WIDTH) + (which * WIDTH + offs_e)[None, :]
+    )
     partial = tl.load(ptrs, mask=(offs_r < num_groups)[:, None] & mask_e[None, :], other=0.0)
     total = tl.sum(partial, 0)  # [BLOCK_E]
     if dw_ptr is not None:
@@ -398,11 +420,6 @@ def _dropout_add_layer_norm_sum_kernel(
             _rounded(total, dlinear_ptr.dtype.element_ty),
             mask=mask_e & (which == 2),
         )
-
-
-def _by_rows(tensors: tuple[torch.Tensor, ...]) -> _Tile:
-    """The tile for kernels that read and write these tensors [N, E]."""
-    return _tile(tensors[0].shape[1], min(tensor.element_size() for tensor in tensors))
 
 
 def dropout_add_layer_norm_fwd(
@@ -427,7 +444,7 @@ def dropout_add_layer_norm_fwd(
             element is multiplied by that stays. Neither is read without ``seed``.
     """
     rows, width = input.shape
-    tile = _by_rows((input, residual))
+    tile = _tile(width)
     out, sum = input.new_empty(rows, width), residual.new_empty(rows, width)
     launch(
         _dropout_add_layer_norm_fwd_kernel,
@@ -486,7 +503,7 @@ def dropout_add_layer_norm_bwd(
         not needed have no elements.
     """
     rows, width = sum.shape
-    tile = _by_rows((grad, sum))
+    tile = _tile(width)
     groups, rows_per_group = _groups(rows)
     like = (grad, sum, weight, weight if bias is None else bias)
     like = (*like, weight if linear_bias is None else linear_bias)
@@ -525,6 +542,7 @@ def dropout_add_layer_norm_bwd(
         PART=tile.part,
         PARTS=tile.parts,
         IS_RMS=is_rms,
+        STAGES=_STAGES,
         NEED_DW=needs[2],
         NEED_DB=needs[3],
         NEED_DLINEAR=needs[4],
@@ -548,30 +566,32 @@ def dropout_add_layer_norm_bwd(
     return tuple(grads)
 
 
+#: Widths that the long list of configurations compiles.
+_WIDTHS = (40, 128, 256, 312, 384, 768, 1000, 1024, MAX_WIDTH)
+
+
 def compile_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     """Every shipped configuration, as a label and a function that launches it (on meta tensors)."""
+    bf16 = torch.bfloat16
     cases = (
-        # width, dtype of the residual, by sample, rms, gradient of the sum, slow
-        (768, None, False, False, False, False),
-        (1024, None, True, False, False, False),
-        (256, torch.float32, False, False, True, False),
-        (4096, None, False, True, True, False),
-        (128, None, False, False, False, True),
-        (768, torch.float32, True, True, True, True),
-        (40, None, True, False, False, True),
-        (312, None, False, False, False, True),
-        (1000, None, False, False, True, True),
-        (MAX_WIDTH, None, False, False, False, True),
+        # dtypes of input and residual, width, by sample, rms, gradient of the sum, slow
+        (bf16, bf16, 768, False, False, False, False),
+        (bf16, bf16, 1024, True, False, False, False),
+        (bf16, torch.float32, 256, False, False, True, False),
+        (bf16, bf16, 4096, False, True, True, False),
+        (torch.float32, torch.float32, 768, False, False, False, False),
+        *((torch.float16, torch.float16, width, False, False, True, True) for width in _WIDTHS),
+        *((torch.bfloat16, torch.float32, width, True, True, True, True) for width in _WIDTHS),
+        *((torch.float32, torch.float32, width, True, False, True, True) for width in _WIDTHS),
     )
-    for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        for width, residual, by_sample, is_rms, with_sum, slow in cases:
-            label = (
-                f"{'slow: ' if slow else ''}{str(dtype)[6:]} E={width} "
-                f"{'rms' if is_rms else 'layer norm'}{', fp32 residual' if residual else ''}"
-                f"{', by sample' if by_sample else ''}{', gradient of sum' if with_sum else ''}"
-            )
-            case = (dtype, residual or dtype, width, by_sample, is_rms, with_sum)
-            yield label, lambda case=case: _case(*case)
+    for dtype, residual_dtype, width, by_sample, is_rms, with_sum, slow in cases:
+        label = (
+            f"{'slow: ' if slow else ''}{str(dtype)[6:]} E={width} "
+            f"{'rms' if is_rms else 'layer norm'}, {str(residual_dtype)[6:]} residual"
+            f"{', by sample' if by_sample else ''}{', gradient of sum' if with_sum else ''}"
+        )
+        case = (dtype, residual_dtype, width, by_sample, is_rms, with_sum)
+        yield label, lambda case=case: _case(*case)
 
 
 def _case(

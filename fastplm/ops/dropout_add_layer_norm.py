@@ -26,7 +26,7 @@ from fastplm.reference.dropout import dropout_ref, dropout_scale, dropout_thresh
 from fastplm.reference.dropout_add_layer_norm import dropout_add_layer_norm_ref
 
 #: ``MAX_WIDTH`` of the kernels, which are imported when one is first called.
-_MAX_WIDTH = 16384
+_MAX_WIDTH = 4096
 _ROW_INDEX = Arg("[N]", (torch.int64,))
 
 
