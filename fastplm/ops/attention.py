@@ -134,7 +134,8 @@ def attention(
             check_tensor(where, name, tensor, ndim=4)
     # ``_prepared`` raises the error for an argument of a wrong type.
     if (
-        key_mask is attn_mask is relative_bias is seed is sample_index is None
+        query.is_cpu
+        and key_mask is attn_mask is relative_bias is seed is sample_index is None
         and isinstance(dropout_p, _NUMBER)
         and dropout_p == 0.0
         and (is_causal is False or (is_causal is True and query.shape[2] <= 1))
@@ -228,7 +229,8 @@ def attention_varlen(
     check_tensor(where, "cu_seqlens_q", cu_seqlens_q, ndim=1)
     check_tensor(where, "cu_seqlens_k", cu_seqlens_k, ndim=1)
     if (
-        relative_bias is seed is sample_index is None
+        query.is_cpu
+        and relative_bias is seed is sample_index is None
         and isinstance(dropout_p, _NUMBER)
         and dropout_p == 0.0
     ):
