@@ -10,6 +10,8 @@ stock  PyTorch's own function for the op, if there is one: the default on the CP
 cpp    ``csrc/`` on the CPU: the default there for the other calls, in the ops that have it
 triton ``triton_kernels/``: CUDA tensors, or CPU tensors under Triton's interpreter
 cuda   ``csrc/`` on CUDA tensors
+cudnn  the forward of attention by cuDNN where that was measured to be faster, with the backward of
+       "triton": CUDA tensors
 ====== ============================================================================
 
 The choice is made in the op's public function, once per call, and travels with the call as an
@@ -39,7 +41,7 @@ from fastplm._measured import CallClass, slower
 from fastplm.errors import BackendError, check_choice
 
 #: In the order of preference of "auto"; "eager" can run anything, so it is last.
-BACKENDS = ("cuda", "cpp", "triton", "stock", "torch", "eager")
+BACKENDS = ("cuda", "cpp", "cudnn", "triton", "stock", "torch", "eager")
 #: Backends in plain PyTorch: autograd differentiates them, without an operator of fastplm.
 DIFFERENTIABLE = ("stock", "eager")
 _CHOICES = ("auto", *BACKENDS)
@@ -298,7 +300,7 @@ def use_backend(backend: str, *ops: str) -> Iterator[None]:
     """Force a backend for all ops, or for the ops named, inside a ``with`` block.
 
     Args:
-        backend: "auto" | "eager" | "torch" | "stock" | "cpp" | "triton" | "cuda".
+        backend: "auto" | "eager" | "torch" | "stock" | "cpp" | "cudnn" | "triton" | "cuda".
         ops: names of ops, e.g. ``"attention"``; none means all.
 
     Raises:
