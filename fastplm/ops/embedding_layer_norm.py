@@ -8,20 +8,22 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastplm._checks import FLOATING, check_number, check_probability, check_tensor
+from fastplm._checks import (
+    FLOATING,
+    check_number,
+    check_probability,
+    check_tensor,
+    values_are_known,
+)
 from fastplm._declare import Arg, from_fields
 from fastplm._registry import Op, needs_dispatch
 from fastplm.errors import fail
-from fastplm.ops._common import (
-    kernels,
-    last_dim_contiguous,
-    seed_tensor,
-    triton_rejects,
-    values_are_known,
-)
+from fastplm.ops._common import kernels, last_dim_contiguous, seed_tensor, triton_rejects
 from fastplm.reference.dropout import dropout_scale, dropout_threshold
 from fastplm.reference.embedding_layer_norm import embedding_layer_norm_ref
 
+#: Of the kernels, which are imported when one is first called.
+_MAX_WIDTH = 16384
 _IDS = Arg("[N]", (torch.int64, torch.int32), "Use .flatten().")
 _ROW_INDEX = Arg("[N]", (torch.int64,))
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATING}
@@ -188,8 +190,8 @@ def _triton_rejects(call: Call, *, forced: bool) -> str | None:
     tables = (call.word_weight, call.position_weight, call.token_type_weight)
     if "float64" in (call.dtype, *(str(one.dtype)[6:] for one in (*tables, *call[6:8]))):
         return "float64: the kernels take fp32, fp16 and bf16"
-    if call.weight.shape[0] > kernels("dropout_add_layer_norm").MAX_WIDTH:
-        return "rows that do not fit into the registers"
+    if call.weight.shape[0] > _MAX_WIDTH:
+        return f"rows of more than {_MAX_WIDTH} elements: they do not fit into the registers"
     return triton_rejects(call, forced=forced)
 
 
