@@ -51,31 +51,38 @@ _MAX_TYPES = 2
 
 
 @triton.jit
+def _ids(table, offs_n, exists):
+    """The ids [BLOCK_N] of (ids, table, rows of the table); 0 without ids. And which it has."""
+    ids_ptr, _, num_rows = table
+    ids = tl.zeros(offs_n.shape, tl.int64)
+    if ids_ptr is not None:
+        ids = tl.load(ids_ptr + offs_n, mask=exists, other=0).to(tl.int64)
+    return ids, exists & (ids >= 0) & (ids < num_rows)
+
+
+@triton.jit
 def _looked_up(
-    tables,
+    words,
+    places,
+    kinds,
     offs_n,
     exists,
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """z in PARTS of fp32 [BLOCK_N, PART], the types [BLOCK_N], and the rows without a wrong id."""
-    ids_ptr, word_ptr, num_words, position_ids_ptr, place_ptr, num_places = tables[:6]
-    type_ids_ptr, type_ptr, num_types = tables[6:]
-    ids = tl.load(ids_ptr + offs_n, mask=exists, other=0).to(tl.int64)
-    places = tl.load(position_ids_ptr + offs_n, mask=exists, other=0).to(tl.int64)
-    known = exists & (ids >= 0) & (ids < num_words) & (places >= 0) & (places < num_places)
-    types = tl.zeros(ids.shape, tl.int64)
-    if type_ids_ptr is not None:
-        types = tl.load(type_ids_ptr + offs_n, mask=exists, other=0).to(tl.int64)
-        known = known & (types >= 0) & (types < num_types)
+    """z in PARTS of fp32 [BLOCK_N, PART], the types [BLOCK_N], and the rows whose ids are right."""
+    word_ids, known = _ids(words, offs_n, exists)
+    place_ids, known_place = _ids(places, offs_n, exists)
+    types, known_type = _ids(kinds, offs_n, exists)
+    known = known & known_place & known_type
     z = ()
     for i in tl.static_range(PARTS):
-        offs_e = i * PART + tl.arange(0, PART)
-        mask = known[:, None] & (offs_e < WIDTH)[None, :]
-        word = tl.load(word_ptr + ids[:, None] * WIDTH + offs_e[None, :], mask=mask, other=0.0)
-        place = tl.load(place_ptr + places[:, None] * WIDTH + offs_e[None, :], mask=mask, other=0.0)
-        kind = tl.load(type_ptr + types[:, None] * WIDTH + offs_e[None, :], mask=mask, other=0.0)
+        offs_e = (i * PART + tl.arange(0, PART))[None, :]
+        mask = known[:, None] & (offs_e < WIDTH)
+        word = tl.load(words[1] + word_ids[:, None] * WIDTH + offs_e, mask=mask, other=0.0)
+        place = tl.load(places[1] + place_ids[:, None] * WIDTH + offs_e, mask=mask, other=0.0)
+        kind = tl.load(kinds[1] + types[:, None] * WIDTH + offs_e, mask=mask, other=0.0)
         z = z + (word.to(tl.float32) + place.to(tl.float32) + kind.to(tl.float32),)
     return z, types, known
 
@@ -114,11 +121,10 @@ def _embedding_layer_norm_fwd_kernel(
     if seed_ptr is not None:
         random = (_load_seed(seed_ptr, BLOCK_N, PART), sample_ptr, position_ptr)
         draws = _draws(random, threshold, offs_n, exists, WIDTH, PART, PARTS)
-    tables = (
-        *(ids_ptr, word_ptr, num_words, position_ids_ptr, place_ptr, num_places),
-        *(type_ids_ptr, type_ptr, num_types),
-    )
-    z, _, known = _looked_up(tables, offs_n, exists, WIDTH, PART, PARTS)
+    words = (ids_ptr, word_ptr, num_words)
+    places = (position_ids_ptr, place_ptr, num_places)
+    kinds = (type_ids_ptr, type_ptr, num_types)
+    z, _, known = _looked_up(words, places, kinds, offs_n, exists, WIDTH, PART, PARTS)
     xhat, rstd = _statistics(z, eps, False, WIDTH, PART)
     rstd = tl.where(known, rstd, float("nan"))  # a wrong id is seen in the loss
     for i in tl.static_range(PARTS):
@@ -165,10 +171,9 @@ def _embedding_layer_norm_bwd_kernel(
 ):
     if seed_ptr is not None:
         random = (_load_seed(seed_ptr, BLOCK_N, PART), sample_ptr, position_ptr)
-    tables = (
-        *(ids_ptr, word_ptr, num_words, position_ids_ptr, place_ptr, num_places),
-        *(type_ids_ptr, type_ptr, num_types),
-    )
+    words = (ids_ptr, word_ptr, num_words)
+    places = (position_ids_ptr, place_ptr, num_places)
+    kinds = (type_ids_ptr, type_ptr, num_types)
     group = tl.program_id(0).to(tl.int64)
     dw, db, dtype0, dtype1 = (), (), (), ()
     for i in tl.static_range(PARTS):
@@ -183,7 +188,7 @@ def _embedding_layer_norm_bwd_kernel(
         if seed_ptr is not None:
             draws = _draws(random, threshold, offs_n, exists, WIDTH, PART, PARTS)
         dy = _load_rows(dy_ptr, offs_n, exists, stride_dyn, WIDTH, PART, PARTS)
-        z, types, known = _looked_up(tables, offs_n, exists, WIDTH, PART, PARTS)
+        z, types, known = _looked_up(words, places, kinds, offs_n, exists, WIDTH, PART, PARTS)
         xhat, rstd = _statistics(z, eps, False, WIDTH, PART)
         rstd = tl.where(known, rstd, tl.where(exists, float("nan"), 0.0))
         along = tl.zeros([BLOCK_N, PART], tl.float32)
