@@ -166,7 +166,7 @@ def _check_range(call: Call) -> None:
     """Every id of a CPU tensor is that of a row of its table."""
     for ids_name, table_name in _TABLES:
         ids, rows = getattr(call, ids_name), getattr(call, table_name).shape[0]
-        if ids is None or ids.numel() == 0 or not values_are_known(ids):
+        if ids is None or not values_are_known(ids) or ids.numel() == 0:
             continue
         low, high = (int(bound) for bound in ids.aminmax())
         if low < 0 or high >= rows:
