@@ -235,6 +235,17 @@ def dropped_rows(size: int, dtype: torch.dtype) -> dict[str, Any]:
     return dropped(size, dtype) | dict(sample_index=rows // 3 << 33, position=rows % 3)
 
 
+def added(size: int, dtype: torch.dtype) -> dict[str, Any]:
+    rows = dict(input=floats(size, 40)(dtype), residual=floats(size, 40)(dtype))
+    return rows | dict(weight=1 + floats(40)(dtype) / 2, dropout_p=0.3, seed=torch.tensor(5))
+
+
+def added_with_all(size: int, dtype: torch.dtype) -> dict[str, Any]:
+    rows, biases = torch.arange(size), dict(bias=floats(40)(dtype), linear_bias=floats(40)(dtype))
+    numbers = dict(sample_index=rows // 3 << 33, position=rows % 3)
+    return added(size, dtype) | biases | numbers | dict(return_sum=True)
+
+
 # --- tokens ---------------------------------------------------------------------------------------
 
 
@@ -304,6 +315,7 @@ QKV = ("query", "key", "value")
 TABLES = ("word_weight", "position_weight", "token_type_weight", "weight", "bias")
 PARAMETERS = ("input", "linear_weight", "linear_bias")
 WEIGHTS = ("input", "weight", "bias")
+ADDED = ("input", "residual", "weight", "bias", "linear_bias")
 
 
 def _samples() -> dict[str, Sample]:
@@ -347,6 +359,8 @@ def _samples() -> dict[str, Sample]:
         ("bias_gelu", ops.bias_gelu, activated_with_bias, ("input", "bias")),
         ("dropout", ops.dropout, dropped, ("input",)),
         ("dropout, rows", ops.dropout, dropped_rows, ("input",)),
+        ("dropout_add_layer_norm, rms", ops.dropout_add_rms_norm, added, ADDED[:3]),
+        ("dropout_add_layer_norm, all", ops.dropout_add_layer_norm, added_with_all, ADDED),
         *((op, function, make, ()) for op, (function, make, _) in of_tokens.items()),
         *(
             (f"{op}, packed", function, packed_rows_of(make, longest), ())
@@ -378,7 +392,7 @@ IN_16_BITS = (
     "linear",
 )
 #: These have a second gradient; the others refuse it.
-TWICE = ("linear", "rms_norm", "gelu", "bias_gelu", "dropout")
+TWICE = ("linear", "rms_norm", "gelu", "bias_gelu", "dropout_add_layer_norm", "dropout")
 
 
 def kernels(sample: Sample) -> list[str]:
