@@ -11,13 +11,13 @@ Source: Devlin et al. 2018 (arXiv 1810.04805), figure 2; Ba, Kiros and Hinton 20
 Legend: N rows · E row width · R row groups · V rows of a table · T types · K chunks of sorted rows.
 
 Nothing is kept for the backward: it looks up z again, which costs what it costs to read it. Its
-programs own groups of rows and sum dw, db and, of up to two types, the types' gradient over them.
-A second kernel adds up these partials.
+programs own groups of rows and sum dw, db and, of up to two types, the types' gradient over them. A
+second kernel adds up these partials.
 
 The gradient of a table is added to it by sorted ids (``add_rows_``): a program adds up the rows of
 a chunk, run by run of equal ids. What begins and ends inside of a chunk is whole and goes into the
-table. A second kernel adds up the runs that cross borders, chunk by chunk. There are no atomics, and
-the sort is stable, so the bits repeat.
+table. A second kernel adds up the runs that reach a border, chunk by chunk. There are no atomics,
+and the sort is stable, so the bits repeat.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from fastplm.triton_kernels.dropout_add_layer_norm import (
 # Sorted rows of a chunk, and how many of them are loaded at once.
 _CHUNK, _AT_ONCE = 32, 8
 _MAX_BLOCK_E = 256
-# Of so many types the gradient is summed beside dw and db.
+# The gradient of so many types is summed beside dw and db.
 _MAX_TYPES = 2
 
 
@@ -176,7 +176,7 @@ def _embedding_layer_norm_bwd_kernel(
     kinds = (type_ids_ptr, type_ptr, num_types)
     group = tl.program_id(0).to(tl.int64)
     dw, db, dtype0, dtype1 = (), (), (), ()
-    for i in tl.static_range(PARTS):
+    for _ in tl.static_range(PARTS):
         zero = (tl.zeros([BLOCK_N, PART], tl.float32),)
         dw, db, dtype0, dtype1 = dw + zero, db + zero, dtype0 + zero, dtype1 + zero
 
