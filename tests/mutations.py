@@ -42,6 +42,8 @@ INT8 = "tests/ops/test_linear_int8.py -k"
 QUANTIZED = "tests/models/test_quantize.py -k"
 CONTRACT = "tests/models/test_contract.py -k"
 REPLACED = "tests/ops/test_replaced_token_loss.py -k"
+EMBEDDED = "tests/ops/test_embedding_layer_norm.py -k"
+EMBEDDING = "triton_kernels/embedding_layer_norm.py"
 ACTIVATED = "tests/ops/test_bias_gelu.py -k"
 ACTIVATION = "triton_kernels/bias_gelu.py"
 LOSS = "tests/ops/test_linear_cross_entropy.py -k"
@@ -150,6 +152,25 @@ MUTATIONS = (
         ACTIVATION, "tl.where(z < 0.0, q, 1.0 - q)", "1.0 - q", f"{ACTIVATED} 'magnitude and fp16'"
     ),
     Mutation(ACTIVATION, "tl.where(u < 0.0, e * r, r)", "r", f"{ACTIVATED} 'magnitude and tanh'"),
+    # --- ops: embedding_layer_norm
+    Mutation(
+        EMBEDDING,
+        "if begins:\n            _add",
+        "if True:\n            _add",
+        f"{EMBEDDED} by_their_ids",
+    ),
+    Mutation(EMBEDDING, "(ids == last_id) &", "(ids >= last_id) &", f"{EMBEDDED} by_their_ids"),
+    Mutation(EMBEDDING, "& (id != padding_idx)", "", f"{EMBEDDED} padding"),
+    Mutation(
+        EMBEDDING, "(types == 0)[:, None]", "(types >= 0)[:, None]", f"{EMBEDDED} large_offset"
+    ),
+    Mutation(EMBEDDING, 'float("nan"))  # a wrong', "0.0)  # a wrong", f"{EMBEDDED} gives_nan"),
+    Mutation(
+        "fastplm/ops/embedding_layer_norm.py",
+        "low < 0 or high >= rows",
+        "high >= rows",
+        f"{EMBEDDED} does_not_have",
+    ),
     # --- ops: gather_rows
     Mutation(
         "fastplm/ops/gather_rows.py",

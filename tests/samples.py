@@ -188,6 +188,22 @@ def matched(size: int, dtype: torch.dtype) -> dict[str, Any]:
     )
 
 
+def embedded(size: int, dtype: torch.dtype) -> dict[str, Any]:
+    return dict(
+        input_ids=torch.randint(0, 30, (size,)),
+        word_weight=floats(30, 40)(dtype),
+        position_ids=torch.arange(size) % 12,
+        position_weight=floats(12, 40)(dtype),
+        token_type_ids=torch.randint(0, 2, (size,)),
+        token_type_weight=floats(2, 40)(dtype),
+        weight=1 + floats(40)(dtype) / 2,
+        bias=floats(40)(dtype),
+        padding_idx=0,
+        dropout_p=0.3,
+        seed=torch.tensor(5),
+    )
+
+
 def product(size: int, dtype: torch.dtype) -> dict[str, Any]:
     return dict(input=floats(size, 40)(dtype), weight=floats(33, 40)(dtype), bias=floats(33)(dtype))
 
@@ -296,6 +312,7 @@ def noised(size: int, dtype: torch.dtype) -> dict[str, Any]:
 # --- all of them ----------------------------------------------------------------------------------
 
 QKV = ("query", "key", "value")
+TABLES = ("word_weight", "position_weight", "token_type_weight", "weight", "bias")
 PARAMETERS = ("input", "linear_weight", "linear_bias")
 WEIGHTS = ("input", "weight", "bias")
 ADDED = ("input", "residual", "weight", "bias", "linear_bias")
@@ -333,6 +350,7 @@ def _samples() -> dict[str, Sample]:
         ("replaced_token_loss, none", detect, detection("none"), WEIGHTS),
         ("replaced_token_loss, ids", detect, detection_of_ids, WEIGHTS[:2]),
         ("gather_rows", ops.gather_rows, gathered, ("input",)),
+        ("embedding_layer_norm", ops.embedding_layer_norm, embedded, TABLES),
         ("maxsim", ops.maxsim, matched, QKV[:2]),
         ("linear", ops.linear, product, WEIGHTS),
         ("linear_int8", ops.linear_int8, product_int8, ()),
@@ -374,7 +392,7 @@ IN_16_BITS = (
     "linear",
 )
 #: These have a second gradient; the others refuse it.
-TWICE = ("linear", "rms_norm", "gelu", "bias_gelu", "dropout", "dropout_add_layer_norm")
+TWICE = ("linear", "rms_norm", "gelu", "bias_gelu", "dropout_add_layer_norm", "dropout")
 
 
 def kernels(sample: Sample) -> list[str]:

@@ -11,13 +11,13 @@ Source: Devlin et al. 2018 (arXiv 1810.04805), figure 2; Ba, Kiros and Hinton 20
 Legend: N rows · E row width · R row groups · V rows of a table · T types · K chunks of sorted rows.
 
 Nothing is kept for the backward: it looks up z again, which costs what it costs to read it. Its
-programs own groups of rows and sum dw, db and, of up to two types, the types' gradient over them.
-A second kernel adds up these partials.
+programs own groups of rows and sum dw, db and, of up to two types, the types' gradient over them. A
+second kernel adds up these partials.
 
 The gradient of a table is added to it by sorted ids (``add_rows_``): a program adds up the rows of
 a chunk, run by run of equal ids. What begins and ends inside of a chunk is whole and goes into the
-table. A second kernel adds up the runs that cross borders, chunk by chunk. There are no atomics, and
-the sort is stable, so the bits repeat.
+table. A second kernel adds up the runs that reach a border, chunk by chunk. There are no atomics,
+and the sort is stable, so the bits repeat.
 """
 
 from __future__ import annotations
@@ -46,36 +46,43 @@ from fastplm.triton_kernels.dropout_add_layer_norm import (
 # Sorted rows of a chunk, and how many of them are loaded at once.
 _CHUNK, _AT_ONCE = 32, 8
 _MAX_BLOCK_E = 256
-# Of so many types the gradient is summed beside dw and db.
+# The gradient of so many types is summed beside dw and db.
 _MAX_TYPES = 2
 
 
 @triton.jit
+def _ids(table, offs_n, exists):
+    """The ids [BLOCK_N] of (ids, table, rows of the table); 0 without ids. And which it has."""
+    ids_ptr, _, num_rows = table
+    ids = tl.zeros(offs_n.shape, tl.int64)
+    if ids_ptr is not None:
+        ids = tl.load(ids_ptr + offs_n, mask=exists, other=0).to(tl.int64)
+    return ids, exists & (ids >= 0) & (ids < num_rows)
+
+
+@triton.jit
 def _looked_up(
-    tables,
+    words,
+    places,
+    kinds,
     offs_n,
     exists,
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """z in PARTS of fp32 [BLOCK_N, PART], the types [BLOCK_N], and the rows without a wrong id."""
-    ids_ptr, word_ptr, num_words, position_ids_ptr, place_ptr, num_places = tables[:6]
-    type_ids_ptr, type_ptr, num_types = tables[6:]
-    ids = tl.load(ids_ptr + offs_n, mask=exists, other=0).to(tl.int64)
-    places = tl.load(position_ids_ptr + offs_n, mask=exists, other=0).to(tl.int64)
-    known = exists & (ids >= 0) & (ids < num_words) & (places >= 0) & (places < num_places)
-    types = tl.zeros(ids.shape, tl.int64)
-    if type_ids_ptr is not None:
-        types = tl.load(type_ids_ptr + offs_n, mask=exists, other=0).to(tl.int64)
-        known = known & (types >= 0) & (types < num_types)
+    """z in PARTS of fp32 [BLOCK_N, PART], the types [BLOCK_N], and the rows whose ids are right."""
+    word_ids, known = _ids(words, offs_n, exists)
+    place_ids, known_place = _ids(places, offs_n, exists)
+    types, known_type = _ids(kinds, offs_n, exists)
+    known = known & known_place & known_type
     z = ()
     for i in tl.static_range(PARTS):
-        offs_e = i * PART + tl.arange(0, PART)
-        mask = known[:, None] & (offs_e < WIDTH)[None, :]
-        word = tl.load(word_ptr + ids[:, None] * WIDTH + offs_e[None, :], mask=mask, other=0.0)
-        place = tl.load(place_ptr + places[:, None] * WIDTH + offs_e[None, :], mask=mask, other=0.0)
-        kind = tl.load(type_ptr + types[:, None] * WIDTH + offs_e[None, :], mask=mask, other=0.0)
+        offs_e = (i * PART + tl.arange(0, PART))[None, :]
+        mask = known[:, None] & (offs_e < WIDTH)
+        word = tl.load(words[1] + word_ids[:, None] * WIDTH + offs_e, mask=mask, other=0.0)
+        place = tl.load(places[1] + place_ids[:, None] * WIDTH + offs_e, mask=mask, other=0.0)
+        kind = tl.load(kinds[1] + types[:, None] * WIDTH + offs_e, mask=mask, other=0.0)
         z = z + (word.to(tl.float32) + place.to(tl.float32) + kind.to(tl.float32),)
     return z, types, known
 
@@ -114,11 +121,10 @@ def _embedding_layer_norm_fwd_kernel(
     if seed_ptr is not None:
         random = (_load_seed(seed_ptr, BLOCK_N, PART), sample_ptr, position_ptr)
         draws = _draws(random, threshold, offs_n, exists, WIDTH, PART, PARTS)
-    tables = (
-        *(ids_ptr, word_ptr, num_words, position_ids_ptr, place_ptr, num_places),
-        *(type_ids_ptr, type_ptr, num_types),
-    )
-    z, _, known = _looked_up(tables, offs_n, exists, WIDTH, PART, PARTS)
+    words = (ids_ptr, word_ptr, num_words)
+    places = (position_ids_ptr, place_ptr, num_places)
+    kinds = (type_ids_ptr, type_ptr, num_types)
+    z, _, known = _looked_up(words, places, kinds, offs_n, exists, WIDTH, PART, PARTS)
     xhat, rstd = _statistics(z, eps, False, WIDTH, PART)
     rstd = tl.where(known, rstd, float("nan"))  # a wrong id is seen in the loss
     for i in tl.static_range(PARTS):
@@ -165,13 +171,12 @@ def _embedding_layer_norm_bwd_kernel(
 ):
     if seed_ptr is not None:
         random = (_load_seed(seed_ptr, BLOCK_N, PART), sample_ptr, position_ptr)
-    tables = (
-        *(ids_ptr, word_ptr, num_words, position_ids_ptr, place_ptr, num_places),
-        *(type_ids_ptr, type_ptr, num_types),
-    )
+    words = (ids_ptr, word_ptr, num_words)
+    places = (position_ids_ptr, place_ptr, num_places)
+    kinds = (type_ids_ptr, type_ptr, num_types)
     group = tl.program_id(0).to(tl.int64)
     dw, db, dtype0, dtype1 = (), (), (), ()
-    for i in tl.static_range(PARTS):
+    for _ in tl.static_range(PARTS):
         zero = (tl.zeros([BLOCK_N, PART], tl.float32),)
         dw, db, dtype0, dtype1 = dw + zero, db + zero, dtype0 + zero, dtype1 + zero
 
@@ -183,7 +188,7 @@ def _embedding_layer_norm_bwd_kernel(
         if seed_ptr is not None:
             draws = _draws(random, threshold, offs_n, exists, WIDTH, PART, PARTS)
         dy = _load_rows(dy_ptr, offs_n, exists, stride_dyn, WIDTH, PART, PARTS)
-        z, types, known = _looked_up(tables, offs_n, exists, WIDTH, PART, PARTS)
+        z, types, known = _looked_up(words, places, kinds, offs_n, exists, WIDTH, PART, PARTS)
         xhat, rstd = _statistics(z, eps, False, WIDTH, PART)
         rstd = tl.where(known, rstd, tl.where(exists, float("nan"), 0.0))
         along = tl.zeros([BLOCK_N, PART], tl.float32)

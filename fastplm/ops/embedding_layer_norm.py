@@ -10,26 +10,24 @@ from torch import Tensor
 
 from fastplm._checks import (
     FLOATING,
+    check_int,
     check_number,
     check_probability,
     check_tensor,
-    values_are_known,
 )
 from fastplm._declare import Arg, from_fields
 from fastplm._registry import Op, needs_dispatch
-from fastplm.errors import fail
-from fastplm.ops._common import (
-    kernels,
-    last_dim_contiguous,
-    seed_tensor,
-    triton_rejects,
-)
+from fastplm.errors import ArgumentTypeError, ArgumentValueError, fail
+from fastplm.ops._common import kernels, last_dim_contiguous, seed_tensor, triton_rejects
 from fastplm.reference.dropout import dropout_scale, dropout_threshold
 from fastplm.reference.embedding_layer_norm import embedding_layer_norm_ref
 
+#: ``MAX_WIDTH`` of the kernels, which are imported when one is first called.
+_MAX_WIDTH = 16384
 _IDS = Arg("[N]", (torch.int64, torch.int32), "Use .flatten().")
 _ROW_INDEX = Arg("[N]", (torch.int64,))
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATING}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class Call(NamedTuple):
@@ -103,8 +101,9 @@ def embedding_layer_norm(
             ``nn.Embedding``.
         dropout_p: the probability of dropping an element, as the ``p`` of ``ops.dropout``.
         eps: what is added to the variance, 0 or more.
-        seed, sample_index, position: what the random choices depend on, as in ``ops.dropout``: the
-            same elements are dropped as there. sample_index, position: int64 [N].
+        seed: int, or 0-d int64 tensor on the device of the ids; default a new one.
+        sample_index, position: int64 [N], what the random choices depend on, as in ``ops.dropout``:
+            the same elements are dropped as there.
         dtype: that of the result, such as bf16 of fp32 tables; default that of ``word_weight``.
 
     Returns:
@@ -139,9 +138,24 @@ def embedding_layer_norm(
     check_tensor(where, "input_ids", input_ids)
     check_tensor(where, "word_weight", word_weight)
     check_probability(where, "dropout_p", dropout_p, "Pass the share of elements to drop.")
-    name = str(word_weight.dtype if dtype is None else dtype).removeprefix("torch.")
-    if name not in _DTYPES:
-        fail(where, "dtype", dtype, "a floating dtype", "Pass torch.bfloat16, or leave it out.")
+    fix = "Pass the model's, or None."
+    for argument, index in (
+        ("padding_idx", padding_idx),
+        ("position_padding_idx", position_padding_idx),
+    ):
+        if index is not None:
+            check_int(where, argument, index, 0, 2**31 - 1, fix)
+    if dtype is not None and dtype not in _NAMES:
+        error = ArgumentValueError if isinstance(dtype, torch.dtype) else ArgumentTypeError
+        fail(
+            where,
+            "dtype",
+            dtype,
+            "a floating dtype",
+            "Pass torch.bfloat16, or leave it out.",
+            error,
+        )
+    name = _NAMES.get(word_weight.dtype if dtype is None else dtype, "float32")
     if dropout_p > 0.0 or seed is not None:
         seed = seed_tensor(where, seed, input_ids, optional=True)
     call = Call(
@@ -169,7 +183,7 @@ def _check_range(call: Call) -> None:
     """Every id of a CPU tensor is that of a row of its table."""
     for ids_name, table_name in _TABLES:
         ids, rows = getattr(call, ids_name), getattr(call, table_name).shape[0]
-        if ids is None or ids.numel() == 0 or not values_are_known(ids):
+        if ids is None or not values_are_known(ids) or ids.numel() == 0:
             continue
         low, high = (int(bound) for bound in ids.aminmax())
         if low < 0 or high >= rows:
@@ -190,11 +204,11 @@ _reference = from_fields(embedding_layer_norm_ref)
 
 
 def _triton_rejects(call: Call, *, forced: bool) -> str | None:
-    tables = (call.word_weight, call.position_weight, call.token_type_weight)
-    if "float64" in (call.dtype, *(str(one.dtype)[6:] for one in (*tables, *call[6:8]))):
+    floating = (call.word_weight, call.position_weight, call.token_type_weight, *call[6:8])
+    if call.dtype == "float64" or any(one.dtype is torch.float64 for one in floating):
         return "float64: the kernels take fp32, fp16 and bf16"
-    if call.weight.shape[0] > kernels("dropout_add_layer_norm").MAX_WIDTH:
-        return "rows that do not fit into the registers"
+    if call.weight.shape[0] > _MAX_WIDTH:
+        return f"rows of more than {_MAX_WIDTH} elements: they do not fit into the registers"
     return triton_rejects(call, forced=forced)
 
 

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fastplm.reference.dropout import dropout_ref
+
+
+def _rows(table: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
+    """``F.embedding``, whose rule for ``torch.vmap`` fails for a batch of no tables."""
+    rows = table[ids]
+    if padding_idx < 0:
+        return rows
+    return torch.where((ids == padding_idx)[:, None], rows.detach(), rows)
 
 
 def embedding_layer_norm_ref(
@@ -35,14 +42,15 @@ def embedding_layer_norm_ref(
     wide = torch.float32
     for one in (word_weight, position_weight, token_type_weight, weight, bias):
         wide = torch.promote_types(wide, one.dtype)
-    word = F.embedding(input_ids, word_weight, None if padding_idx < 0 else padding_idx)
-    positions = None if position_padding_idx < 0 else position_padding_idx
-    place = F.embedding(position_ids, position_weight, positions)
+    word = _rows(word_weight, input_ids, padding_idx)
+    place = _rows(position_weight, position_ids, position_padding_idx)
     kind = token_type_weight[0]
     if token_type_ids is not None:
-        kind = F.embedding(token_type_ids, token_type_weight)
+        kind = _rows(token_type_weight, token_type_ids, -1)
     sum = word.to(wide) + place.to(wide) + kind.to(wide)
-    out = F.layer_norm(sum, weight.shape, weight.to(wide), bias.to(wide), eps)
+    x = sum - sum.mean(-1, keepdim=True)
+    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    out = x * weight.to(wide) + bias.to(wide)
     if dropout_p > 0.0:
         assert seed is not None
         out = dropout_ref(out, dropout_p, seed=seed, sample_index=sample_index, position=position)

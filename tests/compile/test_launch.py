@@ -182,7 +182,7 @@ print(json.dumps(found))
 STEPS = (
     HEAD
     + """
-from fastplm.triton_kernels import bias_gelu, gather_rows, replaced_token_loss
+from fastplm.triton_kernels import bias_gelu, embedding_layer_norm, gather_rows, replaced_token_loss
 from fastplm.triton_kernels.attention import launch
 
 meta = lambda *shape, dtype=torch.bfloat16: torch.empty(shape, dtype=dtype, device="meta")
@@ -199,6 +199,12 @@ def step(rows, slots, longest, heads):
     gathered = gather_rows.gather_rows_fwd(hidden, positions)
     gather_rows.gather_rows_bwd(gathered, positions, rows)
     weight, ids = hidden[0], meta(rows, dtype=torch.int64)
+    tables = (ids, hidden, ids, hidden, ids, hidden[:2])
+    shared = (tables, weight, weight, (ids[0], ids, ids))
+    settings = dict(threshold=6554, keep_scale=1.1, eps=1e-12)
+    embedding_layer_norm.embedding_layer_norm_fwd(*shared, **settings, dtype=torch.bfloat16)
+    embedding_layer_norm.embedding_layer_norm_bwd(
+        hidden, *shared, **settings, paddings=(0, -1), needs=(True, True, True))
     bias_gelu.bias_gelu_bwd(
         bias_gelu.bias_gelu_fwd(hidden, weight, "none"), hidden, weight, "none", True)
     loss, slope, denominator, *sums, _ = replaced_token_loss.replaced_token_loss_fwd(

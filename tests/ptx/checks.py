@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 from fastplm import ops  # noqa: E402
 from fastplm.reference.attention import attention_ref, attention_varlen_ref  # noqa: E402
 from fastplm.reference.bias_gelu import bias_gelu_ref  # noqa: E402
+from fastplm.reference.embedding_layer_norm import embedding_layer_norm_ref  # noqa: E402
 from fastplm.reference.gather_rows import gather_rows_ref  # noqa: E402
 from fastplm.reference.linear_cross_entropy import linear_cross_entropy_ref, sample_ref  # noqa: E402
 from fastplm.reference.linear_distillation import (  # noqa: E402
@@ -188,6 +189,25 @@ def replaced_token_loss(arch, dtype, width, rows=70, seeds=(0, 1)) -> list[str]:
     )
     wrt = ["input", "weight", "bias"]
     return hold(arch, ops.replaced_token_loss, replaced_token_loss_ref, inputs, wrt, seeds)
+
+
+def embedding_layer_norm(arch, dtype, width, rows=70, seeds=(0, 1)) -> list[str]:
+    torch.manual_seed(0)
+    ids = torch.randint(0, 9, (rows,))
+    inputs = dict(
+        input_ids=ids,
+        word_weight=torch.randn(9, width),
+        position_ids=ids,
+        position_weight=torch.randn(9, width),
+        token_type_ids=ids % 2,
+        token_type_weight=torch.randn(2, width),
+        weight=1 + torch.randn(width) / 4,
+        bias=torch.randn(width),
+    )
+    options = dict(dropout_p=0.3, seed=torch.tensor(5), dtype=getattr(torch, dtype))
+    function = functools.partial(ops.embedding_layer_norm, **options)
+    reference = functools.partial(embedding_layer_norm_ref, **options)
+    return hold(arch, function, reference, inputs, [n for n in inputs if "ids" not in n], seeds)
 
 
 def bias_gelu(arch, dtype, width, approximate="none", rows=70, seeds=(0, 1)) -> list[str]:

@@ -72,6 +72,11 @@ def test_replaced_token_loss(emulate, arch, dtype):
     emulate("replaced_token_loss", arch=arch, dtype=dtype, width=72)
 
 
+@pytest.mark.parametrize(("arch", "dtype"), every((90, "bfloat16")))
+def test_embedding_layer_norm(emulate, arch, dtype):
+    emulate("embedding_layer_norm", arch=arch, dtype=dtype, width=40)
+
+
 @pytest.mark.parametrize(("arch", "dtype"), every((80, "float32"), (90, "bfloat16")))
 @pytest.mark.parametrize("approximate", ("none", "tanh"))
 def test_bias_gelu(emulate, arch, dtype, approximate):
