@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
-from fastplm._backends import is_written_down, note
+from fastplm import ops
+from fastplm._backends import is_written_down, needs_triton, note, requested
 from fastplm._checks import check_shape, values_are_known
 from fastplm._registry import is_eager
 from fastplm.hf import of_batch
@@ -32,10 +33,13 @@ from fastplm.models._base import (
 )
 from fastplm.models._encoder_call import backbone_call, encoder_call, may_call, output_of
 from fastplm.models._layer import (
+    PARAMETER,
     Attention,
     FeedForward,
     Join,
     Layer,
+    has_both,
+    is_fake,
     of_one_forward,
     ready_layer,
     run_layer,
@@ -57,14 +61,17 @@ from fastplm.models._ragged import (
     unpadded,
     without_mask,
 )
+from fastplm.nn import Dropout
 from fastplm.nn._rows import is_plain
-from fastplm.nn.dropout import on_rows
+from fastplm.nn.dropout import on_rows, rows_now
+from fastplm.ops.embedding_layer_norm import OP as EMBEDDINGS
 
 # If the head reads a larger share of the rows than this, the last layer computes all rows.
 _WORTH_CUTTING = 0.75
 _is_none = functools.partial(operator.is_, None)
 _STATES = ("last_hidden_state", "pooler_output")
 _RECORDED = {"output_hidden_states", "output_attentions"}
+_TABLES = ("word_embeddings", "position_embeddings", "token_type_embeddings")
 _OF_DECODERS = ("encoder_hidden_states", "encoder_attention_mask", "past_key_values")
 
 
@@ -186,7 +193,10 @@ class EncoderModel(FastplmModel):
         if told.matters:
             kwargs["rows"] = told
         if lookup is not None and inputs_embeds is None and past_key_values is None:
-            inputs_embeds, input_ids = lookup(input_ids), None  # type: ignore[arg-type]
+            embeddings = getattr(self, "embeddings", None)
+            at_once = isinstance(embeddings, EncoderEmbeddings) and position_ids is not None
+            if not (at_once and embeddings.are_one_call(input_ids)):
+                inputs_embeds, input_ids = lookup(input_ids), None  # type: ignore[arg-type]
         inputs: dict[str, Any] = dict(input_ids=input_ids, token_type_ids=token_type_ids)
         inputs.update(position_ids=position_ids, inputs_embeds=inputs_embeds)
         outputs = None
@@ -470,6 +480,73 @@ def around(module: Any, name: str) -> tuple[type, ...]:
     """The classes of a layer's modules that hold others, from the Python module of a family."""
     parts = ("Attention", "SelfAttention", "SelfOutput", "Intermediate", "Output")
     return tuple(getattr(module, name + part) for part in parts)
+
+
+class EncoderEmbeddings:
+    """Mixin of the embeddings: three lookups, their norm and dropout in one kernel on a GPU."""
+
+    def forward(
+        self: Any,
+        input_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        *others: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        if inputs_embeds is None and position_ids is not None and self.are_one_call(input_ids):
+            return self._in_one_call(input_ids, token_type_ids, position_ids)
+        given = (input_ids, token_type_ids, position_ids, inputs_embeds, *others)
+        return super().forward(*given, **kwargs)  # type: ignore[misc]
+
+    def are_one_call(self: Any, ids: Tensor | None) -> bool:
+        """Whether ``ops.embedding_layer_norm`` stands for the modules."""
+        if ids is None or not (is_eager(ids) or is_fake(ids)):
+            return False
+        if ids.is_cpu and requested(EMBEDDINGS.name) != "triton":
+            return False
+        own = self._modules
+        norm, forced = own["LayerNorm"], requested(EMBEDDINGS.name) == "triton"
+        return (
+            all(looks_up_alone(own[name]) for name in _TABLES)
+            and is_plain(norm, nn.LayerNorm)
+            and has_both(norm)
+            and is_plain(own["dropout"], nn.Dropout, Dropout)
+            and own["word_embeddings"].weight.dtype is not torch.float64
+            and needs_triton(ids, forced) is None
+        )
+
+    def _in_one_call(self: Any, ids: Tensor, types: Tensor | None, positions: Tensor) -> Tensor:
+        own, device = self._modules, ids.device
+        words, places, kinds = (own[name] for name in _TABLES)
+        norm, dropout, dtype = own["LayerNorm"], own["dropout"], None
+        if torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
+        options: dict[str, Any] = {"dropout_p": dropout.p if dropout.training else 0.0}
+        if options["dropout_p"] and (numbers := rows_now(ids.numel())) is not None:
+            options |= {"sample_index": numbers.sample_index, "position": numbers.position}
+        out = ops.embedding_layer_norm(
+            *(ids.flatten(), words.weight, positions.expand(ids.shape).flatten(), places.weight),
+            *(None if types is None else types.expand(ids.shape).flatten(), kinds.weight),
+            *(norm.weight, norm.bias),
+            padding_idx=words.padding_idx,
+            position_padding_idx=places.padding_idx,
+            eps=norm.eps,
+            dtype=dtype,
+            **options,
+        )
+        return out.view(*ids.shape, -1)
+
+
+def looks_up_alone(table: Any) -> bool:
+    """Whether an embedding does nothing but to look rows up."""
+    return (
+        is_plain(table, nn.Embedding)
+        and table.max_norm is None
+        and not (table.sparse or table.scale_grad_by_freq)
+        and type(table._parameters.get("weight")) in PARAMETER
+        and "weight" not in vars(table)
+    )
 
 
 class EncoderLayer(OnRows):

@@ -46,7 +46,7 @@ from fastplm.ops.dropout_add_layer_norm import Saved as SavedNorm
 from fastplm.ops.linear import product
 
 _has_global_hook = torch.nn.modules.module._has_any_global_hook
-_PARAMETER = (nn.Parameter, FakeTensor)
+PARAMETER = (nn.Parameter, FakeTensor)
 _LINEAR, _DROPOUT = (Linear, nn.Linear), (Dropout, nn.Dropout)
 
 
@@ -69,7 +69,7 @@ class Join(NamedTuple):
             _is_linear(dense)
             and is_plain(norm, nn.LayerNorm)
             and norm.normalized_shape == dense._parameters["weight"].shape[:1]
-            and _has_both(norm)
+            and has_both(norm)
             and (isinstance(dropout, float) or is_plain(dropout, *_DROPOUT))
         )
 
@@ -124,7 +124,7 @@ def form_of(x: Tensor, layer: Layer) -> Form | None:
     weight = inner.get("weight")
     if weight is None or weight.device != x.device or _has_global_hook():
         return None
-    if not (is_eager(x) or _is_fake(x)) or requested("attention") == "eager":
+    if not (is_eager(x) or is_fake(x)) or requested("attention") == "eager":
         return None
     dtype, device = x.dtype, x.device.type
     if torch.is_autocast_enabled(device):
@@ -145,7 +145,7 @@ def form_of(x: Tensor, layer: Layer) -> Form | None:
     return None if names or name is None else Form(name, dtype)
 
 
-def _is_fake(x: Tensor) -> bool:
+def is_fake(x: Tensor) -> bool:
     """Whether it is a tensor without data, which may be on a device that is not there."""
     return type(x) is FakeTensor and not torch.compiler.is_compiling()
 
@@ -158,12 +158,12 @@ def _backend_of(op: Op, call: Any, usual: str) -> str | None:
     return None if op.backends[name].rejects(call, forced=wanted != "auto") else name
 
 
-def _has_both(module: Any) -> bool:
+def has_both(module: Any) -> bool:
     """Whether a module has a weight and a bias, and reads them from nowhere else."""
     own, parameters = vars(module), module._parameters
     return (
-        type(parameters.get("weight")) in _PARAMETER
-        and type(parameters.get("bias")) in _PARAMETER
+        type(parameters.get("weight")) in PARAMETER
+        and type(parameters.get("bias")) in PARAMETER
         and "weight" not in own
         and "bias" not in own
     )
@@ -172,7 +172,7 @@ def _has_both(module: Any) -> bool:
 def _is_linear(module: Any) -> bool:
     return (
         is_plain(module, *_LINEAR)
-        and _has_both(module)
+        and has_both(module)
         and module._parameters["weight"].layout is torch.strided
     )
 

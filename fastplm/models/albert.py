@@ -45,8 +45,8 @@ from transformers.models.albert import modeling_albert
 
 from fastplm.errors import check_choice, fail
 from fastplm.models import _heads
-from fastplm.models._base import FastplmModel, drop_in, switch_modules
-from fastplm.models._encoder import EncoderLayer, EncoderModel
+from fastplm.models._base import FastplmModel, drop_in, joined, switch_modules
+from fastplm.models._encoder import EncoderEmbeddings, EncoderLayer, EncoderModel
 from fastplm.models._layer import Attention, FeedForward, Join, Layer
 from fastplm.models._ragged import LastRows, Rows
 from fastplm.nn._rows import is_plain
@@ -156,6 +156,9 @@ class _Sharing(FastplmModel):
 
 
 # --- the layers -----------------------------------------------------------------------------------
+
+
+AlbertEmbeddings = joined(EncoderEmbeddings, modeling_albert.AlbertEmbeddings)
 
 
 @drop_in

@@ -16,6 +16,7 @@ from fastplm.models import _encoder, _heads
 from fastplm.models._base import joined
 from fastplm.nn._rows import is_plain
 
+BertEmbeddings = joined(_encoder.EncoderEmbeddings, modeling_bert.BertEmbeddings)
 BertLayer = joined(
     _encoder.EncoderLayer,
     modeling_bert.BertLayer,

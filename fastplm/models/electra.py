@@ -23,6 +23,7 @@ from fastplm.models._ragged import backbone_unpad, unpadded
 from fastplm.nn._rows import IGNORE_INDEX, batch_share, is_plain
 from fastplm.nn.rtd_head import rtd_loss
 
+ElectraEmbeddings = joined(_encoder.EncoderEmbeddings, modeling_electra.ElectraEmbeddings)
 ElectraLayer = joined(
     _encoder.EncoderLayer,
     modeling_electra.ElectraLayer,

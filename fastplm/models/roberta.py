@@ -14,6 +14,7 @@ from fastplm.models import _encoder, _heads
 from fastplm.models._base import joined
 from fastplm.nn._rows import is_plain
 
+RobertaEmbeddings = joined(_encoder.EncoderEmbeddings, modeling_roberta.RobertaEmbeddings)
 RobertaLayer = joined(
     _encoder.EncoderLayer,
     modeling_roberta.RobertaLayer,

@@ -14,6 +14,7 @@ from fastplm._checks import (
     check_number,
     check_probability,
     check_tensor,
+    values_are_known,
 )
 from fastplm._declare import Arg, from_fields
 from fastplm._registry import Op, needs_dispatch
