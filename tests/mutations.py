@@ -46,6 +46,9 @@ EMBEDDED = "tests/ops/test_embedding_layer_norm.py -k"
 EMBEDDING = "triton_kernels/embedding_layer_norm.py"
 ACTIVATED = "tests/ops/test_bias_gelu.py -k"
 ACTIVATION = "triton_kernels/bias_gelu.py"
+BIAS = f"{ACTIVATED} 'cpp and shapes'"
+ADDED = "csrc/dropout_add_layer_norm.h"
+NORMED = "tests/ops/test_dropout_add_layer_norm.py -k"
 LOSS = "tests/ops/test_linear_cross_entropy.py -k"
 CHOICES = "tests/train/test_finetune_choices.py -k"
 OPTIONS = "tests/train/test_pretrain_options.py -k"
@@ -943,6 +946,11 @@ MUTATIONS = (
         "tests/ops/test_rms_norm.py",
         4,
     ),
+    Mutation("csrc/bias_gelu.h", "grad_bias + i) + grad", "grad_bias + i)", BIAS, 2),
+    Mutation("csrc/gelu.h", "power * 0.398942280f", "power * 0.3988f", BIAS, 1),
+    Mutation(ADDED, "first - before + i", "first + i", f"{NORMED} 'cpp and exactly'", 3),
+    Mutation(ADDED, "- mean - normed * along", "- normed * along", f"{NORMED} 'cpp and wide'", 4),
+    Mutation(ADDED, "grad = grad + load(grad_sum);", ";", f"{NORMED} 'cpp and of_the_sum'", 5),
     Mutation(
         "csrc/dropout.h",
         "counter.z[lane] = static_cast<uint32_t>(static_cast<uint64_t>(sample) >> 32);",

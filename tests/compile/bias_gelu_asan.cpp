@@ -55,10 +55,35 @@ void run(int64_t rows, int64_t width, double unit) {
   for (int64_t i = 0; i < width; ++i) check("bias's", sum[i], expected[i], 5e-6 * (rows + 1));
 }
 
+// Vectors of conversions give what Fp16 gives, bit for bit; NaN stays NaN.
+void convert() {
+  const int64_t count = 1 << 16;
+  std::vector<Fp16> halves(count), back(count);
+  std::vector<float> floats(count);
+  for (int64_t i = 0; i < count; ++i) halves[i].bits = static_cast<uint16_t>(i);
+  widen(count, halves.data(), floats.data());
+  const auto same = [](float one, float other) {
+    return (one != one && other != other) || bits_as<uint32_t>(one) == bits_as<uint32_t>(other);
+  };
+  for (int64_t i = 0; i < count; ++i) {
+    if (!same(floats[i], halves[i])) check("fp16 as fp32", floats[i], halves[i], -1);
+  }
+  for (uint32_t between : {0u, 1u, 0xFFFu, 0x1000u, 0x1001u, 0x1FFFu}) {
+    std::vector<float> given(count);
+    for (int64_t i = 0; i < count; ++i) given[i] = bits_as<float>(bits_as<uint32_t>(floats[i]) + between);
+    round_to(count, given.data(), back.data());
+    for (int64_t i = 0; i < count; ++i) {
+      const float expected = static_cast<float>(Fp16(given[i]));
+      if (!same(back[i], expected)) check("fp32 as fp16", back[i], expected, -1);
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
   int runs = 0;
+  convert();
   for (int64_t rows : {0, 1, 5}) {
     for (int64_t width : {1, 15, 16, 17, 63, 64, 65, 130, 768}) {
       run<float>(rows, width, 0);
