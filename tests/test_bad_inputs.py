@@ -282,9 +282,9 @@ OPS = {
         ),
         {
             "input_ids": (None, [0], zeros(3), ids(0, 1, 2)[None]),
-            "word_weight": (zeros(8), zeros(5, 0), zeros(5, 8, dtype=LONG), None),
+            "word_weight": (zeros(8), zeros(5, 0), zeros(0, 8), zeros(5, 8, dtype=LONG), None),
             "position_ids": (None, zeros(3), ids(0, 1)),
-            "position_weight": (zeros(4, 7), zeros(8), zeros(4, 8, dtype=LONG)),
+            "position_weight": (zeros(4, 7), zeros(0, 8), zeros(8), zeros(4, 8, dtype=LONG)),
             "token_type_ids": (zeros(3), ids(0, 1)),
             "token_type_weight": (zeros(2, 7), zeros(0, 8), None),
             "weight": (zeros(7), zeros(1, 8), None),

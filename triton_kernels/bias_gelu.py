@@ -191,10 +191,11 @@ class _Tile(NamedTuple):
 
 @lru_cache
 def _tile(width: int, itemsize: int) -> _Tile:
+    rows = 2 if width * itemsize % 16 else 4  # elements are loaded one by one, each with its mask
     warps = min(_MAX_WARPS, next_power_of_2(cdiv(width * itemsize, _BYTES_PER_WARP)))
     full = warps * _BYTES_PER_WARP // itemsize
     columns = min(full, max(16, next_power_of_2(width)))
-    return _Tile(min(_ROWS, 4 * full // columns), columns, cdiv(width, columns), warps)
+    return _Tile(min(_ROWS, rows * full // columns), columns, cdiv(width, columns), warps)
 
 
 def _groups(rows: int) -> tuple[int, int]:

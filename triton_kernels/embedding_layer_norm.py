@@ -76,10 +76,14 @@ def _looked_up(
     place_ids, known_place = _ids(places, offs_n, exists)
     types, known_type = _ids(kinds, offs_n, exists)
     known = known & known_place & known_type
+    # A row with a wrong id reads row 0 of each table.
+    word_ids = tl.where(known, word_ids, 0)
+    place_ids = tl.where(known, place_ids, 0)
+    types = tl.where(known, types, 0)
     z = ()
     for i in tl.static_range(PARTS):
         offs_e = (i * PART + tl.arange(0, PART))[None, :]
-        mask = known[:, None] & (offs_e < WIDTH)
+        mask = exists[:, None] & (offs_e < WIDTH)
         word = tl.load(words[1] + word_ids[:, None] * WIDTH + offs_e, mask=mask, other=0.0)
         place = tl.load(places[1] + place_ids[:, None] * WIDTH + offs_e, mask=mask, other=0.0)
         kind = tl.load(kinds[1] + types[:, None] * WIDTH + offs_e, mask=mask, other=0.0)

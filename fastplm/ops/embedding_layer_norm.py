@@ -36,9 +36,9 @@ class Call(NamedTuple):
     is the name of one."""
 
     input_ids: Annotated[Tensor, _IDS]
-    word_weight: Annotated[Tensor, Arg("[V, E > 0]")]
+    word_weight: Annotated[Tensor, Arg("[V > 0, E > 0]")]
     position_ids: Annotated[Tensor, _IDS]
-    position_weight: Annotated[Tensor, Arg("[P, E]")]
+    position_weight: Annotated[Tensor, Arg("[P > 0, E]")]
     token_type_ids: Annotated[Tensor | None, _IDS]
     token_type_weight: Annotated[Tensor, Arg("[T > 0, E]")]
     weight: Annotated[Tensor, Arg("[E]")]
