@@ -145,7 +145,7 @@ def fastplm_mask(
         ):
             key_mask = torch.ones(1, 0, dtype=torch.bool, device=device)
         keys = key_mask[:, None, None] if not causal or one_query else key_mask[:, None, None, None]
-        return made_for_one_forward(keys)
+        return made_for_one_forward(keys) if keys.shape[-1] else keys
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     sizes = batch_size, q_length, kv_length, q_offset, kv_offset
     return sdpa_mask(*sizes, mask_function, attention_mask, **kwargs)

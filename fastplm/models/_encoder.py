@@ -46,7 +46,6 @@ from fastplm.models._layer import (
 )
 from fastplm.models._ragged import (
     NUMBERED,
-    ONE_DRAW,
     Counted,
     LastRows,
     OnRows,
@@ -59,7 +58,6 @@ from fastplm.models._ragged import (
     mask_at,
     rows_computed,
     unpadded,
-    without_mask,
 )
 from fastplm.nn import Dropout
 from fastplm.nn._rows import is_plain
@@ -171,23 +169,16 @@ class EncoderModel(FastplmModel):
             told = self._rows_of(
                 given, attention_mask, first, output_rows, extra_rows, unpad, encoder_rows, kwargs
             )
-            full = told.full
+            attention_mask = self._mask_on(told, attention_mask)
         note(lambda: rows_computed(self, (batch, seqlen), attention_mask, told, kept))
-        if full and attention_mask is not None:
-            attention_mask, told.full = without_mask(attention_mask, self._is_causal())
-        if drops and kept in NUMBERED:
-            told.number(given, sample_index, offsets, self._layers_are_on_rows())
-        if self.training and kept in NUMBERED and given.device.type in ONE_DRAW:
-            told.draw_seeds(self, given, self._layer_numbers())
+        if self.training and kept in NUMBERED:
+            self._tell_dropout(told, given, sample_index, offsets, drops)
 
         # --- the parent's forward on these rows ---
         if told.own is not None:
             input_ids, token_type_ids = told.own.pack(input_ids), told.own.pack(token_type_ids)
             position_ids = told.own.pack(position_ids)
             inputs_embeds = told.own.pack_rows(inputs_embeds)
-            attention_mask = told.own.key_mask_row(always=self._is_causal())
-            if told.own.key_mask is None and attention_mask is not None:
-                _, told.full = without_mask(attention_mask, True)
         states, told.cross = cross_inputs(*crossed, told.own)
         told.layers = of_one_forward(self._layers(), given, self.dtype)
         if told.matters:
@@ -356,8 +347,32 @@ class EncoderModel(FastplmModel):
             check_shape(where, "attention_mask", mask, shape, "[batch, tokens]")
         full = (unpad is None or isinstance(unpad, bool)) and _all_known(mask)
         if isinstance(unpad, Counted):
-            full = unpad.tokens == given.shape[0] * given.shape[1]
+            full = unpad.tokens == given.shape[0] * given.shape[1] and not self._is_causal()
         return None if full and not self._is_causal() else mask, full
+
+    def _mask_on(self, told: Rows, mask: Tensor | None) -> Tensor | None:
+        """The mask for the layers on these rows, of which ``Rows.full`` says if it masks nothing.
+
+        A causal model keeps it: without one, Transformers infers packing from position ids. On a
+        GPU ``Rows.full`` tells attention to leave it aside; on a CPU ``fastplm_mask`` sees that.
+        """
+        full, causal = told.full, self._is_causal()
+        if told.own is not None:
+            mask, full = told.own.key_mask_row(causal), told.own.key_mask is None
+        told.full = full and causal and mask is not None and not mask.is_cpu
+        return None if full and not causal else mask
+
+    def _tell_dropout(
+        self,
+        told: Rows,
+        given: Tensor,
+        sample_index: Tensor | None,
+        offsets: Tensor | None,
+        drops: bool,  # whether dropout of hidden states depends on the samples
+    ) -> None:
+        if drops:
+            told.number(given, sample_index, offsets, self._layers_are_on_rows())
+        told.draw_seeds(self, given, self._layer_numbers)
 
     def _rows_of(
         self,

@@ -199,12 +199,10 @@ class DoubleHeads(FastplmModel):
         if reads_one:
             chosen = _choice_rows(where, mc_token_ids, lead, seqlen, positions)
         if labels is not None:
-            labels = shifted(labels.reshape(-1, labels.shape[-1]))
-            assert labels is not None
+            flat: Any = shifted(labels.reshape(-1, labels.shape[-1]))
             shape = (prod(lead), seqlen)
-            labels = as_tokens(where, labels, shape)
-            sides = encoder_side(self, inputs, chosen)
-            slots = slots_of_labels(labels, inputs, sides, waits=False)
+            labels = as_tokens(where, flat, shape)
+            slots = slots_of_labels(labels, inputs, encoder_side(self, inputs, chosen), waits=False)
             positions, targets = labels_at(where, labels, shape, None, exact=False, slots=slots)
         rows = positions if chosen is None else torch.cat((positions, chosen))
         output_logits = wants_logits(self, output_logits, labels)

@@ -227,7 +227,7 @@ class Rows(_Movable):
         if hidden:
             self.numbers = numbers_of_rows(given, sample_index, self.own, cu_seqlens)
 
-    def draw_seeds(self, model: Any, given: Tensor, layers: list[int]) -> None:
+    def draw_seeds(self, model: Any, given: Tensor, numbers: Callable[[], list[Any]]) -> None:
         """Draw the seeds of all layers at once: on a GPU each draw is a launch.
 
         The second column is that of causal attention: self-attention and cross-attention of a layer
@@ -235,12 +235,12 @@ class Rows(_Movable):
         does if two layers have one number, as in a model that the user has made deeper: they would
         drop the same.
         """
-        if (
-            torch.compiler.is_compiling()
-            or not model.training
-            or not any(getattr(model.config, name, 0.0) for name in DROPOUTS)
-            or sorted(layers) != list(range(len(layers)))
-        ):
+        if given.device.type not in ONE_DRAW or torch.compiler.is_compiling():
+            return
+        layers = numbers()
+        if set(layers) != set(range(len(layers))):
+            return
+        if not any(getattr(model.config, name, 0.0) for name in DROPOUTS):
             return
         self.seeds = torch.randint(2**63 - 1, (len(layers), 5), device=given.device)
         if self.last is not None:
@@ -250,8 +250,8 @@ class Rows(_Movable):
     def matters(self) -> bool:
         """Whether layers need this object: some rows are left out, or dropout depends on it."""
         cut = self.own is not None or self.last is not None
-        told = (self.sample_index, self.numbers, self.seeds)
-        return cut or self.full or bool(self.layers) or any(one is not None for one in told)
+        drops = self.numbers is not None or self.seeds is not None or self.sample_index is not None
+        return cut or drops or self.full or bool(self.layers)
 
     def for_layer(self, number: int) -> Rows:
         """This object for a layer without ``layer_idx``, such as one that runs more than once."""
@@ -582,15 +582,6 @@ def unpadded(
     rows = RaggedBatch.of(mask, extra_rows, counts=counts)
     full = counts == (mask.numel(), 0)
     return None if rows is None else rows.with_spare_slots(dtype), full
-
-
-def without_mask(mask: Tensor, causal: bool) -> tuple[Tensor | None, bool]:
-    """(the mask for the layers, ``Rows.full``) of a batch whose mask is known to mask nothing.
-
-    A causal model keeps its mask: without one, Transformers infers packing from position ids. The
-    attention leaves it aside; on a CPU ``fastplm_mask`` sees that it masks nothing.
-    """
-    return (mask, not mask.is_cpu) if causal else (None, False)
 
 
 def backbone_unpad(rows: RaggedBatch | None, full: bool, mask: Tensor | None) -> Unpad:

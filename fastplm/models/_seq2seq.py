@@ -46,7 +46,6 @@ from fastplm.models._heads import (
 from fastplm.models._layer import of_one_forward
 from fastplm.models._ragged import (
     NUMBERED,
-    ONE_DRAW,
     RaggedBatch,
     Rows,
     Side,
@@ -74,22 +73,25 @@ def decoder_rows(
     extra_rows: Tensor | None,
     unpad: Unpad,
     stack: Stack,
-) -> tuple[RaggedBatch | None, bool]:
-    """``unpadded`` of a causal decoder, ``stack``.
+) -> tuple[RaggedBatch | None, Tensor | None]:
+    """(the packed rows of a causal decoder, ``stack``; ``mask``, or None if it masks nothing).
 
+    The rows are None if all are computed, padded.
     ``read_rows``, bool [B, T], are the rows whose last hidden state is read; None = all. Rows after
     the last of them cannot influence them and are left out. For the other arguments see
     ``unpadded``.
     """
+    seen = mask
     if read_rows is not None:
         reached = until_last(read_rows)
         if mask is None:
-            mask = reached
+            seen = reached
         else:
-            mask = mask.bool() & reached
+            seen = mask.bool() & reached
             extra_rows = either(extra_rows, read_rows)
-    extra_rows = None if mask is None else extra_rows
-    return unpadded(mask, extra_rows, unpad, stack.contiguous, stack.dtype)
+    extra_rows = None if seen is None else extra_rows
+    rows, full = unpadded(seen, extra_rows, unpad, stack.contiguous, stack.dtype)
+    return rows, None if full else mask
 
 
 def source_mask(
@@ -241,8 +243,8 @@ class Stack(FastplmModel):
         if kept is None:
             if read_rows is not None and wants_output(self, "output_hidden_states", kwargs):
                 extra_rows, read_rows = either(extra_rows, read_rows), None
-            told.own, full = decoder_rows(attention_mask, read_rows, extra_rows, unpad, self)
-            attention_mask = None if full else attention_mask
+            rows = attention_mask, read_rows, extra_rows, unpad
+            told.own, attention_mask = decoder_rows(*rows, self)
             if told.own is None and encoder_rows is not None:
                 told.own = RaggedBatch.whole(given, attention_mask)
         note(lambda: rows_computed(self, (batch, seqlen), attention_mask, told, kept))
@@ -251,12 +253,10 @@ class Stack(FastplmModel):
             # If the parent calls PyTorch's dropout function, only ``_on_rows`` can tell it which
             # rows it computes. So a batch without padding is packed, too.
             by_function = isinstance(self.dropout, float) and self.dropout > 0.0
-            packs = hidden and kept is None and by_function and is_eager(given)
-            if told.own is None and packs:
+            if told.own is kept is None and hidden and by_function and is_eager(given):
                 told.own = RaggedBatch.whole(given, attention_mask)
             told.number(given, sample_index, offsets, hidden)
-            if given.device.type in ONE_DRAW:
-                told.draw_seeds(self, given, self._layer_numbers())
+            told.draw_seeds(self, given, self._layer_numbers)
 
         # --- the parent's forward on these rows ---
         if inputs_embeds is None:

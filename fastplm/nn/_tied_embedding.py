@@ -148,6 +148,6 @@ def _add_rows_(table: Tensor, ids: Tensor, rows: Tensor, padding_idx: int | None
         sums = sums.masked_fill((tokens == skip)[:, None], 0.0)
         table.index_copy_(0, tokens, (table.index_select(0, tokens) + sums).to(table.dtype))
         return
-    # Of all columns at once: it sorts the ids.
+    # One call for all columns, as it sorts the ids.
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
     table.add_(torch.ops.aten.embedding_dense_backward(wide, ids, vocab, skip, False))

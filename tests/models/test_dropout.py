@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fastplm
 from fastplm import _extension, hf, models
-from fastplm.models import _encoder, _seq2seq
+from fastplm.models import _ragged
 from fastplm.nn import Dropout
 from fastplm.nn.dropout import _ROWS
 from fastplm.testing import FORWARD_FACTOR, GRADIENT_FACTOR, check_error
@@ -307,8 +307,7 @@ def test_a_packed_decoder_of_one_row(family):
 
 @pytest.fixture
 def one_draw(monkeypatch):
-    for module in (_encoder, _seq2seq):
-        monkeypatch.setattr(module, "ONE_DRAW", ("cpu",))
+    monkeypatch.setattr(_ragged, "ONE_DRAW", ("cpu",))
 
 
 def seeds_of(monkeypatch, run):

@@ -294,7 +294,8 @@ def _key_bits(call: Call, shape: Shape) -> dict[str, Any]:
         _attention_key_bits_kernel,
         (shape.batch * cdiv(words, block),),
         shape.device,
-        **_key_bytes(call),
+        mask_ptr=call.key_mask.view(torch.uint8),
+        stride_mb=0 if call.cu_seqlens_k is not None else call.key_mask.stride(0),
         cu_k_ptr=call.cu_seqlens_k,
         bits_ptr=bits,
         seqlen_k=shape.seqlen_k,
@@ -305,14 +306,6 @@ def _key_bits(call: Call, shape: Shape) -> dict[str, Any]:
     )
     shared[shape.batch, words] = bits
     return dict(mask_ptr=bits, stride_mb=words)
-
-
-def _key_bytes(call: Call) -> dict[str, Any]:
-    """The key mask as it is given; a packed one has no stride."""
-    if call.key_mask is None:
-        return dict(mask_ptr=None, stride_mb=0)
-    stride = 0 if call.cu_seqlens_k is not None else call.key_mask.stride(0)
-    return dict(mask_ptr=call.key_mask.view(torch.uint8), stride_mb=stride)
 
 
 def _pointers(call: Call) -> dict[str, Any]:
@@ -331,10 +324,6 @@ def _pointers(call: Call) -> dict[str, Any]:
     return pointers
 
 
-#: From so many queries and keys on ``ping_pong`` is chosen; None: never, as it was not timed yet.
-ping_pong_from: int | None = None
-
-
 def attention_fwd(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the forward.
 
@@ -346,13 +335,7 @@ def attention_fwd(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     if shape.is_empty:
         return out.zero_(), stats.zero_()
     kernel, grid, fixed = shape.forward
-    if ping_pong_from is not None and min(shape.seqlen_q, shape.seqlen_k) >= ping_pong_from:
-        # This imports Gluon, which no other forward needs.
-        from fastplm.triton_kernels.attention.ping_pong import ping_pong
-
-        kernel, grid, fixed = ping_pong(shape, query, call.key, call.value) or shape.forward
-    bits = kernel in (_attention_row_fwd_kernel, _attention_stream_fwd_kernel)
-    pointers = _pointers(call) | (_key_bits(call, shape) if bits else _key_bytes(call))
+    pointers = _pointers(call) | _key_bits(call, shape)
     if kernel is _attention_stream_fwd_kernel:
         pointers |= bias_rows(call.bias_weight, call.buckets)
     m, log2l = stats.unbind() if shape.streams else (stats, stats)  # empty, and not written
