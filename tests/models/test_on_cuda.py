@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+
 import step_model
 
 from . import on_cuda

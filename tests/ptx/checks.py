@@ -23,8 +23,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 from fastplm import ops  # noqa: E402
 from fastplm.reference.attention import attention_ref, attention_varlen_ref  # noqa: E402
 from fastplm.reference.bias_gelu import bias_gelu_ref  # noqa: E402
-from fastplm.reference.embedding_layer_norm import embedding_layer_norm_ref  # noqa: E402
 from fastplm.reference.dropout_add_layer_norm import dropout_add_layer_norm_ref  # noqa: E402
+from fastplm.reference.embedding_layer_norm import embedding_layer_norm_ref  # noqa: E402
 from fastplm.reference.gather_rows import gather_rows_ref  # noqa: E402
 from fastplm.reference.linear_cross_entropy import linear_cross_entropy_ref, sample_ref  # noqa: E402
 from fastplm.reference.linear_distillation import (  # noqa: E402
