@@ -184,7 +184,7 @@ class EncoderModel(FastplmModel):
         if told.matters:
             kwargs["rows"] = told
         if lookup is not None and inputs_embeds is None and past_key_values is None:
-            embeddings = getattr(self, "embeddings", None)
+            embeddings: Any = getattr(self, "embeddings", None)
             at_once = isinstance(embeddings, EncoderEmbeddings) and position_ids is not None
             if not (at_once and embeddings.are_one_call(input_ids)):
                 inputs_embeds, input_ids = lookup(input_ids), None  # type: ignore[arg-type]

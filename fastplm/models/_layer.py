@@ -139,10 +139,9 @@ def form_of(x: Tensor, layer: Layer) -> Form | None:
         (NORM, Norm(rows, rows, norm.get("weight"), norm.get("bias"), *nothing)),
         (BIAS_GELU, BiasGelu(rows, inner.get("bias"))),
     )
-    name = "cpp" if device == "cpu" else "triton"
-    names = {_backend_of(op, call, name) for op, call in calls}
-    name = names.pop()
-    return None if names or name is None else Form(name, dtype)
+    usual = "cpp" if device == "cpu" else "triton"
+    name, *others = {_backend_of(op, call, usual) for op, call in calls}
+    return None if others or name is None else Form(name, dtype)
 
 
 def is_fake(x: Tensor) -> bool:
@@ -584,9 +583,9 @@ class _FeedForward(torch.autograd.Function):
         of_inner, of_inner_bias = BIAS_GELU.gradients(of_active, saved, ctx.backend)
         of_inner_weight = _of_weight(of_inner, x, ctx.dtypes[0]) if needs[3] else None
         # ``of_outer`` may be the same tensor, which is not read any more.
-        of_x = _add_product(of_x, of_inner, read_inner) if needs[0] else None
+        of_input = _add_product(of_x, of_inner, read_inner) if needs[0] else None
         of_weights = (of_inner_weight, of_inner_bias, of_outer_weight, of_norm[2], *of_norm[:2])
-        return of_x, None, None, *_wanted(of_weights, needs[3:9]), None, None, None, None
+        return of_input, None, None, *_wanted(of_weights, needs[3:9]), None, None, None, None
 
 
 def _wanted(gradients: tuple[Any, ...], needs: tuple[bool, ...]) -> list[Any]:
