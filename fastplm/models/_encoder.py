@@ -40,10 +40,12 @@ from fastplm.models._layer import (
     Layer,
     has_both,
     is_fake,
+    is_patched,
     nothing_hides_modules,
     of_one_forward,
     ready_layer,
     run_layer,
+    stand_for,
 )
 from fastplm.models._ragged import (
     NUMBERED,
@@ -161,7 +163,11 @@ class EncoderModel(FastplmModel):
         # --- which rows are computed ---
         # A batch without padding takes no longer than in the parent.
         plain = full and output_rows is None and encoder_rows is None and not drops
-        if position_ids is None and past_key_values is None and not (plain and lookup is None):
+        if (
+            position_ids is None
+            and past_key_values is None
+            and not (plain and lookup is None and given.is_cpu)
+        ):
             position_ids = self._positions(input_ids, given)
         first = None if plain else torch.arange(batch, device=given.device) * seqlen
         kept = None if plain else self._keeps_padding(masks, kwargs)
@@ -312,7 +318,8 @@ class EncoderModel(FastplmModel):
             return None
         indices: Any = self._layer_numbers()
         alone = indices and indices.count(indices[-1]) == 1
-        return indices[-1] if alone and self._layers()[-1]._parts() is not None else None
+        whole = alone and not is_patched() and self._layers()[-1]._parts() is not None
+        return indices[-1] if whole else None
 
     def _keeps_padding(
         self, masks: Iterable[Tensor | None], kwargs: dict[str, Any], layers: bool = True
@@ -495,7 +502,9 @@ def cross_inputs(
 def around(module: Any, name: str) -> tuple[type, ...]:
     """The classes of a layer's modules that hold others, from the Python module of a family."""
     parts = ("Attention", "SelfAttention", "SelfOutput", "Intermediate", "Output")
-    return tuple(getattr(module, name + part) for part in parts)
+    kinds = tuple(getattr(module, name + part) for part in parts)
+    stand_for(*kinds)
+    return kinds
 
 
 class EncoderEmbeddings:
@@ -520,6 +529,8 @@ class EncoderEmbeddings:
         if ids is None or not (is_eager(ids) or is_fake(ids)):
             return False
         if ids.is_cpu and requested(EMBEDDINGS.name) != "triton":
+            return False
+        if is_patched():
             return False
         own = self._modules
         norm, forced = own["LayerNorm"], requested(EMBEDDINGS.name) == "triton"
