@@ -56,6 +56,8 @@ ROWS = "fastplm/nn/_rows.py"
 RTD = "fastplm/ops/replaced_token_loss.py"
 CROSS = "fastplm/ops/_linear_cross_entropy_torch.py"
 DISTILLED = "tests/ops/test_linear_distillation.py -k"
+NORM = "triton_kernels/dropout_add_layer_norm.py"
+NORMED = "tests/ops/test_dropout_add_layer_norm.py -k"
 DISTIL = "fastplm/ops/_linear_distillation_torch.py"
 GIVEN = "triton_kernels/linear_distillation/given.py"
 SPLIT = "csrc/linear_bf16x3.h"
@@ -72,6 +74,33 @@ SCORE = "fastplm/inference/score.py"
 SCORES = "tests/inference/test_score.py -k"
 
 MUTATIONS = (
+    # --- ops: dropout_add_layer_norm
+    *(
+        Mutation(NORM, old, new, f"{NORMED} {cases}")
+        for old, new, cases in (
+            ("zero + (sample >> 32).to(tl.uint32)", "zero", "exactly"),
+            ("at += tl.load(position_ptr", "tl.load(position_ptr", "exactly"),
+            ("(i * PART // 8 + draw) << 4", "draw << 4", "exactly"),
+            ("place // 16 + lane // 16", "place // 16", "exactly"),
+            ("(half >= threshold)", "(half > threshold)", "the_threshold"),
+            ("if (i + 1) * PART > WIDTH:", "if False:", "shapes"),
+            ("rstd = tl.where(exists, rstd, 0.0)", "rstd = rstd", "where_no_row"),
+            ("dz += dsum[i].to(tl.float32)", "dz += 0.0", "gradient_of_the_sum"),
+            (
+                "mean = tl.sum(total, 1) / WIDTH\n        new",
+                "mean = 0 * rstd\n        new",
+                "shapes",
+            ),
+            ("z = z + (z_i,)", "z = z + (x_i + residual[i].to(tl.float32),)", "dtypes"),
+            ("ptrs + 2 * WIDTH", "ptrs + WIDTH", "shapes"),
+        )
+    ),
+    Mutation(
+        "fastplm/_registry.py",
+        "if all(one is None for one in further):",
+        "if True:",
+        f"{NORMED} gradient_of_the_sum",
+    ),
     # --- ops: attention
     Mutation(
         TORCH,

@@ -100,8 +100,9 @@ def dropout_add_layer_norm(
         linear_bias: [E], the bias of the product that gave ``input``; of any of these dtypes.
         dropout_p: the probability of dropping an element, as the ``p`` of ``ops.dropout``.
         eps: what is added to the variance, 0 or more.
-        seed, sample_index, position: what the random choices depend on, as in ``ops.dropout``: the
-            same elements are dropped as there.
+        seed: int, or 0-d int64 tensor on the device of ``input``; default a new one from PyTorch's
+            generator. The elements dropped are those that ``ops.dropout`` drops.
+        sample_index, position: int64 [N], of the rows, as in ``ops.dropout``.
         return_sum: return (out, sum), as a model needs whose norm comes before the sublayer: the
             sum is the next residual. It has the dtype of ``residual`` and passes a gradient.
 

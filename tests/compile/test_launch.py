@@ -182,7 +182,8 @@ print(json.dumps(found))
 STEPS = (
     HEAD
     + """
-from fastplm.triton_kernels import bias_gelu, embedding_layer_norm, gather_rows, replaced_token_loss
+from fastplm.triton_kernels import bias_gelu, dropout_add_layer_norm, embedding_layer_norm
+from fastplm.triton_kernels import gather_rows, replaced_token_loss
 from fastplm.triton_kernels.attention import launch
 
 meta = lambda *shape, dtype=torch.bfloat16: torch.empty(shape, dtype=dtype, device="meta")
@@ -207,6 +208,12 @@ def step(rows, slots, longest, heads):
         hidden, *shared, **settings, paddings=(0, -1), needs=(True, True, True))
     bias_gelu.bias_gelu_bwd(
         bias_gelu.bias_gelu_fwd(hidden, weight, "none"), hidden, weight, "none", True)
+    random = (meta(dtype=torch.int64), ids, ids)
+    settings = dict(threshold=6554, keep_scale=1.1, eps=1e-12, is_rms=False)
+    dropout_add_layer_norm.dropout_add_layer_norm_fwd(
+        hidden, hidden, weight, weight, weight, *random, **settings)
+    dropout_add_layer_norm.dropout_add_layer_norm_bwd(
+        hidden, hidden, weight, weight, weight, None, *random, **settings, needs=(True,) * 5)
     loss, slope, denominator, *sums, _ = replaced_token_loss.replaced_token_loss_fwd(
         hidden, weight, weight[0], ids, ids, None, None, "mean", True, True)
     replaced_token_loss.replaced_token_loss_bwd(

@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 from fastplm import ops  # noqa: E402
 from fastplm.reference.attention import attention_ref, attention_varlen_ref  # noqa: E402
 from fastplm.reference.bias_gelu import bias_gelu_ref  # noqa: E402
+from fastplm.reference.dropout_add_layer_norm import dropout_add_layer_norm_ref  # noqa: E402
 from fastplm.reference.embedding_layer_norm import embedding_layer_norm_ref  # noqa: E402
 from fastplm.reference.gather_rows import gather_rows_ref  # noqa: E402
 from fastplm.reference.linear_cross_entropy import linear_cross_entropy_ref, sample_ref  # noqa: E402
@@ -39,6 +40,7 @@ from ptx.machine import Schedule  # noqa: E402
 from ptx.parse import PtxError  # noqa: E402
 
 QKV = ("query", "key", "value")
+ADDED = ("input", "residual", "weight", "bias", "linear_bias")
 # Triton 3.6 puts no fence between copies and the products that read them; 3.7.1 does, since its
 # pull request 10537. With None the seed decides.
 FENCED = False if triton.__version__.startswith("3.6") else None
@@ -215,6 +217,30 @@ def bias_gelu(arch, dtype, width, approximate="none", rows=70, seeds=(0, 1)) -> 
     function = functools.partial(ops.bias_gelu, approximate=approximate)
     reference = functools.partial(bias_gelu_ref, approximate=approximate)
     return hold(arch, function, reference, inputs, ["input", "bias"], seeds)
+
+
+def dropout_add_layer_norm(
+    arch, dtype, width, rows=37, by_sample=False, is_rms=False, seeds=(0, 1)
+) -> list[str]:
+    """Both results are read, so that the sum has a gradient, too."""
+    torch.manual_seed(0)
+    inputs = dict(input=drawn(dtype, rows, width), residual=drawn(dtype, rows, width))
+    inputs |= dict(weight=torch.randn(width), dropout_p=0.3, seed=torch.tensor(-7))
+    if not is_rms:
+        inputs |= dict(bias=torch.randn(width), linear_bias=torch.randn(width))
+    if by_sample:
+        numbers = torch.arange(rows)
+        inputs |= dict(sample_index=numbers // 3 << 33, position=numbers % 3)
+    wrt = [name for name in ADDED if name in inputs]
+    function = ops.dropout_add_rms_norm if is_rms else ops.dropout_add_layer_norm
+
+    def both(**inputs):
+        return torch.cat(function(**inputs, eps=1e-6, return_sum=True))
+
+    def reference(**inputs):
+        return torch.cat(dropout_add_layer_norm_ref(**inputs, eps=1e-6, is_rms=is_rms))
+
+    return hold(arch, both, reference, inputs, wrt, seeds)
 
 
 def linear_cross_entropy(
