@@ -176,7 +176,7 @@ MUTATIONS = (
     ),
     # --- ops: bias_gelu
     Mutation(ACTIVATION, "db += tl.sum(s, 0)", "db = tl.sum(s, 0)", f"{ACTIVATED} groups"),
-    Mutation(ACTIVATION, "(p + z * slope)", "p", f"{ACTIVATED} wider_rows"),
+    Mutation(ACTIVATION, "(p + z * slope)", "p", f"{ACTIVATED} without_a_bias"),
     Mutation(
         ACTIVATION, "tl.where(z < 0.0, q, 1.0 - q)", "1.0 - q", f"{ACTIVATED} 'magnitude and fp16'"
     ),
