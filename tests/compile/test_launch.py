@@ -193,7 +193,7 @@ def step(rows, slots, longest, heads):
     query, key, value = meta(rows, 3, heads, 64).unbind(1)
     starts = meta(33, dtype=torch.int32)
     shared = (query, key, value, None, None, starts, starts, longest, longest, None, None)
-    call = launch.Call(*shared, meta(dtype=torch.int64), None, 26, False, 0.125, False)
+    call = launch.Call(*shared, meta(dtype=torch.int64), None, 26, False, 0.125, False, True)
     out, stats = launch.attention_fwd(call)
     launch.attention_bwd(out, launch.Saved(call, out, stats, False))
     hidden, positions = meta(rows, 64 * heads), meta(slots, dtype=torch.int64)
