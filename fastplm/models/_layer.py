@@ -145,6 +145,8 @@ def form_of(x: Tensor, layer: Layer) -> Form | None:
         return None
     if not (is_eager(x) or _is_fake(x)) or requested("attention") == "eager":
         return None
+    if any(one.module.config._attn_implementation != NAME for one in layer.attentions):
+        return None
     dtype, device = x.dtype, x.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -199,6 +201,12 @@ def _is_linear(module: Any) -> bool:
         and _has(module, _is_biased(module))
         and module._parameters["weight"].layout is torch.strided
     )
+
+
+def _probability(dropout: Any, training: bool) -> float:
+    if not training:
+        return 0.0
+    return dropout if isinstance(dropout, float) else dropout.p
 
 
 def _is_dropout(one: Any) -> bool:
@@ -335,8 +343,8 @@ class Of(NamedTuple):
     numbers: RowNumbers | None
 
     def drawn(self, dropout: Any, training: bool, beside: Tensor) -> Drawn:
-        p = dropout if isinstance(dropout, float) else dropout.p
-        if not training or p == 0.0:
+        p = _probability(dropout, training)
+        if p == 0.0:
             return Drawn(0.0, None, None)
         return Drawn(p, seed_tensor("", self.seed, beside, optional=True), self.numbers)
 
@@ -438,7 +446,7 @@ def attend(
     if not made.joins[index]:
         if block.by_modules is None:
             return *block.join.added(block.join.dense(context), residual), states
-        return block.by_modules(context, hidden), None, states
+        return _like(block.by_modules(context, hidden), form), None, states
     drawn = of.drawn(block.join.dropout, made.layer.training, context)
     before = given if residual is None else residual.reshape(given.shape)
     out, sum = join(context.flatten(0, -2), before, block.join, drawn, copies, form)
@@ -454,13 +462,20 @@ def feed(made: Ready, hidden: Tensor, residual: Any, of: Of) -> tuple[Tensor, An
     block, training, copies = made.layer.feed_forward, made.layer.training, made.copies
     if not made.feeds:
         out = block.by_modules(hidden)
-        return (out, None) if residual is None else block.outer.added(out, residual)
-    within = Of(None, of.numbers).drawn(block.dropout, training, hidden)
+        if residual is None:
+            return _like(out, made.form), None
+        return block.outer.added(out, residual)
+    within = Drawn(_probability(block.dropout, training), None, of.numbers)
     active, given = expand(hidden.flatten(0, -2), block, within, copies, made.form)
     drawn = of.drawn(block.outer.dropout, training, hidden)
     before = given if residual is None else residual.reshape(given.shape)
     out, sum = join(active, before, block.outer, drawn, copies, made.form)
     return out.view(hidden.shape), None if residual is None else sum.view(hidden.shape)
+
+
+def _like(x: Tensor, form: Form) -> Tensor:
+    """What modules gave, for the functions: under autocast norms of PyTorch give fp32 on a GPU."""
+    return x if form.dtype is None else x.to(form.dtype)
 
 
 # --- products and weights -------------------------------------------------------------------------

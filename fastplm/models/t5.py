@@ -185,7 +185,7 @@ class _Blocks:
         uses = self.config.use_cache if use_cache is None else use_cache
         asked = any(wants_output(self, name, kwargs) for name in _OUTPUTS)
         crossed = self.is_decoder and encoder_hidden_states is not None
-        if asked or (self.is_decoder and uses) or self.config._attn_implementation != NAME:
+        if asked or (self.is_decoder and uses):
             return None
         layers = self._parts(crossed)
         made = None if layers is None else all_ready(layers, inputs_embeds)
