@@ -350,7 +350,7 @@ class Of(NamedTuple):
 
 
 def ofs(rows: Rows | None, module: Any, numbers: RowNumbers | None) -> list[Of]:
-    """Of the ends of a layer's blocks; ``module`` is its first attention."""
+    """What dropout at the ends of a layer's blocks depends on; ``module`` is its first attention."""
     seeds = None if rows is None else rows.seeds_of(module)
     return [Of(seed, numbers) for seed in seeds or (None, None, None)]
 
@@ -680,7 +680,7 @@ class _Expand(torch.autograd.Function):
         out, choice = active * factor[0] if factor else active, None
         if drawn.p > 0.0:
             out, choice = _drop(out, drawn)
-        # Of a ReLU, its output tells all.
+        # The output of a ReLU says where its input is positive.
         between = (out,) if activation == RELU and not factor else (first, bias, choice)
         ctx.save_for_backward(x, *read, *between, *factor, *([active] if factor else []))
         ctx.others, ctx.dtypes = (activation, drawn, backend), [one.dtype for one in parameters]

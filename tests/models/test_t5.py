@@ -146,7 +146,7 @@ def runs(monkeypatch):
     return counts
 
 
-#: Of two layers on each side: 3 attentions, of which the one across projects twice.
+#: What two layers on each side run: 6 attentions, of which the 2 across project twice.
 ALL_RUN = {"project": 8, "join": 10, "expand": 4}
 
 
