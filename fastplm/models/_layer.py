@@ -204,9 +204,10 @@ def _is_linear(module: Any) -> bool:
 
 
 def _probability(dropout: Any, training: bool) -> float:
-    if not training:
-        return 0.0
-    return dropout if isinstance(dropout, float) else dropout.p
+    """What is dropped with: a module knows by itself whether it trains, a layer's number not."""
+    if isinstance(dropout, float):
+        return dropout if training else 0.0
+    return dropout.p if dropout.training else 0.0
 
 
 def _is_dropout(one: Any) -> bool:
@@ -350,7 +351,7 @@ class Of(NamedTuple):
 
 
 def ofs(rows: Rows | None, module: Any, numbers: RowNumbers | None) -> list[Of]:
-    """What dropout at the ends of a layer's blocks depends on; ``module`` is its first attention."""
+    """For the ends of a layer's blocks; ``module`` is its first attention."""
     seeds = None if rows is None else rows.seeds_of(module)
     return [Of(seed, numbers) for seed in seeds or (None, None, None)]
 
@@ -438,7 +439,8 @@ def attend(
         one.view(*where, -1, block.head_size).transpose(1, 2)
         for one, where in zip(heads, (shape, keys, keys), strict=True)
     )
-    module, dropout = block.module, block.dropout if made.layer.training else 0.0
+    module = block.module
+    dropout = block.dropout if module.training else 0.0
     context, _ = ALL_ATTENTION_FUNCTIONS[NAME](
         module, query, key, value, mask, dropout=dropout, scaling=module.scaling, **kwargs
     )

@@ -209,8 +209,8 @@ def test_blocks_under_autocast_are_as_exact_as_the_parents(runs, fields):
         with torch.autocast("cpu", torch.bfloat16):
             torch.manual_seed(7)
             one.zero_grad()
-            loss = one(**given).loss
-        loss.backward()
+            outputs = one(**given)
+        outputs.loss.backward()
         used = {name: p.grad for name, p in one.named_parameters() if p.grad is not None}
         errors.append(used)
     assert runs == ALL_RUN
@@ -222,6 +222,7 @@ def test_blocks_under_autocast_are_as_exact_as_the_parents(runs, fields):
 
     assert all(found.dtype is torch.float32 for found in errors[1].values())
     assert error(errors[1]) <= 2 * error(errors[0])
+    assert outputs.encoder_last_hidden_state.dtype is torch.float32
 
 
 @every_form
@@ -279,6 +280,27 @@ def test_a_block_with_a_module_of_the_users_runs_that_one(runs, change, counts, 
         wanted = gradients(model, given, OF_BLOCKS)
     close = dict(rtol=0.3, atol=0.05) if autocast else dict(rtol=2e-5, atol=2e-6)
     torch.testing.assert_close(found, wanted, **close)
+
+
+def test_parts_of_a_model_that_do_not_train(runs):
+    model, given = of_training({}, 0.3), inputs_of("T5ForConditionalGeneration", "right")
+    model.encoder.block[1].eval()
+    model.decoder.block[0].layer[0].SelfAttention.eval()
+    for module in model.decoder.block[1].layer[2].modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.eval()
+    found = gradients(model, given)
+    assert runs == ALL_RUN
+    torch.testing.assert_close(found, gradients(model, given, OF_BLOCKS), rtol=2e-5, atol=2e-6)
+
+
+def test_sums_of_fp16_are_the_parents(runs):
+    """They are clamped."""
+    model, given = of_training({}, 0.0).half(), inputs_of("T5ForConditionalGeneration", "right")
+    model.decoder.block[0].layer[0].SelfAttention.o.weight.data.fill_(60000.0)
+    with torch.no_grad():
+        assert model(**given).loss.isfinite()
+    assert not any(runs.values())
 
 
 @pytest.mark.parametrize("change", AROUND.values(), ids=AROUND)
