@@ -38,7 +38,7 @@ from fastplm.models._layer import (
     FeedForward,
     Join,
     Layer,
-    has_both,
+    has_own,
     is_fake,
     is_patched,
     nothing_hides_modules,
@@ -537,7 +537,7 @@ class EncoderEmbeddings:
         return (
             all(looks_up_alone(own[name]) for name in _TABLES)
             and is_plain(norm, nn.LayerNorm)
-            and has_both(norm)
+            and has_own(norm)
             and is_plain(own["dropout"], nn.Dropout, Dropout)
             and own["word_embeddings"].weight.dtype is not torch.float64
             and needs_triton(ids, forced) is None
