@@ -145,8 +145,6 @@ def form_of(x: Tensor, layer: Layer) -> Form | None:
         return None
     if not (is_eager(x) or is_fake(x)) or requested("attention") == "eager":
         return None
-    if any(one.module.config._attn_implementation != NAME for one in layer.attentions):
-        return None
     dtype, device = x.dtype, x.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -310,9 +308,9 @@ def ready(layers: Iterable[Layer], x: Tensor) -> list[Ready]:
 
 def all_ready(layers: list[Layer], x: Tensor) -> list[Ready] | None:
     """``ready``; None unless all layers run in one way."""
-    if any(form_of(x, one) is None for one in layers):
+    if is_patched() or not all(map(_attends_by_name, layers)):
         return None
-    return ready(layers, x)
+    return None if any(form_of(x, one) is None for one in layers) else ready(layers, x)
 
 
 def of_one_forward(layers: Iterable[Any], given: Tensor, dtype: torch.dtype) -> dict[int, Ready]:
@@ -329,7 +327,7 @@ def of_one_forward(layers: Iterable[Any], given: Tensor, dtype: torch.dtype) -> 
         return {}  # there is nothing to copy
     if is_patched():
         return {}
-    parts = {id(one): one._parts() for one in layers if hasattr(one, "_parts")}
+    parts = {id(one): _parts_of(one) for one in layers if hasattr(one, "_parts")}
     known = {key: one for key, one in parts.items() if one is not None}
     made = ready(known.values(), given.new_empty(0, dtype=dtype))
     return {key: one for key, one in zip(known, made, strict=True) if one.form.backend}
@@ -338,9 +336,19 @@ def of_one_forward(layers: Iterable[Any], given: Tensor, dtype: torch.dtype) -> 
 def ready_layer(layer: Any, rows: Rows | None, hidden: Tensor) -> Ready | None:
     """A layer with a method ``_parts``; None if its own forward must run."""
     made = None if rows is None else rows.layers.get(id(layer))
-    if made is None and not is_patched() and (parts := layer._parts()) is not None:
+    if made is None and not is_patched() and (parts := _parts_of(layer)) is not None:
         made = ready([parts], hidden)[0]
     return made
+
+
+def _parts_of(layer: Any) -> Layer | None:
+    parts = layer._parts()
+    return parts if parts is not None and _attends_by_name(parts) else None
+
+
+def _attends_by_name(layer: Layer) -> bool:
+    """Whether the attention of a layer is fastplm's."""
+    return all(one.module.config._attn_implementation == NAME for one in layer.attentions)
 
 
 def copies_of(made: list[Ready]) -> Copies:
