@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 
 from fastplm import _measured
 from fastplm._backends import (
+    _DECISIONS,
     BACKENDS,
     DIFFERENTIABLE,
     OP_NAMES,
@@ -224,6 +225,8 @@ class Op:
     def run(self, call: Any, backend: str) -> Any:
         """The outputs of a checked call, as constants: for functions with a gradient of their own,
         which runs ``gradients``."""
+        if _DECISIONS.open:
+            self.resolve(call)  # which records it
         if needs_dispatch(call):
             return self._operator(*call, backend)
         return self.backends[backend].forward(call)

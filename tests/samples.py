@@ -396,9 +396,9 @@ TWICE = ("linear", "rms_norm", "gelu", "bias_gelu", "dropout_add_layer_norm", "d
 
 
 def kernels(sample: Sample) -> list[str]:
-    """The backends with operators for the sample: not the reference, nor PyTorch's function."""
+    """The backends with operators for the sample: not the reference, nor PyTorch's functions."""
     backends = OPS[sample.op].backends  # in their order
-    return [name for name in backends if name not in _backends.DIFFERENTIABLE]
+    return [name for name in backends if name not in (*_backends.DIFFERENTIABLE, "cudnn")]
 
 
 def each_kernel(samples: dict[str, Sample] = SAMPLES):

@@ -103,7 +103,7 @@ def source_mask(
 ) -> Tensor | None:
     """The padding mask of the source, one for each text: see ``of_batch``."""
     states = None if encoder_outputs is None else encoder_outputs[0]
-    given = [one for one in (states, inputs_embeds, input_ids) if one is not None]
+    given = [one for one in (states, inputs_embeds, input_ids) if isinstance(one, Tensor)]
     return of_batch(attention_mask, given[0].shape[0]) if given else attention_mask
 
 
