@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -20,7 +21,7 @@ from fastplm._backends import is_written_down
 from fastplm._checks import values_are_known, values_exist
 from fastplm._registry import is_eager
 from fastplm.errors import UnsupportedError, fail
-from fastplm.nn._rows import places_on_cpu, with_spare_slots
+from fastplm.nn._rows import in_steps, places_on_cpu, with_spare_slots
 from fastplm.nn.dropout import RowNumbers, on_rows
 
 #: The reasons why a backbone computes padding, too; docs/faq.md lists them.
@@ -53,15 +54,23 @@ def values_can_be_read(tensor: Tensor) -> bool:
 
 
 class _Movable:
-    """A dataclass of tensors with a method ``to``, by which Accelerate moves it to a device."""
+    """A dataclass of tensors with the methods by which a DataLoader and Accelerate move it."""
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Any:
-        moved = {
-            field.name: getattr(self, field.name).to(device, non_blocking=non_blocking)
-            for field in fields(self)  # type: ignore[arg-type]
-            if hasattr(getattr(self, field.name), "to")
+        return self._with("to", device, non_blocking=non_blocking)
+
+    def pin_memory(self) -> Any:
+        """In page-locked memory, of which a copy to a GPU does not wait."""
+        return self._with("pin_memory")
+
+    def _with(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        values = ((each.name, getattr(self, each.name)) for each in fields(self))  # type: ignore[arg-type]
+        changed = {
+            name: getattr(value, method)(*args, **kwargs)
+            for name, value in values
+            if hasattr(value, method)
         }
-        return replace(self, **moved)  # type: ignore[type-var]
+        return replace(self, **changed)  # type: ignore[type-var]
 
 
 @dataclass
@@ -141,6 +150,25 @@ class RaggedBatch(_Movable):
             seqlen,
         )
 
+    @classmethod
+    def in_steps_on_cpu(cls, mask: Tensor) -> RaggedBatch | None:
+        """The tokens of a batch, in one of few numbers of rows, see ``in_steps``.
+
+        So a step reads no value of them, and has one of few shapes.
+
+        Args:
+            mask: [B, T] on the CPU, 0 = padding.
+
+        Returns:
+            None if there is no padding.
+        """
+        positions = places_on_cpu(mask.flatten() != 0)
+        count, (batch, seqlen) = positions.shape[0], mask.shape
+        if count == mask.numel():
+            return None
+        positions = F.pad(positions, (0, in_steps(count, mask.numel()) - count), value=-1)
+        return cls(positions, _offsets((mask != 0).sum(1)), seqlen, None, batch, seqlen)
+
     def with_spare_slots(self, dtype: torch.dtype | None = None) -> RaggedBatch:
         """The same batch with unused slots where that is faster, see ``nn._rows``."""
         positions = with_spare_slots(self.positions, self.batch * self.seqlen, dtype)
@@ -149,7 +177,7 @@ class RaggedBatch(_Movable):
             return self
         key_mask = self.key_mask
         if key_mask is not None:
-            key_mask = torch.nn.functional.pad(key_mask, (0, spare))
+            key_mask = F.pad(key_mask, (0, spare))
         return replace(self, positions=positions, key_mask=key_mask)
 
     def pack(self, values: Tensor | None) -> Any:
@@ -375,7 +403,7 @@ def _compact(mask: Tensor, size: int) -> Tensor:
     if values_are_known(mask):
         positions = places_on_cpu(mask)
         spare = size - positions.shape[0]
-        return torch.nn.functional.pad(positions, (0, spare), value=-1) if spare else positions
+        return F.pad(positions, (0, spare), value=-1) if spare else positions
     order = (~mask).to(torch.uint8).argsort(stable=True)[:size]
     return order.masked_fill(~mask[order], -1)
 
@@ -411,7 +439,7 @@ def either(one: Tensor | None, other: Tensor | None) -> Any:
 
 def _offsets(lengths: Tensor) -> Tensor:
     """[B] lengths -> int32 [B + 1], their cumulative sums, from 0."""
-    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    return F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
 
 def until_last(chosen: Tensor) -> Tensor:
@@ -464,6 +492,11 @@ def rows_computed(
         rows += f"; {told.last.source.shape[0]} of them in the last layer"
     name = model.config._attn_implementation
     return f"{type(model).__name__}: {rows}; attention by {name!r}"
+
+
+def padded(hidden: Tensor, unpad: Unpad) -> Tensor:
+    """The last hidden state [B, T, E] of a backbone that was called with this ``unpad``."""
+    return unpad.pad(hidden) if isinstance(unpad, RaggedBatch) else hidden
 
 
 def rows_at(hidden: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor:

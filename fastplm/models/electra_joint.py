@@ -20,7 +20,7 @@ from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor, val
 from fastplm.errors import UnsupportedError, check_choice, fail
 from fastplm.models._base import FastplmModel, TiedLookup, check_input_ids
 from fastplm.models._electra_options import GENERATORS, OBJECTIVES, SECOND_STAGES, SHARINGS
-from fastplm.models._ragged import rows_at, unpadded
+from fastplm.models._ragged import Unpad, rows_at, unpadded
 from fastplm.models.electra import ElectraForMaskedLM, ElectraForPreTraining
 from fastplm.nn._rows import IGNORE_INDEX, as_normalizer, batch_share, is_plain, labelled_positions
 from fastplm.nn.linear import Linear
@@ -422,7 +422,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         num_items_in_batch: int | Tensor | None = None,
         num_tokens_in_batch: int | Tensor | None = None,
         output_replaced_ids: bool = False,
-        unpad: bool | int | None = None,
+        unpad: Unpad = None,
         **kwargs: Any,
     ) -> ElectraJointOutput:
         """The losses of a masked batch.
@@ -448,7 +448,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             output_replaced_ids: return the discriminator's input.
             unpad: None = leave padding out if that needs no sync, that is on the CPU; True =
                 always, with a sync on CUDA; False = never; an int = a capacity, the number of
-                packed rows, which fixes all shapes and needs no sync.
+                packed rows, which fixes all shapes and needs no sync; a ``RaggedBatch`` = its rows.
             kwargs: passed on to both models.
 
         Returns:

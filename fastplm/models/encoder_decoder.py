@@ -31,7 +31,7 @@ from fastplm.models._base import (
 )
 from fastplm.models._encoder import EncoderModel
 from fastplm.models._heads import shape_of, wants_logits
-from fastplm.models._ragged import until_last, values_can_be_read
+from fastplm.models._ragged import Unpad, until_last, values_can_be_read
 from fastplm.models._seq2seq import both_sides, encoded, source_rows
 from fastplm.nn._rows import IGNORE_INDEX, batch_share
 
@@ -189,12 +189,13 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
         self,
         *,
         labels: Tensor | None = None,
+        loss_positions: Tensor | None = None,
         use_cache: bool | None = None,
         output_logits: bool | None = None,
         num_items_in_batch: int | Tensor | None = None,
         reduction: Literal["mean", "none"] = "mean",
-        unpad: bool | int | None = None,
-        decoder_unpad: bool | int | None = None,
+        unpad: Unpad = None,
+        decoder_unpad: Unpad = None,
         **inputs: Any,
     ) -> Seq2SeqLMOutput:
         """Like the parent, with these differences.
@@ -205,6 +206,8 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
                 is None unless ``use_cache`` is True. Without a cache, logits, hidden states and
                 attentions, ``encoder_last_hidden_state`` is None too, and the decoder computes no
                 rows after the last label of a sequence.
+            loss_positions: int64 [P], flat positions of the labels, -1 in unused slots; fixes the
+                shapes of the head. Default: computed from ``labels``.
             output_logits, num_items_in_batch: as in ``…ForMaskedLM``.
             reduction: "none" = the loss of each label, as of the decoder.
             unpad, decoder_unpad: what to do with the padding of encoder and decoder. None = leave
@@ -273,6 +276,7 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
             past_key_values=past_key_values,
             use_cache=bool(use_cache),
             shift_labels=labels,
+            loss_positions=loss_positions,
             num_items_in_batch=num_items_in_batch,
             reduction=reduction,
             output_logits=output_logits,

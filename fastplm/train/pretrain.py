@@ -143,7 +143,9 @@ class Pretraining(StreamRun):
         model: Any = make_model(args, data.tokenizer)
         if args.electra_generator == "unigram":
             model.set_token_counts(count_tokens(data.store, data.tokenizer))
-        collator = make_collator(args, data.tokenizer)
+        # Counting rows makes a GPU wait for nothing but this; a CPU counts them at once.
+        on_gpu = self.settings.device.type == "cuda"
+        collator = make_collator(args, data.tokenizer, unpad=on_gpu)
         settings: dict[str, Any] = {"callbacks": list(callbacks)}
         kind: type[PretrainingTrainer] = PretrainingTrainer
         if args.two_stage:

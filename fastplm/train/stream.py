@@ -120,7 +120,7 @@ class StreamRun(Run):
     def trainer_of(self, kind: Any, model: Any, collator: Any, **settings: Any) -> Any:
         """A ``PretrainingTrainer`` of a model on the samples of the run."""
         collation = {"data_collator": collator}
-        if corrupts_on_device(collator.op):
+        if corrupts_on_device(collator.op) and not collator.needs_cpu:
             collation = {"data_collator": collator.pad, "corrupt": collator.corrupt}
         return kind(
             model=model,
@@ -286,7 +286,8 @@ class StreamRun(Run):
         save_models(out, models, {"": data.tokenizer})
         history = curve(trainer.state.log_history)
         flops = self.flops_a_token(model)
-        counted_elsewhere = args.workers > 0 and not corrupts_on_device(self.collator.op)
+        on_device = corrupts_on_device(self.collator.op) and not self.collator.needs_cpu
+        counted_elsewhere = args.workers > 0 and not on_device
         metrics = {
             "arguments": settings_of(args),
             "versions": versions(),

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from fastplm.data import TokenStore, tokenize
 from fastplm.errors import TooLittleTextError
-from fastplm.testing import FORWARD_FACTOR, check_error, rerounded
+from fastplm.models import _ragged
+from fastplm.models._ragged import RaggedBatch
+from fastplm.testing import FORWARD_FACTOR, GRADIENT_FACTOR, check_error, rerounded
 from fastplm.train import pretrain as module
 from fastplm.train import pretrain_data, stream
 from fastplm.train.evaluate import evaluate
@@ -380,6 +386,141 @@ def test_static_masks_come_again(corpus, tmp_path, word_tokenizer, copies):
     dynamic = masks(2 * copies)
     assert dynamic.keys() == static.keys()
     assert all(len({tuple(ids) for ids in each}) == 2 * copies for each in dynamic.values())
+
+
+# --- batches that say which rows are tokens -------------------------------------------------------
+
+#: What a run can learn: one architecture for each family, and each of its objectives.
+LEARNED = [
+    (next(name for name in PRESETS if name.startswith(f"{family}-") and "tiny" in name), objective)
+    for family, kinds in FAMILIES.items()
+    for objective in kinds.classes
+]
+#: One for each collator and each mixin of a head; the others are slow.
+ONE_EACH = {("bert-tiny", "mlm+nsp"), ("electra-tiny", "rtd"), ("gpt2-tiny", "clm")}
+ONE_EACH |= {("t5-tiny", "spans"), ("bart-tiny", "denoise"), ("roberta-tiny", "mlm")}
+
+
+@pytest.fixture(scope="module")
+def all_tokens(corpus, word_tokenizer):
+    """A tokenizer of the corpus' words with the special tokens of all families."""
+    words = sorted(set(corpus.read_text().replace(".", " . ").split()))
+    special = {f"{role}_token": f"<{role}>" for role in ("pad", "mask", "cls", "sep", "bos", "eos")}
+    sentinels = [f"<extra_id_{i}>" for i in range(20)]
+    return word_tokenizer(["<unk>", *special.values(), *sentinels, *words], **special)
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(each, id="-".join(each), marks=() if each in ONE_EACH else pytest.mark.slow)
+        for each in LEARNED
+    ]
+)
+def learned(request, corpus, tmp_path_factory, all_tokens):
+    """(the settings of a run, samples of unequal lengths, the same in full) of each objective."""
+    arch, objective = request.param
+    out = tmp_path_factory.mktemp("learned")
+    settings = {"block_size": 64, "objective": objective, "cache": out}
+    if objective in MASKED:
+        settings["unit"] = "token"
+    args = module.PretrainArguments(arch, [corpus], 9, out, **settings)
+    store = tokenize(pretrain_data.open_corpus(args.corpus), all_tokens, out)
+    dataset = pretrain_data.make_dataset(args, store, all_tokens)
+    full = [dataset[i] for i in range(6)]
+    cut = [
+        {
+            name: value[: len(sample["input_ids"]) - 7 * i]
+            if isinstance(value, torch.Tensor) and value.dim() == 1
+            else value
+            for name, value in sample.items()
+        }
+        for i, sample in enumerate(full)
+    ]
+    return args, cut, full
+
+
+def losses_and_gradients(model, batch):
+    torch.manual_seed(3)  # of the seeds of dropout
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    found = {name: weight.grad for name, weight in model.named_parameters()}
+    return {"loss": loss.detach()} | {n: g.clone() for n, g in found.items() if g is not None}
+
+
+def test_batches_with_their_rows_teach_the_same(learned, all_tokens):
+    """Loss and gradients, dropout included, are those of the batch that the model counts itself."""
+    args, *both = learned
+    torch.manual_seed(0)
+    model = module.make_model(args, all_tokens).train()
+    for samples in both:
+        plain, told = (
+            pretrain_data.make_collator(args, all_tokens, unpad=unpad)(samples)
+            for unpad in (False, True)
+        )
+        padded = bool((plain["attention_mask"] == 0).any())
+        assert ("attention_mask" in told) == padded == (told["unpad"] is not False)
+        found, gold = (losses_and_gradients(model, batch) for batch in (told, plain))
+        bases = [losses_and_gradients(other, plain) for other in rerounded(model)]
+        assert found.keys() == gold.keys()
+        exact = [value.double() for name, value in gold.items() if name != "loss"]
+        for name, value in found.items():
+            factor, among = (FORWARD_FACTOR, ()) if name == "loss" else (GRADIENT_FACTOR, exact)
+            others = [base[name] for base in bases]
+            check_error(name, value, gold[name].double(), others, factor, among)
+        with torch.no_grad():  # with logits, in eval mode, as Transformers' evaluate
+            scores = [model.eval()(**batch).loss for batch in (told, plain)]
+            others = [other.eval()(**plain).loss for other in rerounded(model)]
+        check_error("loss", scores[0], scores[1].double(), others, FORWARD_FACTOR)
+        model.train()
+
+
+def test_a_step_on_such_a_batch_reads_no_value(learned, all_tokens, monkeypatch):
+    """Values of fake tensors cannot be read. On a GPU they can, and that waits for it: so the same
+    step on a batch that the model must count fails here."""
+    args, *both = learned
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        model = module.make_model(args, all_tokens).train()
+    monkeypatch.setattr(_ragged, "values_exist", lambda tensor: True)
+
+    def faked(value):
+        if isinstance(value, RaggedBatch):
+            return replace(value, **tree_map_only(torch.Tensor, mode.from_tensor, vars(value)))
+        return mode.from_tensor(value)
+
+    def step(batch):
+        batch = {
+            name: faked(value) if value is not False else value for name, value in batch.items()
+        }
+        with mode:
+            model(**batch).loss.backward()
+
+    make = functools.partial(pretrain_data.make_collator, args, all_tokens)
+    for samples in both:
+        step(make(unpad=True)(samples))
+    counts = args.objective != "rtd"  # ELECTRA's joint model computes padding before it waits
+    with pytest.raises(DataDependentOutputException) if counts else contextlib.nullcontext():
+        step(make(unpad=False)(both[0]))
+
+
+def test_a_run_that_tells_the_rows_is_the_same(short_run, tmp_path, monkeypatch, curve):
+    """As on a GPU: the noise of BART is then made on the CPU, where the lengths are read."""
+    options = {"steps": 2, "gradient_accumulation": 2}
+    counted = short_run(tmp_path / "counted", "bart-tiny", **options)
+    make, told = pretrain_data.make_collator, []
+
+    def telling(args, tokenizer, unpad):
+        told.append(unpad)
+        return make(args, tokenizer, unpad=True)
+
+    monkeypatch.setattr(module, "make_collator", telling)
+    monkeypatch.setattr(stream, "corrupts_on_device", lambda operator: True)
+    metrics = short_run(tmp_path / "told", "bart-tiny", **options)
+    assert told == [False]
+    for ours, theirs in zip(curve(metrics), curve(counted), strict=True):
+        gold = torch.tensor(theirs["loss"]).double()
+        check_error("loss", torch.tensor(ours["loss"]), gold, [gold.float()], FORWARD_FACTOR)
 
 
 # --- reproducibility ------------------------------------------------------------------------------
