@@ -145,7 +145,8 @@ class EncoderModel(FastplmModel):
         # --- which rows are computed ---
         # A batch without padding takes no longer than in the parent.
         plain = full and output_rows is None and encoder_rows is None and not drops
-        if position_ids is None and past_key_values is None and not (plain and lookup is None):
+        counted = position_ids is None
+        if counted and past_key_values is None and not (plain and lookup is None):
             position_ids = self._positions(input_ids, given)
         first = None if plain else torch.arange(batch, device=given.device) * seqlen
         kept = None if plain else self._keeps_padding(masks, kwargs)
@@ -163,7 +164,9 @@ class EncoderModel(FastplmModel):
             input_ids, token_type_ids = told.own.pack(input_ids), told.own.pack(token_type_ids)
             position_ids = told.own.pack(position_ids)
             inputs_embeds = told.own.pack_rows(inputs_embeds)
-            attention_mask = told.own.key_mask_row(always=self._is_causal())
+            attention_mask = told.own.key_mask_row()
+        if attention_mask is None and kept is None and (counted or told.own is not None):
+            attention_mask = self._no_mask(given)
         states, told.cross = cross_inputs(*crossed, told.own)
         if told.matters:
             kwargs["rows"] = told
@@ -282,6 +285,14 @@ class EncoderModel(FastplmModel):
 
     def _is_causal(self) -> bool:
         return bool(self.config.is_decoder)
+
+    def _no_mask(self, given: Tensor) -> Tensor | None:
+        """The parent's mask where every token may be attended to."""
+        if not self._is_causal():
+            return None
+        # As ``hf.fastplm_mask`` makes it. Without one, Transformers looks for packed sequences in
+        # the position ids: it reads them, a sync on CUDA, and in a CUDA graph adds a full mask.
+        return torch.ones(1, 1, 1, 1, 0, dtype=torch.bool, device=given.device)
 
     def _last_layer(self) -> int | None:
         """The index of the last layer; None if it must compute all rows. All layers are ours."""

@@ -35,7 +35,7 @@ KEPT = {
     "chunks": "chunk_size_feed_forward",
     "layers": "a layer or attention of your own, which may use several rows",
     "traced": "a trace (torch.compile, an export) or a CUDA graph reads no masks; there, unpad=N "
-    "sets a number of rows",
+    "or a collator with unpad=True sets a number of rows",
     "asked": "unpad=False, or a head that reads padding",
 }
 #: The reasons, and None, with which a backbone still knows the sample and position of its rows.
@@ -206,11 +206,8 @@ class RaggedBatch(_Movable):
         seen = self.positions if self.key_mask is None else self.positions.where(self.key_mask, -1)
         return mask_at(seen, self.batch, self.seqlen)
 
-    def key_mask_row(self, always: bool = False) -> Tensor | None:
-        """bool [1, N], the ``attention_mask``; if no row is masked, None, or ones (``always``)."""
-        if self.key_mask is None and always:
-            # Without a mask, Transformers infers packing from position ids and adds its own mask.
-            return torch.ones_like(self.positions, dtype=torch.bool)[None]
+    def key_mask_row(self) -> Tensor | None:
+        """bool [1, N], the ``attention_mask``; None if no row is masked."""
         return None if self.key_mask is None else self.key_mask[None]
 
 

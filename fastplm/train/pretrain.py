@@ -161,7 +161,9 @@ class Pretraining(StreamRun):
         feed: Any = collator
         if args.short_block_size is not None:
             feed = ShortFirst(collator, args.pieces)
-        return self.trainer_of(kind, model, feed, **settings), collator
+        trainer = self.trainer_of(kind, model, feed, **settings)
+        trainer.graphs = on_gpu and not args.no_graphs
+        return trainer, collator
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,8 @@ class StreamRun(Run):
     # become longer.
     free = frozenset(
         "resume overwrite dry_run out cache workers save_every log_every eval_every threads "
-        "report_to corpus tokenizer vocab_size steps flops seeds keep_checkpoints states".split()
+        "report_to corpus tokenizer vocab_size steps flops seeds keep_checkpoints states "
+        "no_graphs".split()
     )
     #: The title of the picture of the losses; ``{args.steps}`` in it is the run's own value.
     title: str
