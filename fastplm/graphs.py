@@ -167,14 +167,13 @@ class GraphedStep:
     def _why_not(self, inputs: dict[str, Any], given: list[Tensor], device: Any) -> str | None:
         """Why a batch cannot be replayed; None if it can."""
         if not _has_graphs(device):
-            return f"The model is on {device}"
+            return f"The model is on {device}, not on the current GPU"
         if any(tensor.requires_grad for tensor in given):
             return "An input needs a gradient"
         mask, unpad, model = inputs.get("attention_mask"), inputs.get("unpad"), self.model
         counts = mask is not None and (unpad is None or unpad is True)
         if counts and isinstance(model, FastplmModel) and model._has_our_attention():
-            fix = "Pass unpad=True to the collator."
-            return f"The batch has an attention_mask and not the rows of its tokens. {fix} Now"
+            return "A batch has an attention_mask and no unpad (collators give it by unpad=True)"
         return None
 
     def _tell(self, line: str) -> None:
@@ -351,7 +350,7 @@ class _Beside:
 
 
 def _has_graphs(device: torch.device) -> bool:
-    return device.type == "cuda"
+    return device.type == "cuda" and device.index == torch.cuda.current_device()
 
 
 class _State:

@@ -379,7 +379,7 @@ def test_a_cpu_has_no_graphs(caplog):
     step = GraphedStep(model, optimizer, max_grad_norm=1.0, say=lines.append)
     for seed in range(3):
         step(**batch("a", seed))
-    assert lines == ["The model is on cpu, so steps are computed without CUDA graphs."]
+    assert len(lines) == 1 and lines[0].startswith("The model is on cpu")
 
 
 def test_a_step_that_reads_a_value_is_computed_as_usual(recorded):

@@ -224,11 +224,12 @@ class RunTrainer(Trainer):
 
     def _replayed(self, model: nn.Module, inputs: dict[str, Any], items: Any) -> Tensor:
         """Transformers' ``training_step``, as a CUDA graph where that can be."""
-        if self._graphed is None:
-            own: Any = self.optimizer  # Accelerate's, around PyTorch's
+        own: Any = self.optimizer  # Accelerate's, around PyTorch's
+        there = self._graphed
+        if there is None or there.model is not model or there.optimizer is not own.optimizer:
             as_usual, clipped = own.step, self.args.max_grad_norm or None
             whole = functools.partial(self._whole_step, model)
-            self._graphed = graphed = GraphedStep(
+            graphed = GraphedStep(
                 model, own.optimizer, max_grad_norm=clipped, function=whole, say=say
             )
 
@@ -237,7 +238,8 @@ class RunTrainer(Trainer):
                 own._opt_called = True
                 graphed.update() if graphed.able else as_usual(*args)
 
-            own.step = step
+            own.step, self._graphed = step, graphed
+        assert self._graphed is not None
         model.train()
         # The last step of an epoch may have fewer batches.
         count, given = self.current_gradient_accumulation_steps, self._prepare_inputs(inputs)

@@ -9,6 +9,7 @@ import itertools
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -525,6 +526,21 @@ def test_a_run_that_tells_the_rows_is_the_same(short_run, tmp_path, monkeypatch,
     for ours, theirs in zip(curve(metrics), curve(counted), strict=True):
         gold = torch.tensor(theirs["loss"]).double()
         check_error("loss", torch.tensor(ours["loss"]), gold, [gold.float()], FORWARD_FACTOR)
+
+
+@pytest.mark.parametrize("no_graphs", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_gpu_gets_batches_with_rows_and_graphs(monkeypatch, tmp_path, device, no_graphs):
+    args = module.PretrainArguments("bert-tiny", ["a.txt"], 9, tmp_path, no_graphs=no_graphs)
+    training, asked = module.Pretraining(args), []
+    training.settings = SimpleNamespace(device=torch.device(device))
+    training.data = SimpleNamespace(tokenizer=None)
+    monkeypatch.setattr(module, "make_model", lambda *args: None)
+    monkeypatch.setattr(module, "make_collator", lambda *args, **given: asked.append(given))
+    monkeypatch.setattr(training, "trainer_of", lambda *args, **given: SimpleNamespace())
+    trainer, _ = training.make_trainer()
+    assert asked == [{"unpad": device == "cuda"}]
+    assert trainer.graphs == (device == "cuda" and not no_graphs)
 
 
 def test_captured_steps_of_each_objective(learned, all_tokens, monkeypatch):
