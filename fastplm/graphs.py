@@ -89,7 +89,7 @@ class GraphedStep:
         self._say = logging.get_logger(__name__).warning_once if say is None else say
         self._said: set[str] = set()
         self._state: _State | None = None
-        # Of each kind of batch its graph; None: it was met once; a text: why there is no graph.
+        # A graph for each kind of batch; None: it was met once; a text: why there is no graph.
         self._graphs: dict[Any, _Graph | str | None] = {}
         self._gradients: dict[nn.Parameter, Tensor] = {}
         self._updates: dict[str, _Update] = {}
