@@ -130,22 +130,19 @@ class EncoderModel(FastplmModel):
         masks, offsets = (attention_mask, encoder_attention_mask), kwargs.get("cu_seq_lens_q")
         check_batch(self, given, input_ids, masks, sample_index, offsets, output_rows, ("first",))
         batch, seqlen = given.shape[:2]
-        if position_ids is None:
+        if counted := position_ids is None:
             longest = self._positions_taken(input_ids, given)
             check_positions(type(self).__name__, self._position_table(), longest, past_key_values)
         attention_mask, full = self._mask_of(given, attention_mask, past_key_values, unpad)
-        if self._is_causal():
-            use_cache = caches(use_cache, past_key_values)
-        for name, value in (("past_key_values", past_key_values), ("use_cache", use_cache)):
-            if value is not None:
-                kwargs[name] = value
+        use_cache = caches(use_cache, past_key_values) if self._is_causal() else use_cache
+        cache = {"past_key_values": past_key_values, "use_cache": use_cache}
+        kwargs |= {name: value for name, value in cache.items() if value is not None}
         # In a compiled program, dropout of hidden states does not depend on the samples.
         drops = self.training and (sample_index is not None or is_eager(given))
 
         # --- which rows are computed ---
         # A batch without padding takes no longer than in the parent.
         plain = full and output_rows is None and encoder_rows is None and not drops
-        counted = position_ids is None
         if counted and past_key_values is None and not (plain and lookup is None):
             position_ids = self._positions(input_ids, given)
         first = None if plain else torch.arange(batch, device=given.device) * seqlen

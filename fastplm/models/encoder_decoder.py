@@ -219,9 +219,8 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
             ArgumentValueError, ArgumentTypeError: wrong shapes, dtypes or (on the CPU) ids.
         """
         encoder: Any = self.encoder
-        decoder: Any = self.decoder
+        decoder, attention_mask = self.decoder, inputs.get("attention_mask")
         ours = isinstance(encoder, EncoderModel), isinstance(decoder, FastplmModel)
-        attention_mask: Tensor | None = inputs.get("attention_mask")
         if attention_mask is not None and attention_mask.dim() != 2:
             # Cross-attention uses this mask too, and would be packed like the decoder.
             decoder_unpad = False
@@ -257,12 +256,12 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
         encoder_outputs, states = encoded(
             encoder, encoder_outputs, rows, show=not loss_only, return_dict=True, **to_encoder
         )
-        projection = getattr(self, "enc_to_dec_proj", None)
+        if (projection := getattr(self, "enc_to_dec_proj", None)) is not None:
+            states = projection(states)
 
         # --- decoder and loss ---
         if shape_of(to_decoder) is None:
-            ids = self.prepare_decoder_input_ids_from_labels(labels)
-            to_decoder["input_ids"] = ids
+            to_decoder["input_ids"] = ids = self.prepare_decoder_input_ids_from_labels(labels)
             if to_decoder.get("attention_mask") is None:
                 to_decoder["attention_mask"] = ids != self.config.pad_token_id
         if fused and loss_only:
@@ -271,7 +270,7 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
         if rows is not None:
             to_decoder["encoder_rows"] = rows
         outputs = decoder(
-            encoder_hidden_states=states if projection is None else projection(states),
+            encoder_hidden_states=states,
             encoder_attention_mask=attention_mask,
             past_key_values=past_key_values,
             use_cache=bool(use_cache),
