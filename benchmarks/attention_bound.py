@@ -46,13 +46,6 @@ arithmetic.
 
 {table}
 
-A forward with one producer and two consumers that take turns (FlashAttention-3, Shah et al. 2024)
-exists for sm_90, head dim 64, without dropout and bias: `attention/ping_pong.py`. It was compiled
-and emulated, never run on a device, and is off until it is timed: with
-`attention.launch.ping_pong_from = 512` it serves 512 queries and keys or more. The simulation does
-not follow its barriers. Published times of the technique at head dim 64 show no gain at 512 tokens,
-3 % at 1,024 and 16 % at 2,048 over a plain pipelined kernel.
-
 A backward that streams makes seven products in two kernels. One kernel of five would add dQ up over
 tiles of keys. Without atomics, whose order changes the bits, every tile of keys writes its part,
 and another pass reads them. For {five_label} the dK and dV of today, a quarter more for the fifth

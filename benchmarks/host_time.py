@@ -17,6 +17,10 @@ These parts are stubs:
 The figures leave out that C function (it parses the arguments and calls ``cuLaunchKernelEx``), the
 caching allocator, the launches of PyTorch's own kernels, and every wait. Compare the figures with
 each other, on one machine.
+
+``--layers`` counts the calls of Python functions that a layer of each family makes, forward and
+backward: the difference of a model with 3 layers and one with 2. It is exact on a busy machine,
+too.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -38,8 +43,13 @@ from triton.backends.nvidia import driver as nvidia
 
 from fastplm import ops
 from fastplm.triton_kernels._launch import shared_limit
+from harness import append_row, machine_line
 
 CALLS_A_ROUND = 100
+#: The models whose layers are counted: a small one of each family.
+LAYERS = [
+    f"{family}-tiny" for family in ("bert", "roberta", "albert", "electra", "gpt2", "bart", "t5")
+]
 DEVICE = torch.device("cuda", 0)
 
 Call = Callable[[], Any]
@@ -109,6 +119,7 @@ def stubbed(arch: int = 90) -> Iterator[Driver]:
         stack.enter_context(mock.patch.multiple(torch.Tensor, create=True, **where))
         for name in ("arange", "empty", "full", "ones", "randint", "tensor", "zeros"):
             stack.enter_context(mock.patch.object(torch, name, _on_host(getattr(torch, name))))
+        stack.enter_context(mock.patch.object(torch.Tensor, "to", _stays(torch.Tensor.to)))
         # PyTorch's own kernels that write a given output are left out; nothing reads the output.
         for name in ("mm", "mul"):
             stack.enter_context(mock.patch.object(torch, name, _given_output))
@@ -123,6 +134,16 @@ def stubbed(arch: int = 90) -> Iterator[Driver]:
 
 def _given_output(*_: Any, out: torch.Tensor, **options: Any) -> torch.Tensor:
     return out
+
+
+def _stays(move: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``Tensor.to`` without a device."""
+
+    def to(tensor: torch.Tensor, *given: Any, device: Any = None, **options: Any) -> torch.Tensor:
+        given = tuple(one for one in given if not isinstance(one, str | torch.device))
+        return move(tensor, *given, **options) if given or options else tensor
+
+    return to
 
 
 def _on_host(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -213,12 +234,87 @@ def microseconds(calls: dict[str, Call], rounds: int) -> dict[str, float]:
     return {name: statistics.quantiles(found, n=20)[0] for name, found in times.items()}
 
 
+# --- the layers of models -------------------------------------------------------------------------
+
+
+def step_of(arch: str, kind: str, layers: int) -> Call:
+    """A training step of a small model that ``steps.build`` makes; one of fastplm's has room."""
+    from steps import Path, Step, build
+
+    step = Step(arch, 2, 16, padding=0.3, dropout=0.1, vocab=2000, layers=layers)
+    host = torch.device("cpu")
+    path, batch, used = Path(kind, room=kind == "fastplm"), step.make(host), build(step, kind, host)
+    if kind != "fastplm" and "sample_index" in batch:  # draws are not counted
+        batch["replaced_ids"] = batch["input_ids"]
+
+    def run() -> None:
+        # The tensors lie on the CPU, so its autocast is the one that casts.
+        with torch.autocast("cpu", torch.bfloat16), torch.autocast("cuda", torch.bfloat16):
+            loss = path.loss(used, step, batch)
+        loss.backward()
+
+    return run
+
+
+def calls_of(run: Call) -> tuple[int, int]:
+    """(calls of Python functions, calls of C functions from Python), the stubs' left out."""
+    counts = dict(call=0, c_call=0)
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        if event in counts and frame.f_code.co_filename not in (__file__, mock.__file__):
+            counts[event] += 1
+
+    sys.setprofile(count)  # a backward on the CPU runs in this thread
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return counts["call"], counts["c_call"]
+
+
+def layer_calls(arch: str, kind: str) -> tuple[int, int]:
+    """(Python calls, C calls) of a layer, forward and backward."""
+    changed = (
+        (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+        (torch.cuda, "is_bf16_supported", lambda: True),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (torch.Tensor, "new_empty", torch.Tensor.new_zeros),  # tokens that nothing samples
+    )
+    with contextlib.ExitStack() as stack:
+        for patch in changed:
+            stack.enter_context(mock.patch.object(*patch))
+        stack.enter_context(stubbed())
+        runs = [step_of(arch, kind, layers) for layers in (2, 3)]
+        for run in 2 * runs:  # what is chosen once, and kept, is not counted
+            run()
+        (python, c), (more, more_c) = map(calls_of, runs)
+    return more - python, more_c - c
+
+
+def show_layers(archs: list[str], rows: Path | None) -> None:
+    about = machine_line()
+    print(f"{'a layer, forward and backward':<34} Python calls  C calls")
+    for arch in archs:
+        for kind, variant in (("fastplm", "fastplm"), ("sdpa", "transformers")):
+            python, c = layer_calls(arch, kind)
+            print(f"{arch:<20} {variant:<13} {python:12} {c:8}", flush=True)
+            if rows is not None:
+                named = {name: about[name] for name in ("date", "commit", "torch")}
+                found = dict(arch=arch, variant=variant, python_calls=python, c_calls=c)
+                append_row(rows, list(named | found), named | found)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--only", default="", metavar="TEXT", help="calls with this in their name")
     parser.add_argument("--profile", action="store_true", help="where the time goes, by function")
+    parser.add_argument("--layers", action="store_true", help="Python calls of models' layers")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="append those of --layers to it")
     options = parser.parse_args()
+    if options.layers:
+        show_layers([arch for arch in LAYERS if options.only in arch], options.rows)
+        return 0
     print(f"Triton {triton.__version__}, PyTorch {torch.__version__}")
     print(f"{'µs a call on the host, the device stubbed':<56} µs  launches")
     with stubbed() as driver:

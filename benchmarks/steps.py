@@ -43,6 +43,12 @@ if GPU:  # every case compiles the same functions for its own shapes
 
 Batch = dict[str, Tensor]
 Config = Any
+#: The names that configurations have for a number of layers.
+_DEPTHS = "num_hidden_layers encoder_layers decoder_layers num_decoder_layers".split()
+
+
+def _is_joint(config: Config) -> bool:
+    return hasattr(config, "discriminator")
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,7 @@ class Step:
     Args:
         arch: family and size, as in ``fastplm.train.presets``.
         vocab: size of the model's vocabulary; None = the published one.
+        layers: of the model, on each side or in each part; None = the published number.
     """
 
     arch: str
@@ -61,6 +68,7 @@ class Step:
     dropout: float = 0.0
     bf16: bool = False
     vocab: int | None = None
+    layers: int | None = None
 
     @property
     def family(self) -> Family:
@@ -80,6 +88,11 @@ class Step:
             attention_dropout=self.dropout,
         )
         made.use_cache = False  # a training reads no cache
+        if self.layers is not None:
+            for part in (made.generator, made.discriminator) if _is_joint(made) else (made,):
+                for name in _DEPTHS:
+                    if hasattr(part, name):
+                        setattr(part, name, self.layers)
         return made
 
     def lengths(self) -> Tensor:

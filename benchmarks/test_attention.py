@@ -156,6 +156,43 @@ def without_bias(function):
     return run
 
 
+# --- tiles to try ---------------------------------------------------------------------------------
+
+#: Configurations of the streaming kernels (``configs.py``) that the static model prefers to those
+#: that ship for sm_90: whichever is the fastest on a device is to ship.
+TILES = {
+    "forward 128x64, 4 warps": ("stream_fwd", (128, 64, 4, 3)),
+    "forward 128x64, 8 warps": ("stream_fwd", (128, 64, 8, 3)),
+    "dq 128x64, 8 warps": ("stream_dq", (128, 64, 8, 2)),
+    "dkdv 64x128, 8 warps": ("stream_dkdv", (64, 128, 8, 2, 1)),
+}
+_SHIPPED: dict[str, tuple] = {}
+
+
+def set_tiles(name: str | None) -> None:
+    """Let calls with and without dropout use a configuration of ``TILES``, backwards too."""
+    from fastplm.triton_kernels.attention import configs, launch
+
+    key = 90, True, 64
+    for kernel, shipped in _SHIPPED.items():
+        configs._TABLE[kernel][key] = shipped
+    _SHIPPED.clear()
+    if name is not None:
+        kernel, tiles = TILES[name]
+        _SHIPPED[kernel] = configs._TABLE[kernel][key]
+        configs._TABLE[kernel][key] = (tiles, tiles, *_SHIPPED[kernel][2:])
+    launch._kept_shape.cache_clear()
+
+
+def on_tiles(name: str | None, function):
+    def run(**inputs):
+        if name is not None or _SHIPPED:
+            set_tiles(name)
+        return function(**inputs)
+
+    return run
+
+
 # --- cases ----------------------------------------------------------------------------------------
 
 
@@ -166,7 +203,11 @@ def case(label: str, shape: Shape, *targets: tuple[float, float], compiling: boo
     """
     eager = over(shape, attention_ref, attention_varlen_ref)
     fused = over(shape, ops.attention, ops.attention_varlen)
-    variants = {"eager": eager, "fastplm": fused}
+    variants = {"eager": eager, "fastplm": on_tiles(None, fused)}
+    if GPU and not compiling and label.startswith("BERT-base 64x512") and not shape.ragged:
+        ours = on_backend("triton", fused)  # not cuDNN's forward
+        variants |= {f"fastplm, {name}": on_tiles(name, ours) for name in TILES}
+        variants["fastplm, triton"] = on_tiles(None, ours)
     if not GPU and not compiling:
         variants["fastplm, torch backend"] = on_backend("torch", fused)
     if shape.bias and not compiling:

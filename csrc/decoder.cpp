@@ -22,13 +22,13 @@
 #include "each_level.h"
 #include "lanes.h"
 #include "gelu.h"
+#include "norm.h"
 #include "linear.h"
 #include "linear_few_rows.h"
 #include "linear_in_place.h"
 #include "linear_product.h"
 #include "linear_int8.h"
 #include "linear_int8_product.h"
-#include "encoder.h"
 #include "layer.h"
 
 namespace fastplm::FASTPLM_LEVEL {
@@ -42,14 +42,9 @@ constexpr float kHidden = -std::numeric_limits<float>::infinity();  // the score
 
 // out [rows, width] = norm(in): layer norm, or T5's, which has no bias.
 void norm(int64_t rows, int64_t width, float eps, const Pair& pair, const float* in, float* out) {
-  const float* weight = floats(pair.weight);
+  const float* bias = pair.bias == nullptr ? nullptr : floats(*pair.bias);
   for (int64_t row = 0; row < rows; ++row, in += width, out += width) {
-    if (pair.bias != nullptr) {
-      norm_row(width, eps, weight, floats(*pair.bias), in, out);
-      continue;
-    }
-    const float scale = 1.0f / std::sqrt(variance_of(width, in, 0.0f) + eps);
-    for (int64_t i = 0; i < width; ++i) out[i] = in[i] * scale * weight[i];
+    norm_row(width, eps, bias != nullptr, floats(pair.weight), bias, in, out);
   }
 }
 

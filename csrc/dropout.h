@@ -35,26 +35,34 @@ FASTPLM_HD WordLanes<kDraws> counter_of_row(int64_t sample, int64_t position, in
   return counter;
 }
 
-// Drops the kDropBlock elements of kDraws draws. Choice j of draw i is for element j * kDraws + i,
-// so that numbers stay in their lanes.
-template <typename T>
-FASTPLM_HD void drop_block(uint64_t seed, WordLanes<kDraws> counter, int32_t threshold, float scale,
-                           const T* in, T* out) {
+// Calls function(element, dropped) for the vectors of kDropBlock elements of kDraws draws; a lane of `dropped` has all
+// bits set or none. Choice j of draw i is for element j * kDraws + i, so that numbers stay in their lanes.
+template <typename Function>
+FASTPLM_HD void for_choices(uint64_t seed, WordLanes<kDraws> counter, int32_t threshold,
+                            const Function& function) {
   philox4x32<kDraws, kDropoutRounds>(seed, counter);
   const uint32_t* words[4] = {counter.x, counter.y, counter.z, counter.w};
-  float room[kDropBlock];
-  const float* from = as_floats(kDropBlock, kDropBlock, in, room);
-  float* to = floats_for(kDropBlock, kDropBlock, out, room);
   for (int64_t j = 0; j < kChoices; ++j) {
     for (int64_t i = 0; i < kDraws; i += kWidth) {
       Ints choice;
       std::memcpy(&choice, words[j / 2] + i, sizeof(choice));
       const Ints dropped = ((choice >> (j % 2 * 16) & 0xFFFF) - threshold) >> 31;  // the sign
-      const Floats scaled = at(from + j * kDraws + i) * scale;
-      at(to + j * kDraws + i) =
-          reinterpret_cast<Floats>(reinterpret_cast<const Ints&>(scaled) & ~dropped);
+      function(j * kDraws + i, dropped);
     }
   }
+}
+
+// Drops the kDropBlock elements of kDraws draws.
+template <typename T>
+FASTPLM_HD void drop_block(uint64_t seed, const WordLanes<kDraws>& counter, int32_t threshold, float scale,
+                           const T* in, T* out) {
+  float room[kDropBlock];
+  const float* from = as_floats(kDropBlock, kDropBlock, in, room);
+  float* to = floats_for(kDropBlock, kDropBlock, out, room);
+  for_choices(seed, counter, threshold, [&](int64_t element, const Ints& dropped) FASTPLM_INLINE {
+    const Floats scaled = at(from + element) * scale;
+    at(to + element) = reinterpret_cast<Floats>(reinterpret_cast<const Ints&>(scaled) & ~dropped);
+  });
   narrow(kDropBlock, to, out);
 }
 

@@ -21,6 +21,7 @@
 
 #if FASTPLM_HAS_LEVELS
 #define FASTPLM_OPERATOR(...)
+#define FASTPLM_F16C 1  // instructions that convert fp16
 
 #define FASTPLM_LEVEL avx2
 #define FASTPLM_WIDTH 8
@@ -45,6 +46,7 @@
 #undef FASTPLM_REGISTERS
 
 #undef FASTPLM_OPERATOR
+#undef FASTPLM_F16C
 #define FASTPLM_BOX(name)                                                           \
   (::fastplm::level() == ::fastplm::Level::kAvx512 ? FASTPLM_AT(avx512, name)       \
    : ::fastplm::level() == ::fastplm::Level::kAvx2 ? FASTPLM_AT(avx2, name)         \

@@ -19,6 +19,7 @@
 #include "each_level.h"
 #include "lanes.h"
 #include "gelu.h"
+#include "norm.h"
 #include "linear.h"
 #include "linear_few_rows.h"
 #include "linear_in_place.h"
@@ -26,7 +27,6 @@
 #include "linear_int8.h"
 #include "linear_int8_product.h"
 #include "attention_call.h"
-#include "encoder.h"
 #include "layer.h"
 
 namespace fastplm::FASTPLM_LEVEL {
@@ -59,7 +59,8 @@ struct Layer {
 void norm(int64_t rows, int64_t width, float eps, const Pair& pair, const float* in, float* out) {
   for_ranges(rows, 1, kNormRows, [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
-      norm_row(width, eps, floats(pair.weight), floats(*pair.bias), in + row * width, out + row * width);
+      norm_row(width, eps, true, floats(pair.weight), floats(*pair.bias), in + row * width,
+               out + row * width);
     }
   });
 }
@@ -335,7 +336,7 @@ void embed(const Embeddings& tables, float eps, const Token* tokens, int64_t cou
       const float* position = positions + tokens[i].position * width;
       float* to = out + i * width;
       for (int64_t j = 0; j < width; ++j) to[j] = word[j] + type[j] + position[j];
-      norm_row(width, eps, weight, bias, to, to);
+      norm_row(width, eps, true, weight, bias, to, to);
     }
   });
 }

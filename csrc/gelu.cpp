@@ -19,8 +19,8 @@ void gelu_tanh(const Tensor& input, Tensor& out) {
     using T = decltype(type);
     const T* from = static_cast<const T*>(input.const_data_ptr());
     T* to = static_cast<T*>(out.mutable_data_ptr());
-    for_ranges(input.numel(), kGeluBlock, kBlocksPerThread, [&](int64_t first, int64_t last) {
-      gelu_elements(last - first, from + first, to + first);
+    for_ranges(input.numel(), kBlockSize, kBlocksPerThread, [&](int64_t first, int64_t last) {
+      gelu_elements<true>(last - first, from + first, to + first);
     });
   });
 }
@@ -31,8 +31,8 @@ void gelu_tanh_backward(const Tensor& grad_out, const Tensor& input, Tensor& gra
     const T* from = static_cast<const T*>(input.const_data_ptr());
     const T* grad = static_cast<const T*>(grad_out.const_data_ptr());
     T* to = static_cast<T*>(grad_input.mutable_data_ptr());
-    for_ranges(input.numel(), kGeluBlock, kBlocksPerThread, [&](int64_t first, int64_t last) {
-      gelu_grad_elements(last - first, from + first, grad + first, to + first);
+    for_ranges(input.numel(), kBlockSize, kBlocksPerThread, [&](int64_t first, int64_t last) {
+      gelu_grad_elements<true>(last - first, from + first, grad + first, to + first);
     });
   });
 }

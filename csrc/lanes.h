@@ -3,6 +3,10 @@
 //
 // Never use a wider type: a compiler splits it, at many times the cost.
 
+namespace fastplm {
+struct Fp16;
+}
+
 namespace fastplm::FASTPLM_LEVEL {
 
 constexpr int64_t kWidth = FASTPLM_WIDTH;
@@ -12,6 +16,8 @@ constexpr int kRegisters = FASTPLM_REGISTERS;
 using Floats = float __attribute__((vector_size(4 * kWidth), aligned(4), may_alias));
 using Ints = int32_t __attribute__((vector_size(4 * kWidth), aligned(4), may_alias));
 using UInts = uint32_t __attribute__((vector_size(4 * kWidth), aligned(4), may_alias));
+using EightFloats = float __attribute__((vector_size(32), aligned(4), may_alias));
+using HalfBits = int16_t __attribute__((vector_size(16), aligned(2), may_alias));
 
 FASTPLM_HD Floats& at(float* pointer) {
   return *reinterpret_cast<Floats*>(pointer);
@@ -60,18 +66,17 @@ FASTPLM_HD void transpose(Floats* rows) {
 // Combines all lanes by op, half by half: a lane index that is no constant would go through memory.
 template <typename Op>
 FASTPLM_HD float reduce(const Floats& lanes, const Op& op) {
-  using Eight = float __attribute__((vector_size(32), aligned(4), may_alias));
   using Four = float __attribute__((vector_size(16), aligned(4), may_alias));
   Four four;
   if constexpr (kWidth == 4) {
     four = reinterpret_cast<const Four&>(lanes);
   } else {
-    Eight eight;
+    EightFloats eight;
     if constexpr (kWidth == 16) {
-      const Eight* halves = reinterpret_cast<const Eight*>(&lanes);
+      const EightFloats* halves = reinterpret_cast<const EightFloats*>(&lanes);
       op(halves[0], halves[1], eight);
     } else {
-      eight = reinterpret_cast<const Eight&>(lanes);
+      eight = reinterpret_cast<const EightFloats&>(lanes);
     }
     const Four* quarters = reinterpret_cast<const Four*>(&eight);
     op(quarters[0], quarters[1], four);
@@ -157,6 +162,77 @@ FASTPLM_HD float maximum_of(const Several<kCount>& block) {
   return maximum_of(most);
 }
 
+// Numbers of any type to floats, and back. A loop that is unrolled first is not made of vectors.
+template <typename T>
+FASTPLM_HD void widen(int64_t count, const T* from, float* to) {
+  int64_t whole = 0;
+#if FASTPLM_F16C
+  if constexpr (std::is_same_v<T, Fp16>) {
+    whole = count / 8 * 8;
+    for (int64_t i = 0; i < whole; i += 8) {
+      const auto& bits = *reinterpret_cast<const HalfBits*>(from + i);
+      *reinterpret_cast<EightFloats*>(to + i) = __builtin_ia32_vcvtph2ps256(bits);
+    }
+  }
+#endif
+#pragma GCC unroll 1
+  for (int64_t i = whole; i < count; ++i) to[i] = static_cast<float>(from[i]);
+}
+
+template <typename T>
+FASTPLM_HD void round_to(int64_t count, const float* from, T* to) {
+  int64_t whole = 0;
+#if FASTPLM_F16C
+  if constexpr (std::is_same_v<T, Fp16>) {
+    whole = count / 8 * 8;
+    for (int64_t i = 0; i < whole; i += 8) {
+      const auto& floats = *reinterpret_cast<const EightFloats*>(from + i);
+      *reinterpret_cast<HalfBits*>(to + i) = __builtin_ia32_vcvtps2ph256(floats, 0);  // to the nearest, ties to even
+    }
+  }
+#endif
+#pragma GCC unroll 1
+  for (int64_t i = whole; i < count; ++i) to[i] = static_cast<T>(from[i]);
+}
+
+// A block of elements, all of which are read before the first is written.
+constexpr int64_t kBlockSize = kTogether * kWidth;
+using Block = Several<kTogether>;
+
+// Loads `count` elements as fp32, filled up with `rest`, and stores them. With kWhole they are a
+// whole block, whose size the compiler knows.
+template <bool kWhole, typename T>
+FASTPLM_HD Block load_block(int64_t count, const T* from, float rest = 0.0f) {
+  if constexpr (kWhole && std::is_same_v<T, float>) {
+    return load<kTogether>(from);
+  } else {
+    float value[kBlockSize];
+    for (int64_t i = 0; i < kBlockSize; ++i) value[i] = rest;
+    widen(kWhole ? kBlockSize : count, from, value);
+    return load<kTogether>(value);
+  }
+}
+
+template <bool kWhole, typename T>
+FASTPLM_HD void store_block(int64_t count, const Block& block, T* to) {
+  if constexpr (kWhole && std::is_same_v<T, float>) {
+    store(block, to);
+  } else {
+    float value[kBlockSize];
+    store(block, value);
+    round_to(kWhole ? kBlockSize : count, value, to);
+  }
+}
+
+// Calls function(whole, i, size) for each block of `count` elements, which begins at i; the last
+// block may be shorter.
+template <typename Function>
+FASTPLM_HD void for_blocks(int64_t count, const Function& function) {
+  int64_t i = 0;
+  for (; i + kBlockSize <= count; i += kBlockSize) function(std::true_type(), i, kBlockSize);
+  if (i < count) function(std::false_type(), i, count - i);
+}
+
 // Whether rows of `width` elements of T can be used as they are: floats that need no filling up.
 template <typename T>
 FASTPLM_HD constexpr bool are_floats(int64_t width, int64_t filled) {
@@ -170,7 +246,7 @@ FASTPLM_HD const float* as_floats(int64_t width, int64_t filled, const T* row, f
   if constexpr (std::is_same_v<T, float>) {
     if (are_floats<T>(width, filled)) return row;
   }
-  for (int64_t i = 0; i < width; ++i) room[i] = static_cast<float>(row[i]);
+  widen(width, row, room);
   for (int64_t i = width; i < filled; ++i) room[i] = 0.0f;
   return room;
 }
@@ -190,7 +266,7 @@ FASTPLM_HD void narrow(int64_t width, const float* row, T* out) {
   if constexpr (std::is_same_v<T, float>) {
     if (row == out) return;
   }
-  for (int64_t i = 0; i < width; ++i) out[i] = static_cast<T>(row[i]);
+  round_to(width, row, out);
 }
 
 // out [width] = factor times the sum over parts [parts, stride], in order and in fp64, as there may be

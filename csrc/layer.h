@@ -23,6 +23,12 @@ inline bool is_packed(const Tensor& weight, int64_t rows, int64_t columns) {
          weight.size(2) == kPanel && weight.size(3) == kStepDepth;
 }
 
+// x [count] = gelu(x), in its form with a tanh or without. It is a call, as the tiles of the product that it
+// ends need all registers.
+__attribute__((noinline)) inline void gelu_row(bool tanh, int64_t count, float* x) {
+  tanh ? gelu_elements<true>(count, x, x) : gelu_elements<false>(count, x, x);
+}
+
 // The epilogues of a product: what happens to a piece of a row of its result.
 struct Gelu {
   FASTPLM_HD void operator()(int64_t, int64_t, int64_t count, float* values) const {

@@ -87,10 +87,10 @@ inline Rows rows_of(const Tensor& input_ids, const Dense<int32_t>& cu_seqlens,
           input_ids.numel()};
 }
 
-// Calls function(T{}) with the element type of a tensor of fp32, fp16 or bf16.
+// Calls function(T{}) with an element type: fp32, fp16 or bf16.
 template <typename Function>
-void with_floating_type(const Tensor& tensor, const Function& function) {
-  switch (tensor.scalar_type()) {
+void with_floating_type(ScalarType type, const Function& function) {
+  switch (type) {
     case ScalarType::Float:
       return function(float{});
     case ScalarType::Half:
@@ -98,6 +98,12 @@ void with_floating_type(const Tensor& tensor, const Function& function) {
     default:
       return function(Bf16{});
   }
+}
+
+// The same with that of a tensor.
+template <typename Function>
+void with_floating_type(const Tensor& tensor, const Function& function) {
+  with_floating_type(tensor.scalar_type(), function);
 }
 
 // A row as floats, filled up with zeros.

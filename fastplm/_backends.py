@@ -10,6 +10,8 @@ stock  PyTorch's own function for the op, if there is one: the default on the CP
 cpp    ``csrc/`` on the CPU: the default there for the other calls, in the ops that have it
 triton ``triton_kernels/``: CUDA tensors, or CPU tensors under Triton's interpreter
 cuda   ``csrc/`` on CUDA tensors
+cudnn  the forward of attention by cuDNN where that was measured to be faster, with the backward of
+       "triton": CUDA tensors
 ====== ============================================================================
 
 The choice is made in the op's public function, once per call, and travels with the call as an
@@ -39,7 +41,7 @@ from fastplm._measured import CallClass, slower
 from fastplm.errors import BackendError, check_choice
 
 #: In the order of preference of "auto"; "eager" can run anything, so it is last.
-BACKENDS = ("cuda", "cpp", "triton", "stock", "torch", "eager")
+BACKENDS = ("cuda", "cpp", "cudnn", "triton", "stock", "torch", "eager")
 #: Backends in plain PyTorch: autograd differentiates them, without an operator of fastplm.
 DIFFERENTIABLE = ("stock", "eager")
 _CHOICES = ("auto", *BACKENDS)
@@ -241,19 +243,54 @@ def requested(op: str) -> str:
     return choice.per_op.get(op, choice.default)
 
 
+class _Collector:
+    """What the blocks of ``collect`` gather, each in its thread or coroutine alone."""
+
+    def __init__(self, name: str) -> None:
+        self.here: ContextVar[list[Any] | None] = ContextVar(f"fastplm.{name}", default=None)
+        self.open: list[list[Any]] = []  # of the process: most calls are in no block
+        self.of_thread = threading.local()  # for traced code, as above
+
+    def innermost(self) -> list[Any] | None:
+        if not self.open:
+            return None
+        if torch.compiler.is_compiling():
+            blocks = getattr(self.of_thread, "blocks", None)
+            return blocks[-1] if blocks else None
+        return self.here.get()
+
+    @contextlib.contextmanager
+    def collect(self) -> Iterator[list[Any]]:
+        found: list[Any] = []
+        blocks = self.of_thread.blocks = getattr(self.of_thread, "blocks", [])
+        before = self.here.get()
+        self.here.set(found)
+        for among in (blocks, self.open):
+            among.append(found)
+        try:
+            yield found
+        finally:
+            self.here.set(before)
+            for among in (blocks, self.open):
+                among[:] = [one for one in among if one is not found]
+
+
+_DECISIONS, _NOTES = _Collector("decisions"), _Collector("notes")
+
+
 def is_recorded() -> bool:
-    """Whether ``record_decisions`` is active in this thread."""
-    return getattr(_thread, "record", None) is not None
+    """Whether ``record_decisions`` is active in this thread or coroutine."""
+    return bool(_DECISIONS.open) and _DECISIONS.innermost() is not None
 
 
 def takes_notes() -> bool:
     """Whether this is inside ``record_notes``."""
-    return getattr(_thread, "notes", None) is not None
+    return _NOTES.innermost() is not None
 
 
 def note(text: Callable[[], str]) -> None:
     """Add a line for ``fastplm.explain``. ``text`` is only called inside ``record_notes``."""
-    notes = getattr(_thread, "notes", None)
+    notes = _NOTES.innermost() if _NOTES.open else None
     if notes is not None:
         notes.append(text())
 
@@ -263,7 +300,7 @@ def use_backend(backend: str, *ops: str) -> Iterator[None]:
     """Force a backend for all ops, or for the ops named, inside a ``with`` block.
 
     Args:
-        backend: "auto" | "eager" | "torch" | "stock" | "cpp" | "triton" | "cuda".
+        backend: "auto" | "eager" | "torch" | "stock" | "cpp" | "cudnn" | "triton" | "cuda".
         ops: names of ops, e.g. ``"attention"``; none means all.
 
     Raises:
@@ -303,24 +340,16 @@ def use_backend(backend: str, *ops: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def record_notes() -> Iterator[list[str]]:
-    """Collect the lines that models leave in this thread inside the block (``note``)."""
-    notes: list[str] = []
-    previous, _thread.notes = getattr(_thread, "notes", None), notes
-    try:
+    """Collect the lines that models leave inside the block (``note``)."""
+    with _NOTES.collect() as notes:
         yield notes
-    finally:
-        _thread.notes = previous
 
 
 @contextlib.contextmanager
 def record_decisions() -> Iterator[list[Decision]]:
-    """Collect a ``Decision`` for every op that this thread calls inside the block."""
-    record: list[Decision] = []
-    previous, _thread.record = getattr(_thread, "record", None), record
-    try:
+    """Collect a ``Decision`` for every op that this thread or coroutine calls inside the block."""
+    with _DECISIONS.collect() as record:
         yield record
-    finally:
-        _thread.record = previous
 
 
 def resolve(op: str, backends: dict[str, Backend], call: Any, dispatches: bool = True) -> str:
@@ -334,8 +363,9 @@ def resolve(op: str, backends: dict[str, Backend], call: Any, dispatches: bool =
         BackendError: the requested backend cannot run it.
     """
     wanted = requested(op)
-    if is_recorded():
-        _thread.record.append(_decide(op, backends, call, wanted))
+    record = _DECISIONS.innermost() if _DECISIONS.open else None
+    if record is not None:
+        record.append(_decide(op, backends, call, wanted))
     if wanted == "auto":
         for backend in backends.values():
             if backend.refuses(op, call, forced=False, dispatches=dispatches) is None:
@@ -426,6 +456,8 @@ class Short:
 
     def __call__(self, *arguments: Any) -> Any:
         """The result; None if ``Op.__call__`` must choose the backend or raise an error."""
+        if not arguments[0].is_cpu:
+            return None
         wanted = requested(self.op)
         if (
             (wanted != "auto" and wanted != "cpp")

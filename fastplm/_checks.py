@@ -46,6 +46,22 @@ def values_exist(tensor: torch.Tensor) -> bool:
     return all(level.key() != torch._C._functorch.TransformType.Vmap for level in levels)
 
 
+def values_can_be_read(tensor: torch.Tensor) -> bool:
+    """Whether the values of a tensor can be read, even if that is a sync."""
+    if not values_exist(tensor):
+        return False
+    if tensor.device.type == "cuda":
+        return not torch.cuda.is_current_stream_capturing()
+    return tensor.device.type == "cpu"
+
+
+def read(*numbers: torch.Tensor) -> list[int]:
+    """The values of 0-d tensors, in one wait for their device: the only one of a forward."""
+    if len(numbers) == 1:
+        return [int(numbers[0])]
+    return torch.stack(numbers).tolist()
+
+
 def are_dense(first: object, second: object, third: object, ndim: int) -> bool:
     """Whether ``check_tensor`` finds no error in three tensors, in less time than three calls."""
     return (

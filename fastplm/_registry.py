@@ -53,7 +53,8 @@ class Op:
         call: a ``NamedTuple``, the arguments of the operator (see ``_declare``). It may have a
             method ``check(where)`` with checks that annotations cannot express, and a property
             ``packed``: whether the rows are packed.
-        results: the names of the outputs. Only the first one has a gradient, if the op has one.
+        results: the names of the outputs. If the op has a gradient, the first one has one, and so
+            have those named in ``saved``.
         fake: ``fake(call, backend)`` returns the outputs, allocated but not computed.
         reference: the eager reference, ``<op>_ref``.
         smoke: runs the op once on tiny inputs of a device (``smoke(device)``); used by
@@ -66,10 +67,12 @@ class Op:
 
         saved: a ``NamedTuple``, what the backward reads beside the gradient of the first output.
             The name of a field says what it holds: an argument or output of the forward, a property
-            of ``call``, or, as ``need_<argument>``, whether that argument requires a gradient. A
-            field whose type is ``call`` holds all arguments.
+            of ``call``, or, as ``need_<argument>``, whether that argument requires a gradient, or,
+            as ``grad_<output>``, the gradient of a further output (None if nothing depends on it).
+            A field whose type is ``call`` holds all arguments.
         gradients: the names of the arguments whose gradients a backward returns, in its order.
         fake_backward: ``fake_backward(grad, saved)`` returns the gradients, allocated only.
+        finish: ``finish(gradients, saved)``, of what a backward returned; default: as they are.
         unused: ``unused(call, outputs, needs, backend)``, the names of the tensors in ``saved``
             that the backward of this call does not read; ``needs`` as ``ctx.needs_input_grad``.
         tracked: names of further outputs that are not marked as non-differentiable.
@@ -92,6 +95,7 @@ class Op:
         saved: Any = None,
         gradients: tuple[str, ...] = (),
         fake_backward: Callable[..., Any] | None = None,
+        finish: Callable[..., Any] | None = None,
         unused: Callable[..., Sequence[str]] | None = None,
         tracked: tuple[str, ...] = (),
         second: Callable[..., Any] | None = None,
@@ -100,6 +104,7 @@ class Op:
             raise ValueError(f"op {name!r} is not the name of a file of ops/, or is defined twice")
         OPS[name] = self
         self.name, self.reference, self.smoke = name, reference, smoke
+        self.finish = finish
         self.call, self.arguments = call, Signature(call)
         self._cpp: Any = None  # the backend that ``layer`` may choose
         self.short, self.public = short, public or (lambda *arguments: self(call(*arguments)))
@@ -216,19 +221,36 @@ class Op:
         """The backend that runs a call (see ``_backends.resolve``)."""
         return resolve(self.name, self.backends, call, dispatches)
 
+    def run(self, call: Any, backend: str) -> Any:
+        """The outputs of a checked call, as constants: for functions with a gradient of their own,
+        which runs ``gradients``."""
+        if needs_dispatch(call):
+            return self._operator(*call, backend)
+        return self.backends[backend].forward(call)
+
+    def gradients(self, grad: torch.Tensor, saved: Any, backend: str) -> Any:
+        """The gradients of a call that ``run`` ran, from what its backward reads."""
+        if needs_dispatch((grad, *saved)):
+            return self._backward_operator(grad, *saved, backend)
+        return self.backends[backend].backward(grad, saved)
+
     def layer(self, *arguments: Any) -> Any:
         """The result by csrc/ if it is faster than PyTorch's own function, else None.
 
         A layer calls PyTorch's function if this returns None. It does so, too, if a call is
         transformed, or traced (unless the backend has ``compiled``). PyTorch's function is the
-        faster one for most calls of a model, so the table is read first.
+        faster one for most calls of a model, so the table is read first; on another device than a
+        CPU nothing is.
         """
-        wanted, cpp = requested(self.name), self._cpp
+        cpp = self._cpp
         if (
             cpp is None
-            or (wanted != "auto" and wanted != "cpp")
             or type(arguments[0]) not in _TENSORS  # whose sizes may be unknown
+            or not arguments[0].is_cpu
         ):
+            return None
+        wanted = requested(self.name)
+        if wanted != "auto" and wanted != "cpp":
             return None
         if not is_traced():
             if wanted == "auto":
@@ -331,19 +353,27 @@ class _Formula:
         self.count = len(arguments) + 1  # the arguments and the backend
         forward = [*arguments, "backend", *results]
         needs = [f"need_{name}" for name in arguments]
+        further = {f"grad_{name}": at for at, name in enumerate(results[1:])}
         #: The properties of the call that are saved; then the index of each value to save.
-        self.properties = [name for name in saved.names if name not in (*forward, *needs)]
-        places = [[*forward, *self.properties, *needs].index(name) for name in saved.names]
-        tensors = [at for at, kind in enumerate(saved.types) if kind.startswith("Tensor")]
-        others = [at for at in range(len(places)) if at not in tensors]
-        self.tensors = _picker([places[at] for at in tensors])
-        self.others = _picker([places[at] for at in others])
-        #: Sorts the tensors, followed by the other values, into the order of the fields.
-        self.order = _picker([[*tensors, *others].index(at) for at in range(len(places))])
+        known = (*forward, *needs, *further)
+        self.properties = [name for name in saved.names if name not in known]
+        values = [*forward, *self.properties, *needs]
+        grads = [at for at, name in enumerate(saved.names) if name in further]
+        kept = [at for at in range(len(saved.names)) if at not in grads]
+        tensors = [at for at in kept if saved.types[at].startswith("Tensor")]
+        others = [at for at in kept if at not in tensors]
+        self.tensors = _picker([values.index(saved.names[at]) for at in tensors])
+        self.others = _picker([values.index(saved.names[at]) for at in others])
+        self.grads = _picker([further[saved.names[at]] for at in grads])
+        #: Sorts the tensors, then the other values and the gradients, into the order of the fields.
+        self.order = _picker(
+            [[*tensors, *others, *grads].index(at) for at in range(len(saved.names))]
+        )
         self.tensor_names = [saved.names[at] for at in tensors]
         self.gradients = [arguments.index(name) for name in gradients]
-        self.constant = [at for at, name in enumerate(results) if at > 0 and name not in tracked]
-        self.single = len(results) == 1
+        tracked = (results[0], *tracked, *(saved.names[at].removeprefix("grad_") for at in grads))
+        self.constant = [at for at, name in enumerate(results) if name not in tracked]
+        self.single, self.has_grads = len(results) == 1, bool(grads)
 
     def save(self, ctx: Any, call: Any, backend: str, output: Any) -> None:
         outputs = (output,) if self.single else output
@@ -359,7 +389,9 @@ class _Formula:
             tensors = tuple(kept)
         ctx.save_for_backward(*tensors)
         ctx.others, ctx.backend = others, backend
-        if self.constant:
+        if self.has_grads:
+            ctx.first = outputs[0].shape, outputs[0].dtype, outputs[0].device
+        if not self.single:
             ctx.mark_non_differentiable(*(outputs[at] for at in self.constant))
             # Otherwise autograd would allocate zeros as the gradient of each such output.
             ctx.set_materialize_grads(False)
@@ -368,22 +400,30 @@ class _Formula:
         self, ctx: Any, grad: torch.Tensor | None, *others: Any, tensors: Any = None
     ) -> tuple[Any, ...]:
         found: list[Any] = [None] * self.count
+        further = self.grads(others)
         if grad is None:
-            return tuple(found)
+            if all(one is None for one in further):
+                return tuple(found)
+            shape, dtype, device = ctx.first
+            grad = torch.zeros(shape, dtype=dtype, device=device)
         # Unpacked only once: inside a checkpoint, a second ``ctx.saved_tensors`` is an error.
         tensors = ctx.saved_tensors if tensors is None else tensors
         if self.second is None and torch.is_grad_enabled():  # create_graph=True
             return self._once(ctx, tensors, grad, *others)
         op, backend = self.op, ctx.backend
-        saved = self.order(tensors + ctx.others)
+        saved = self.order(tensors + ctx.others + further)
         if self.second is not None and torch.is_grad_enabled():
             grads = self.second(grad, op.saved.build(saved), backend)
-        elif needs_dispatch((grad, *saved)) or _is_batched(grad):
+        elif needs_dispatch((grad, *saved)) or any(
+            _is_batched(one) for one in (grad, *further) if one is not None
+        ):
             grads = op._backward_operator(grad, *saved, backend)
         elif torch._C._is_any_autocast_enabled():
             grads = op._run_backward(grad, *saved, backend)
         else:
             grads = op.backends[backend].backward(grad, op.saved.build(saved))
+        if op.finish is not None:
+            grads = op.finish(grads, op.saved.build(saved))
         if len(self.gradients) == 1:
             grads = (grads,)
         needs = ctx.needs_input_grad

@@ -52,6 +52,7 @@ from fastplm._checks import values_are_known
 from fastplm._registry import is_eager
 from fastplm.errors import UnsupportedError, fail
 from fastplm.ops import T5RelativeBias, attention, attention_varlen
+from fastplm.ops._attention_call import made_for_one_forward, share_bits
 from fastplm.ops.attention import plain_attention
 
 logger = logging.get_logger(__name__)
@@ -114,6 +115,8 @@ def fastplm_mask(
         return as_booleans(_WHERE, attention_mask)[:, None]
     if attention_mask is not None and attention_mask.dim() == 5:  # made here, for `generate`
         return attention_mask
+    if attention_mask is not None:
+        attention_mask = of_batch(attention_mask, batch_size)
     causal = mask_function is causal_mask_function
     bottom_right = (
         isinstance(q_offset, int)
@@ -141,10 +144,18 @@ def fastplm_mask(
             key_mask.device.type == "cpu" and is_eager(key_mask) and bool(key_mask.all())
         ):
             key_mask = torch.ones(1, 0, dtype=torch.bool, device=device)
-        return key_mask[:, None, None] if not causal or one_query else key_mask[:, None, None, None]
+        keys = key_mask[:, None, None] if not causal or one_query else key_mask[:, None, None, None]
+        return made_for_one_forward(keys) if keys.shape[-1] else keys
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     sizes = batch_size, q_length, kv_length, q_offset, kv_offset
     return sdpa_mask(*sizes, mask_function, attention_mask, **kwargs)
+
+
+def of_batch(mask: Tensor | None, batch: int) -> Tensor | None:
+    """A padding mask [B, T]; the caller may give one [1, T] for all sequences."""
+    if mask is None or mask.dim() != 2 or mask.shape[0] != 1:
+        return mask
+    return mask.expand(batch, -1)
 
 
 def as_booleans(where: str, mask: Tensor) -> Tensor:
@@ -227,9 +238,11 @@ def fastplm_attention_forward(
             attention_mask = as_booleans(_WHERE, attention_mask)
     if is_causal is None and query.shape[2] == 1:
         is_causal = False  # a single query is the last one: it attends to all keys in any case
+    given_mask = attention_mask
     causal, attention_mask = _meaning(module, attention_mask, is_causal)
     if (
-        attention_mask is None
+        query.is_cpu
+        and attention_mask is None
         and not dropout
         and not (causal and query.shape[2] > 1)
         and (_SPECIAL.isdisjoint(kwargs) or _says_only_samples(kwargs))
@@ -258,20 +271,30 @@ def fastplm_attention_forward(
         )
     rows = kwargs.get(ROWS)
     options: dict[str, Any] = {
-        "key_mask": None if complete else attention_mask,
         "is_causal": causal and not complete,
         "dropout_p": dropout,
         "scale": scaling,
         "relative_bias": relative_bias,
         "sample_index": None if rows is None or not dropout else rows.sample_index,
+        "seed": _seed(rows, module, causal) if dropout and not complete else None,
     }
+    if attention_mask is not None and not complete:
+        options["key_mask"] = keys = attention_mask if lengths is None else attention_mask[0]
+        share_bits(given_mask, keys)  # type: ignore[arg-type]
     if lengths is None:
         return attention(query, key, value, attn_mask=attn_mask, **options).transpose(1, 2), None
     # Not query[0]: its backward copies the gradient into a tensor of zeros.
     query, key, value = (one.squeeze(0).transpose(0, 1) for one in (query, key, value))
-    if attention_mask is not None:
-        options["key_mask"] = attention_mask[0]
     return attention_varlen(query, key, value, *lengths, **options)[None], None
+
+
+def _seed(rows: Any, module: nn.Module, causal: bool) -> Tensor | None:
+    """The seed of a layer that its model has drawn (``Rows``); None = the op draws one."""
+    if rows is None or rows.seeds is None:
+        return None
+    number = rows.number_of_layer
+    number = getattr(module, "layer_idx", None) if number is None else number
+    return None if number is None else rows.seeds[number, int(causal)]
 
 
 def check_unfused(position_bias: Any, packed: bool) -> None:
@@ -300,6 +323,8 @@ def _unfused(
 ) -> tuple[Tensor, Tensor | None]:
     """Run ``fastplm_attention_forward`` for a call that the fused op does not support."""
     dead = None
+    if mask is not None and mask.is_floating_point():
+        mask = _in_dtype_of(query, mask)
     if mask is None or mask.dim() != 4:
         mask, dead = _complete_mask(query, key, mask, causal, always=weights_too)
     weights = None
@@ -366,6 +391,17 @@ def _boolean(mask: Tensor | None) -> Tensor | None:
         return None
     hidden = mask <= torch.finfo(mask.dtype).min
     return ~hidden if bool((hidden | (mask == 0)).all()) else None
+
+
+def _in_dtype_of(query: Tensor, mask: Tensor) -> Tensor:
+    """An additive mask in the dtype of the scores, whose lowest number stands for lower ones.
+
+    They would be -inf, and a query without any key NaN.
+    """
+    to = torch.finfo(query.dtype)
+    if torch.finfo(mask.dtype).max > to.max:
+        mask = mask.clamp(to.min, to.max).where(mask.isfinite(), mask)
+    return mask.to(query.dtype)
 
 
 def _check_supported(mask: Tensor | None, kwargs: dict[str, Any]) -> None:

@@ -42,6 +42,13 @@ INT8 = "tests/ops/test_linear_int8.py -k"
 QUANTIZED = "tests/models/test_quantize.py -k"
 CONTRACT = "tests/models/test_contract.py -k"
 REPLACED = "tests/ops/test_replaced_token_loss.py -k"
+EMBEDDED = "tests/ops/test_embedding_layer_norm.py -k"
+EMBEDDING = "triton_kernels/embedding_layer_norm.py"
+ACTIVATED = "tests/ops/test_bias_gelu.py -k"
+ACTIVATION = "triton_kernels/bias_gelu.py"
+BIAS = f"{ACTIVATED} 'cpp and shapes'"
+ADDED = "csrc/dropout_add_layer_norm.h"
+NORMED = "tests/ops/test_dropout_add_layer_norm.py -k"
 LOSS = "tests/ops/test_linear_cross_entropy.py -k"
 CHOICES = "tests/train/test_finetune_choices.py -k"
 OPTIONS = "tests/train/test_pretrain_options.py -k"
@@ -52,6 +59,8 @@ ROWS = "fastplm/nn/_rows.py"
 RTD = "fastplm/ops/replaced_token_loss.py"
 CROSS = "fastplm/ops/_linear_cross_entropy_torch.py"
 DISTILLED = "tests/ops/test_linear_distillation.py -k"
+NORM = "triton_kernels/dropout_add_layer_norm.py"
+NORMED = "tests/ops/test_dropout_add_layer_norm.py -k"
 DISTIL = "fastplm/ops/_linear_distillation_torch.py"
 GIVEN = "triton_kernels/linear_distillation/given.py"
 SPLIT = "csrc/linear_bf16x3.h"
@@ -68,6 +77,33 @@ SCORE = "fastplm/inference/score.py"
 SCORES = "tests/inference/test_score.py -k"
 
 MUTATIONS = (
+    # --- ops: dropout_add_layer_norm
+    *(
+        Mutation(NORM, old, new, f"{NORMED} {cases}")
+        for old, new, cases in (
+            ("zero + (sample >> 32).to(tl.uint32)", "zero", "exactly"),
+            ("at += tl.load(position_ptr", "tl.load(position_ptr", "exactly"),
+            ("(i * PART // 8 + draw) << 4", "draw << 4", "exactly"),
+            ("place // 16 + lane // 16", "place // 16", "exactly"),
+            ("(half >= threshold)", "(half > threshold)", "exactly"),
+            ("if (i + 1) * PART > WIDTH:", "if False:", "shapes"),
+            ("rstd = tl.where(exists, rstd, 0.0)", "rstd = rstd", "where_no_row"),
+            ("dz += dsum[i].to(tl.float32)", "dz += 0.0", "gradient_of_the_sum"),
+            (
+                "mean = tl.sum(total, 1) / WIDTH\n        new",
+                "mean = 0 * rstd\n        new",
+                "shapes",
+            ),
+            ("z = z + (z_i,)", "z = z + (x_i + residual[i].to(tl.float32),)", "dtypes"),
+            ("ptrs + 2 * WIDTH", "ptrs + WIDTH", "shapes"),
+        )
+    ),
+    Mutation(
+        "fastplm/_registry.py",
+        "if all(one is None for one in further):",
+        "if True:",
+        f"{NORMED} gradient_of_the_sum",
+    ),
     # --- ops: attention
     Mutation(
         TORCH,
@@ -140,6 +176,32 @@ MUTATIONS = (
         "attn_mask.ptr + b * attn_mask.stride_b + h * attn_mask.stride_h",
         "attn_mask.ptr + b * attn_mask.stride_h + h * attn_mask.stride_b",
         "tests/ops/test_attention.py -m slow -k 'triton and lengths_with_a_dense_mask'",
+    ),
+    # --- ops: bias_gelu
+    Mutation(ACTIVATION, "db += tl.sum(s, 0)", "db = tl.sum(s, 0)", f"{ACTIVATED} groups"),
+    Mutation(ACTIVATION, "(p + z * slope)", "p", f"{ACTIVATED} wider_rows"),
+    Mutation(
+        ACTIVATION, "tl.where(z < 0.0, q, 1.0 - q)", "1.0 - q", f"{ACTIVATED} 'magnitude and fp16'"
+    ),
+    Mutation(ACTIVATION, "tl.where(u < 0.0, e * r, r)", "r", f"{ACTIVATED} 'magnitude and tanh'"),
+    # --- ops: embedding_layer_norm
+    Mutation(
+        EMBEDDING,
+        "if begins:\n            _add",
+        "if True:\n            _add",
+        f"{EMBEDDED} by_their_ids",
+    ),
+    Mutation(EMBEDDING, "(ids == last_id) &", "(ids >= last_id) &", f"{EMBEDDED} by_their_ids"),
+    Mutation(EMBEDDING, "& (id != padding_idx)", "", f"{EMBEDDED} padding"),
+    Mutation(
+        EMBEDDING, "(types == 0)[:, None]", "(types >= 0)[:, None]", f"{EMBEDDED} large_offset"
+    ),
+    Mutation(EMBEDDING, 'float("nan"))  # a wrong', "0.0)  # a wrong", f"{EMBEDDED} gives_nan"),
+    Mutation(
+        "fastplm/ops/embedding_layer_norm.py",
+        "low < 0 or high >= rows",
+        "high >= rows",
+        f"{EMBEDDED} does_not_have",
     ),
     # --- ops: gather_rows
     Mutation(
@@ -841,7 +903,7 @@ MUTATIONS = (
         "",
         f"{QUANTIZED} training",
     ),
-    Mutation("csrc/encoder.h", "* 0.707106781f;", "* 0.7f;", f"{CALLED} error_is_that", 3),
+    Mutation("csrc/gelu.h", "x * -0.5f", "x * -0.49f", f"{CALLED} error_is_that", 3),
     Mutation(
         "csrc/encoder.cpp",
         "width, AddResidual{normed, width});",
@@ -884,6 +946,11 @@ MUTATIONS = (
         "tests/ops/test_rms_norm.py",
         4,
     ),
+    Mutation("csrc/bias_gelu.h", "grad_bias + i) + grad", "grad_bias + i)", BIAS, 2),
+    Mutation("csrc/gelu.h", "power * 0.398942280f", "power * 0.3988f", BIAS, 1),
+    Mutation(ADDED, "first - before + i", "first + i", f"{NORMED} 'cpp and exactly'", 3),
+    Mutation(ADDED, "- mean - normed * along", "- normed * along", f"{NORMED} 'cpp and wide'", 4),
+    Mutation(ADDED, "grad = grad + load(grad_sum);", ";", f"{NORMED} 'cpp and of_the_sum'", 5),
     Mutation(
         "csrc/dropout.h",
         "counter.z[lane] = static_cast<uint32_t>(static_cast<uint64_t>(sample) >> 32);",

@@ -188,6 +188,22 @@ def matched(size: int, dtype: torch.dtype) -> dict[str, Any]:
     )
 
 
+def embedded(size: int, dtype: torch.dtype) -> dict[str, Any]:
+    return dict(
+        input_ids=torch.randint(0, 30, (size,)),
+        word_weight=floats(30, 40)(dtype),
+        position_ids=torch.arange(size) % 12,
+        position_weight=floats(12, 40)(dtype),
+        token_type_ids=torch.randint(0, 2, (size,)),
+        token_type_weight=floats(2, 40)(dtype),
+        weight=1 + floats(40)(dtype) / 2,
+        bias=floats(40)(dtype),
+        padding_idx=0,
+        dropout_p=0.3,
+        seed=torch.tensor(5),
+    )
+
+
 def product(size: int, dtype: torch.dtype) -> dict[str, Any]:
     return dict(input=floats(size, 40)(dtype), weight=floats(33, 40)(dtype), bias=floats(33)(dtype))
 
@@ -206,6 +222,10 @@ def activated(size: int, dtype: torch.dtype) -> dict[str, Any]:
     return dict(input=floats(size, 40)(dtype), approximate="tanh")
 
 
+def activated_with_bias(size: int, dtype: torch.dtype) -> dict[str, Any]:
+    return activated(size, dtype) | dict(bias=floats(40)(dtype))
+
+
 def dropped(size: int, dtype: torch.dtype) -> dict[str, Any]:
     return dict(input=floats(size, 40)(dtype), p=0.3, seed=torch.tensor(5))
 
@@ -213,6 +233,17 @@ def dropped(size: int, dtype: torch.dtype) -> dict[str, Any]:
 def dropped_rows(size: int, dtype: torch.dtype) -> dict[str, Any]:
     rows = torch.arange(size)
     return dropped(size, dtype) | dict(sample_index=rows // 3 << 33, position=rows % 3)
+
+
+def added(size: int, dtype: torch.dtype) -> dict[str, Any]:
+    rows = dict(input=floats(size, 40)(dtype), residual=floats(size, 40)(dtype))
+    return rows | dict(weight=1 + floats(40)(dtype) / 2, dropout_p=0.3, seed=torch.tensor(5))
+
+
+def added_with_all(size: int, dtype: torch.dtype) -> dict[str, Any]:
+    rows, biases = torch.arange(size), dict(bias=floats(40)(dtype), linear_bias=floats(40)(dtype))
+    numbers = dict(sample_index=rows // 3 << 33, position=rows % 3)
+    return added(size, dtype) | biases | numbers | dict(return_sum=True)
 
 
 # --- tokens ---------------------------------------------------------------------------------------
@@ -281,8 +312,10 @@ def noised(size: int, dtype: torch.dtype) -> dict[str, Any]:
 # --- all of them ----------------------------------------------------------------------------------
 
 QKV = ("query", "key", "value")
+TABLES = ("word_weight", "position_weight", "token_type_weight", "weight", "bias")
 PARAMETERS = ("input", "linear_weight", "linear_bias")
 WEIGHTS = ("input", "weight", "bias")
+ADDED = ("input", "residual", "weight", "bias", "linear_bias")
 
 
 def _samples() -> dict[str, Sample]:
@@ -317,13 +350,17 @@ def _samples() -> dict[str, Sample]:
         ("replaced_token_loss, none", detect, detection("none"), WEIGHTS),
         ("replaced_token_loss, ids", detect, detection_of_ids, WEIGHTS[:2]),
         ("gather_rows", ops.gather_rows, gathered, ("input",)),
+        ("embedding_layer_norm", ops.embedding_layer_norm, embedded, TABLES),
         ("maxsim", ops.maxsim, matched, QKV[:2]),
         ("linear", ops.linear, product, WEIGHTS),
         ("linear_int8", ops.linear_int8, product_int8, ()),
         ("rms_norm", ops.rms_norm, normalized, WEIGHTS[:2]),
         ("gelu", ops.gelu, activated, ("input",)),
+        ("bias_gelu", ops.bias_gelu, activated_with_bias, ("input", "bias")),
         ("dropout", ops.dropout, dropped, ("input",)),
         ("dropout, rows", ops.dropout, dropped_rows, ("input",)),
+        ("dropout_add_layer_norm, rms", ops.dropout_add_rms_norm, added, ADDED[:3]),
+        ("dropout_add_layer_norm, all", ops.dropout_add_layer_norm, added_with_all, ADDED),
         *((op, function, make, ()) for op, (function, make, _) in of_tokens.items()),
         *(
             (f"{op}, packed", function, packed_rows_of(make, longest), ())
@@ -355,7 +392,7 @@ IN_16_BITS = (
     "linear",
 )
 #: These have a second gradient; the others refuse it.
-TWICE = ("linear", "rms_norm", "gelu", "dropout")
+TWICE = ("linear", "rms_norm", "gelu", "bias_gelu", "dropout_add_layer_norm", "dropout")
 
 
 def kernels(sample: Sample) -> list[str]:

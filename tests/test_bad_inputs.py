@@ -54,6 +54,19 @@ OF_DROPOUT = {
         *(bias(max_distance=8), bias(bidirectional=False, max_distance=16)),
     ),
 }
+#: Rows, and what is added to them and normalised.
+ADDED = dict(input=ROWS, residual=ROWS, weight=zeros(8), sample_index=zeros(4, dtype=LONG))
+OF_ADDED = {
+    "input": (None, [1.0], torch.tensor(1.0), ROWS.long(), zeros(4, 0)),
+    "residual": (zeros(4, 7), zeros(8), zeros(2, 2, 8), ROWS.int(), None),
+    "weight": (zeros(7), zeros(1, 8), zeros(8, dtype=LONG), None),
+    "dropout_p": SHARES,
+    "eps": (-1.0, NAN, "1e-6", None),
+    "seed": [seed for seed in SEEDS if seed is not None],
+    "sample_index": (zeros(4), zeros(5, dtype=LONG), [0]),
+    "position": (zeros(4), zeros(5, dtype=LONG), 0),
+    "return_sum": (None, "yes", 1),
+}
 OF_ROWS = {
     "input_ids": ([[1, 2]], TOKENS[0], TOKENS.float()),
     "sample_index": (ids(0, 1, 2), zeros(2)),
@@ -255,6 +268,45 @@ OPS = {
         },
     ),
     "gelu": (dict(input=ROWS), {"input": (1.0, ROWS.int()), "approximate": ("exact", None)}),
+    "embedding_layer_norm": (
+        dict(
+            input_ids=ids(0, 1, 2),
+            word_weight=zeros(5, 8),
+            position_ids=ids(0, 1, 2),
+            position_weight=zeros(4, 8),
+            token_type_ids=ids(0, 0, 1),
+            token_type_weight=zeros(2, 8),
+            weight=zeros(8),
+            bias=zeros(8),
+            sample_index=ids(0, 1, 2),
+        ),
+        {
+            "input_ids": (None, [0], zeros(3), ids(0, 1, 2)[None]),
+            "word_weight": (zeros(8), zeros(5, 0), zeros(0, 8), zeros(5, 8, dtype=LONG), None),
+            "position_ids": (None, zeros(3), ids(0, 1)),
+            "position_weight": (zeros(4, 7), zeros(0, 8), zeros(8), zeros(4, 8, dtype=LONG)),
+            "token_type_ids": (zeros(3), ids(0, 1)),
+            "token_type_weight": (zeros(2, 7), zeros(0, 8), None),
+            "weight": (zeros(7), zeros(1, 8), None),
+            "bias": (zeros(7), zeros(8, dtype=LONG)),
+            "padding_idx": (-1, 1.0, "0"),
+            "position_padding_idx": (-1, 1.0, "0"),
+            "dropout_p": SHARES,
+            "eps": (-1.0, NAN, "1e-6", None),
+            "seed": [seed for seed in SEEDS if seed is not None],
+            "sample_index": (zeros(3), ids(0, 1), [0]),
+            "position": (zeros(3), ids(0, 1), 0),
+            "dtype": (torch.int64, "bf16", 16),
+        },
+    ),
+    "bias_gelu": (
+        dict(input=ROWS, bias=zeros(8)),
+        {
+            "input": (1.0, ROWS.int(), zeros(4, 0), torch.tensor(1.0)),
+            "bias": (0.0, zeros(7), zeros(1, 8), zeros(8, dtype=LONG)),
+            "approximate": ("exact", None),
+        },
+    ),
     "dropout": (
         dict(input=ROWS, p=0.1, sample_index=zeros(len(ROWS), dtype=LONG)),
         {
@@ -265,6 +317,15 @@ OPS = {
             "position": (zeros(len(ROWS)), zeros(len(ROWS) + 1, dtype=LONG), 0),
         },
     ),
+    "dropout_add_layer_norm": (
+        ADDED | dict(bias=zeros(8)),
+        OF_ADDED
+        | {
+            "bias": (zeros(7), zeros(8, dtype=LONG), None),
+            "linear_bias": (zeros(7), zeros(2, 8), zeros(8, dtype=INT), 0.0),
+        },
+    ),
+    "dropout_add_rms_norm": (ADDED, OF_ADDED),
     "mask_tokens": (
         dict(input_ids=TOKENS, vocab_size=20, mask_token_id=4, seed=0),
         {
@@ -340,6 +401,10 @@ TOGETHER = [
     ("linear_distillation", dict(target=None, cross_entropy_weight=0.5), "`target` got None with"),
     ("linear_distillation", dict(normalizer=ids(3)[0], reduction="sum"), "`normalizer` got a tens"),
     ("replaced_token_loss", dict(normalizer=ids(3)[0], reduction="sum"), "`normalizer` got a tens"),
+    *(
+        (op, dict(sample_index=None, position=ids(0, 1, 2, 3)), "`position` got a value without")
+        for op in ("dropout", "dropout_add_layer_norm", "dropout_add_rms_norm")
+    ),
     ("replaced_token_loss", dict(input=zeros(4, 0), weight=zeros(0)), "`input` got shape (4, 0)"),
     ("mask_tokens", dict(mask_replace_prob=0.8, random_replace_prob=0.3), "`random_replace_prob`"),
     ("mask_tokens", dict(unit="word"), "`word_ids` got none; expected a tensor"),

@@ -9,11 +9,13 @@ import transformers
 from torch import nn
 from transformers.activations import ACT2FN, gelu_new
 from transformers.models.t5.modeling_t5 import T5LayerNorm
+from transformers.pytorch_utils import Conv1D
 
 import fastplm
 import fastplm.models.t5  # registers the drop-in class of T5's layer norm
-from fastplm import _extension, models
-from fastplm.models._base import restore_modules, switch_modules
+from fastplm import _backends, _extension, _measured, _registry, hf, models, ops
+from fastplm._backends import Short
+from fastplm.models._base import drop_in_for, restore_modules, switch_modules
 from fastplm.nn import Dropout
 from fastplm.testing import assert_within_budget
 
@@ -60,6 +62,33 @@ def test_a_layer_takes_its_op_where_it_is_faster(make, theirs):
     assert backends_of(layer.to("meta"), large.double().to("meta")) == []
     restore_modules(holder)
     assert type(layer) is kind
+
+
+@pytest.mark.parametrize("name", (*LAYERS, "Linear", "Conv1D"))
+def test_on_another_device_a_layer_reads_no_table_and_no_choice(monkeypatch, name):
+    linear = {"Linear": lambda: nn.Linear(96, 32), "Conv1D": lambda: Conv1D(32, 96)}
+    layer = (linear.get(name) or LAYERS[name][0])().to("meta")
+    switch_modules(holder := nn.Sequential(layer))
+    assert drop_in_for(layer) or type(layer).__module__.startswith("fastplm.")
+    for module, function in ((_measured, "table"), (_registry, "requested")):
+        monkeypatch.setattr(module, function, lambda *_: pytest.fail("it is of a CPU"))
+    assert holder(torch.randn(LARGE, device="meta")).is_meta
+
+
+def test_on_another_device_no_short_path_is_tried(monkeypatch):
+    """Neither by attention nor, before it, by the attention of Transformers' models."""
+    monkeypatch.setattr(_backends, "requested", lambda op: pytest.fail("it is of a CPU"))
+    query = torch.randn(2, 3, 8, 16, device="meta")
+    short = Short("attention", csrc=lambda *_: pytest.fail("it is of a CPU"))
+    assert short(query, query, query) is None
+    monkeypatch.undo()
+    monkeypatch.setattr(Short, "__call__", lambda *_: pytest.fail("it is of a CPU"))
+    starts = torch.tensor([0, 4, 8], dtype=torch.int32, device="meta")
+    with fastplm.use_backend("eager"):
+        hf.fastplm_attention_forward(nn.Identity(), query, query, query, None, is_causal=False)
+        ops.attention(query, query, query)
+        rows = query[0].transpose(0, 1)
+        ops.attention_varlen(rows, rows, rows, starts, starts, 4, 4)
 
 
 SIZES = dict(vocab_size=37, pad_token_id=0, bos_token_id=1, eos_token_id=2)

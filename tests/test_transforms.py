@@ -297,6 +297,36 @@ def test_a_coroutine_has_a_choice_of_its_own():
         assert found == {"eager": ["eager"] * 6, "torch": ["torch"] * 6, None: ["auto"] * 6}
 
 
+def test_a_coroutine_records_its_own_calls():
+    """Blocks of others may begin and end in between, in any order."""
+    tensor = torch.randn(3, 8)
+
+    async def one(count, found):
+        await asyncio.sleep(0.01 * (4 - count))
+        with _backends.record_decisions() as decisions, _backends.record_notes() as notes:
+            for index in range(count):
+                ops.gelu(tensor)
+                _backends.note(lambda index=index: f"{count}: {index}")
+                await asyncio.sleep(0.01)
+        found[count] = (len(decisions), notes)
+        ops.gelu(tensor)
+        assert not _backends.is_recorded() and not _backends.takes_notes()
+
+    async def all_of_them():
+        found = {}
+        with _backends.record_decisions() as outer:
+            ops.gelu(tensor)
+        await asyncio.gather(*(one(count, found) for count in (1, 2, 3)))
+        assert len(outer) == 1
+        return found
+
+    expected = {
+        count: (count, [f"{count}: {index}" for index in range(count)]) for count in (1, 2, 3)
+    }
+    assert asyncio.run(all_of_them()) == expected
+    assert not _backends.is_recorded() and not _backends.takes_notes()
+
+
 #: fastplm is imported in a thread. A thread that Python did not start is like those of autograd.
 IN_A_THREAD = """
 import _thread, threading

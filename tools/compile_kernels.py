@@ -36,7 +36,6 @@ import triton
 from timeline import Timing, follow
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
-from triton.experimental.gluon._runtime import GluonASTSource
 
 import machine_code
 from fastplm.triton_kernels._launch import Launch, record_launches, shared_limit
@@ -187,8 +186,7 @@ def source_of(launch: Launch, uneven: bool = False) -> tuple[ASTSource, dict[str
             attributes[index,] = [["tt.divisibility", 16]]
     if given:
         raise TypeError(f"{kernel.__name__} has no arguments {sorted(given)}")
-    make = GluonASTSource if kernel.is_gluon() else ASTSource
-    source = make(kernel, signature, constants, attributes)
+    source = ASTSource(kernel, signature, constants, attributes)
     return source, options, f"{kernel.__name__} {signature} {constants} {attributes} {options}"
 
 

@@ -8,6 +8,7 @@ import io
 import lzma
 import os
 import re
+import shlex
 import stat
 import zlib
 from collections.abc import Callable, Iterator
@@ -153,16 +154,16 @@ def _refuse_contents(path: Path, encoding: str) -> NoReturn:
                 if re.match(magic, head, re.DOTALL):
                     refuse(path, f"a binary file: {kind}", _CONVERT)
         place, line, byte = _first_that_is_no_text(file, encoding)
-    where = f"at byte {place:,} (line {line:,})"
+    where, name = f"at byte {place:,} (line {line:,})", shlex.quote(str(path))
     if byte is None:
         odd, even = head[1::2].count(0), head[::2].count(0)
         likely = {True: "utf-16-le", False: "utf-16-be"}[odd > even]
         if encoding == "utf-8" and 3 * max(odd, even) > len(head) > 8 * min(odd, even):
-            fix = f"If it is {likely.upper()}, convert it: iconv -f {likely} -t utf-8 {path} > NEW"
+            fix = f"If it is {likely.upper()}, convert it: iconv -f {likely} -t utf-8 {name} > NEW"
             refuse(path, f"a binary file, or UTF-16 without a byte-order mark: NUL {where}", fix)
         refuse(path, f"a binary file: NUL {where}", _CONVERT)
     if encoding == "utf-8":
-        fix = f"Convert it: iconv -f <its encoding> -t utf-8 {path} > NEW"
+        fix = f"Convert it: iconv -f <its encoding> -t utf-8 {name} > NEW"
     else:
         fix = "Its byte-order mark says so: repair or convert the file."
     refuse(path, f"which is not {encoding.upper()}: byte 0x{byte:02x} {where}", fix)

@@ -151,7 +151,8 @@ def restore(model: _Model) -> _Model:
     that tests for exactly ``nn.Linear``, such as ``torch.ao.quantization``, works.
 
     Args:
-        model: a model that ``accelerate`` changed, or a part of it. Others are not changed.
+        model: a model that ``accelerate`` changed, or a part of it. Others are not changed. A
+            drop-in model around such a part still works, or says that it must be restored, too.
 
     Returns:
         ``model``.

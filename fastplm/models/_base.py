@@ -47,6 +47,15 @@ _AFTER_PADDING = (
 #: The fields of configurations that say how many positions there are.
 _POSITIONS = ("max_position_embeddings", "max_encoder_position_embeddings", "max_seq_len")
 
+#: Arguments of mixins that stand in the signature of a class only if its parent has them, too:
+#: others conclude from them what a model can do, as PEFT does for prefix tuning.
+_OF_SOME_PARENTS = (
+    "encoder_attention_mask",
+    "encoder_hidden_states",
+    "past_key_values",
+    "use_cache",
+)
+
 # Module instances that Transformers shares between all models. Their class must not change.
 _SHARED = {id(value) for value in vars(activations).values() if isinstance(value, nn.Module)}
 
@@ -65,7 +74,9 @@ def drop_in(ours: _Class) -> _Class:
     own = inspect.signature(forward).parameters.values()
     passes_on = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in own)
     theirs = _positional(parent.forward)
-    if not passes_on and _positional(forward)[: len(theirs)] != theirs:
+    reordered = _positional(forward)[: len(theirs)] != theirs
+    hides = issubclass(parent, PreTrainedModel) and any(_not_of(theirs, p.name) for p in own)
+    if not passes_on and (reordered or hides):
         ours.forward = _by_position(forward, parent.forward)  # type: ignore[attr-defined]
         # Transformers checkpoints a layer only if its outermost forward is the one that it wrapped.
         wrap = vars(GradientCheckpointingLayer).get("__init_subclass__")
@@ -113,14 +124,20 @@ def _positional(function: Callable) -> list[str]:
     return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
+def _not_of(theirs: Iterable[str], name: str) -> bool:
+    return name in _OF_SOME_PARENTS and name not in theirs
+
+
 def _by_position(forward: Callable, parent: Callable) -> Callable:
     """``forward(self, **arguments)`` with the signature of the parent's, plus its own arguments."""
     signature = inspect.signature(parent)
     theirs = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     names = [parameter.name for parameter in theirs[1:]]
     _, *own = inspect.signature(forward).parameters.values()
-    others = [p for p in own if p.kind is p.VAR_KEYWORD]
-    options = [p for p in own if p.name not in names and p not in others]
+    both = (*signature.parameters.values(), *own)
+    others = [p for p in both if p.kind is p.VAR_KEYWORD][:1]
+    options = [p for p in own if p.name not in names and p.kind is not p.VAR_KEYWORD]
+    options = [p for p in options if not _not_of(names, p.name)]
     options = [p.replace(kind=p.POSITIONAL_OR_KEYWORD) for p in options]
     names += [parameter.name for parameter in options]
 
@@ -350,6 +367,17 @@ def caches(use_cache: bool | None, past_key_values: Any) -> bool | None:
     return False if default and torch.jit.is_tracing() else use_cache
 
 
+def check_parts(model: Any, *parts: Any) -> None:
+    """Check that no part is of the parent's class, as after ``restore`` of that part alone: a
+    drop-in model tells its parts which rows it reads, which the parent's ignore."""
+    for part in parts:
+        if type(part) in DROP_INS:
+            where, kind = type(model).__name__, type(part)
+            got = f"a part that is a {kind.__name__} of {kind.__module__}"
+            fix = "Restore the outer model, too: fastplm.restore(model), or accelerate both again."
+            fail(where, "model", got, "parts of fastplm.models, as the model itself is", fix)
+
+
 def keeps_padding(model: Any, masks: Iterable[Tensor | None], kwargs: dict[str, Any]) -> str | None:
     """The name in ``_ragged.KEPT`` of what makes a backbone keep padding; None = nothing does."""
     if not model._has_our_attention():
@@ -449,6 +477,8 @@ def check_length(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
 
 def looks_positions_up(model: nn.Module) -> bool:
     """Whether a model has a table of positions, one that is not of a model in it."""
+    if isinstance(getattr(model, "pos_encoding", None), Tensor):  # CTRL's sines
+        return True
     return any(
         (isinstance(child, nn.Embedding) and name in _POSITION_TABLES)
         or (not isinstance(child, PreTrainedModel) and looks_positions_up(child))

@@ -16,13 +16,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from transformers.activations import GELUActivation
-from transformers.models.bert.modeling_bert import BertCrossAttention
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
-from fastplm._backends import is_written_down, note
+from fastplm import ops
+from fastplm._backends import is_written_down, needs_triton, note, requested
 from fastplm._checks import check_shape, values_are_known
-from fastplm._registry import is_eager, needs_dispatch
+from fastplm._registry import is_eager
+from fastplm.hf import of_batch
 from fastplm.models._base import (
     FastplmModel,
     caches,
@@ -32,8 +32,21 @@ from fastplm.models._base import (
     wants_output,
 )
 from fastplm.models._encoder_call import backbone_call, encoder_call, may_call, output_of
+from fastplm.models._layer import (
+    PARAMETER,
+    Attention,
+    FeedForward,
+    Join,
+    Layer,
+    has_both,
+    is_fake,
+    of_one_forward,
+    ready_layer,
+    run_layer,
+)
 from fastplm.models._ragged import (
     NUMBERED,
+    Counted,
     LastRows,
     OnRows,
     RaggedBatch,
@@ -45,17 +58,19 @@ from fastplm.models._ragged import (
     mask_at,
     rows_computed,
     unpadded,
-    values_can_be_read,
 )
-from fastplm.nn import Dropout, Linear
+from fastplm.nn import Dropout
 from fastplm.nn._rows import is_plain
-from fastplm.nn.dropout import on_rows
+from fastplm.nn.dropout import on_rows, rows_now
+from fastplm.ops.embedding_layer_norm import OP as EMBEDDINGS
 
 # If the head reads a larger share of the rows than this, the last layer computes all rows.
 _WORTH_CUTTING = 0.75
 _is_none = functools.partial(operator.is_, None)
 _STATES = ("last_hidden_state", "pooler_output")
 _RECORDED = {"output_hidden_states", "output_attentions"}
+_TABLES = ("word_embeddings", "position_embeddings", "token_type_embeddings")
+_OF_DECODERS = ("encoder_hidden_states", "encoder_attention_mask", "past_key_values")
 
 
 class EncoderModel(FastplmModel):
@@ -149,12 +164,12 @@ class EncoderModel(FastplmModel):
         kept = None if plain else self._keeps_padding(masks, kwargs)
         told = Rows()
         if first is not None and kept is None:
-            told = self._rows_of(
+            told, full = self._rows_of(
                 given, attention_mask, first, output_rows, extra_rows, unpad, encoder_rows, kwargs
             )
         note(lambda: rows_computed(self, (batch, seqlen), attention_mask, told, kept))
-        if drops and kept in NUMBERED:
-            told.number(given, sample_index, offsets, self._layers_are_on_rows())
+        if self.training and kept in NUMBERED:
+            self._tell_dropout(told, given, sample_index, offsets, drops)
 
         # --- the parent's forward on these rows ---
         if told.own is not None:
@@ -162,13 +177,20 @@ class EncoderModel(FastplmModel):
             position_ids = told.own.pack(position_ids)
             inputs_embeds = told.own.pack_rows(inputs_embeds)
             attention_mask = told.own.key_mask_row()
-        if attention_mask is None and kept is None and (counted or told.own is not None):
+            full = attention_mask is None
+        # Where the caller gives position ids alone, the parent may find packed sequences in them.
+        says = counted or attention_mask is not None or told.own is not None
+        if full and says and kept is None and self._has_our_attention():
             attention_mask = self._no_mask(given)
         states, told.cross = cross_inputs(*crossed, told.own)
+        told.layers = of_one_forward(self._layers(), given, self.dtype)
         if told.matters:
             kwargs["rows"] = told
         if lookup is not None and inputs_embeds is None and past_key_values is None:
-            inputs_embeds, input_ids = lookup(input_ids), None  # type: ignore[arg-type]
+            embeddings: Any = getattr(self, "embeddings", None)
+            at_once = isinstance(embeddings, EncoderEmbeddings) and position_ids is not None
+            if not (at_once and embeddings.are_one_call(input_ids)):
+                inputs_embeds, input_ids = lookup(input_ids), None  # type: ignore[arg-type]
         inputs: dict[str, Any] = dict(input_ids=input_ids, token_type_ids=token_type_ids)
         inputs.update(position_ids=position_ids, inputs_embeds=inputs_embeds)
         outputs = None
@@ -178,7 +200,8 @@ class EncoderModel(FastplmModel):
             inputs.update(attention_mask=attention_mask, return_dict=True, **states, **kwargs)
             outputs = on_rows(told.numbers, super().forward, **inputs)  # type: ignore[misc]
         pooled = self._pooled if self._pools() else None
-        return for_caller(outputs, told, output_rows, unpad, first, pooled)
+        outputs = for_caller(outputs, told, output_rows, unpad, first, pooled)
+        return _in_dtype(outputs, self.dtype) if told.layers else outputs
 
     def _is_ours(self) -> bool:
         """Whether one call may run the layers: not if the class is a subclass of the user."""
@@ -267,18 +290,16 @@ class EncoderModel(FastplmModel):
         return self.pooler(first)
 
     def _layers_are_ours(self) -> bool:
-        """Whether all attention modules are drop-in classes, which support packed rows."""
-        blocks = [getattr(layer, "attention", None) for layer in self.encoder.layer]
+        """Whether layers and attention are what Transformers made, which support packed rows."""
         return all(
-            isinstance(block, EncoderAttention) and isinstance(block.self, EncoderSelfAttention)
-            for block in blocks
+            isinstance(one, EncoderLayer) and one.attends_as_made() for one in self._layers()
         )
 
     def _layers(self) -> Any:
         return getattr(getattr(self, "encoder", None), "layer", ())
 
     def _layers_are_on_rows(self) -> bool:
-        return are_on_rows(self.encoder.layer)
+        return are_on_rows(self._layers())
 
     def _is_causal(self) -> bool:
         return bool(self.config.is_decoder)
@@ -291,13 +312,17 @@ class EncoderModel(FastplmModel):
         # the position ids: it reads them, a sync on CUDA, and in a CUDA graph adds a full mask.
         return torch.ones(1, 1, 1, 1, 0, dtype=torch.bool, device=given.device)
 
+    def _layer_numbers(self) -> list[Any]:
+        """The ``layer_idx`` of each layer, all of which are ours."""
+        return [layer._index() for layer in self._layers()]
+
     def _last_layer(self) -> int | None:
         """The index of the last layer; None if it must compute all rows. All layers are ours."""
         if self._is_causal():
             return None
-        indices = [layer.attention.self.layer_idx for layer in self.encoder.layer]
+        indices: Any = self._layer_numbers()
         alone = indices and indices.count(indices[-1]) == 1
-        return indices[-1] if alone else None
+        return indices[-1] if alone and self._layers()[-1]._parts() is not None else None
 
     def _keeps_padding(
         self, masks: Iterable[Tensor | None], kwargs: dict[str, Any], layers: bool = True
@@ -324,14 +349,29 @@ class EncoderModel(FastplmModel):
 
         A padding mask is expanded to [B, T]. A mask with more dimensions is returned unchanged.
         """
+        if mask is not None and mask.shape[0] == 1:
+            mask = of_batch(mask, given.shape[0])
         if cache is not None:
             return mask, False
         if mask is not None and mask.dim() == 2:
-            mask = mask.expand(given.shape[0], -1) if mask.shape[0] == 1 else mask
             where, shape = type(self).__name__, given.shape[:2]
             check_shape(where, "attention_mask", mask, shape, "[batch, tokens]")
         full = (unpad is None or isinstance(unpad, bool)) and _all_known(mask)
+        if isinstance(unpad, Counted):
+            full = unpad.tokens == given.shape[0] * given.shape[1]
         return None if full and not self._is_causal() else mask, full
+
+    def _tell_dropout(
+        self,
+        told: Rows,
+        given: Tensor,
+        sample_index: Tensor | None,
+        offsets: Tensor | None,
+        drops: bool,  # whether dropout of hidden states depends on the samples
+    ) -> None:
+        if drops:
+            told.number(given, sample_index, offsets, self._layers_are_on_rows())
+        told.draw_seeds(self, given, self._layer_numbers)
 
     def _rows_of(
         self,
@@ -343,20 +383,25 @@ class EncoderModel(FastplmModel):
         unpad: Unpad,
         encoder_rows: RaggedBatch | None,
         kwargs: dict[str, Any],
-    ) -> Rows:
-        """The rows that are computed; ``first`` are the flat positions [B] of the first tokens."""
+    ) -> tuple[Rows, bool]:
+        """(the rows that are computed, whether no key is known to be masked).
+
+        ``first`` are the flat positions [B] of the first tokens.
+        """
         batch, seqlen = given.shape[:2]
         one_each = isinstance(output_rows, str)
         rows: Any = first if one_each else output_rows
         needed: Any = None if rows is None else mask_at(rows, batch, seqlen)
         if self._pools() and (rows is not None or not _begins_with_tokens(mask)):
             needed = either(needed, mask_at(first, batch, seqlen))
-        own = unpadded(mask, either(extra_rows, needed), unpad, dtype=self.dtype)
+        own, full = unpadded(mask, either(extra_rows, needed), unpad, dtype=self.dtype)
+        mask = None if full else mask
         if own is None and encoder_rows is not None:
             own = RaggedBatch.whole(given, mask)
         if rows is None or wants_output(self, "output_hidden_states", kwargs):
-            return Rows(own)
-        return Rows(own, last=self._last_rows(needed, rows, own, mask, one_each))
+            return Rows(own), full
+        last = self._last_rows(needed, rows, own, mask, one_each)
+        return Rows(own, last=last), full
 
     def _last_rows(
         self,
@@ -376,7 +421,7 @@ class EncoderModel(FastplmModel):
         total = needed.numel() if ragged is None else ragged.positions.shape[0]
         if values_are_known(needed):
             capacity = int(needed.sum())
-        elif statically_known_true(rows.shape[0] >= needed.numel()):
+        elif statically_known_true(rows.shape[0] >= total):
             return None
         # While sizes are symbols, both conditions are unknown, and the last layer cuts the rows.
         none = statically_known_true(capacity == 0)
@@ -389,6 +434,14 @@ class EncoderModel(FastplmModel):
             return None
         mask = None if mask is None else mask.bool()
         return LastRows.of(index, needed, capacity, longest, ragged, mask, self.dtype)
+
+
+def _in_dtype(outputs: Any, dtype: torch.dtype) -> Any:
+    """Hidden states in the dtype of the weights, as the parent's norms give them under autocast."""
+    outputs.last_hidden_state = outputs.last_hidden_state.to(dtype)
+    if outputs.get("hidden_states") is not None:
+        outputs.hidden_states = tuple(one.to(dtype) for one in outputs.hidden_states)
+    return outputs
 
 
 def _all_known(mask: Tensor | None) -> bool:
@@ -418,6 +471,8 @@ def cross_inputs(
     if states is None:
         return {}, None
     key_mask = None
+    if encoder_rows is None:
+        mask = of_batch(mask, states.shape[0])
     if ragged is None:
         if encoder_rows is not None:
             states, mask = encoder_rows.pad(states), encoder_rows.token_mask()
@@ -425,11 +480,10 @@ def cross_inputs(
     elif encoder_rows is not None:
         key_mask = encoder_rows.key_mask_row()
     else:
-        if mask is not None and values_can_be_read(mask):
-            encoder_rows = unpadded(mask, None, None, dtype=states.dtype)
-        elif mask is not None:
-            key_mask = mask.bool().flatten()[None]
+        encoder_rows, full = unpadded(mask, None, None, dtype=states.dtype)
         if encoder_rows is None:
+            if mask is not None and not full:
+                key_mask = mask.bool().flatten()[None]
             encoder_rows, states = RaggedBatch.whole(states), states.flatten(0, 1)[None]
         else:
             states = encoder_rows.pack_rows(states)
@@ -439,120 +493,131 @@ def cross_inputs(
     return given, encoder_rows
 
 
-class EncoderLayer(OnRows):
-    """Mixin of a layer that calls the feed-forward directly, which is faster for small batches.
+def around(module: Any, name: str) -> tuple[type, ...]:
+    """The classes of a layer's modules that hold others, from the Python module of a family."""
+    parts = ("Attention", "SelfAttention", "SelfOutput", "Intermediate", "Output")
+    return tuple(getattr(module, name + part) for part in parts)
 
-    Transformers' layer calls it in chunks, and inspects its signature in every call. That takes as
-    long as a small product.
-    """
+
+class EncoderEmbeddings:
+    """Mixin of the embeddings: three lookups, their norm and dropout in one kernel on a GPU."""
 
     def forward(
         self: Any,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        encoder_hidden_states: Tensor | None = None,
-        encoder_attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
+        input_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        *others: Any,
         **kwargs: Any,
     ) -> Tensor:
-        if self.is_decoder or self.chunk_size_feed_forward:
-            return super().forward(
-                hidden_states,
-                attention_mask,
-                encoder_hidden_states,
-                encoder_attention_mask,
-                past_key_values,
-                **kwargs,
-            )
-        rows: Rows | None = kwargs.get("rows")
-        kwargs["past_key_values"] = past_key_values
-        if rows is None or rows.numbers is None:
-            return self._on_rows(hidden_states, attention_mask, **kwargs)
-        numbers = rows.numbers_of(rows.in_layer(self.attention.self.layer_idx))
-        return on_rows(numbers, self._on_rows, hidden_states, attention_mask, **kwargs)
+        if inputs_embeds is None and position_ids is not None and self.are_one_call(input_ids):
+            return self._in_one_call(input_ids, token_type_ids, position_ids)
+        given = (input_ids, token_type_ids, position_ids, inputs_embeds, *others)
+        return super().forward(*given, **kwargs)  # type: ignore[misc]
 
-    def _on_rows(self: Any, hidden_states: Tensor, mask: Tensor | None, **kwargs: Any) -> Tensor:
-        hidden_states, _ = self.attention(hidden_states, mask, **kwargs)
-        return self.feed_forward_chunk(hidden_states)
+    def are_one_call(self: Any, ids: Tensor | None) -> bool:
+        """Whether ``ops.embedding_layer_norm`` stands for the modules."""
+        if ids is None or not (is_eager(ids) or is_fake(ids)):
+            return False
+        if ids.is_cpu and requested(EMBEDDINGS.name) != "triton":
+            return False
+        own = self._modules
+        norm, forced = own["LayerNorm"], requested(EMBEDDINGS.name) == "triton"
+        return (
+            all(looks_up_alone(own[name]) for name in _TABLES)
+            and is_plain(norm, nn.LayerNorm)
+            and has_both(norm)
+            and is_plain(own["dropout"], nn.Dropout, Dropout)
+            and own["word_embeddings"].weight.dtype is not torch.float64
+            and needs_triton(ids, forced) is None
+        )
+
+    def _in_one_call(self: Any, ids: Tensor, types: Tensor | None, positions: Tensor) -> Tensor:
+        own, device = self._modules, ids.device
+        words, places, kinds = (own[name] for name in _TABLES)
+        norm, dropout, dtype = own["LayerNorm"], own["dropout"], None
+        if torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
+        options: dict[str, Any] = {"dropout_p": dropout.p if dropout.training else 0.0}
+        if options["dropout_p"] and (numbers := rows_now(ids.numel())) is not None:
+            options |= {"sample_index": numbers.sample_index, "position": numbers.position}
+        out = ops.embedding_layer_norm(
+            *(ids.flatten(), words.weight, positions.expand(ids.shape).flatten(), places.weight),
+            *(None if types is None else types.expand(ids.shape).flatten(), kinds.weight),
+            *(norm.weight, norm.bias),
+            padding_idx=words.padding_idx,
+            position_padding_idx=places.padding_idx,
+            eps=norm.eps,
+            dtype=dtype,
+            **options,
+        )
+        return out.view(*ids.shape, -1)
 
 
-#: The number of elements from which an operation is done in place.
-_IN_PLACE = 1 << 16
-
-
-def _is_held_here_alone(out: Tensor, projection: nn.Module, after: nn.Module) -> bool:
-    """Whether nothing else can hold ``out``, so that it may be overwritten.
-
-    That is so without gradients and with plain modules; a hook may have kept the tensor. Small
-    tensors are not overwritten: on a CPU, allocating much memory takes as long as the operation
-    that fills it, but allocating little takes less time than these checks.
-    """
-    return not (
-        torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
-        or torch._C._is_tracing()  # a trace would record ``numel`` as an operator
-        or out.numel() < _IN_PLACE
-        or needs_dispatch((out,))
-        or torch.nn.modules.module._has_any_global_hook()
-        or not is_plain(projection, Linear, nn.Linear)
-        or not is_plain(after, type(after))
+def looks_up_alone(table: Any) -> bool:
+    """Whether an embedding does nothing but to look rows up."""
+    return (
+        is_plain(table, nn.Embedding)
+        and table.max_norm is None
+        and not (table.sparse or table.scale_grad_by_freq)
+        and type(table._parameters.get("weight")) in PARAMETER
+        and "weight" not in vars(table)
     )
 
 
-class EncoderIntermediate:
-    """Mixin of the first half of a feed-forward; its GELU overwrites its input if that is safe."""
+class EncoderLayer(OnRows):
+    """Mixin of a layer of BERT: it runs as ``_layer`` says, and the last may compute few rows."""
 
-    def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        # Read once: nn.Module searches for each attribute.
-        dense, activation = self.dense, self.intermediate_act_fn
-        out = dense(hidden_states)
-        if (
-            type(activation) is GELUActivation
-            and activation.act is torch.nn.functional.gelu
-            and _is_held_here_alone(out, dense, activation)
-        ):
-            return torch.ops.aten.gelu_.default(out)  # F.gelu in place
-        return activation(out)
+    #: The classes of the modules around those of a ``Layer``, as Transformers made them.
+    _around: tuple[type, ...] = ()
 
-
-class EncoderOutput:
-    """Mixin of the end of a block; the residual is added in place if that is safe."""
-
-    def forward(self: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-        dense, dropout = self.dense, self.dropout
-        out = dense(hidden_states)
-        if dropout.training or not is_plain(dropout, Dropout, nn.Dropout):  # else nothing to do
-            out = dropout(out)
-        if (
-            out.shape == input_tensor.shape
-            and out.dtype is input_tensor.dtype
-            and _is_held_here_alone(out, dense, dropout)
-        ):
-            return self.LayerNorm(out.add_(input_tensor))
-        return self.LayerNorm(out + input_tensor)
-
-
-class EncoderAttention:
-    """Mixin of a layer's attention block. In the last layer it may compute only some rows."""
-
-    self: Any
-
-    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        self: Any, hidden_states: Tensor, attention_mask: Any = None, *others: Any, **kwargs: Any
+    ) -> Tensor:
         rows: Rows | None = kwargs.get("rows")
-        last = None if rows is None else rows.in_layer(self.self.layer_idx)
-        if last is not None and not self.is_cross_attention:
-            hidden_states, kwargs = last.attention_inputs(hidden_states)
-            args = ()
-        return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+        last = None if rows is None else self._last(rows)
+        if not any(one is not None for one in (*others, *map(kwargs.get, _OF_DECODERS))):
+            made = ready_layer(self, rows, hidden_states)
+            if made is not None:
+                for name in _OF_DECODERS:
+                    kwargs.pop(name, None)
+                return run_layer(made, hidden_states, attention_mask, last, kwargs)
+        if rows is not None and last is None:
+            kwargs["rows"] = rows.of_others()
+        return super().forward(hidden_states, attention_mask, *others, **kwargs)
 
+    def _last(self: Any, rows: Rows) -> LastRows | None:
+        return rows.in_layer(self._index())
 
-class EncoderSelfAttention:
-    """Mixin of self-attention whose queries may be only some of the rows.
+    def _index(self: Any) -> int:
+        return self._modules["attention"]._modules["self"].layer_idx
 
-    In that case it runs the forward of BERT's cross-attention, which uses the same submodules.
-    """
+    def _parts(self: Any) -> Layer | None:
+        """The modules that run; None if what is around them is not as it was made."""
+        own = self._modules
+        attention, inner, outer = own["attention"], own["intermediate"], own["output"]
+        within = attention._modules
+        around = (attention, within.get("self"), within.get("output"), inner, outer)
+        if not self._is_known(around) or vars(self)["chunk_size_feed_forward"]:
+            return None
+        itself, join, inner, outer = (one._modules for one in around[1:])
+        attention = Attention(
+            module=around[1],
+            head_size=around[1].attention_head_size,
+            dropout=itself["dropout"].p,
+            projections=(itself["query"], itself["key"], itself["value"]),
+            join=Join(join["dense"], join["LayerNorm"], join["dropout"]),
+            by_modules=around[2],
+        )
+        ends = Join(outer["dense"], outer["LayerNorm"], outer["dropout"])
+        activation = inner["intermediate_act_fn"]
+        feed_forward = FeedForward(inner["dense"], activation, ends, self.feed_forward_chunk)
+        return Layer((attention,), feed_forward, self.training)
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(kwargs.get("rows"), LastRows):
-            return BertCrossAttention.forward(self, hidden_states, *args, **kwargs)
-        return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+    def attends_as_made(self: Any) -> bool:
+        attention = getattr(self, "attention", None)
+        return (type(attention), type(getattr(attention, "self", None))) == self._around[:2]
+
+    def _is_known(self: Any, around: tuple[Any, ...]) -> bool:
+        return all(map(is_plain, around, self._around))

@@ -81,24 +81,25 @@ class _Planner(Planner):
         super().__init__(config)
         self.numbers: set[tuple[int, float, bool]] = set()
 
-    def layer(self, layer: nn.Module) -> None:
-        """The modules that ``fastplm.models._encoder`` has mixins for."""
-        attention = self.child(layer, "attention")
-        own = self.child(attention, "self")
+    def layer(self, layer: Any) -> None:
+        """The modules of ``fastplm.models._encoder.EncoderLayer``."""
+        kind, of_self, of_join, of_inner, of_outer = layer._around
+        attention = self.child(layer, "attention", kind)
+        own = self.child(attention, "self", of_self)
         for name in ("query", "key", "value"):
             self.pair(own, name, *_LINEAR)
         self.child(own, "dropout", nn.Dropout, Dropout)
-        eps = self._end(attention)
-        tanh = self._activation(self.child(layer, "intermediate"))
-        self.need(self._end(layer) == eps, "eps")
+        eps = self._end(attention, of_join)
+        tanh = self._activation(self.child(layer, "intermediate", of_inner))
+        self.need(self._end(layer, of_outer) == eps, "eps")
         self.need(own.config is self.config, "config")
         self.need(own.scaling == own.attention_head_size**-0.5, "scaling")
         self.need(not own.is_decoder and not layer.is_decoder, "is_decoder")
         self.numbers.add((own.attention_head_size, eps, tanh))
 
-    def _end(self, block: nn.Module) -> float:
-        """``EncoderOutput``: a linear layer, dropout, the residual and a norm."""
-        output = self.child(block, "output")
+    def _end(self, block: nn.Module, kind: type) -> float:
+        """A linear layer, dropout, the residual and a norm."""
+        output = self.child(block, "output", kind)
         self.pair(output, "dense", *_LINEAR)
         self.child(output, "dropout", nn.Dropout, Dropout)
         norm: Any = self.pair(output, "LayerNorm", nn.LayerNorm)

@@ -26,8 +26,8 @@ from fastplm.models._heads import (
     shifted,
     wants_logits,
 )
-from fastplm.models._ragged import are_on_rows, mask_at
-from fastplm.nn._rows import as_normalizer, batch_share, labels_at, vocabulary_loss
+from fastplm.models._ragged import are_on_rows, encoder_side, mask_at, slots_of_labels
+from fastplm.nn._rows import as_normalizer, as_tokens, batch_share, labels_at, vocabulary_loss
 from fastplm.ops.linear import OP as LINEAR
 
 _logger = logging.get_logger(__name__)
@@ -114,6 +114,10 @@ class CausalModel(EncoderModel):
     def _layers_are_on_rows(self) -> bool:
         return are_on_rows(self.h)
 
+    def _layer_numbers(self) -> list[Any]:
+        # GPT's blocks have none, so ``OpenAIGPTModel`` counts them.
+        return [getattr(block.attn, "layer_idx", at) for at, block in enumerate(self.h)]
+
     def _layers_are_ours(self) -> bool:
         return all(isinstance(getattr(block, "attn", None), self._attention) for block in self.h)
 
@@ -191,14 +195,16 @@ class DoubleHeads(FastplmModel):
             lookup = TiedLookup(self.lm_head)
             inputs["lookup"] = partial(lookup, self.base_model.get_input_embeddings())
         positions = torch.arange(0, device=self.lm_head.weight.device)
-        targets = loss = logits = mc_loss = None
-        if labels is not None:
-            labels = shifted(labels.reshape(-1, labels.shape[-1]))
-            assert labels is not None
-            positions, targets = labels_at(where, labels, (prod(lead), seqlen), None, exact=False)
-        rows = positions
+        targets = loss = logits = mc_loss = chosen = None
         if reads_one:
-            rows = torch.cat((positions, _choice_rows(where, mc_token_ids, lead, seqlen, rows)))
+            chosen = _choice_rows(where, mc_token_ids, lead, seqlen, positions)
+        if labels is not None:
+            flat: Any = shifted(labels.reshape(-1, labels.shape[-1]))
+            shape = (prod(lead), seqlen)
+            labels = as_tokens(where, flat, shape)
+            slots = slots_of_labels(labels, inputs, encoder_side(self, inputs, chosen), waits=False)
+            positions, targets = labels_at(where, labels, shape, None, exact=False, slots=slots)
+        rows = positions if chosen is None else torch.cat((positions, chosen))
         output_logits = wants_logits(self, output_logits, labels)
         all_rows = output_logits or not reads_one
         if all_rows:

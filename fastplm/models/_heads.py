@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, MaskedLMOutput
 from transformers.utils.generic import can_return_tuple
 
@@ -16,8 +17,8 @@ from fastplm import ops
 from fastplm._backends import note
 from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor
 from fastplm.errors import check_choice, fail
-from fastplm.models._base import FastplmModel, TiedLookup
-from fastplm.models._ragged import numbers_of_rows, padded
+from fastplm.models._base import FastplmModel, TiedLookup, check_parts
+from fastplm.models._ragged import encoder_side, numbers_of_rows, padded, slots_of_labels
 from fastplm.nn._rows import (
     IGNORE_INDEX,
     as_normalizer,
@@ -91,6 +92,7 @@ def _hidden(outputs: Any, inputs: dict[str, Any], all_rows: bool) -> Tensor:
 def requested_rows(model: Any, hidden: Tensor, positions: Tensor) -> Tensor:
     """The last hidden state of a backbone called with ``output_rows``: [P, 1, E] -> [P, E]."""
     if hidden.shape[:2] != (positions.shape[0], 1):
+        check_parts(model, *(m for m in model.modules() if isinstance(m, PreTrainedModel)))
         got = f"hidden states of {tuple(hidden.shape)} from a {type(model.base_model).__name__}"
         expected = f"{positions.shape[0]} rows, those that the head reads"
         fix = "Use the class of fastplm.models: the backbone of transformers returns all rows."
@@ -108,6 +110,7 @@ class LabelledRows:
         positions: int64 [P], flat positions of the labels, -1 in unused slots; None = find them.
         all_rows: whether the caller needs the whole last hidden state [B, T, E].
         exact: whether to find no unused slots, see ``labelled_positions``.
+        waits: whether to wait for a GPU for the number of labels alone, see ``slots_of_labels``.
         argument: the name of ``positions`` in error messages.
     """
 
@@ -120,14 +123,22 @@ class LabelledRows:
         *,
         all_rows: bool,
         exact: bool,
+        waits: bool = True,
         argument: str = "masked_positions",
     ) -> None:
         self.model, self.all_rows = model, all_rows
         self.transform, self.decoder = model._head()
         where = type(model).__name__
         labels = as_tokens(where, labels, shape_of(inputs) or labels.shape)
+        slots = None
+        if positions is None:
+            sides = encoder_side(model, inputs)
+            slots = slots_of_labels(labels, inputs, sides, waits=waits)
         self.positions, self.targets = labels_at(
-            where, labels, labels.shape, positions, exact=exact, argument=argument
+            *(where, labels, labels.shape, positions),
+            exact=exact,
+            slots=slots,
+            argument=argument,
         )
         if all_rows:
             inputs["extra_rows"] = labels != IGNORE_INDEX
@@ -397,10 +408,13 @@ class CausalLM(FastplmModel):
             targets = as_tokens(type(self).__name__, targets, shape_of(inputs) or targets.shape)
             inputs["extra_rows"] = targets != IGNORE_INDEX
         elif targets is not None:
+            exact = reduction != "mean"
+            # Most tokens have labels, and the last layer computes all of them.
             labelled = LabelledRows(
                 *(self, targets, inputs, loss_positions),
                 all_rows=all_rows,
-                exact=reduction != "mean",
+                exact=exact,
+                waits=exact,
                 argument="loss_positions",
             )
         outputs = self.base_model(**inputs, return_dict=True)

@@ -8,7 +8,7 @@ A padded batch [B, T] becomes one row [1, N] of tokens, one sequence after anoth
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -18,11 +18,12 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fastplm import ops
 from fastplm._backends import is_written_down
-from fastplm._checks import values_are_known, values_exist
+from fastplm._checks import read, values_are_known, values_can_be_read
 from fastplm._registry import is_eager
 from fastplm.errors import UnsupportedError, fail
-from fastplm.nn._rows import in_steps, places_on_cpu, with_spare_slots
+from fastplm.nn._rows import IGNORE_INDEX, in_steps, places_on_cpu, with_spare_slots
 from fastplm.nn.dropout import RowNumbers, on_rows
+from fastplm.ops._attention_call import made_for_one_forward
 
 #: The reasons why a backbone computes padding, too; docs/faq.md lists them.
 KEPT = {
@@ -40,17 +41,25 @@ KEPT = {
 }
 #: The reasons, and None, with which a backbone still knows the sample and position of its rows.
 NUMBERED = (None, "packed")
+#: Where every draw of a seed is a launch, so that ``Rows.draw_seeds`` draws all of them at once.
+ONE_DRAW = ("cuda",)
+#: How configurations call the dropout of attention, and of hidden states in an encoder layer.
+DROPOUTS = (
+    *("attention_probs_dropout_prob", "attn_pdrop", "attention_dropout", "dropout_rate"),
+    "hidden_dropout_prob",
+)
 #: The type of a model's argument ``unpad``; see ``unpadded``.
-Unpad: TypeAlias = "bool | int | RaggedBatch | None"
+Unpad: TypeAlias = "bool | int | Counted | RaggedBatch | None"
 
 
-def values_can_be_read(tensor: Tensor) -> bool:
-    """Whether the values of a tensor can be read, even if that is a sync."""
-    if not values_exist(tensor):
-        return False
-    if tensor.device.type == "cuda":
-        return not torch.cuda.is_current_stream_capturing()
-    return tensor.device.type == "cpu"
+@dataclass(frozen=True)
+class Counted:
+    """``unpad``, where a head has counted the tokens of the mask together with its labels.
+
+    All rows that the head reads are tokens.
+    """
+
+    tokens: int
 
 
 class _Movable:
@@ -86,7 +95,11 @@ class RaggedBatch(_Movable):
 
     @classmethod
     def of(
-        cls, mask: Tensor, kept: Tensor | None = None, capacity: int | None = None
+        cls,
+        mask: Tensor,
+        kept: Tensor | None = None,
+        capacity: int | None = None,
+        counts: tuple[int, int] | None = None,
     ) -> RaggedBatch | None:
         """Pack the tokens of a batch.
 
@@ -95,6 +108,7 @@ class RaggedBatch(_Movable):
             kept: bool [B, T], rows to compute although they are masked as keys.
             capacity: N, which fixes all shapes and needs no sync; None = count the rows, which
                 reads values (on CUDA a sync). Not more than B * T rows are packed.
+            counts: what ``_counts`` returns, if the caller has called it.
 
         Returns:
             None if there is no padding to leave out.
@@ -111,7 +125,7 @@ class RaggedBatch(_Movable):
         lengths = keep.sum(1)
         max_seqlen, hides = seqlen, kept is not None
         if capacity is None:
-            count, hidden = _counts_on_cpu(keep, mask)
+            count, hidden = counts or _counts(keep, mask)
             if count in (0, total):
                 return None
             hides = hidden > 0
@@ -223,6 +237,9 @@ class Rows(_Movable):
     last: LastRows | None = None  # the rows of the last layer; None = all
     sample_index: Tensor | None = None  # int64 [B], for attention's dropout; None = 0 ... B - 1
     numbers: RowNumbers | None = None  # sample and position of rows, for dropout of hidden states
+    layers: dict[int, Any] = field(default_factory=dict)  # see ``_layer.of_one_forward``
+    seeds: Tensor | None = None  # int64 [layers, 5], of dropout; see ``draw_seeds``
+    number_of_layer: int | None = None  # where the layers have no ``layer_idx``
 
     def number(
         self, given: Tensor, sample_index: Tensor | None, cu_seqlens: Tensor | None, hidden: bool
@@ -234,11 +251,43 @@ class Rows(_Movable):
         if hidden:
             self.numbers = numbers_of_rows(given, sample_index, self.own, cu_seqlens)
 
+    def draw_seeds(self, model: Any, given: Tensor, numbers: Callable[[], list[Any]]) -> None:
+        """Draw the seeds of all layers at once: on a GPU each draw is a launch.
+
+        The second column is that of causal attention: self-attention and cross-attention of a layer
+        differ. The other three are those of hidden states. On a CPU every call draws its own. So it
+        does if two layers have one number, as in a model that the user has made deeper: they would
+        drop the same.
+        """
+        if given.device.type not in ONE_DRAW or torch.compiler.is_compiling():
+            return
+        layers = numbers()
+        if set(layers) != set(range(len(layers))):
+            return
+        if not any(getattr(model.config, name, 0.0) for name in DROPOUTS):
+            return
+        self.seeds = torch.randint(2**63 - 1, (len(layers), 5), device=given.device)
+        if self.last is not None:
+            self.last.seeds, self.last.number_of_layer = self.seeds, layers[-1]
+
     @property
     def matters(self) -> bool:
-        """Whether layers need this object: some rows are left out, or dropout depends on rows."""
+        """Whether layers need this object: some rows are left out, or dropout depends on it."""
         cut = self.own is not None or self.last is not None
-        return cut or self.sample_index is not None or self.numbers is not None
+        drops = self.numbers is not None or self.seeds is not None or self.sample_index is not None
+        return cut or drops or bool(self.layers)
+
+    def for_layer(self, number: int) -> Rows:
+        """This object for a layer without ``layer_idx``, such as one that runs more than once."""
+        return self if self.seeds is None else replace(self, number_of_layer=number)
+
+    def seeds_of(self, module: Any) -> tuple[Tensor, ...] | None:
+        """Those of the hidden states of a layer; None = each is drawn where it is used."""
+        number = self.number_of_layer
+        number = getattr(module, "layer_idx", None) if number is None else number
+        if self.seeds is None or number is None:
+            return None
+        return self.seeds[number, 2:].unbind()
 
     def lengths(self, causal: bool) -> tuple[Tensor, Tensor, int, int] | None:
         """(cu_seqlens int32 [B + 1] of queries and of keys, max_seqlen of both) of one attention.
@@ -282,6 +331,8 @@ class LastRows(_Movable):
     key_mask: Tensor | None  # bool [N], None = all
     rank: Tensor  # int64 [B * T], the index of a flat position in ``source``, -1 if not there
     sample_index: Tensor | None = None  # as in ``Rows``
+    seeds: Tensor | None = None  # as in ``Rows``
+    number_of_layer: int | None = None  # that of its seeds
 
     @classmethod
     def of(
@@ -332,7 +383,7 @@ class LastRows(_Movable):
         The attention is then called like cross-attention.
         """
         states = hidden_states.flatten(0, -2)
-        mask = None if self.key_mask is None else self.key_mask[None]
+        mask = None if self.key_mask is None else made_for_one_forward(self.key_mask[None])
         others = {"encoder_hidden_states": states[None], "attention_mask": mask, "rows": self}
         return ops.gather_rows(states, self.source)[None], others
 
@@ -345,22 +396,23 @@ def numbers_of_rows(
 ) -> RowNumbers | None:
     """The sample and position of each row that a backbone computes of ``given`` [B, T, …].
 
-    The result is None on a GPU and in a trace, where dropout does not depend on them.
+    The result is None in a trace, where dropout does not depend on them.
 
     Args:
         sample_index: int64 [B]; None = 0 ... B - 1.
         ragged: the rows that are computed; None = all.
         cu_seqlens: int32 [B + 1], the bounds of the sequences if ``given`` [1, N, …] is packed.
     """
-    if given.device.type != "cpu" or not is_eager(given):
+    if not is_eager(given):
         return None
     batch, seqlen = given.shape[:2]
     if cu_seqlens is not None:
-        rows, batch = torch.arange(seqlen, device="cpu"), cu_seqlens.shape[0] - 1
+        rows, batch = torch.arange(seqlen, device=given.device), cu_seqlens.shape[0] - 1
         sample = torch.bucketize(rows, cu_seqlens[1:], right=True).clamp(max=batch - 1)
         position = rows - cu_seqlens[sample]
     else:
-        rows = torch.arange(batch * seqlen, device="cpu") if ragged is None else ragged.positions
+        everything = torch.arange(batch * seqlen, device=given.device)
+        rows = everything if ragged is None else ragged.positions
         sample, position = rows.div(seqlen, rounding_mode="floor"), rows % seqlen
     return RowNumbers(sample if sample_index is None else sample_index[sample], position)
 
@@ -383,15 +435,83 @@ def are_on_rows(layers: Iterable[Any]) -> bool:
     return all(isinstance(layer, OnRows) for layer in layers)
 
 
-def _counts_on_cpu(keep: Tensor, mask: Tensor) -> tuple[int, int]:
-    """(how many rows are kept, how many of these are masked).
-
-    On CUDA this is the only sync of a forward; with a capacity there is none.
-    """
+def _counts(keep: Tensor, mask: Tensor) -> tuple[int, int]:
+    """(how many rows are kept, how many of these are masked)."""
     if keep is mask:
-        return int(keep.sum()), 0
-    kept, hidden = torch.stack((keep.sum(), (keep & ~mask).sum())).tolist()
+        return read(keep.sum())[0], 0
+    kept, hidden = read(keep.sum(), (keep & ~mask).sum())
     return kept, hidden
+
+
+#: The mask [B, T] of a batch, and the rows, bool [B, T], that are computed although it masks them.
+Side: TypeAlias = tuple[Tensor | None, Tensor | None]
+
+
+def slots_of_labels(
+    labels: Tensor,
+    inputs: dict[str, Any],
+    sides: Callable[[Tensor], dict[str, Side]],
+    own: str = "unpad",
+    *,
+    waits: bool = True,
+) -> int | None:
+    """The number of slots for labels [B, T]; None = ``labelled_positions`` finds it.
+
+    On a GPU counting is a wait. What a backbone would count is counted in the same one: its
+    ``unpad`` in ``inputs`` becomes a ``Counted``. A capacity is the number of slots, too.
+
+    Args:
+        sides: of the mask [B, T] of the labels, the batches that are counted, by the names of their
+            arguments ``unpad``.
+        own: the name of that of the labels.
+        waits: whether to wait for the labels alone, too.
+    """
+    if values_are_known(labels):
+        return None
+    labelled, unpad = labels != IGNORE_INDEX, inputs.get(own)
+    if not (unpad is None or isinstance(unpad, bool)):
+        rows = unpad if isinstance(unpad, int) else unpad.positions.shape[0]
+        most = torch.sym_min(rows, labels.numel())
+        torch._assert_async(labelled.sum() <= most, "unpad: more labels than the capacity")
+        return most
+    if not values_can_be_read(labels):
+        return None
+    numbers, counted = [labelled.sum()], []
+    for name, (mask, kept) in sides(labelled).items():
+        asked = inputs.get(name) is None or inputs[name] is True
+        if asked and isinstance(mask, Tensor) and mask.dim() == 2:
+            seen = mask.bool()
+            numbers += [seen.sum(), (seen[:0] if kept is None else kept & ~seen).sum()]
+            counted.append(name)
+    if not (counted or waits):
+        return labels.numel()
+    count, *others = read(*numbers)
+    for name, tokens, hidden in zip(counted, others[::2], others[1::2], strict=True):
+        if not hidden:
+            inputs[name] = Counted(tokens)
+    return count
+
+
+def encoder_side(
+    model: Any, inputs: dict[str, Any], beside: Tensor | None = None
+) -> Callable[[Tensor], dict[str, Side]]:
+    """``sides`` of one batch, for ``slots_of_labels``.
+
+    ``beside``, int64, are the flat positions of further rows that the head of ``model`` reads.
+    """
+
+    def sides(labelled: Tensor) -> dict[str, Side]:
+        (batch, seqlen), mask = labelled.shape, inputs.get("attention_mask")
+        if not isinstance(mask, Tensor) or mask.numel() != labelled.numel():
+            return {}
+        kept = either(labelled, inputs.get("extra_rows"))
+        if beside is not None:
+            kept = kept | mask_at(beside, batch, seqlen)
+        if getattr(model.base_model, "pooler", None) is not None:  # it reads the first rows
+            kept = kept | (torch.arange(seqlen, device=labelled.device) == 0)
+        return {"unpad": (mask.reshape(labelled.shape), kept)}
+
+    return sides
 
 
 def _compact(mask: Tensor, size: int) -> Tensor:
@@ -444,14 +564,21 @@ def until_last(chosen: Tensor) -> Tensor:
     return chosen.flip(1).cumsum(1).flip(1) > 0
 
 
+def between(chosen: Tensor) -> Tensor:
+    """bool [B, T]: True from the first to the last True of each row."""
+    return (chosen.cumsum(1) > 0) & until_last(chosen)
+
+
 def unpadded(
     mask: Tensor | None,
     extra_rows: Tensor | None,
     unpad: Unpad,
     contiguous: bool = False,
     dtype: torch.dtype | None = None,
-) -> RaggedBatch | None:
-    """The rows of a batch that are computed; None = all of them, padded.
+) -> tuple[RaggedBatch | None, bool]:
+    """(the rows of a batch that are computed, whether no key is known to be masked).
+
+    The rows are None if all are computed, padded.
 
     Args:
         mask: [B, T], 0 = padding.
@@ -462,15 +589,29 @@ def unpadded(
         dtype: of the weights, for ``with_spare_slots``.
     """
     if isinstance(unpad, RaggedBatch):
-        return unpad
-    counted = unpad is None or unpad is True
+        return unpad, False
+    counts = (unpad.tokens, 0) if isinstance(unpad, Counted) else None
+    counted = unpad is None or unpad is True or counts is not None
     if mask is None or unpad is False or (counted and not values_can_be_read(mask)):
-        return None
-    if contiguous:
-        kept = either(mask.bool(), extra_rows)
-        extra_rows = (kept.cumsum(1) > 0) & until_last(kept)
-    rows = RaggedBatch.of(mask, extra_rows, None if counted else unpad)
-    return rows.with_spare_slots(dtype) if counted and rows is not None else rows
+        return None, mask is None
+    mask = mask.bool()
+    if counts is not None:
+        extra_rows = None
+    elif contiguous:
+        extra_rows = between(either(mask, extra_rows))
+    if not counted:
+        return RaggedBatch.of(mask, extra_rows, unpad), False  # type: ignore[arg-type]
+    counts = counts or _counts(either(mask, extra_rows), mask)
+    rows = RaggedBatch.of(mask, extra_rows, counts=counts)
+    full = counts == (mask.numel(), 0)
+    return None if rows is None else rows.with_spare_slots(dtype), full
+
+
+def backbone_unpad(rows: RaggedBatch | None, full: bool, mask: Tensor | None) -> Unpad:
+    """``unpad`` for a backbone whose rows a head has found; the first two are of ``unpadded``."""
+    if rows is None and full and mask is not None:
+        return Counted(mask.numel())
+    return False if rows is None else rows
 
 
 def rows_computed(

@@ -19,15 +19,17 @@ from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2
 from transformers.utils.generic import can_return_tuple
 
 from fastplm._backends import note
-from fastplm._checks import check_shape, check_tensor
+from fastplm._checks import check_shape, check_tensor, values_can_be_read
 from fastplm._registry import is_eager
 from fastplm.errors import check_choice
+from fastplm.hf import of_batch
 from fastplm.models._base import (
     FastplmModel,
     TiedLookup,
     caches,
     check_batch,
     check_mask,
+    check_parts,
     check_positions,
     keeps_padding,
     wants_output,
@@ -37,24 +39,28 @@ from fastplm.models._heads import (
     REDUCTIONS,
     ScaledLoss,
     mean_of_labelled,
+    requested_rows,
     shape_of,
     wants_logits,
 )
+from fastplm.models._layer import of_one_forward
 from fastplm.models._ragged import (
     NUMBERED,
     RaggedBatch,
     Rows,
+    Side,
     Unpad,
     are_on_rows,
+    between,
     either,
     for_caller,
     mask_at,
     padded,
     rows_at,
     rows_computed,
+    slots_of_labels,
     unpadded,
     until_last,
-    values_can_be_read,
 )
 from fastplm.nn._rows import IGNORE_INDEX, as_tokens, labels_at, vocabulary_loss
 from fastplm.nn.dropout import on_rows
@@ -68,22 +74,38 @@ def decoder_rows(
     extra_rows: Tensor | None,
     unpad: Unpad,
     stack: Stack,
-) -> RaggedBatch | None:
-    """The packed rows of a causal decoder, ``stack``; None = all, padded.
+) -> tuple[RaggedBatch | None, Tensor | None]:
+    """(the packed rows of a causal decoder, ``stack``; ``mask``, or None if it masks nothing).
 
+    The rows are None if all are computed, padded.
     ``read_rows``, bool [B, T], are the rows whose last hidden state is read; None = all. Rows after
     the last of them cannot influence them and are left out. For the other arguments see
     ``unpadded``.
     """
+    seen = mask
     if read_rows is not None:
         reached = until_last(read_rows)
         if mask is None:
-            mask = reached
+            seen = reached
         else:
-            mask = mask.bool() & reached
+            seen = mask.bool() & reached
             extra_rows = either(extra_rows, read_rows)
-    extra_rows = None if mask is None else extra_rows
-    return unpadded(mask, extra_rows, unpad, stack.contiguous, stack.dtype)
+    extra_rows = None if seen is None else extra_rows
+    rows, full = unpadded(seen, extra_rows, unpad, stack.contiguous, stack.dtype)
+    return rows, None if full else mask
+
+
+def source_mask(
+    attention_mask: Tensor | None = None,
+    encoder_outputs: Any = None,
+    inputs_embeds: Tensor | None = None,
+    input_ids: Tensor | None = None,
+    **others: Any,
+) -> Tensor | None:
+    """The padding mask of the source, one for each text: see ``of_batch``."""
+    states = None if encoder_outputs is None else encoder_outputs[0]
+    given = [one for one in (states, inputs_embeds, input_ids) if one is not None]
+    return of_batch(attention_mask, given[0].shape[0]) if given else attention_mask
 
 
 def source_rows(
@@ -93,13 +115,13 @@ def source_rows(
     dtype: torch.dtype | None = None,
 ) -> RaggedBatch | None:
     """The packed rows of an encoder, for encoder and decoder; None = all, padded."""
-    rows = unpadded(mask, None, unpad, contiguous, dtype)
+    rows, full = unpadded(mask, None, unpad, contiguous, dtype)
     has_capacity = unpad is not None and unpad is not True
     if rows is not None or mask is None or unpad is False:
         return rows
     if has_capacity or values_can_be_read(mask):
         # There is no padding. With None, the decoder would count the rows again: a second sync.
-        return RaggedBatch.whole(mask, mask)
+        return RaggedBatch.whole(mask, None if full else mask)
     return None
 
 
@@ -151,6 +173,8 @@ class Stack(FastplmModel):
 
     #: Returns the layer modules.
     _layers: Callable[[], Any]
+    #: Returns the ``layer_idx`` of each of them.
+    _layer_numbers: Callable[[], list[Any]]
 
     def _keeps_padding(
         self,
@@ -206,6 +230,7 @@ class Stack(FastplmModel):
         masks, offsets = (attention_mask, encoder_attention_mask), kwargs.get("cu_seq_lens_q")
         check_batch(self, given, input_ids, masks, sample_index, offsets, output_rows)
         (batch, seqlen), where = given.shape[:2], type(self).__name__
+        attention_mask = of_batch(attention_mask, batch)
         check_positions(where, getattr(self, "embed_positions", None), seqlen, past)
         if attention_mask is not None and attention_mask.dim() == 2 and not past:
             check_shape(where, "attention_mask", attention_mask, (batch, seqlen), "[batch, tokens]")
@@ -219,7 +244,8 @@ class Stack(FastplmModel):
         if kept is None:
             if read_rows is not None and wants_output(self, "output_hidden_states", kwargs):
                 extra_rows, read_rows = either(extra_rows, read_rows), None
-            told.own = decoder_rows(attention_mask, read_rows, extra_rows, unpad, self)
+            rows = attention_mask, read_rows, extra_rows, unpad
+            told.own, attention_mask = decoder_rows(*rows, self)
             if told.own is None and encoder_rows is not None:
                 told.own = RaggedBatch.whole(given, attention_mask)
         note(lambda: rows_computed(self, (batch, seqlen), attention_mask, told, kept))
@@ -228,10 +254,10 @@ class Stack(FastplmModel):
             # If the parent calls PyTorch's dropout function, only ``_on_rows`` can tell it which
             # rows it computes. So a batch without padding is packed, too.
             by_function = isinstance(self.dropout, float) and self.dropout > 0.0
-            packs = hidden and kept is None and by_function and is_eager(given)
-            if told.own is None and packs:
+            if told.own is kept is None and hidden and by_function and is_eager(given):
                 told.own = RaggedBatch.whole(given, attention_mask)
             told.number(given, sample_index, offsets, hidden)
+            told.draw_seeds(self, given, self._layer_numbers)
 
         # --- the parent's forward on these rows ---
         if inputs_embeds is None:
@@ -246,6 +272,7 @@ class Stack(FastplmModel):
         if told.own is not None:
             forward, attention_mask = self._on_rows, told.own.key_mask_row()
             caching = {"use_cache": False} if self._takes_cache else {}
+        told.layers = of_one_forward(self._layers(), given, self.dtype)
         if told.matters:
             kwargs["rows"] = told
         outputs = on_rows(
@@ -315,6 +342,8 @@ class EncoderDecoder(FastplmModel):
             decoder_input_ids = self._default_decoder_ids(input_ids)
         check_mask(type(self).__name__, "attention_mask", attention_mask)
         check_mask(type(self).__name__, "decoder_attention_mask", decoder_attention_mask)
+        attention_mask = source_mask(attention_mask, encoder_outputs, inputs_embeds, input_ids)
+        check_parts(self, self.encoder, self.decoder)
         kwargs["return_dict"] = True
         rows = None
         # With a cache, the decoder reads padded encoder states, if any.
@@ -418,9 +447,14 @@ class ConditionalGeneration(FastplmModel):
             shape = shape_of(inputs, "decoder_")
             assert shape is not None
             labels = as_tokens(type(self).__name__, labels, shape)
+            slots = None
+            if loss_positions is None:
+                sides = partial(self._sides, inputs, all_rows)
+                slots = slots_of_labels(labels, inputs, sides, "decoder_unpad", waits=False)
             positions, targets = labels_at(
                 *(type(self).__name__, labels, shape, loss_positions),
                 exact=reduction != "mean",
+                slots=slots,
                 argument="loss_positions",
             )
             inputs["lookup"] = lookup
@@ -438,7 +472,7 @@ class ConditionalGeneration(FastplmModel):
         if positions is not None and targets is not None:
             rows = rows_at(hidden, positions) if all_rows else hidden
             loss = vocabulary_loss(
-                rows[:, 0],
+                requested_rows(self, rows, positions),
                 self.lm_head,
                 targets,
                 num_items_in_batch,
@@ -454,6 +488,19 @@ class ConditionalGeneration(FastplmModel):
             logits = logits if bias is None else logits + bias
         others = {key: value for key, value in outputs.items() if key != "last_hidden_state"}
         return Seq2SeqLMOutput(loss=loss, logits=logits, **others)
+
+    def _sides(self, inputs: dict[str, Any], all_rows: bool, labelled: Tensor) -> dict[str, Side]:
+        """What encoder and decoder count, for ``slots_of_labels``."""
+        source, target = inputs.get("attention_mask"), inputs.get("decoder_attention_mask")
+        gaps, kept = None, labelled
+        if not all_rows and not wants_output(self, "output_hidden_states", inputs):
+            reached = until_last(labelled)  # as in ``decoder_rows``
+            target = reached if target is None else target.bool() & reached
+        if self.get_encoder().contiguous:  # type: ignore[attr-defined]
+            gaps = None if source is None else between(source.bool())
+            kept = labelled if target is None else between(labelled | target.bool())
+        sides = {"unpad": (source, gaps), "decoder_unpad": (target, kept)}
+        return {} if inputs.get("unpad") is False else sides  # which both follow
 
 
 class LastEosClassification(ScaledLoss):

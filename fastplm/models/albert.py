@@ -32,6 +32,7 @@ Source: Lan et al. 2019 (arXiv 1909.11942).
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -45,8 +46,9 @@ from transformers.models.albert import modeling_albert
 from fastplm.errors import check_choice, fail
 from fastplm.models import _heads
 from fastplm.models._base import FastplmModel, drop_in, joined, switch_modules
-from fastplm.models._encoder import EncoderModel, EncoderSelfAttention
-from fastplm.models._ragged import OnRows, Rows, are_on_rows
+from fastplm.models._encoder import EncoderEmbeddings, EncoderLayer, EncoderModel
+from fastplm.models._layer import Attention, FeedForward, Join, Layer
+from fastplm.models._ragged import LastRows, Rows
 from fastplm.nn._rows import is_plain
 
 _SHARED = ("all", "attention", "feed_forward", "none")
@@ -156,24 +158,44 @@ class _Sharing(FastplmModel):
 # --- the layers -----------------------------------------------------------------------------------
 
 
+AlbertEmbeddings = joined(EncoderEmbeddings, modeling_albert.AlbertEmbeddings)
+
+
 @drop_in
-class AlbertAttention(EncoderSelfAttention, modeling_albert.AlbertAttention):
-    """The attention block, which in the last call may compute only some rows."""
+class AlbertLayer(EncoderLayer, GradientCheckpointingLayer, modeling_albert.AlbertLayer):
+    """A layer, which in the last call may compute only some rows."""
 
-    @property
-    def dropout(self) -> nn.Dropout:
-        return self.attention_dropout
+    _around = (modeling_albert.AlbertAttention,)
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        rows: Rows | None = kwargs.get("rows")
-        if rows is None or rows.last is None:
-            return super().forward(hidden_states, *args, **kwargs)
-        chosen, others = rows.last.attention_inputs(hidden_states)
-        context, _ = super().forward(chosen, **others)
-        return self.LayerNorm(chosen + self.output_dropout(self.dense(context))), None
+    def _last(self, rows: Rows) -> LastRows | None:
+        return rows.last  # the calls before it get no such rows
+
+    def attends_as_made(self) -> bool:
+        return type(getattr(self, "attention", None)) is modeling_albert.AlbertAttention
+
+    def _parts(self) -> Layer | None:
+        attention: Any = self._modules["attention"]
+        if not self._is_known((attention,)) or vars(self)["chunk_size_feed_forward"]:
+            return None
+        own, within = self._modules, attention._modules
+        block = Attention(
+            module=attention,
+            head_size=attention.attention_head_size,
+            dropout=within["attention_dropout"].p,
+            projections=(within["query"], within["key"], within["value"]),
+            join=Join(within["dense"], within["LayerNorm"], within["output_dropout"]),
+            by_modules=functools.partial(_joined, attention),
+        )
+        ends = Join(own["ffn_output"], own["full_layer_layer_norm"], 0.0)
+        feed_forward = FeedForward(own["ffn"], own["activation"], ends, self._feed_forward)
+        return Layer((block,), feed_forward, self.training)
+
+    def _feed_forward(self, hidden: Tensor) -> Tensor:
+        return self.full_layer_layer_norm(self.ff_chunk(hidden) + hidden)
 
 
-AlbertLayer = joined(OnRows, GradientCheckpointingLayer, modeling_albert.AlbertLayer)
+def _joined(attention: Any, context: Tensor, residual: Tensor) -> Tensor:
+    return attention.LayerNorm(residual + attention.output_dropout(attention.dense(context)))
 
 
 @drop_in
@@ -182,12 +204,15 @@ class AlbertLayerGroup(modeling_albert.AlbertLayerGroup):
 
     def forward(self, *, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         rows: Rows | None = kwargs.get("rows")
-        if rows is None or rows.last is None:
+        if rows is None or (rows.last is None and rows.seeds is None):
             return super().forward(hidden_states, **kwargs)
         *others, last = self.albert_layers
+        number = rows.number_of_layer or 0
         for layer in others:
-            hidden_states = layer(hidden_states, **{**kwargs, "rows": rows.of_others()})
-        return last(hidden_states, **kwargs)
+            own = rows.of_others().for_layer(number)
+            hidden_states = layer(hidden_states, **{**kwargs, "rows": own})
+            number += 1
+        return last(hidden_states, **{**kwargs, "rows": rows.for_layer(number)})
 
 
 @drop_in
@@ -196,13 +221,17 @@ class AlbertTransformer(modeling_albert.AlbertTransformer):
 
     def forward(self, *, hidden_states: Tensor, **kwargs: Any) -> Any:
         rows: Rows | None = kwargs.get("rows")
-        if rows is None or rows.last is None:
+        if rows is None or (rows.last is None and rows.seeds is None):
             return super().forward(hidden_states, **kwargs)
         hidden_states = self.embedding_hidden_mapping_in(hidden_states)
         *others, last = self.calls()
+        number = 0
         for group in others:
-            hidden_states = group(hidden_states, **{**kwargs, "rows": rows.of_others()})
-        return BaseModelOutput(last_hidden_state=last(hidden_states, **kwargs))
+            own = rows.of_others().for_layer(number)
+            hidden_states = group(hidden_states, **{**kwargs, "rows": own})
+            number += len(group.albert_layers)
+        rows = rows.for_layer(number)
+        return BaseModelOutput(last_hidden_state=last(hidden_states, **{**kwargs, "rows": rows}))
 
     def calls(self) -> list[Any]:
         """The group of each layer, in the order in which they run."""
@@ -228,26 +257,21 @@ class AlbertModel(_Sharing, EncoderModel, transformers.AlbertModel):
         return False
 
     def _layers_are_ours(self) -> bool:
-        encoder = self.encoder
-        return isinstance(encoder, AlbertTransformer) and all(
-            isinstance(group, AlbertLayerGroup)
-            and all(
-                isinstance(getattr(layer, "attention", None), AlbertAttention)
-                for layer in group.albert_layers
-            )
-            for group in encoder.albert_layer_groups
-        )
+        kinds = (type(group) is AlbertLayerGroup for group in self.encoder.albert_layer_groups)
+        return type(self.encoder) is AlbertTransformer and all(kinds) and super()._layers_are_ours()
 
     def _layers(self) -> Any:
         groups = getattr(self.encoder, "albert_layer_groups", ())
         return [layer for group in groups for layer in getattr(group, "albert_layers", ())]
 
-    def _layers_are_on_rows(self) -> bool:
-        return all(are_on_rows(group.albert_layers) for group in self.encoder.albert_layer_groups)
+    def _layer_numbers(self) -> list[Any]:
+        return list(range(sum(len(group.albert_layers) for group in self.encoder.calls())))
 
     def _last_layer(self) -> int | None:
         # The index of the last call of a group.
-        return self.encoder.config.num_hidden_layers - 1 if self.encoder.calls() else None
+        calls = self.encoder.calls()
+        whole = calls and calls[-1].albert_layers[-1]._parts() is not None
+        return self.encoder.config.num_hidden_layers - 1 if whole else None
 
     def _pooled(self, first: Tensor) -> Tensor:
         return self.pooler_activation(self.pooler(first[:, 0]))

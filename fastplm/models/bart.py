@@ -5,6 +5,7 @@ Source: Lewis et al. 2019 (arXiv 1910.13461).
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ from transformers.modeling_outputs import (
 from transformers.models.bart import modeling_bart
 from transformers.utils.output_capturing import capture_outputs
 
+from fastplm.errors import UnsupportedError, fail
 from fastplm.models._base import joined
 from fastplm.models._heads import CausalLM
+from fastplm.models._layer import Attention, FeedForward, Join, Layer, ready_layer, run_layer
 from fastplm.models._ragged import OnRows, Rows
 from fastplm.models._seq2seq import (
     ConditionalGeneration,
@@ -29,14 +32,44 @@ from fastplm.models._seq2seq import (
     LastEosClassification,
     Stack,
 )
+from fastplm.nn._rows import is_plain
 from fastplm.nn.dropout import dropout
 
 
 class _Layer(OnRows):
-    """Mixin of a layer: the parent's forward, with a dropout that knows the rows."""
+    """Mixin of a layer: it runs as ``_layer`` says, or the parent's forward with a dropout that
+    knows the rows."""
+
+    def _parts(self: Any) -> Layer | None:
+        """The modules that run; None if what is around them is not as it was made."""
+        own, training = self._modules, self.training
+        attentions = [(own["self_attn"], own["self_attn_layer_norm"])]
+        if "encoder_attn" in own:
+            attentions.append((own["encoder_attn"], own["encoder_attn_layer_norm"]))
+        kind, halves = modeling_bart.BartAttention, own["fc1"].weight.dtype is torch.float16
+        if halves or not all(is_plain(module, kind) for module, _ in attentions):
+            return None
+        blocks = []
+        for module, norm in attentions:
+            parts = module._modules
+            join = Join(parts["out_proj"], norm, float(self.dropout))
+            projections = parts["q_proj"], parts["k_proj"], parts["v_proj"]
+            by_modules = functools.partial(self._joined, module, norm)
+            blocks.append(
+                Attention(module, module.head_dim, module.dropout, projections, join, by_modules)
+            )
+        ends = Join(own["fc2"], own["final_layer_norm"], float(self.dropout))
+        drops = training and self.activation_dropout > 0.0
+        activation = None if drops else own.get("activation_fn", self.activation_fn)
+        return Layer(
+            tuple(blocks), FeedForward(own["fc1"], activation, ends, self._feed_forward), training
+        )
 
     def _dropped(self: Any, hidden: Tensor) -> Tensor:
         return dropout(hidden, self.dropout, self.training)
+
+    def _joined(self, module: Any, norm: Any, context: Tensor, residual: Tensor) -> Tensor:
+        return norm(residual + self._dropped(module.out_proj(context)))
 
     def _feed_forward(self: Any, hidden: Tensor) -> Tensor:
         inner = self.activation_fn(self.fc1(hidden))
@@ -46,6 +79,9 @@ class _Layer(OnRows):
 
 class _ComputesEncoderLayer:
     def forward(self: Any, hidden_states: Tensor, attention_mask: Tensor, **kwargs: Any) -> Tensor:
+        made = ready_layer(self, kwargs.get("rows"), hidden_states)
+        if made is not None:
+            return run_layer(made, hidden_states, attention_mask, None, kwargs)
         attended, _ = self.self_attn(hidden_states, attention_mask=attention_mask, **kwargs)
         hidden = self.self_attn_layer_norm(hidden_states + self._dropped(attended))
         hidden = self._feed_forward(hidden)
@@ -66,6 +102,12 @@ class _ComputesDecoderLayer:
         use_cache: bool | None = True,
         **kwargs: Any,
     ) -> Tensor:
+        made = None
+        if past_key_values is None:
+            made = ready_layer(self, kwargs.get("rows"), hidden_states)
+        if made is not None:
+            crossed = (encoder_hidden_states, encoder_attention_mask)
+            return run_layer(made, hidden_states, attention_mask, None, kwargs, crossed)
         kwargs["past_key_values"] = past_key_values
         attended, _ = self.self_attn(hidden_states, attention_mask=attention_mask, **kwargs)
         hidden = self.self_attn_layer_norm(hidden_states + self._dropped(attended))
@@ -87,6 +129,17 @@ class _AddsPositions(Stack):
 
     def _layers(self: Any) -> Any:
         return self.layers
+
+    def _layer_numbers(self: Any) -> list[Any]:
+        return [layer.self_attn.layer_idx for layer in self.layers]
+
+    def _keeps_padding(self, masks: Any, kwargs: dict[str, Any], *caching: Any, **more: Any) -> Any:
+        if kwargs.get("cu_seq_lens_q") is not None:
+            got = "a value: the sequences are packed into one row"
+            expected = "None, as the positions of BART count through a row"
+            fix = "Pass the padded batch and its attention_mask: its padding is left out."
+            fail(type(self).__name__, "cu_seq_lens_q", got, expected, fix, UnsupportedError)
+        return super()._keeps_padding(masks, kwargs, *caching, **more)
 
     @capture_outputs
     def _on_rows(

@@ -16,12 +16,12 @@ from fastplm.models import _encoder, _heads
 from fastplm.models._base import joined
 from fastplm.nn._rows import is_plain
 
-BertSelfAttention = joined(_encoder.EncoderSelfAttention, modeling_bert.BertSelfAttention)
-BertAttention = joined(_encoder.EncoderAttention, modeling_bert.BertAttention)
-BertSelfOutput = joined(_encoder.EncoderOutput, modeling_bert.BertSelfOutput)
-BertIntermediate = joined(_encoder.EncoderIntermediate, modeling_bert.BertIntermediate)
-BertOutput = joined(_encoder.EncoderOutput, modeling_bert.BertOutput)
-BertLayer = joined(_encoder.EncoderLayer, modeling_bert.BertLayer)
+BertEmbeddings = joined(_encoder.EncoderEmbeddings, modeling_bert.BertEmbeddings)
+BertLayer = joined(
+    _encoder.EncoderLayer,
+    modeling_bert.BertLayer,
+    _around=_encoder.around(modeling_bert, "Bert"),
+)
 
 
 class BertModel(_encoder.EncoderModel, transformers.BertModel):

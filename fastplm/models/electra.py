@@ -16,18 +16,19 @@ from transformers.models.electra.modeling_electra import ElectraForPreTrainingOu
 from transformers.utils.generic import can_return_tuple
 
 from fastplm._checks import check_shape, check_tensor
+from fastplm.hf import of_batch
 from fastplm.models import _encoder, _heads
-from fastplm.models._base import FastplmModel, joined
-from fastplm.models._ragged import unpadded
+from fastplm.models._base import FastplmModel, check_parts, joined
+from fastplm.models._ragged import backbone_unpad, unpadded
 from fastplm.nn._rows import IGNORE_INDEX, batch_share, is_plain
 from fastplm.nn.rtd_head import rtd_loss
 
-ElectraSelfAttention = joined(_encoder.EncoderSelfAttention, modeling_electra.ElectraSelfAttention)
-ElectraAttention = joined(_encoder.EncoderAttention, modeling_electra.ElectraAttention)
-ElectraSelfOutput = joined(_encoder.EncoderOutput, modeling_electra.ElectraSelfOutput)
-ElectraIntermediate = joined(_encoder.EncoderIntermediate, modeling_electra.ElectraIntermediate)
-ElectraOutput = joined(_encoder.EncoderOutput, modeling_electra.ElectraOutput)
-ElectraLayer = joined(_encoder.EncoderLayer, modeling_electra.ElectraLayer)
+ElectraEmbeddings = joined(_encoder.EncoderEmbeddings, modeling_electra.ElectraEmbeddings)
+ElectraLayer = joined(
+    _encoder.EncoderLayer,
+    modeling_electra.ElectraLayer,
+    _around=_encoder.around(modeling_electra, "Electra"),
+)
 
 
 class ElectraModel(_encoder.EncoderModel, transformers.ElectraModel):
@@ -94,13 +95,16 @@ class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
         Raises:
             ArgumentValueError, ArgumentTypeError: wrong shapes, dtypes or (on the CPU) ids.
         """
-        ragged = None
+        (ragged, full), shape = (None, False), _heads.shape_of(inputs)
         if attention_mask is not None and attention_mask.dim() == 2:
-            ragged = unpadded(attention_mask, None, unpad, dtype=self.dtype)
+            if shape is not None:
+                attention_mask = of_batch(attention_mask, shape[0])
+            ragged, full = unpadded(attention_mask, None, unpad, dtype=self.dtype)
+        check_parts(self, self.electra)
         outputs = self.electra(
             attention_mask=attention_mask,
             return_dict=True,
-            unpad=False if ragged is None else ragged,
+            unpad=backbone_unpad(ragged, full, attention_mask),
             **inputs,
         )
         features = self.features(outputs.last_hidden_state)
@@ -108,7 +112,6 @@ class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
         if labels is not None:
             where = "ElectraForPreTraining"
             check_tensor(where, "labels", labels)
-            shape = _heads.shape_of(inputs)
             assert shape is not None, "the backbone requires it"
             check_shape(where, "labels", labels, shape, "[B, T]")
             in_loss = labels != IGNORE_INDEX

@@ -18,9 +18,9 @@ from transformers.utils.generic import can_return_tuple
 from fastplm import ops
 from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor, values_are_known
 from fastplm.errors import UnsupportedError, check_choice, fail
-from fastplm.models._base import FastplmModel, TiedLookup, check_input_ids
+from fastplm.models._base import FastplmModel, TiedLookup, check_input_ids, check_parts
 from fastplm.models._electra_options import GENERATORS, OBJECTIVES, SECOND_STAGES, SHARINGS
-from fastplm.models._ragged import Unpad, rows_at, unpadded
+from fastplm.models._ragged import Unpad, backbone_unpad, rows_at, slots_of_labels, unpadded
 from fastplm.models.electra import ElectraForMaskedLM, ElectraForPreTraining
 from fastplm.nn._rows import IGNORE_INDEX, as_normalizer, batch_share, is_plain, labelled_positions
 from fastplm.nn.linear import Linear
@@ -446,31 +446,36 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
                 ``num_items_in_batch`` is given, the mean is multiplied by this batch's share of the
                 labels.
             output_replaced_ids: return the discriminator's input.
-            unpad: None = leave padding out if that needs no sync, that is on the CPU; True =
-                always, with a sync on CUDA; False = never; an int = a capacity, the number of
-                packed rows, which fixes all shapes and needs no sync; a ``RaggedBatch`` = its rows.
+            unpad: None = leave padding out where possible; False = keep it; an int = a capacity,
+                the number of packed rows, which fixes all shapes; a ``RaggedBatch`` = its rows.
             kwargs: passed on to both models.
 
         Returns:
-            ``ElectraJointOutput``. Unless ``unpad`` is True, computing it needs no sync.
+            ``ElectraJointOutput``. Tokens and labels are counted in one sync on CUDA; with
+            ``masked_positions`` and a capacity, or ``unpad=False``, there is none.
 
         Raises:
             ArgumentValueError, ArgumentTypeError: no labels, wrong shapes, dtypes or (on the CPU)
                 ids.
         """
-        config = self.config
+        config, parts = (
+            self.config,
+            [p for p in (self.generator, self.discriminator) if p is not None],
+        )
+        check_parts(self, *parts, *(part.electra for part in parts))
         check_input_ids(_WHERE, input_ids, config.discriminator.vocab_size)
-        labels, positions, targets = _labels(input_ids, attention_mask, labels, masked_positions)
+        counted: dict[str, Any] = {"unpad": unpad}
+        labels, positions, targets = _labels(
+            input_ids, attention_mask, labels, masked_positions, counted
+        )
         counters = _counters(input_ids, positions, sample_index)
         per_label = as_normalizer(num_items_in_batch, input_ids.device)
-        if attention_mask is not None and unpad is None:
-            unpad = values_are_known(attention_mask)
-        ragged = unpadded(attention_mask, None, unpad, dtype=self.dtype)
+        ragged, full = unpadded(attention_mask, None, counted["unpad"], dtype=self.dtype)
         encoder_arguments = {
             "attention_mask": attention_mask,
             "token_type_ids": token_type_ids,
             "return_dict": True,
-            "unpad": False if ragged is None else ragged,
+            "unpad": backbone_unpad(ragged, full, attention_mask),
             **kwargs,
         }
         if sample_index is not None:
@@ -709,9 +714,16 @@ def _seen(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
 
 
 def _labels(
-    input_ids: Tensor, mask: Tensor | None, labels: Tensor, masked_positions: Tensor | None
+    input_ids: Tensor,
+    mask: Tensor | None,
+    labels: Tensor,
+    masked_positions: Tensor | None,
+    counted: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(labels int64 [B, T] with -100 in padding, their positions [P], their values [P])."""
+    """(labels int64 [B, T] with -100 in padding, their positions [P], their values [P]).
+
+    ``counted`` are the ``inputs`` of ``slots_of_labels``.
+    """
     check_tensor(_WHERE, "labels", labels)
     check_dtype(_WHERE, "labels", labels, INTEGER)
     if masked_positions is not None:
@@ -726,7 +738,8 @@ def _labels(
     labels = labels.long().masked_fill(~_seen(input_ids, mask), IGNORE_INDEX)
     positions = masked_positions
     if positions is None:
-        positions = labelled_positions(labels, exact=False)
+        slots = slots_of_labels(labels, counted, lambda labelled: {"unpad": (mask, None)})
+        positions = labelled_positions(labels, exact=False, slots=slots)
     # One additional element, so that position -1 reads "no label".
     targets = torch.cat((labels.flatten(), labels.new_full((1,), IGNORE_INDEX)))[positions]
     return labels, positions, targets

@@ -19,6 +19,7 @@ from transformers import EncoderDecoderConfig, PreTrainedModel
 from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.utils.generic import can_return_tuple
 
+from fastplm._checks import values_can_be_read
 from fastplm.errors import fail
 from fastplm.hf import IS_CHOSEN, NAME, attention_of
 from fastplm.models._base import (
@@ -31,8 +32,8 @@ from fastplm.models._base import (
 )
 from fastplm.models._encoder import EncoderModel
 from fastplm.models._heads import shape_of, wants_logits
-from fastplm.models._ragged import Unpad, until_last, values_can_be_read
-from fastplm.models._seq2seq import both_sides, encoded, source_rows
+from fastplm.models._ragged import Unpad, until_last
+from fastplm.models._seq2seq import both_sides, encoded, source_mask, source_rows
 from fastplm.nn._rows import IGNORE_INDEX, batch_share
 
 _PARTS = ("encoder", "decoder")
@@ -219,8 +220,9 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
             ArgumentValueError, ArgumentTypeError: wrong shapes, dtypes or (on the CPU) ids.
         """
         encoder: Any = self.encoder
-        decoder, attention_mask = self.decoder, inputs.get("attention_mask")
+        decoder: Any = self.decoder
         ours = isinstance(encoder, EncoderModel), isinstance(decoder, FastplmModel)
+        attention_mask = inputs["attention_mask"] = source_mask(**inputs)
         if attention_mask is not None and attention_mask.dim() != 2:
             # Cross-attention uses this mask too, and would be packed like the decoder.
             decoder_unpad = False

@@ -10,7 +10,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from transformers.models.gpt2 import modeling_gpt2
 
 from fastplm.hf import WITH_WEIGHTS
-from fastplm.models._base import drop_in, wants_output
+from fastplm.models._base import check_parts, drop_in, wants_output
 from fastplm.models._decoder_call import gpt2_layer_call
 from fastplm.models._gpt import CausalModel, DoubleHeads, LastTokenClassification
 from fastplm.models._heads import CausalLM, QuestionAnswering, TokenClassification
@@ -58,6 +58,7 @@ class GPT2Block(OnRows, modeling_gpt2.GPT2Block):
             if out is not None:
                 return out
         else:
+            check_parts(self, self.crossattention)
             passed_on = {name: kwargs[name] for name in (WITH_WEIGHTS, "rows") if name in kwargs}
             encoder_hidden_states = _States(encoder_hidden_states, passed_on)
         given = hidden_states, past_key_values, attention_mask, encoder_hidden_states

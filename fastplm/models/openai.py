@@ -18,6 +18,7 @@ from fastplm.models._ragged import OnRows, Rows
 from fastplm.nn._rows import is_plain
 from fastplm.nn.dropout import on_rows
 from fastplm.nn.gelu import gelu
+from fastplm.ops._attention_call import made_for_one_forward
 
 
 class _Keys(NamedTuple):
@@ -120,11 +121,12 @@ class _FusedLayers:
         hidden = self.drop(hidden)
         mask = attention_mask
         if mask is not None and mask.dim() == 2:
-            mask = mask.bool()
+            mask = made_for_one_forward(mask.bool()[:])
         keys = _Keys(mask, rows, {name: kwargs[name] for name in PACKED if name in kwargs})
         states = [hidden]
-        for block in self.h:
-            hidden = block(hidden, keys)[0]
+        for number, block in enumerate(self.h):
+            own = None if rows is None else rows.for_layer(number)
+            hidden = block(hidden, keys._replace(rows=own))[0]
             states.append(hidden)
         recorded = wants_output(self, "output_hidden_states", kwargs)
         return BaseModelOutput(

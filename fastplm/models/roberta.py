@@ -14,12 +14,12 @@ from fastplm.models import _encoder, _heads
 from fastplm.models._base import joined
 from fastplm.nn._rows import is_plain
 
-RobertaSelfAttention = joined(_encoder.EncoderSelfAttention, modeling_roberta.RobertaSelfAttention)
-RobertaAttention = joined(_encoder.EncoderAttention, modeling_roberta.RobertaAttention)
-RobertaSelfOutput = joined(_encoder.EncoderOutput, modeling_roberta.RobertaSelfOutput)
-RobertaIntermediate = joined(_encoder.EncoderIntermediate, modeling_roberta.RobertaIntermediate)
-RobertaOutput = joined(_encoder.EncoderOutput, modeling_roberta.RobertaOutput)
-RobertaLayer = joined(_encoder.EncoderLayer, modeling_roberta.RobertaLayer)
+RobertaEmbeddings = joined(_encoder.EncoderEmbeddings, modeling_roberta.RobertaEmbeddings)
+RobertaLayer = joined(
+    _encoder.EncoderLayer,
+    modeling_roberta.RobertaLayer,
+    _around=_encoder.around(modeling_roberta, "Roberta"),
+)
 
 
 class RobertaModel(_encoder.EncoderModel, transformers.RobertaModel):

@@ -22,7 +22,7 @@ from transformers.models.t5 import modeling_t5
 
 from fastplm import ops
 from fastplm.hf import NAME, NO_BIAS, says_only_keys
-from fastplm.models._base import FastplmModel, drop_in, wants_output
+from fastplm.models._base import FastplmModel, check_parts, drop_in, wants_output
 from fastplm.models._decoder_call import t5_layer_call
 from fastplm.models._heads import TokenClassification
 from fastplm.models._ragged import OnRows, Unpad
@@ -152,6 +152,9 @@ class T5Stack(Stack, modeling_t5.T5Stack):
     def _layers(self) -> Any:
         return self.block
 
+    def _layer_numbers(self) -> list[Any]:
+        return [block.layer[0].SelfAttention.layer_idx for block in self.block]
+
     def forward(self, *, decoder_unpad: Unpad = None, **inputs: Any) -> Any:
         """Like ``Stack``, with one additional argument.
 
@@ -160,6 +163,10 @@ class T5Stack(Stack, modeling_t5.T5Stack):
         """
         if self.is_decoder and decoder_unpad is not None:
             inputs["unpad"] = decoder_unpad
+        if inputs.get("past_key_values") is None:  # else all have the dense bias of the parent
+            layers = (layer for block in self.block for layer in getattr(block, "layer", ()))
+            inner = (module for layer in layers for module in layer.children())
+            check_parts(self, *(m for m in inner if isinstance(m, modeling_t5.T5Attention)))
         return super().forward(**inputs)
 
 

@@ -11,7 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastplm import ops
-from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor, values_are_known
+from fastplm._checks import (
+    INTEGER,
+    check_dtype,
+    check_shape,
+    check_tensor,
+    read,
+    values_are_known,
+    values_can_be_read,
+)
 from fastplm._machine import computes_in
 from fastplm.errors import fail
 from fastplm.nn.linear import Linear
@@ -20,19 +28,26 @@ IGNORE_INDEX = -100
 
 
 def labelled_positions(
-    labels: Tensor, ignore_index: int = IGNORE_INDEX, *, exact: bool = True
+    labels: Tensor,
+    ignore_index: int = IGNORE_INDEX,
+    *,
+    exact: bool = True,
+    slots: int | None = None,
 ) -> Tensor:
     """Flat positions, int64 [P], of all labels that are not ``ignore_index``, in ascending order.
 
-    For an eager CPU tensor, P is their number, or unless ``exact`` what ``in_steps`` makes of it.
-    Otherwise counting them would be a sync, so P is that of all labels. Unused slots at the end
-    are -1.
+    P is their number, or unless ``exact`` what ``in_steps`` makes of it on a CPU. Counting them is
+    a sync on a GPU, unless the caller knows the number of ``slots``. In a trace and in the capture
+    of a CUDA graph nothing can be counted, and P is that of all labels. Unused slots at the end are
+    -1.
     """
     ignored = labels.flatten() == ignore_index
     if values_are_known(ignored):
         positions = places_on_cpu(~ignored)
         return positions if exact else with_spare_slots(positions, labels.numel())
-    order = ignored.to(torch.uint8).argsort(stable=True)
+    if slots is None and values_can_be_read(ignored):
+        slots = read((~ignored).sum())[0]
+    order = ignored.to(torch.uint8).argsort(stable=True)[:slots]
     return order.masked_fill(ignored[order], -1)
 
 
@@ -90,6 +105,7 @@ def labels_at(
     positions: Tensor | None,
     *,
     exact: bool = True,
+    slots: int | None = None,
     argument: str = "masked_positions",
 ) -> tuple[Tensor, Tensor]:
     """The labelled positions, and their labels with -100 in unused slots: int64 [P] both.
@@ -99,12 +115,12 @@ def labels_at(
         labels: int64 [...] or flat, -100 = none.
         shape: of the tokens.
         positions: int64 [P] flat positions, -1 in unused slots; None = computed from ``labels``.
-        exact: of computed ones, see ``labelled_positions``.
+        exact, slots: of computed ones, see ``labelled_positions``.
         argument: the name of ``positions`` in error messages.
     """
     labels = as_tokens(where, labels, shape).flatten().long()
     if positions is None:
-        positions = labelled_positions(labels, exact=exact)
+        positions = labelled_positions(labels, exact=exact, slots=slots)
     else:
         check_tensor(where, argument, positions, ndim=1)
         check_dtype(where, argument, positions, (torch.int64,))

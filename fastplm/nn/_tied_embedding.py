@@ -1,8 +1,8 @@
 """An embedding whose weight is tied to a vocabulary head: both gradients in one buffer.
 
 Plain autograd computes two dense [V, E] gradients, one of the lookup and one of the head, and adds
-them. Here the gradient of the lookup is added to that of the head directly: a few columns at a
-time or, on the CPU, only for the tokens in the batch.
+them. Here the gradient of the lookup is added to that of the head directly; on the CPU, only that
+of the tokens in the batch.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ from torch import Tensor, is_inference_mode_enabled, nn
 from fastplm._backends import is_written_down
 from fastplm._registry import is_transformed
 from fastplm.nn.linear import Linear
-
-# The gradient of the lookup is computed in this number of column blocks.
-_COLUMN_BLOCKS = 4
 
 
 def tied_embedding(
@@ -142,7 +139,7 @@ def _add_rows_(table: Tensor, ids: Tensor, rows: Tensor, padding_idx: int | None
     # The backward of nn.Embedding, because on CUDA index_add_ is atomic, and index_put_ is serial
     # for the rows of one token, which is slow for frequent tokens such as [MASK].
     skip = -1 if padding_idx is None else padding_idx
-    vocab, width = table.shape
+    vocab = table.shape[0]
     if _is_known_on_cpu(ids):
         # The same sums, only for the tokens in the batch: on the CPU, finding them needs no sync.
         tokens, slots = ids.long().unique(return_inverse=True)
@@ -151,9 +148,6 @@ def _add_rows_(table: Tensor, ids: Tensor, rows: Tensor, padding_idx: int | None
         sums = sums.masked_fill((tokens == skip)[:, None], 0.0)
         table.index_copy_(0, tokens, (table.index_select(0, tokens) + sums).to(table.dtype))
         return
-    step = -(-width // _COLUMN_BLOCKS)
-    for start in range(0, width, step):
-        block = slice(start, start + step)
-        some_rows = rows[:, block].to(torch.promote_types(rows.dtype, torch.float32))
-        sums = torch.ops.aten.embedding_dense_backward(some_rows, ids, vocab, skip, False)
-        table[:, block].add_(sums)
+    # One call for all columns, as it sorts the ids.
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    table.add_(torch.ops.aten.embedding_dense_backward(wide, ids, vocab, skip, False))

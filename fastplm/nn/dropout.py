@@ -35,6 +35,13 @@ class RowNumbers:
 _ROWS: ContextVar[RowNumbers | None] = ContextVar("_ROWS", default=None)
 
 
+def rows_now(count: int) -> RowNumbers | None:
+    """The numbers of the rows that are computed, if there are ``count`` and they are known."""
+    numbers = None if torch.compiler.is_compiling() else _ROWS.get()
+    known = numbers is not None and numbers.sample_index.shape[0] == count
+    return numbers if known else None
+
+
 def on_rows(numbers: RowNumbers | None, function: Callable, *args: Any, **kwargs: Any) -> Any:
     """``function(*args, **kwargs)``, in which dropout of these rows is drawn by their numbers.
 

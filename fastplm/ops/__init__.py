@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from fastplm.ops.attention import attention, attention_varlen
 from fastplm.ops.bart_noise import bart_noise
+from fastplm.ops.bias_gelu import bias_gelu
 from fastplm.ops.corrupt_spans import corrupt_spans, span_corruption_fit, span_corruption_lengths
 from fastplm.ops.dropout import dropout
+from fastplm.ops.dropout_add_layer_norm import dropout_add_layer_norm, dropout_add_rms_norm
+from fastplm.ops.embedding_layer_norm import embedding_layer_norm
 from fastplm.ops.gather_rows import gather_rows
 from fastplm.ops.gelu import gelu
 from fastplm.ops.linear import linear
@@ -41,9 +44,13 @@ __all__ = [
     "attention",
     "attention_varlen",
     "bart_noise",
+    "bias_gelu",
     "corrupt_spans",
     "dequantize_int8",
     "dropout",
+    "dropout_add_layer_norm",
+    "dropout_add_rms_norm",
+    "embedding_layer_norm",
     "gather_rows",
     "gelu",
     "linear",

@@ -8,6 +8,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastplm._backends import is_traced
 from fastplm._checks import FLOATING, check_number, check_tensor
 from fastplm._declare import Arg, Size
 from fastplm._registry import needs_dispatch
@@ -50,6 +51,7 @@ class Call(NamedTuple):
     is_causal: bool
     scale: float
     allow_tf32: bool = False
+    side_by_side: bool = False  # the gradients of query, key and value are parts of one tensor
 
     @property
     def packed(self) -> bool:
@@ -185,6 +187,27 @@ def check_lengths_on_cpu(
         )
 
 
+#: An attribute of a key mask: what launchers make of it, for all layers of a forward.
+BITS = "_fastplm_bits"
+
+
+def made_for_one_forward(key_mask: Tensor) -> Tensor:
+    """Say that a key mask is used in one forward and its backward alone, and does not change there.
+
+    So its bits are made once for all layers and both directions. In a trace nothing is kept.
+    """
+    if not is_traced():
+        setattr(key_mask, BITS, {})
+    return key_mask
+
+
+def share_bits(key_mask: Tensor, view: Tensor) -> None:
+    """Let ``view``, which has the same keys, share the bits of ``made_for_one_forward``."""
+    bits = None if is_traced() else getattr(key_mask, BITS, None)
+    if bits is not None:
+        setattr(view, BITS, bits)
+
+
 def expanded_mask(where: str, mask: Tensor, shape: tuple[int, ...]) -> Tensor:
     """``attn_mask`` [Tq, Tk] or with four dimensions, some of them 1, as a view of ``shape``."""
     check_tensor(where, "attn_mask", mask)
@@ -205,6 +228,30 @@ def stored_once(mask: Tensor) -> Tensor:
 def projection_layout(tensor: Tensor) -> Tensor:
     """[B, H, T, D] over [B, T, H, D] memory, the dense layout every backend returns."""
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def lie_side_by_side(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether they are the parts of one product, [N, 3, H, D] or [B, T, 3, H, D]."""
+    if not (query.shape == key.shape == value.shape):
+        return False
+    width = query.shape[-3 if query.dim() == 4 else -2] * query.shape[-1]
+    steps = query.stride()
+    row = steps[-2] if query.dim() == 4 else steps[0]
+    if row != 3 * width or not (steps == key.stride() == value.stride()):
+        return False
+    begin = query.storage_offset()
+    places = (key.storage_offset() - begin, value.storage_offset() - begin)
+    storages = {one.untyped_storage()._cdata for one in (query, key, value)}
+    return places == (width, 2 * width) and len(storages) == 1
+
+
+def parts_of(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """(query's, key's, value's, bias's) from what a backward with ``side_by_side`` returns."""
+    whole, _, _, bias = gradients
+    parts = whole.unbind(-3)
+    if whole.dim() == 5:
+        parts = tuple(one.transpose(1, 2) for one in parts)
+    return *parts, bias
 
 
 def empty_like_projection(tensor: Tensor) -> Tensor:

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fastplm._backends import DIFFERENTIABLE, Backend, Short, is_traced, is_vmapped
 from fastplm._checks import (
@@ -29,6 +31,9 @@ from fastplm.ops._attention_call import (
     Saved,
     empty_like_projection,
     expanded_mask,
+    lie_side_by_side,
+    parts_of,
+    projection_layout,
     stored_once,
 )
 from fastplm.ops._common import (
@@ -134,7 +139,8 @@ def attention(
             check_tensor(where, name, tensor, ndim=4)
     # ``_prepared`` raises the error for an argument of a wrong type.
     if (
-        key_mask is attn_mask is relative_bias is seed is sample_index is None
+        query.is_cpu
+        and key_mask is attn_mask is relative_bias is seed is sample_index is None
         and isinstance(dropout_p, _NUMBER)
         and dropout_p == 0.0
         and (is_causal is False or (is_causal is True and query.shape[2] <= 1))
@@ -228,7 +234,8 @@ def attention_varlen(
     check_tensor(where, "cu_seqlens_q", cu_seqlens_q, ndim=1)
     check_tensor(where, "cu_seqlens_k", cu_seqlens_k, ndim=1)
     if (
-        relative_bias is seed is sample_index is None
+        query.is_cpu
+        and relative_bias is seed is sample_index is None
         and isinstance(dropout_p, _NUMBER)
         and dropout_p == 0.0
     ):
@@ -316,10 +323,14 @@ def _prepared(
     backend = OP.resolve(call, dispatches)
     if backend in DIFFERENTIABLE:
         return call, backend, dispatches
-    if backend == "triton":
+    if backend in ("cudnn", "triton"):
         call.check_lengths()
         if query.dtype is torch.float32 and _allows_tf32():
             call = call._replace(allow_tf32=True)
+    if not dispatches or type(query) is FakeTensor:
+        grads = torch.is_grad_enabled() and query.requires_grad
+        if grads and lie_side_by_side(query, key, value):
+            call = call._replace(side_by_side=True)
     # Backends read rows with any stride, but the elements of a row must be contiguous.
     for name in _ALIGNED:
         tensor = getattr(call, name)
@@ -514,10 +525,20 @@ def _cpp_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor, T
     call, bias_grad = saved.call, saved.need_bias_weight
     backward = torch.ops.fastplm_C.attention_backward.default
     grad = last_dim_contiguous(grad)
-    dq, dk, dv, by_sample = backward(*_cpp_arguments(call), saved.stats, grad, bias_grad)
-    if not bias_grad or call.bias_weight is None:
-        return dq, dk, dv, call.query.new_empty(0)
-    return dq, dk, dv, by_sample.sum(0).t().to(call.bias_weight.dtype).contiguous()
+    *grads, by_sample = backward(*_cpp_arguments(call), saved.stats, grad, bias_grad)
+    bias = call.query.new_empty(0)
+    if bias_grad and call.bias_weight is not None:
+        bias = by_sample.sum(0).t().to(call.bias_weight.dtype).contiguous()
+    return _returned(call, (*grads, bias))
+
+
+def _returned(call: Call, grads: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a backward returns, of the gradients of query, key, value and bias."""
+    if not call.side_by_side:
+        return grads  # type: ignore[return-value]
+    places = [one if call.packed else one.transpose(1, 2) for one in grads[:3]]
+    nothing = call.query.new_empty(0)
+    return torch.stack(places, -3), nothing, nothing.clone(), grads[3]
 
 
 # --- backend "stock": PyTorch's own attention, with its own gradient -----------------------------
@@ -542,7 +563,7 @@ def _torch_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor,
     call, out, stats, bias_grad = saved
     grad = last_dim_contiguous(grad)
     out = grad if out is None else out
-    return _attention_torch.attention_bwd(call, grad, out, stats, bias_grad)
+    return _returned(call, _attention_torch.attention_bwd(call, grad, out, stats, bias_grad))
 
 
 # --- backend "triton" -----------------------------------------------------------------------------
@@ -562,6 +583,71 @@ def _launchers() -> tuple[Any, Any]:
     return module.attention_fwd, module.attention_bwd
 
 
+# --- backend "cudnn": the forward of PyTorch's cuDNN kernel, with the backward of "triton" --------
+
+
+def _cudnn_row(call: Call) -> str | None:
+    """The row of benchmarks/results/nvidia-h100-80gb-hbm3/attention.csv that lets cuDNN's forward
+    run a call, by µs of cuDNN and ours; None if there is none, as for sizes not measured.
+
+    From 129 queries or keys on, two launches more give our backward its statistics. So cross
+    128x512 (49 and 54) is not among them, nor decode 64x512 (40 and 42).
+    """
+    queries, keys, dim = call.query.shape[2], call.key.shape[2], call.query.shape[3]
+    if dim != 64 or _capability(call.query.device.index or 0) != (9, 0):
+        return None
+    if call.is_causal and queries > 1:
+        return "GPT-2 16x1024 causal: 86, 116" if queries >= 512 else None
+    if queries <= 16:
+        return None
+    if keys <= 128:
+        short = "BERT-base 256x128: 73, 87; ELECTRA-small 128x128: 18, 21"
+        return short if queries <= 128 else "cross 512x128: 55, 72"
+    longer = "BERT-base 64x512: 140, 180; ALBERT-xxlarge 16x512: 182, 231"
+    return longer if queries > 128 else None
+
+
+@functools.cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def _cudnn_rejects(call: Call, *, forced: bool) -> str | None:
+    query, key, value = call[:3]
+    if query.device.type != "cuda":
+        return f"it runs on CUDA tensors, not {query.device}"
+    if not call._replace(is_causal=False).is_plain:
+        return "cuDNN is taken without masks, packing, bias and dropout alone"
+    if call.is_causal and query.shape[2] not in (1, key.shape[2]):
+        return "cuDNN aligns causality at the first key"
+    if torch.compiler.is_compiling() or not torch.cuda.is_available():
+        return "a program is traced, which serves calls of any size"
+    if not forced and _cudnn_row(call) is None:
+        return "it was not measured to be faster for this size on this GPU"
+    causal = call.is_causal and query.shape[2] > 1
+    asked = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, causal, False)
+    if 0 in (*query.shape, *key.shape) or not torch.backends.cuda.can_use_cudnn_attention(asked):
+        return "PyTorch's cuDNN attention does not take this call, or is turned off"
+    return _triton_rejects(call, forced=True)
+
+
+def _cudnn_forward(call: Call) -> tuple[Tensor, Tensor]:
+    """Output and statistics. cuDNN's logarithm of a sum is ours of the maximum, and that of the sum
+    is 0: with a large offset of a row's scores fewer digits are left."""
+    query, key, value = call[:3]
+    stats = _statistics(call, "cudnn")
+    causal, streams = call.is_causal and query.shape[2] > 1, stats.numel() > 0
+    out, logsumexp, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
+        query, key, value, None, streams, 0.0, causal, False, scale=call.scale
+    )
+    if streams:
+        batch, heads, length, _ = query.shape
+        rows = stats[0].view(heads, batch, length)
+        torch.mul(logsumexp.view(batch, heads, length).transpose(0, 1), math.log2(math.e), out=rows)
+        stats[1].zero_()
+    return projection_layout(out), stats
+
+
 # --- registration ---------------------------------------------------------------------------------
 
 
@@ -572,7 +658,7 @@ def _statistics(call: Call, backend: str) -> Tensor:
     """
     query = call.query
     rows = query.shape[0] if call.packed else query.shape[0] * query.shape[2]
-    if backend == "triton":
+    if backend in ("cudnn", "triton"):
         has_bias = call.bias_weight is not None
         lengths = call.max_seqlen_q, call.max_seqlen_k
         if not kernels("attention").needs_statistics(
@@ -589,10 +675,9 @@ def _statistics(call: Call, backend: str) -> Tensor:
 def _fake_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, ...]:
     call = saved.call
     bias = call.bias_weight if saved.need_bias_weight else None
-    return (
-        *(empty_like_projection(tensor) for tensor in call[:3]),
-        call.query.new_empty(0) if bias is None else bias.new_empty(bias.shape),
-    )
+    grads = [empty_like_projection(tensor) for tensor in call[:3]]
+    grads.append(call.query.new_empty(0) if bias is None else bias.new_empty(bias.shape))
+    return _returned(call, tuple(grads))
 
 
 def _unused(call: Call, outputs: Any, needs: Any, backend: str) -> tuple[str, ...]:
@@ -619,6 +704,7 @@ OP = Op(
     saved=Saved,
     gradients=("query", "key", "value", "bias_weight"),
     fake_backward=_fake_backward,
+    finish=lambda grads, saved: parts_of(grads) if saved.call.side_by_side else grads,
     unused=_unused,
 )
 OP.backend(
@@ -630,4 +716,5 @@ OP.backend(
 )
 OP.backend("torch", forward=_torch_forward, backward=_torch_backward, rejects=torch_rejects)
 OP.add(Backend("triton", _triton_rejects, _launchers))
+OP.add(Backend("cudnn", _cudnn_rejects, lambda: (_cudnn_forward, _launchers()[1])))
 OP.stock(lambda call: (_sdpa(call.query, call.key, call.value, call.scale), None), _stock_rejects)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fastplm._backends import is_traced, requested
+from fastplm._backends import is_recorded, is_traced, requested
 from fastplm._checks import check_shape
 from fastplm._declare import Arg
 from fastplm._registry import Op, needs_dispatch
@@ -110,6 +110,7 @@ def _is_plain(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None)
     return (
         _BUILT
         and not is_traced()
+        and not is_recorded()
         and type(input) in _PLAIN
         and type(weight) is type(scale) is Tensor
         and input.layout is weight.layout is scale.layout is _STRIDED

@@ -18,7 +18,14 @@ from transformers import PreTrainedModel
 from fastplm import ops
 from fastplm.models import ElectraForJointPreTraining, ElectraJointConfig
 from fastplm.models._heads import shifted
-from fastplm.models._ragged import RaggedBatch, unpadded, values_can_be_read
+from fastplm.models._ragged import (
+    RaggedBatch,
+    Unpad,
+    backbone_unpad,
+    encoder_side,
+    slots_of_labels,
+    unpadded,
+)
 from fastplm.models.features import pooled
 from fastplm.nn._rows import IGNORE_INDEX, as_normalizer, labels_at, vocabulary_loss
 from fastplm.train.distill_losses import (
@@ -180,11 +187,16 @@ class VocabularyDistillation(Distillation):
         args: Any = self.settings
         causal = shifts_labels(self.student)
         labels: Any = shifted(batch.labels) if causal else batch.labels
-        positions, targets = labels_at(
-            "distill", labels, labels.shape, batch.masked_positions, exact=False
-        )
         inputs: dict[str, Any] = {"attention_mask": batch.attention_mask}
         inputs["sample_index"] = batch.sample_index
+        slots = None
+        if batch.masked_positions is None:
+            slots = slots_of_labels(
+                labels, inputs, encoder_side(self.student, inputs), waits=not causal
+            )
+        positions, targets = labels_at(
+            "distill", labels, labels.shape, batch.masked_positions, exact=False, slots=slots
+        )
         if causal:
             inputs["use_cache"] = False
             inputs["extra_rows"] = labels != IGNORE_INDEX
@@ -266,9 +278,10 @@ class LayerDistillation(Distillation):
         raise NotImplementedError
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        ragged = unpadded(batch.attention_mask, None, None)  # both models leave out the same rows
-        whole = ragged is None and values_can_be_read(batch.attention_mask)
-        inputs = (batch, ragged, self.hidden_states)
+        # Both models leave out the same rows.
+        ragged, whole = unpadded(batch.attention_mask, None, None)
+        unpad = backbone_unpad(ragged, whole, batch.attention_mask)
+        inputs = (batch, ragged, unpad, self.hidden_states)
         ours, theirs = self.chosen()
         student = layer_outputs(self.student, ours, *inputs)
         with torch.no_grad():
@@ -293,7 +306,12 @@ class LayerOutputs:
 
 
 def layer_outputs(
-    model: Any, chosen: Sequence[int], batch: Batch, ragged: RaggedBatch | None, hidden_states: bool
+    model: Any,
+    chosen: Sequence[int],
+    batch: Batch,
+    ragged: RaggedBatch | None,
+    unpad: Unpad,
+    hidden_states: bool,
 ) -> LayerOutputs:
     """Run an encoder without its head, and record outputs of the chosen layers by hooks.
 
@@ -312,7 +330,7 @@ def layer_outputs(
             batch.input_ids,
             attention_mask=batch.attention_mask,
             sample_index=batch.sample_index,
-            unpad=False if ragged is None else ragged,
+            unpad=unpad,
             output_hidden_states=hidden_states,
             return_dict=True,
         )

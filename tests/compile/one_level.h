@@ -22,3 +22,7 @@
 #else
 #define FASTPLM_REGISTERS 16
 #endif
+
+#if defined(__F16C__) && !defined(__clang__)
+#define FASTPLM_F16C 1
+#endif

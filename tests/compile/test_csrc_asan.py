@@ -36,8 +36,8 @@ WIDTHS = {
             pytest.param(op, width, marks=pytest.mark.slow if width == _machine.level() else ())
             for op, width in itertools.product(
                 (
-                    *("attention", "dropout", "gelu", "linear", "linear_int8"),
-                    *("replaced_token_loss", "rms_norm"),
+                    *("attention", "bias_gelu", "dropout", "dropout_add_layer_norm", "gelu"),
+                    *("linear", "linear_int8", "replaced_token_loss", "rms_norm"),
                 ),
                 ("default", "avx2", "avx512"),
             )

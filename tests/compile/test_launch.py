@@ -182,7 +182,8 @@ print(json.dumps(found))
 STEPS = (
     HEAD
     + """
-from fastplm.triton_kernels import gather_rows, replaced_token_loss
+from fastplm.triton_kernels import (
+    bias_gelu, dropout_add_layer_norm, embedding_layer_norm, gather_rows, replaced_token_loss)
 from fastplm.triton_kernels.attention import launch
 
 meta = lambda *shape, dtype=torch.bfloat16: torch.empty(shape, dtype=dtype, device="meta")
@@ -192,13 +193,27 @@ def step(rows, slots, longest, heads):
     query, key, value = meta(rows, 3, heads, 64).unbind(1)
     starts = meta(33, dtype=torch.int32)
     shared = (query, key, value, None, None, starts, starts, longest, longest, None, None)
-    call = launch.Call(*shared, meta(dtype=torch.int64), None, 26, False, 0.125, False)
+    call = launch.Call(*shared, meta(dtype=torch.int64), None, 26, False, 0.125, False, True)
     out, stats = launch.attention_fwd(call)
     launch.attention_bwd(out, launch.Saved(call, out, stats, False))
     hidden, positions = meta(rows, 64 * heads), meta(slots, dtype=torch.int64)
     gathered = gather_rows.gather_rows_fwd(hidden, positions)
     gather_rows.gather_rows_bwd(gathered, positions, rows)
     weight, ids = hidden[0], meta(rows, dtype=torch.int64)
+    tables = (ids, hidden, ids, hidden, ids, hidden[:2])
+    shared = (tables, weight, weight, (ids[0], ids, ids))
+    settings = dict(threshold=6554, keep_scale=1.1, eps=1e-12)
+    embedding_layer_norm.embedding_layer_norm_fwd(*shared, **settings, dtype=torch.bfloat16)
+    embedding_layer_norm.embedding_layer_norm_bwd(
+        hidden, *shared, **settings, paddings=(0, -1), needs=(True, True, True))
+    bias_gelu.bias_gelu_bwd(
+        bias_gelu.bias_gelu_fwd(hidden, weight, "none"), hidden, weight, "none", True)
+    random = (meta(dtype=torch.int64), ids, ids)
+    settings = dict(settings, is_rms=False)
+    dropout_add_layer_norm.dropout_add_layer_norm_fwd(
+        hidden, hidden, weight, weight, weight, *random, **settings)
+    dropout_add_layer_norm.dropout_add_layer_norm_bwd(
+        hidden, hidden, weight, weight, weight, None, *random, **settings, needs=(True,) * 5)
     loss, slope, denominator, *sums, _ = replaced_token_loss.replaced_token_loss_fwd(
         hidden, weight, weight[0], ids, ids, None, None, "mean", True, True)
     replaced_token_loss.replaced_token_loss_bwd(

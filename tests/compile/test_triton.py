@@ -187,6 +187,21 @@ for arch in compile_kernels.ARCHS:
         print(json.dumps(dataclasses.asdict(report)))
 """
 
+# The instructions of a kernel of dropout_add_layer_norm with dropout, by their names in the PTX.
+WITH_DROPOUT = """
+import collections, json
+import compile_kernels
+for arch in compile_kernels.ARCHS:
+    for label, launch in compile_kernels._launches("dropout_add_layer_norm", arch):
+        if launch.arguments.get("seed_ptr") is None:
+            continue
+        source, options, _ = compile_kernels.source_of(launch)
+        ptx = compile_kernels._compile(source, arch, options).asm["ptx"]
+        lines = [line.split() for line in ptx.splitlines() if line.strip()]
+        names = [words[words[0].startswith("@") and len(words) > 1] for words in lines]
+        print(json.dumps([label, launch.arguments["PARTS"], collections.Counter(names)]))
+"""
+
 
 def assert_shippable(reports: list[Report]) -> None:
     bad = [(f"{r.kernel} [{r.case}] sm_{r.arch}", r.problems()) for r in reports if r.problems()]
@@ -223,6 +238,24 @@ def test_products_in_tf32_are_those_of_tensor_cores(reports):
 def test_every_kernel_fits_on_an_sm_and_has_a_bound(reports):
     assert all(report.blocks > 0 and report.bound()[1] > 0 for report in reports)
     assert all(bool(r.mix["tensor"]) == (r.cycles["tensor"] > 0) for r in reports)
+
+
+def test_a_thread_makes_whole_draws_of_dropout_and_moves_16_bytes(run):
+    """A draw is two products in each of seven rounds, and decides for the 8 elements of a thread in
+    a part of a row. Left to the compiler, each thread makes the draws of all its 8 elements."""
+    found = run("-c", WITH_DROPOUT)
+    assert len(found) >= 2 * 5 * len(ARCHS)
+    for label, parts, names in found:
+
+        def count(*begins, names=names):
+            return sum(many for name, many in names.items() if name.startswith(begins))
+
+        assert 7 <= count("mul.wide.u32", "mul.hi.u32", "mul.lo.s64") <= 2 * (7 * parts + 8), label
+        assert count("ld.shared.b16", "st.shared.b16") == 0, label
+        # Numbers that all threads or a whole row share; the sums over rows are written once.
+        assert count("ld.global") - count("ld.global.v4") <= 3, label
+        assert count("st.global") - count("st.global.v4") <= 3 * parts, label
+        assert count("ld.global.v4", "cp.async.cg") >= 2 * parts, label
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import gzip
 import io
 import lzma
 import os
+import shlex
 import socket
 import sqlite3
 import sys
@@ -242,3 +243,12 @@ def refuses(kind, words, name, call):
     assert words in said and name in said, said
     assert "\n" not in said and "latin1" not in said
     assert "; expected " in said
+
+
+@pytest.mark.parametrize("text", [b"ok\n\xff\xfe", TEXT.encode("utf-16-le")])
+def test_a_command_to_copy_quotes_the_path(text, tmp_path):
+    path = tmp_path / "it's a text.txt"
+    path.write_bytes(text)
+    with pytest.raises(DataError) as error:
+        read_documents([path])
+    assert shlex.quote(str(path)) in str(error.value)

@@ -163,6 +163,9 @@ CUTS = {
     "python benchmarks/host_time.py": Cut(
         "--rounds 2", says=r"gather_rows, forward +\d", slow=True
     ),
+    "python benchmarks/host_time.py --layers": Cut(
+        "--only bert", says=r"bert-tiny +fastplm +\d", slow=True
+    ),
     "python benchmarks/memory.py": Cut("--sizes 1024", leaves=("out/rows/cpu/loss_memory.csv",)),
     "python benchmarks/overhead.py": Cut(
         "--rounds 2", says=r"gather_rows, backward +\d", judges=True
@@ -172,6 +175,11 @@ CUTS = {
         leaves=(f"{RESULTS}/static/kernels.csv", "docs/kernels.md"), slow=True
     ),
     "python benchmarks/static_report.py --check": Cut(says="0 worse, 0 changed", slow=True),
+    "python benchmarks/step_report.py": Cut(
+        "--arch bert-tiny --shape 4x16 --padding 0 --variant fastplm",
+        leaves=(f"{RESULTS}/static/steps.csv", "docs/step-model.md"),
+        slow=True,
+    ),
 }
 
 

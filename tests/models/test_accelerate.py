@@ -17,14 +17,15 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 import fastplm
 from fastplm import models
 from fastplm._backends import record_decisions
-from fastplm.errors import UnsupportedError
+from fastplm.errors import ArgumentValueError, UnsupportedError
 from fastplm.models import _base
-from fastplm.testing import check_in_fp64
+from fastplm.testing import KeptDouble, check_in_fp64
 
 from .conftest import (
     CLASSES,
     FAMILIES,
     PADDINGS,
+    compared,
     config_of,
     in_own_memory,
     inputs_of,
@@ -182,6 +183,53 @@ def test_restore_a_part_of_a_model():
     fastplm.restore(whole.encoder)
     assert kinds(whole.encoder) == kinds(transformers.BertModel(small_config("bert")))
     assert whole.encoder.config._attn_implementation == "sdpa"
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:Version v4.12.0:FutureWarning")
+@pytest.mark.parametrize(
+    ("name", "decoder"),
+    [
+        *((name, None) for name in CLASSES),
+        *(("EncoderDecoderModel", decoder) for decoder in ("bart", "bert", "electra", "gpt2")),
+    ],
+)
+def test_a_model_whose_part_is_restored_works_or_says_what_to_do(name, decoder):
+    """A head tells its base model which rows it reads, a T5 layer the next one its table."""
+    if decoder is None:
+        config = config_of(name)
+    else:
+        config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
+            *(small_config("bert"), small_config(decoder)), pad_token_id=0, decoder_start_token_id=3
+        )
+    stock = getattr(transformers, name)(config).eval()
+    given = inputs_of(name, stock.config, PADDINGS["right"])
+
+    def run(model):
+        outputs = model(**given)
+        kept = {key: value for key, value in outputs.items() if key in ("loss", *names)}
+        return compared(kept, given, name)
+
+    # A pair's target has no mask, so its logits have padding.
+    names = ("logits", "last_hidden_state") if decoder is None else ()
+    single = run(stock)
+    with KeptDouble():
+        gold = run(copy.deepcopy(stock).double())
+        accelerated = fastplm.accelerate(copy.deepcopy(stock)).double()
+        paths = [path for path, part in stock.named_modules() if path and any(part.children())]
+        for path in paths:
+            model = copy.deepcopy(accelerated)
+            fastplm.restore(model.get_submodule(path))
+            for training in (False, True):
+                try:
+                    found = run(model.train(training))
+                except ArgumentValueError as error:
+                    assert "a part that is a" in str(error) and "restore(model)" in str(error)
+                else:
+                    shared = gold.keys() & found.keys()
+                    results = ({key: each[key] for key in shared} for each in (found, gold, single))
+                    check_in_fp64(*results)
+            check_in_fp64(run(fastplm.restore(model).eval()), gold, single)
 
 
 class Rows(nn.Module):

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from fastplm import models, ops
 from fastplm._backends import record_decisions
 from fastplm.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
-from fastplm.models import _encoder, _encoder_call
+from fastplm.models import _base, _encoder_call, _ragged
 from fastplm.models._ragged import RaggedBatch
 from fastplm.testing import KeptDouble, check_in_fp64
 
@@ -35,6 +35,7 @@ from .conftest import (
     loss_of,
     pair,
     parent_of,
+    same,
     small_config,
     takes,
 )
@@ -104,6 +105,30 @@ def test_arguments_come_in_the_parents_order(name):
     theirs = list(inspect.signature(parent_of(ours).forward).parameters)
     theirs = [argument for argument in theirs if argument != "kwargs"]
     assert list(inspect.signature(ours.forward).parameters)[: len(theirs)] == theirs
+
+
+#: The arguments that our classes add; their docstrings say what these mean. Others read from a
+#: signature which labels, caches and encoders a model takes.
+ADDED = {
+    *("unpad", "decoder_unpad", "output_rows", "read_rows", "extra_rows", "encoder_rows", "lookup"),
+    *("sample_index", "masked_positions", "num_items_in_batch", "num_sequences_in_batch"),
+    *("output_logits", "reduction", "exclude_padding"),
+}
+
+
+def test_a_signature_has_the_parents_names_and_those_of_our_options():
+    """This holds for every model, backbones and stacks among them."""
+    found = {name: getattr(models, name) for name in CLASSES}
+    assert found
+    kinds = {
+        parent: ours for parent, ours in _base.DROP_INS.items() if "_init_weights" in dir(ours)
+    }
+    assert len(kinds) > len(found)
+    for parent, ours in kinds.items():
+        theirs = inspect.signature(parent.forward).parameters
+        names = inspect.signature(ours.forward).parameters
+        assert theirs.keys() <= names.keys(), ours
+        assert names.keys() - theirs.keys() - {"inputs", "kwargs"} <= ADDED, ours
 
 
 @pytest.mark.parametrize("name", [n for n in CLASSES if takes_flat_labels(n)])
@@ -403,7 +428,7 @@ def test_cross_attention_with_two_paddings_equals_the_parents(
     """Reading a mask is not possible while a CUDA graph is captured."""
     packed = states_are == "packed"
     if states_are.endswith("unreadable"):
-        monkeypatch.setattr(_encoder, "values_can_be_read", lambda mask: False)
+        monkeypatch.setattr(_ragged, "values_can_be_read", lambda mask: False)
     ours, parent = pair(name, config_of(name, add_cross_attention=True))
     inputs, mask = inputs_of(name, ours.config, PADDINGS[padding]), PADDINGS[padding]
     shown = slice(None) if mask is None else mask.bool()
@@ -488,6 +513,15 @@ def test_packed_sequences_equal_separate_ones(hold, name):
     if CLASSES[name] not in ("t5", "gpt2"):
         with pytest.raises(UnsupportedError, match="cu_seq_lens_q"):
             ours(input_ids=ids, output_attentions=True, **packed)
+
+
+@pytest.mark.parametrize("name", [name for name in CLASSES if CLASSES[name] == "bart"])
+def test_packed_sequences_of_bart_are_refused(name):
+    """Its positions count through the row."""
+    ends = torch.tensor([0, 4, 9], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 5, "max_length_k": 5}
+    with pytest.raises(UnsupportedError, match="`cu_seq_lens_q`.*Pass the padded batch"):
+        getattr(models, name)(config_of(name))(torch.randint(5, 30, (1, 9)), **packed)
 
 
 def replaced_forward(layer):
@@ -662,6 +696,73 @@ def test_full_masks_are_read_by_what_they_mean_or_refused(name):
     for mask in (-(~seen).long(), -(~seen).long()[:, None]):
         with pytest.raises(ArgumentValueError, match="attention_mask.*mask == 0"):
             run(mask)
+
+
+@pytest.mark.parametrize("padding", ["right", "left", "full"])
+@every_class
+def test_one_mask_may_be_that_of_all_sequences(name, padding):
+    """With labels in training, with labels in evaluation, and without them."""
+    config = config_of(name)
+    model = getattr(models, name)(config)
+    mask = PADDINGS[padding][1:2]
+    inputs = inputs_of(name, config, None)
+    lead = inputs["input_ids"].shape[:-1]
+    cases = [inputs, {key: value for key, value in inputs.items() if "label" not in key}]
+    for given, training in itertools.product(cases, (True, False)):
+        model.train(training)
+        for argument in ("attention_mask", "decoder_attention_mask"):
+            if not takes(name, argument):
+                continue
+            target = given.get("decoder_input_ids", given.get("labels", given["input_ids"]))
+            length = LENGTH if argument == "attention_mask" or target.dim() < 2 else target.shape[1]
+            one = mask[:, :length].view(*(1 for _ in lead), length)
+            every = one.expand(*lead, length).contiguous()
+            try:
+                expected = model(**{**given, argument: every})
+            except ValueError as error:
+                assert "decoder_input" in str(error) or "input_ids or" in str(error)
+                continue
+            found = model(**{**given, argument: one})
+            assert same(
+                *(
+                    [v for v in each.values() if isinstance(v, torch.Tensor)]
+                    for each in (found, expected)
+                )
+            )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*DECODERS, "BartForCausalLM", "GPT2LMHeadModel"])
+def test_one_mask_may_be_that_of_all_sequences_after_a_cache(name):
+    model = pair(name)[0]
+    ids, mask = torch.randint(4, 37, (ROWS, LENGTH)), PADDINGS["left"][1:2]
+
+    def run(mask):
+        cache = model(ids[:, :5], attention_mask=mask[:, :5], use_cache=True).past_key_values
+        return model(ids[:, 5:], attention_mask=mask, past_key_values=cache).logits
+
+    assert torch.equal(run(mask), run(mask.expand(ROWS, -1)))
+
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", FLOATS[1:], ids=str)
+@pytest.mark.parametrize("name", [*LANGUAGE_MODELS.values(), *DECODERS, "BartForCausalLM"])
+def test_an_additive_mask_of_another_dtype_is_converted(name, dtype):
+    """Also numbers below the lowest of the model's dtype, where a query sees no key."""
+    model = pair(name)[0].to(dtype)
+    ids = torch.randint(4, 37, (2, LENGTH))
+    added = torch.zeros(2, 1, LENGTH, LENGTH).masked_fill(torch.rand(LENGTH, LENGTH) < 0.5, -3.0)
+    given = {"decoder_input_ids": ids} if has_decoder(name) else {}
+    for argument in ("attention_mask", *(["decoder_attention_mask"] if given else [])):
+        expected = model(ids, **given, **{argument: added.to(dtype)}).logits
+        for other in FLOATS:
+            mask = added.to(other, copy=True)
+            assert torch.equal(model(ids, **given, **{argument: mask}).logits, expected)
+            mask[:, :, 3] = torch.finfo(other).min
+            assert model(ids, **given, **{argument: mask}).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("given", ["last", "First", 3, torch.zeros(2), torch.zeros(1, 2).long()])

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import fastplm
-from fastplm import _extension, models
+from fastplm import _extension, hf, models
+from fastplm.models import _ragged
 from fastplm.nn import Dropout
 from fastplm.nn.dropout import _ROWS
 from fastplm.testing import FORWARD_FACTOR, GRADIENT_FACTOR, check_error
@@ -299,3 +300,81 @@ def test_a_packed_decoder_of_one_row(family):
     packed = model(input_ids=ids, attention_mask=mask, labels=labels).loss
     padded = model(input_ids=ids[:, :2], labels=labels, decoder_unpad=False).loss
     torch.testing.assert_close(packed, padded)
+
+
+# --- seeds that a model draws at once, as on a GPU ------------------------------------------------
+
+
+@pytest.fixture
+def one_draw(monkeypatch):
+    monkeypatch.setattr(_ragged, "ONE_DRAW", ("cpu",))
+
+
+def seeds_of(monkeypatch, run):
+    """The seeds of all calls of attention in ``run()``."""
+    seen: list[Any] = []
+    for name in ("attention", "attention_varlen"):
+        inner = getattr(hf, name)
+
+        def call(*args: Any, inner: Any = inner, **options: Any) -> Tensor:
+            seen.append(options["seed"])
+            return inner(*args, **options)
+
+        monkeypatch.setattr(hf, name, call)
+    run()
+    return [None if seed is None else int(seed) for seed in seen]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("unpad", [None, False])
+def test_every_layer_has_a_seed_of_its_own(monkeypatch, one_draw, name, unpad):
+    model = getattr(models, name)(config(name)).train()
+    inputs = batch(name) | ({} if unpad is None else {"unpad": unpad})
+    if "QuestionAnswering" in name or "MultipleChoice" in name or "Double" in name:
+        inputs.pop("unpad", None)
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config.use_cache = False  # a decoder with a cache is not told of seeds
+    seeds = seeds_of(monkeypatch, lambda: model(**inputs))
+    assert None not in seeds and len(set(seeds)) == len(seeds) > 1
+
+
+@pytest.mark.parametrize("name", PREFIXES.values())
+def test_two_layers_of_one_number_draw_their_own(monkeypatch, one_draw, name):
+    """As in a model that the user has made deeper by copies of its layers."""
+    model = getattr(models, f"{name}Model")(config(f"{name}Model")).train()
+    inputs = batch(f"{name}Model")
+    stacks = [
+        part
+        for part in (getattr(model, "encoder", None), getattr(model, "decoder", None), model)
+        for part in (getattr(part, one, None) for one in ("layer", "layers", "block", "h"))
+        if part is not None
+    ]
+    if not stacks:
+        pytest.skip("its layers are counted, not numbered")
+    for stack in stacks:
+        stack.append(copy.deepcopy(stack[0]))
+    numbered = hasattr(stacks[0][0], "ln_1") is False or name == "GPT2"
+    seeds = seeds_of(monkeypatch, lambda: model(**inputs))
+    assert (set(seeds) == {None}) == numbered
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_one_draw_repeats_in_checkpoints_and_packed(one_draw, name):
+    """The seed decides; a padded batch, a packed and a checkpointed one drop the same."""
+    model = getattr(models, name)(config(name)).train()
+    inputs = batch(name) | inputs_of(name, model.config, PADDINGS["right"])
+
+    def run(seed: int, **options: Any) -> dict[str, Tensor]:
+        torch.manual_seed(seed)
+        loss = model(**inputs, **options).loss
+        return gradients(model, loss) | {"loss": loss.detach()}
+
+    first, again, other = run(0), run(0), run(1)
+    assert same(first, again) and not torch.equal(first["loss"], other["loss"])
+    if "Sequence" not in name:  # whose rows of the last layer are counted anew
+        torch.testing.assert_close(run(0, unpad=False)["loss"], first["loss"])
+    for reentrant in (False, True) if model.supports_gradient_checkpointing else ():
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        torch.testing.assert_close(run(0), first)

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
 )
 from transformers import ElectraConfig, Trainer, TrainingArguments
 
+import fastplm
 from fastplm._backends import record_decisions, use_backend
 from fastplm.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from fastplm.models import ElectraForJointPreTraining, ElectraJointConfig
@@ -984,3 +985,17 @@ def test_a_projection_to_the_vocabulary_with_a_hook_is_refused(part, options):
         model(ids, MASK, labels=labels)
     hook.remove()
     model(ids, MASK, labels=labels)
+
+
+@every_option
+def test_a_part_that_is_restored_alone_is_refused(options):
+    model = build(**options)
+    for part in (model.generator, model.discriminator):
+        if part is None:
+            continue
+        for inner in (part.electra, part):
+            fastplm.restore(inner)
+            ids, labels = batch()
+            with pytest.raises(ArgumentValueError, match="a part that is a Electra.*restore"):
+                model(ids, MASK, labels=labels)
+            fastplm.accelerate(inner)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import sys
 
@@ -18,7 +17,6 @@ from transformers.models.bert import modeling_bert
 
 from fastplm import models
 from fastplm.errors import ArgumentValueError
-from fastplm.models import _encoder
 from fastplm.models._ragged import LastRows, RaggedBatch, Rows, _compact
 
 from .conftest import (
@@ -30,7 +28,6 @@ from .conftest import (
     eager_parent,
     gradients,
     loss_of,
-    parent_of,
     same,
     small_config,
 )
@@ -233,7 +230,7 @@ def test_user_changes_of_a_model_equal_the_parent(hold, change):
     hold(ours, parent, loss_of(input_ids=ids, attention_mask=MASK, labels=labels))
 
 
-# --- operations in place --------------------------------------------------------------------------
+# --- parts of a layer called alone ----------------------------------------------------------------
 
 
 def feed_forward(dtype=torch.float64):
@@ -241,87 +238,6 @@ def feed_forward(dtype=torch.float64):
     ours, parent = pair()
     parent.load_state_dict(ours.state_dict())
     return last_layer(ours).to(dtype).eval(), last_layer(parent).to(dtype).eval()
-
-
-@pytest.fixture(autouse=True)
-def in_place(monkeypatch):
-    """Operations are in place also for small tensors."""
-    monkeypatch.setattr(_encoder, "_IN_PLACE", 0)
-
-
-@pytest.fixture
-def products(monkeypatch):
-    """The output of each linear layer as it is at the end, and a copy from the call."""
-    seen = []
-
-    def product(input, weight, bias):
-        out = torch.nn.functional.linear(input, weight, bias)
-        seen.append((out, out.clone()))
-        return out
-
-    monkeypatch.setattr("fastplm.nn.linear.OP.layer", product)
-    return seen
-
-
-@pytest.mark.parametrize("family", ["bert", "roberta", "electra"])
-def test_without_gradients_a_layer_overwrites_its_products(family, products):
-    name = {"bert": "BertModel", "roberta": "RobertaModel", "electra": "ElectraModel"}[family]
-    model = getattr(models, name)(small_config(family)).eval()
-    parent = parent_of(type(model))._from_config(small_config(family), attn_implementation="sdpa")
-    parent.load_state_dict(model.state_dict())
-    model.pooler = parent.pooler = None
-    ids = torch.randint(4, VOCAB, (ROWS, LENGTH))
-    with torch.no_grad():
-        torch.testing.assert_close(model(ids)[0], parent.eval()(ids)[0])
-    layers = model.config.num_hidden_layers
-    # In place: attention's output and the two products of the feed-forward, not query, key, value.
-    assert [not torch.equal(left, was) for left, was in products[-6 * layers :]] == (
-        [False, False, False, True, True, True] * layers
-    )
-
-
-KEEPERS = {
-    "gradients": lambda layer: torch.enable_grad(),
-    "autocast": lambda layer: torch.autocast("cpu", torch.bfloat16),
-    "hook on all modules": lambda layer: nn.modules.module.register_module_forward_hook(
-        lambda *given: None
-    ),
-    "hooks": lambda layer: [
-        module.register_forward_hook(lambda *given: None)
-        for module in (layer.intermediate.dense, layer.output.dense)
-    ],
-    "hooks on what follows": lambda layer: [
-        module.register_forward_pre_hook(lambda *given: None)
-        for module in (layer.intermediate.intermediate_act_fn, layer.output.dropout)
-    ],
-}
-
-
-@pytest.mark.parametrize("keeper", KEEPERS)
-def test_a_product_that_somebody_may_keep_is_not_overwritten(keeper, products):
-    layer, parent = feed_forward(torch.float32)
-    rows = torch.randn(ROWS, LENGTH, 32)
-    with torch.no_grad(), contextlib.ExitStack() as stack:
-        kept = KEEPERS[keeper](layer)
-        if hasattr(kept, "__enter__"):
-            stack.enter_context(kept)
-        out, theirs = layer.feed_forward_chunk(rows), parent.feed_forward_chunk(rows)
-    torch.testing.assert_close(out, theirs)
-    assert len(products) == 2
-    if keeper == "autocast":  # GELU has the dtype of the product, the residual has another
-        products.pop(0)
-    for left, was in products:
-        assert torch.equal(left, was)
-
-
-def test_little_memory_is_not_saved(monkeypatch, products):
-    layer, _ = feed_forward(torch.float32)
-    rows = torch.randn(ROWS, LENGTH, 32)
-    monkeypatch.setattr(_encoder, "_IN_PLACE", rows.numel() + 1)
-    with torch.no_grad():
-        layer.feed_forward_chunk(rows)
-    # The intermediate output is the larger one.
-    assert [torch.equal(left, was) for left, was in products] == [False, True]
 
 
 class Negated(nn.Module):
@@ -363,19 +279,7 @@ def test_a_residual_may_be_wider_than_the_product():
         torch.testing.assert_close(layer.output(row, wide), parent.output(row, wide))
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "relu"])
-def test_of_the_activations_gelu_alone_is_in_place(activation, products):
-    ours, parent = pair("BertModel", hidden_act=activation)
-    parent.load_state_dict(ours.state_dict())
-    layers = [model.eval().encoder.layer[0] for model in (ours, parent)]
-    rows = torch.randn(ROWS, LENGTH, 32)
-    with torch.no_grad():
-        torch.testing.assert_close(*(layer.intermediate(rows) for layer in layers))
-    ((left, was),) = products
-    assert torch.equal(left, was) == (activation != "gelu")
-
-
-def test_operations_in_place_under_transforms():
+def test_parts_of_a_layer_under_transforms():
     """vmap over the residual alone, whose rows the product does not have; jvp without gradients."""
     layer, parent = feed_forward()
     rows, other = torch.randn(2, ROWS, LENGTH, 32, dtype=torch.float64)
@@ -408,7 +312,7 @@ def test_a_backbone_of_transformers_in_a_head_of_ours_is_an_error():
     model, parent = pair()
     model.bert = parent.bert
     ids, labels = batch()
-    with pytest.raises(ArgumentValueError, match="base_model"):
+    with pytest.raises(ArgumentValueError, match="part that is a BertModel"):
         model(ids, labels=labels)
 
     own = GPT2Config(vocab_size=VOCAB, n_embd=8, n_layer=1, n_head=2, n_positions=20)

@@ -124,6 +124,19 @@ def test_parameters_after_a_step_equal_the_parents(hold):
     hold(ours, tied_parent(ours, settings), run)
 
 
+@pytest.mark.parametrize("decoder", ["bert", "gpt2", "bart"])
+@pytest.mark.parametrize("training", [True, False])
+def test_one_mask_may_be_that_of_all_texts(decoder, training):
+    model = EncoderDecoderModel(config(decoder=decoder)).train(training)
+    given = batch()
+    for labels in (given["labels"], None):
+        inputs = {"input_ids": given["input_ids"], "labels": labels}
+        inputs["decoder_input_ids"] = given["labels"].clamp(min=1)
+        one = MASK[1:2]
+        found = (model(**inputs, attention_mask=mask)[0] for mask in (one, one.expand(4, -1)))
+        assert torch.equal(*found)
+
+
 def test_num_items_in_batch_is_the_denominator():
     inputs, model = batch(), EncoderDecoderModel(config())
     count = int((inputs["labels"] != -100).sum())

@@ -849,3 +849,36 @@ def test_generation_calls_the_op_where_there_is_padding(padded):
     assert padded or {decision.backend for decision in decisions[2:]} == {"stock"}
     model.set_attn_implementation("sdpa")
     assert torch.equal(ours, generate())
+
+
+def test_the_bits_of_a_key_mask_serve_all_layers_and_both_directions(monkeypatch):
+    """The kernels read a key mask as bits, which a kernel of its own makes."""
+    made = []
+
+    def count(kernel, *args, **options):
+        made.append(kernel.fn.__name__)
+        return inner(kernel, *args, **options)
+
+    launches = pytest.importorskip("fastplm.triton_kernels.attention.launch")
+    inner = launches.launch
+    monkeypatch.setattr(launches, "launch", count)
+    model = build("bert").train()
+    ids, mask = torch.randint(3, VOCAB, MASK.shape), MASK.clone()
+
+    def gradient():
+        made.clear()
+        model.zero_grad()
+        with fastplm.use_backend("triton", "attention"):
+            torch.manual_seed(0)
+            model(input_ids=ids, attention_mask=mask).logits.square().sum().backward()
+        return model.bert.embeddings.word_embeddings.weight.grad.clone()
+
+    first = gradient()
+    layers = model.config.num_hidden_layers
+    assert made.count("_attention_key_bits_kernel") == 1 < layers
+    monkeypatch.setattr(hf, "share_bits", lambda *_: None)
+    assert torch.equal(gradient(), first)
+    assert made.count("_attention_key_bits_kernel") == 2 * layers
+    monkeypatch.undo()
+    mask[:] = 1  # the bits are those of one forward
+    assert not torch.equal(gradient(), first)

@@ -15,15 +15,24 @@ from fastplm.models._base import most_positions
 CASES = {case.name: case for case in survey_models.cases()}
 #: Outside the nine families; the first rows of the tables of some belong to no position.
 SOME = (
-    *("bert-generation", "biogpt", "camembert", "data2vec-text", "distilbert", "ernie", "esm"),
+    *(
+        "bert-generation",
+        "biogpt",
+        "camembert",
+        "ctrl",
+        "data2vec-text",
+        "distilbert",
+        "ernie",
+        "esm",
+    ),
     *("gpt_neo", "ibert", "layoutlm", "lilt", "longformer", "luke", "markuplm", "mbart"),
     *("megatron-bert", "mpnet", "nystromformer", "opt", "roberta-prelayernorm", "roc_bert"),
     *("xlm-roberta", "xlm-roberta-xl", "xlnet", "xmod", "llama", "electra", "t5"),
 )
 #: Their longest text is no field, or not the same in all parts.
 OTHERS = ("encoder-decoder", "funnel", "led", "prophetnet")
-#: Their positions are no table of embeddings, or Transformers has an error of its own.
-NO_TABLE = ("ctrl", "tipsv2_text_model", "clip_text_model")
+#: Transformers has an error of its own.
+NO_TABLE = ("tipsv2_text_model", "clip_text_model")
 
 
 def reads(model, seqlen):

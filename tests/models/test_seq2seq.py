@@ -165,10 +165,8 @@ def test_padding_of_the_source_is_never_seen(kind, padding, value):
 @every_model
 def test_each_side_is_counted_once(monkeypatch, kind, padding, states):
     """A second count of a side's tokens would wait for the device again."""
-    counts, inner = [], _ragged._counts_on_cpu
-    monkeypatch.setattr(
-        _ragged, "_counts_on_cpu", lambda *masks: counts.append(masks) or inner(*masks)
-    )
+    counts, inner = [], _ragged._counts
+    monkeypatch.setattr(_ragged, "_counts", lambda *masks: counts.append(masks) or inner(*masks))
     inputs, (model, _) = batch(kind, padding), pair(kind)
     if states:
         del inputs["input_ids"]

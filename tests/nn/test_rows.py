@@ -28,7 +28,7 @@ def test_slots_are_added_for_bf16_alone(dtype, how):
     weights = dtype if how == "weights" else torch.float32
     casts = how == "autocast" and dtype is torch.bfloat16
     with torch.autocast("cpu", torch.bfloat16, enabled=casts):
-        rows = unpadded(mask, None, None, dtype=weights)
+        rows, _ = unpadded(mask, None, None, dtype=weights)
         positions = labelled_positions(torch.where(mask, 1, -100), exact=False)
         assert len(labelled_positions(torch.where(mask, 1, -100))) == 103
     spare = int(dtype is torch.bfloat16 and computes_in(dtype))
@@ -36,14 +36,14 @@ def test_slots_are_added_for_bf16_alone(dtype, how):
     assert rows.cu_seqlens.tolist() == [0, 33, 73, 75, 103] and rows.key_mask is None
     if how == "autocast":  # labels have no weights
         assert torch.equal(positions, rows.positions)
-    given = unpadded(mask, None, 110)
+    given, _ = unpadded(mask, None, 110)
     assert len(given.positions) == 110, "a capacity is what it says"
 
 
 def test_masked_rows_stay_masked_beside_spare_slots(spare_slots):
     mask = torch.arange(40) < torch.tensor([33, 40, 2, 28])[:, None]
     kept = mask.roll(1, 0)
-    rows, exact = unpadded(mask, kept, None), RaggedBatch.of(mask, kept)
+    (rows, _), exact = unpadded(mask, kept, None), RaggedBatch.of(mask, kept)
     assert torch.equal(rows.key_mask, torch.nn.functional.pad(exact.key_mask, (0, 2)))
     assert torch.equal(rows.positions, torch.nn.functional.pad(exact.positions, (0, 2), value=-1))
     assert not exact.key_mask.all()

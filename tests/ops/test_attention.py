@@ -4,9 +4,15 @@ inputs, with every combination of layout, mask, bias and dropout; and dropout's 
 from __future__ import annotations
 
 import contextlib
+import csv
 import dataclasses
 import functools
+import inspect
 import itertools
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,10 +20,12 @@ import torch._dynamo.testing
 import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.t5.modeling_t5 import T5Attention
 
 import fastplm
-from fastplm import ops
+from fastplm import _backends, ops
+from fastplm._backends import Backend, accepts_all
 from fastplm._registry import OPS
 from fastplm.reference.attention import (
     attention_ref,
@@ -1392,3 +1400,114 @@ def test_planted_bugs_are_caught(bug, where):
     function, inputs = planted_and_its_inputs(bug)
     with pytest.raises(BudgetExceeded, match=where):
         assert_within_budget(function, reference, inputs, wrt=leaves(inputs))
+
+
+# --- cuDNN's forward ------------------------------------------------------------------------------
+
+
+class _CuDNN:
+    """What ``aten::_scaled_dot_product_cudnn_attention`` returns, by a matrix of scores."""
+
+    def __call__(self, query, key, value, bias, statistics, dropout_p, is_causal, debug, *, scale):
+        assert bias is None and dropout_p == 0.0 and not debug
+        wide = torch.float64
+        scores = query.to(wide) @ key.to(wide).transpose(2, 3) * scale
+        if is_causal:
+            queries, keys = (torch.arange(size) for size in scores.shape[2:])
+            scores = scores.masked_fill(keys > queries[:, None], -torch.inf)
+        out = (scores.softmax(-1) @ value.to(wide)).to(query.dtype)
+        logsumexp = scores.logsumexp(-1, keepdim=True).float()
+        return out, logsumexp if statistics else logsumexp * NAN, *[None] * 7
+
+
+@pytest.fixture
+def cudnn(monkeypatch):
+    """The backend "cudnn" on a CPU; its backward is interpreted."""
+    attention = sys.modules["fastplm.ops.attention"]
+    monkeypatch.setattr(
+        torch.ops.aten, "_scaled_dot_product_cudnn_attention", SimpleNamespace(default=_CuDNN())
+    )
+    backends = OPS["attention"].backends
+    made = Backend("cudnn", accepts_all, backends["cudnn"].functions)
+    monkeypatch.setitem(backends, "cudnn", made)
+    return attention
+
+
+@half_precision
+@full_and_causal
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), ((33, 33), (128, 128), (130, 130), (200, 70)))
+def test_cudnns_forward_with_our_backward(cudnn, dtype, is_causal, seqlen_q, seqlen_k):
+    """Up to 128 tokens the backward reads no statistics, beyond it those of cuDNN."""
+    if is_causal and seqlen_q != seqlen_k:
+        pytest.skip("cuDNN aligns causality at the first key")
+    cpu = torch.device("cpu")
+    inputs = make(cpu, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=64, dtype=dtype)
+    check("cudnn", inputs | dict(is_causal=is_causal))
+
+
+#: Forwards on an H100 in 16 bits, head dim 64: (queries, keys, causal, who runs them).
+FORWARDS = (
+    (128, 128, False, "cudnn"),
+    (17, 64, False, "cudnn"),
+    (512, 512, False, "cudnn"),
+    (512, 128, False, "cudnn"),
+    (1024, 1024, True, "cudnn"),
+    (512, 512, True, "cudnn"),
+    (256, 256, True, "triton"),
+    (128, 512, False, "triton"),
+    (1, 512, False, "triton"),
+    (1, 512, True, "triton"),
+    (512, 1024, True, "triton"),
+)
+
+
+@pytest.mark.parametrize(("queries", "keys", "is_causal", "runs"), FORWARDS)
+def test_the_faster_forward_of_a_size_runs(monkeypatch, queries, keys, is_causal, runs):
+    """By the rows of an H100; whatever else a call has, ours runs it."""
+    attention = sys.modules["fastplm.ops.attention"]
+    monkeypatch.setattr(attention, "_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(_backends, "_WHY_NOT_NVIDIA", {0: None})
+    monkeypatch.setattr(torch.backends.cuda, "SDPAParams", lambda *given: given)
+    allowed = [True]
+    monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda _: allowed[0])
+
+    def chosen(dtype=torch.bfloat16, dim=64, **changed):
+        with FakeTensorMode(), torch.device("cuda"):
+            query = torch.empty(2, 3, queries, dim, dtype=dtype)
+            key = torch.empty(2, 3, keys, dim, dtype=dtype)
+            given = {name: make() for name, make in changed.items()}
+            call = attention.Call(
+                query, key, key, *[None] * 4, queries, keys, None, False, 0, None, None, 0.0,
+                is_causal, 0.125,
+            )._replace(**given)  # fmt: skip
+            return OPS["attention"].resolve(call)
+
+    assert chosen() == chosen(torch.float16) == runs
+    assert chosen(dim=128) == "triton", "it was not measured"
+    masks = dict(
+        key_mask=lambda: torch.ones(2, keys, dtype=torch.bool),
+        seed=lambda: torch.zeros((), dtype=torch.int64),
+        bias_weight=lambda: torch.zeros(32, 3),
+        attn_mask=lambda: torch.ones(2, 3, queries, keys, dtype=torch.bool),
+    )
+    for name, mask in masks.items():
+        assert chosen(**{name: mask}) == "triton", name
+    monkeypatch.setattr(attention, "_capability", lambda index: (8, 0))
+    assert chosen() == "triton", "it was not measured"
+    monkeypatch.setattr(attention, "_capability", lambda index: (9, 0))
+    allowed[0] = False
+    assert chosen() == "triton"
+
+
+def test_rows_named_by_the_rule_of_cudnn_are_there_and_say_so():
+    folder = Path(__file__).parents[2] / "benchmarks/results/nvidia-h100-80gb-hbm3"
+    with (folder / "attention.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["direction"] == "forward"]
+    found = {(row["case"], row["variant"]): row["p50_us"] for row in rows}
+    text = inspect.getsource(sys.modules["fastplm.ops.attention"]._cudnn_row)
+    named = re.findall(r"([A-Z][\w-]+ \d+x\d+(?: causal)?|cross \d+x\d+): (\d+), (\d+)", text)
+    assert len(named) == 6
+    for case, theirs, ours in named:
+        assert round(float(found[case, "sdpa cudnn"])) == int(theirs) < int(ours)
+        assert round(float(found[case, "fastplm"])) == int(ours)

@@ -7,6 +7,7 @@ import torch
 
 import fastplm
 from fastplm import _extension, ops
+from fastplm._backends import record_decisions
 from fastplm.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from fastplm.reference.linear_int8 import (
     linear_int8_ref,
@@ -220,3 +221,10 @@ def test_a_gradient_is_refused():
         ops.linear_int8(input.requires_grad_(), weight, scale, bias)
     with torch.no_grad():
         ops.linear_int8(input, weight, scale, bias)
+
+
+def test_a_call_without_checks_is_recorded():
+    weight, scale = ops.quantize_int8(torch.randn(3, 16))
+    with record_decisions() as decisions:
+        ops.linear_int8(torch.randn(5, 16), weight, scale)
+    assert [one.op for one in decisions] == ["linear_int8"]

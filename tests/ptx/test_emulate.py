@@ -72,6 +72,34 @@ def test_replaced_token_loss(emulate, arch, dtype):
     emulate("replaced_token_loss", arch=arch, dtype=dtype, width=72)
 
 
+@pytest.mark.parametrize(("arch", "dtype"), every((90, "bfloat16")))
+def test_embedding_layer_norm(emulate, arch, dtype):
+    emulate("embedding_layer_norm", arch=arch, dtype=dtype, width=40)
+
+
+@pytest.mark.parametrize(("arch", "dtype"), every((80, "float32"), (90, "bfloat16")))
+@pytest.mark.parametrize("approximate", ("none", "tanh"))
+def test_bias_gelu(emulate, arch, dtype, approximate):
+    emulate("bias_gelu", arch=arch, dtype=dtype, width=72, approximate=approximate)
+
+
+@pytest.mark.parametrize(
+    "case",
+    (
+        dict(width=256),
+        dict(width=384, by_sample=True, is_rms=True),
+        pytest.param(dict(width=40), marks=slow),
+        pytest.param(dict(width=768, by_sample=True), marks=slow),
+        pytest.param(dict(width=1024, rows=5, is_rms=True), marks=slow),
+    ),
+    ids=str,
+)
+@pytest.mark.parametrize(("arch", "dtype"), every((90, "bfloat16")))
+def test_dropout_add_layer_norm(emulate, arch, dtype, case):
+    launched = emulate("dropout_add_layer_norm", arch=arch, dtype=dtype, **case)
+    assert len(launched) == 3  # forward, backward and the sums over groups of rows
+
+
 @pytest.mark.parametrize(("arch", "dtype"), every((80, "float16"), (90, "bfloat16")))
 def test_linear_cross_entropy(emulate, arch, dtype):
     """With narrow rows, the backward computes the logits again."""

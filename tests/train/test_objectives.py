@@ -17,10 +17,10 @@ import transformers
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
+from fastplm import _checks
 from fastplm.data import TokenStore, tokenize
 from fastplm.errors import TooLittleTextError
 from fastplm.graphs import GraphedStep
-from fastplm.models import _ragged
 from fastplm.models._ragged import RaggedBatch
 from fastplm.testing import FORWARD_FACTOR, GRADIENT_FACTOR, check_error, rerounded
 from fastplm.train import pretrain as module
@@ -487,7 +487,7 @@ def test_a_step_on_such_a_batch_reads_no_value(learned, all_tokens, monkeypatch)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         model = module.make_model(args, all_tokens).train()
-    monkeypatch.setattr(_ragged, "values_exist", lambda tensor: True)
+    monkeypatch.setattr(_checks, "values_exist", lambda tensor: True)
 
     def faked(value):
         if isinstance(value, RaggedBatch):

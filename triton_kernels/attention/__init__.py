@@ -10,8 +10,7 @@ Source: FlashAttention-2 (Dao 2023, arXiv 2307.08691), algorithms 1 and 2; T5's 
 2020, §2.1; dropout bits: Philox4x32-7 (Salmon et al. 2011).
 
 Files: ``forward``, ``backward`` and ``bias`` hold the kernels, ``tiles`` what they share,
-``configs`` the launch tables, ``launch`` the launchers, ``cases`` what tools compile; ``ping_pong``
-is another forward for sm_90.
+``configs`` the launch tables, ``launch`` the launchers, ``cases`` what tools compile.
 
 Legend: B batch · H heads · Tq/Tk query/key length · D head dim (BLOCK_D, its power of two)
         m_i row maximum · l_i row sum. exp2 is the hardware's own: log2(e) * scale is folded into

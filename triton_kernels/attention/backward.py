@@ -201,9 +201,9 @@ def _attention_tile_bwd_kernel(
     # sm_90).
     TILE: tl.constexpr = Tile(HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, IS_CAUSAL, PRECISION)
     row_size = num_heads * HEAD_DIM
-    zero_spare_rows(dq_ptr, cu_q_ptr, num_seqs, num_rows_q, row_size)
-    zero_spare_rows(dk_ptr, cu_k_ptr, num_seqs, num_rows_k, row_size)
-    zero_spare_rows(dv_ptr, cu_k_ptr, num_seqs, num_rows_k, row_size)
+    zero_spare_rows(dq_ptr, cu_q_ptr, num_seqs, num_rows_q, row_size, stride_dqt)
+    zero_spare_rows(dk_ptr, cu_k_ptr, num_seqs, num_rows_k, row_size, stride_dkt)
+    zero_spare_rows(dv_ptr, cu_k_ptr, num_seqs, num_rows_k, row_size, stride_dkt)
     tensors = (
         Tensor(q_ptr, stride_qb, stride_qh, stride_qt),
         Tensor(k_ptr, stride_kb, stride_kh, stride_kt),
@@ -396,7 +396,8 @@ def _attention_stream_bwd_dq_kernel(
 ):
     # One program handles one tile of queries and loops over the keys in order.
     TILE: tl.constexpr = Tile(HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, IS_CAUSAL, PRECISION)
-    zero_spare_rows(dq_ptr, cu_q_ptr, num_seqs, num_rows, num_heads * HEAD_DIM)
+    row_size = num_heads * HEAD_DIM
+    zero_spare_rows(dq_ptr, cu_q_ptr, num_seqs, num_rows, row_size, stride_dqt)
     num_tiles = tl.cdiv(seqlen_q, BLOCK_Q)
     tile = num_tiles - 1 - tl.program_id(0) % num_tiles
     row = (tl.program_id(0) // num_tiles).to(tl.int64)  # flat (sequence, head)
@@ -621,8 +622,8 @@ def _attention_stream_bwd_dkdv_kernel(
     # One program handles one tile of keys and loops over the queries in order.
     TILE: tl.constexpr = Tile(HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, IS_CAUSAL, PRECISION)
     row_size = num_heads * HEAD_DIM
-    zero_spare_rows(dk_ptr, cu_k_ptr, num_seqs, num_rows, row_size)
-    zero_spare_rows(dv_ptr, cu_k_ptr, num_seqs, num_rows, row_size)
+    zero_spare_rows(dk_ptr, cu_k_ptr, num_seqs, num_rows, row_size, stride_dkt)
+    zero_spare_rows(dv_ptr, cu_k_ptr, num_seqs, num_rows, row_size, stride_dkt)
     num_tiles = tl.cdiv(seqlen_k, BLOCK_K)
     tile = tl.program_id(0) % num_tiles
     row = (tl.program_id(0) // num_tiles).to(tl.int64)  # flat (sequence, head)

@@ -115,6 +115,7 @@ def meta_case(
         is_causal=is_causal,
         scale=0.125,
         allow_tf32=allow_tf32,
+        side_by_side=False,
     )
     out, stats = attention_fwd(call)
     attention_bwd(out, Saved(call, out, stats, has_bias))

@@ -148,7 +148,8 @@ def _attention_row_fwd_kernel(
 ):
     # One program handles consecutive tiles of queries of one head, and loads K and V once.
     TILE: tl.constexpr = Tile(HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, IS_CAUSAL, PRECISION)
-    zero_spare_rows(out_ptr, cu_q_ptr, num_seqs, num_rows, num_heads * HEAD_DIM)
+    row_size = num_heads * HEAD_DIM
+    zero_spare_rows(out_ptr, cu_q_ptr, num_seqs, num_rows, row_size, stride_ot)
     runs = tl.cdiv(tl.cdiv(seqlen_q, BLOCK_Q), tiles_q)
     run = tl.program_id(0) % runs
     row = (tl.program_id(0) // runs).to(tl.int64)  # flat (sequence, head)
@@ -291,7 +292,8 @@ def _attention_stream_fwd_kernel(
     # One program handles one tile of queries of one head. The programs of a head are neighbours, so
     # that its K and V stay in the L2. If causal, the tiles with the most keys come first.
     TILE: tl.constexpr = Tile(HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, IS_CAUSAL, PRECISION)
-    zero_spare_rows(out_ptr, cu_q_ptr, num_seqs, num_rows, num_heads * HEAD_DIM)
+    row_size = num_heads * HEAD_DIM
+    zero_spare_rows(out_ptr, cu_q_ptr, num_seqs, num_rows, row_size, stride_ot)
     num_tiles = tl.cdiv(seqlen_q, BLOCK_Q)
     tile = num_tiles - 1 - tl.program_id(0) % num_tiles
     row = (tl.program_id(0) // num_tiles).to(tl.int64)  # flat (sequence, head)

@@ -50,6 +50,8 @@ class Call(NamedTuple):
     buckets: int64 [2 * max_distance + 1], the row of ``bias_weight`` for each distance.
     dropout_threshold: bytes below it drop a probability.
     allow_tf32: whether fp32 is multiplied in TF32; a backward takes its forward's value.
+    side_by_side: whether the gradients of query, key and value are parts of one tensor, see
+        ``attention_bwd``.
     """
 
     query: torch.Tensor
@@ -69,6 +71,7 @@ class Call(NamedTuple):
     is_causal: bool
     scale: float
     allow_tf32: bool
+    side_by_side: bool
 
 
 class Saved(NamedTuple):
@@ -102,6 +105,7 @@ class Shape:
         is_causal: bool,
         scale: float,
         allow_tf32: bool,
+        side_by_side: bool,
     ) -> None:
         self.dtype, self.device, self.has_bias = dtype, device, has_bias
         self.seqlen_q, self.seqlen_k = max_seqlen_q, max_seqlen_k
@@ -115,6 +119,9 @@ class Shape:
         # Whether no query has a key.
         self.is_empty = 0 in (self.batch, self.heads, self.seqlen_q, self.seqlen_k)
         self.like_query, self.like_key = self.output(query_shape), self.output(key_shape)
+        parts = 3 if side_by_side else 1
+        self.steps_dq = self.output(query_shape, parts)[1]
+        self.steps_dk = self.output(key_shape, parts)[1]
         self.block_d = block_d_of(self.head_dim)
         self.precision = "tf32" if allow_tf32 else "upcast" if upcast_dot(dtype) else "ieee"
         self.streams = needs_statistics(dtype, self.head_dim, max_seqlen_q, max_seqlen_k, has_bias)
@@ -150,9 +157,12 @@ class Shape:
         steps = (0, steps[1], steps[0]) if self.ragged else steps[:3]
         return {f"stride_{letter}{axis}": step for axis, step in zip("bht", steps, strict=True)}
 
-    def output(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shape and strides of [N, H, D], or [B, H, T, D] over the [B, T, H, D] of projections."""
-        width = max(self.heads, 1) * self.head_dim
+    def output(
+        self, shape: tuple[int, ...], parts: int = 1
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape and strides of [N, H, D], or [B, H, T, D] over the [B, T, H, D] of projections,
+        with so many of them side by side."""
+        width = max(self.heads, 1) * self.head_dim * parts
         if self.ragged:
             return shape, (width, self.head_dim, 1)
         return shape, (max(shape[2], 1) * width, self.head_dim, width, 1)
@@ -196,8 +206,8 @@ class Shape:
             num_rows_q=self.rows_q,
             num_rows_k=self.rows_k,
             scale=self.scale,
-            **self.strides("dq", self.like_query[1]),
-            **self.strides("dk", self.like_key[1]),
+            **self.strides("dq", self.steps_dq),
+            **self.strides("dk", self.steps_dk),
             **self.shared,
             **config,
         )
@@ -212,7 +222,7 @@ class Shape:
             scale=self.scale,
             stride_sh=self.rows_q,
             **self.strides("o", self.like_query[1]),
-            **self.strides("dq", self.like_query[1]),
+            **self.strides("dq", self.steps_dq),
             **self.shared,
             **config,
         )
@@ -226,7 +236,7 @@ class Shape:
             num_rows=self.rows_k,
             scale=self.scale,
             stride_sh=self.rows_q,
-            **self.strides("dk", self.like_key[1]),
+            **self.strides("dk", self.steps_dk),
             **self.shared,
             **config,
         )
@@ -263,21 +273,29 @@ def _shape_of(call: Call) -> Shape:
         call.is_causal,
         call.scale,
         call.allow_tf32,
+        call.side_by_side,
     )
 
 
 def _key_bits(call: Call, shape: Shape) -> dict[str, Any]:
-    """The key mask as int64 [B, words], 64 keys each, and its stride."""
+    """The key mask as int64 [B, words], 64 keys each, and its stride.
+
+    The layers of a model and their backwards share them (``ops._attention_call.BITS``).
+    """
     if call.key_mask is None:
         return dict(mask_ptr=None, stride_mb=0)
     words = cdiv(shape.seqlen_k, 64)
+    shared = getattr(call.key_mask, "_fastplm_bits", {})
+    if (shape.batch, words) in shared:
+        return dict(mask_ptr=shared[shape.batch, words], stride_mb=words)
     bits = call.query.new_empty(shape.batch, words, dtype=torch.int64)
     block = min(16, next_power_of_2(words))
     launch(
         _attention_key_bits_kernel,
         (shape.batch * cdiv(words, block),),
         shape.device,
-        **_key_bytes(call),
+        mask_ptr=call.key_mask.view(torch.uint8),
+        stride_mb=0 if call.cu_seqlens_k is not None else call.key_mask.stride(0),
         cu_k_ptr=call.cu_seqlens_k,
         bits_ptr=bits,
         seqlen_k=shape.seqlen_k,
@@ -286,15 +304,8 @@ def _key_bits(call: Call, shape: Shape) -> dict[str, Any]:
         num_warps=1,
         num_stages=1,
     )
+    shared[shape.batch, words] = bits
     return dict(mask_ptr=bits, stride_mb=words)
-
-
-def _key_bytes(call: Call) -> dict[str, Any]:
-    """The key mask as it is given; a packed one has no stride."""
-    if call.key_mask is None:
-        return dict(mask_ptr=None, stride_mb=0)
-    stride = 0 if call.cu_seqlens_k is not None else call.key_mask.stride(0)
-    return dict(mask_ptr=call.key_mask.view(torch.uint8), stride_mb=stride)
 
 
 def _pointers(call: Call) -> dict[str, Any]:
@@ -313,10 +324,6 @@ def _pointers(call: Call) -> dict[str, Any]:
     return pointers
 
 
-#: From so many queries and keys on ``ping_pong`` is chosen; None: never, as it was not timed yet.
-ping_pong_from: int | None = None
-
-
 def attention_fwd(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the forward.
 
@@ -328,13 +335,7 @@ def attention_fwd(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     if shape.is_empty:
         return out.zero_(), stats.zero_()
     kernel, grid, fixed = shape.forward
-    if ping_pong_from is not None and min(shape.seqlen_q, shape.seqlen_k) >= ping_pong_from:
-        # This imports Gluon, which no other forward needs.
-        from fastplm.triton_kernels.attention.ping_pong import ping_pong
-
-        kernel, grid, fixed = ping_pong(shape, query, call.key, call.value) or shape.forward
-    bits = kernel in (_attention_row_fwd_kernel, _attention_stream_fwd_kernel)
-    pointers = _pointers(call) | (_key_bits(call, shape) if bits else _key_bytes(call))
+    pointers = _pointers(call) | _key_bits(call, shape)
     if kernel is _attention_stream_fwd_kernel:
         pointers |= bias_rows(call.bias_weight, call.buckets)
     m, log2l = stats.unbind() if shape.streams else (stats, stats)  # empty, and not written
@@ -354,20 +355,30 @@ def attention_fwd(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 def attention_bwd(
     grad_out: torch.Tensor, saved: Saved
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch the backward: gradients of query, key, value and, if needed, of bias_weight."""
+    """Launch the backward: gradients of query, key, value and, if needed, of bias_weight.
+
+    With ``side_by_side`` the first is [N, 3, H, D] or [B, T, 3, H, D], of all three, and the two
+    after it are empty.
+    """
     call, out, stats, bias_grad = saved
     query, bias_weight, buckets = call.query, call.bias_weight, call.buckets
     shape = _shape_of(call)
     if grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()
-    grad_query = query.new_empty_strided(*shape.like_query)
-    grad_key, grad_value = (query.new_empty_strided(*shape.like_key) for _ in range(2))
+    if call.side_by_side:
+        places = query.shape[:1] if shape.ragged else (query.shape[0], query.shape[2])
+        whole = query.new_empty(*places, 3, shape.heads, shape.head_dim)
+        grad_query, grad_key, grad_value = whole.unbind(-3)
+        grads = whole, query.new_empty(0), query.new_empty(0)
+    else:
+        grad_query = query.new_empty_strided(*shape.like_query)
+        grad_key, grad_value = (query.new_empty_strided(*shape.like_key) for _ in range(2))
+        grads = grad_query, grad_key, grad_value
     grad_bias = query.new_empty(0)
     if bias_weight is not None and bias_grad:
         grad_bias = bias_weight.new_empty(bias_weight.shape)
     if shape.is_empty:
-        grads = (grad_query, grad_key, grad_value, grad_bias)
-        return tuple(grad.zero_() for grad in grads)  # type: ignore[return-value]
+        return tuple(grad.zero_() for grad in (*grads, grad_bias))  # type: ignore[return-value]
     shared: dict[str, Any] = dict(
         do_ptr=grad_out,
         **shape.strides("do", grad_out.stride()),
@@ -386,7 +397,7 @@ def attention_bwd(
             dv_ptr=grad_value,
             **shared,
         )
-        return grad_query, grad_key, grad_value, grad_bias
+        return *grads, grad_bias
 
     m, log2l = stats.unbind()
     shared |= dict(m_ptr=m, log2l_ptr=log2l, delta_ptr=torch.empty_like(m))
@@ -417,4 +428,4 @@ def attention_bwd(
     )
     if far is not None:
         bias_gradient(shape, shared, far, buckets, grad_bias)
-    return grad_query, grad_key, grad_value, grad_bias
+    return *grads, grad_bias

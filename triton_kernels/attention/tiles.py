@@ -156,18 +156,16 @@ def store_rows(rows, tile, offs_t, mask_t, TILE: tl.constexpr):
 
 
 @triton.jit
-def zero_spare_rows(ptr, cu_ptr, num_seqs, num_rows, row_size):
-    """All programs together write 0 behind the last sequence of a contiguous [rows, H, D]."""
+def zero_spare_rows(ptr, cu_ptr, num_seqs, num_rows, row_size, stride):
+    """All programs together write 0 behind the last sequence of [rows, H, D], a row at a time."""
     BLOCK: tl.constexpr = 1024
     if cu_ptr is not None:
-        end = tl.full((), 0, tl.int64) + num_rows
-        end = end * row_size
-        # With many short sequences even the number of elements of all programs is past 2^31.
-        begin = tl.load(cu_ptr + num_seqs).to(tl.int64) * row_size
-        begin += tl.program_id(0).to(tl.int64) * BLOCK
-        for start in range(begin, end, tl.num_programs(0).to(tl.int64) * BLOCK):
-            offs = start + tl.arange(0, BLOCK)
-            tl.store(ptr + offs, tl.zeros([BLOCK], ptr.dtype.element_ty), mask=offs < end)
+        first = tl.load(cu_ptr + num_seqs) + tl.program_id(0)
+        for row in range(first, num_rows, tl.num_programs(0)):
+            for start in range(0, row_size, BLOCK):
+                offs = start + tl.arange(0, BLOCK)
+                zeros = tl.zeros([BLOCK], ptr.dtype.element_ty)
+                tl.store(ptr + row.to(tl.int64) * stride + offs, zeros, mask=offs < row_size)
 
 
 @triton.jit

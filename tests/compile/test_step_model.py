@@ -1,0 +1,141 @@
+"""A training step on a CUDA device that does not exist: what a layer may cost, and that a step with
+a capacity reads no value."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import step_model
+
+pytestmark = [
+    pytest.mark.compile,
+    pytest.mark.skipif(sys.platform != "linux", reason="a library is preloaded"),
+    pytest.mark.skipif(step_model.find_compiler() is None, reason="no C++ compiler"),
+    pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this PyTorch has CUDA of its own"),
+]
+
+REPORT = "benchmarks/step_report.py"
+FAMILIES = [
+    f"{family}-tiny" for family in ("bert", "roberta", "albert", "electra", "gpt2", "bart", "t5")
+]
+#: The most that a layer of BERT-base may cost: launches forward and backward, and tensors [N, E]
+#: that move through operators which are neither products nor attention. Lower them with the cost.
+MOST = {"layer_forward": 31, "layer_backward": 46, "layer_tensors": 124.7}
+#: The most calls of Python functions in a layer of BERT, forward and backward.
+MOST_CALLS = 380
+
+
+def test_a_layer_of_bert_costs_no_more_than_it_did(run):
+    case = "--arch bert-base --shape 256x128 --padding 0 --variant fastplm --json".split()
+    (row,) = run(REPORT, *case)
+    assert {name: most for name, most in MOST.items() if float(row[name]) > most} == {}
+    assert row["variant"] == "fastplm" and float(row["ms"]) > float(row["ms_products"]) > 15
+
+
+@pytest.mark.parametrize("padding", [0, 0.35])
+def test_a_step_with_a_capacity_reads_no_value(run, padding):
+    case = f"--shape 4x16 --padding {padding} --variant fastplm --json --arch"
+    rows = run(REPORT, *case.split(), *FAMILIES)
+    assert [row["arch"] for row in rows] == FAMILIES
+
+
+#: A model that reads a value in each of these ways, in its forward and in its backward.
+READS = """
+import json, sys
+from types import SimpleNamespace
+
+import step_model
+
+if (status := step_model.run_preloaded()) is not None:
+    sys.exit(status)
+import torch
+
+READS = [
+    lambda x: x.sum().item(),
+    lambda x: x.tolist(),
+    lambda x: bool(x.sum() > 0),
+    lambda x: x.nonzero(),
+    lambda x: x[x > 0],
+    lambda x: x.masked_fill(x > 0, 1).masked_select(x > 0),
+    lambda x: x.cpu(),
+    lambda x: torch.zeros(4, device="cpu").copy_(x),
+    lambda x: torch.equal(x, x),
+]
+
+
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, read):
+        ctx.read = read
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.read(grad)
+        return grad, None
+
+
+class Model(torch.nn.Module):
+    def __init__(self, read, where):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+        self.read, self.where = read, where
+
+    def forward(self, ids):
+        if self.where == "forward":
+            self.read(self.weight.detach())
+        return SimpleNamespace(loss=Backward.apply(self.weight, self.read).sum())
+
+
+for where in ("forward", "backward"):
+    for read in READS:
+        said = ""
+        try:
+            made = lambda: Model(read, where)
+            step_model.step(made, dict(ids=torch.ones(3)), step_model.Batch(0))
+        except step_model.ReadsValue as error:
+            said = str(error)
+        print(json.dumps([where, read.__code__.co_firstlineno, said]))
+made = lambda: Model(lambda x: x.sum(), "forward")
+launches = step_model.step(made, dict(ids=torch.ones(3)), step_model.Batch(0))
+print(json.dumps([launch.name for launch in launches]))
+"""
+
+
+def test_a_read_is_named_with_its_line(run, tmp_path):
+    path = tmp_path / "reads.py"
+    path.write_text(READS)
+    *found, launches = run(str(path))
+    assert len(found) == 18
+    for where, line, said in found:
+        assert f" in {where}, {path}:{line}" in said, (where, line, said)
+    assert launches[:3] == ["aten.sum", "aten.mul", "aten.sum"]
+
+
+CALLS = "import json, host_time; print(json.dumps(host_time.layer_calls('bert-tiny', 'fastplm')))"
+
+
+def test_python_calls_of_a_layer(run):
+    pytest.importorskip("triton")
+    ((python, c),) = run("-c", CALLS)
+    assert 50 < python <= MOST_CALLS and c > 0
+
+
+def test_the_page_has_the_committed_rows(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    report = importlib.import_module("step_report")
+    page = report.page(report.read(report.RESULTS), report.read(report.CALLS))
+    assert report.PAGE.read_text(encoding="utf-8") == page, f"python {REPORT} --page"
+
+
+@pytest.mark.slow
+def test_inductor_moves_fewer_tensors(run):
+    case = "--arch bert-tiny --shape 256x128 --padding 0 --json --variant transformers compiled"
+    eager, compiled = run(REPORT, *case.split())
+    assert eager["tflop"] == compiled["tflop"]
+    assert float(compiled["layer_tensors"]) < 0.7 * float(eager["layer_tensors"])
