@@ -40,6 +40,7 @@ from fastplm.models._layer import (
     Layer,
     has_both,
     is_fake,
+    nothing_hides_modules,
     of_one_forward,
     ready_layer,
     run_layer,
@@ -569,8 +570,10 @@ def looks_up_alone(table: Any) -> bool:
 class EncoderLayer(OnRows):
     """Mixin of a layer of BERT: it runs as ``_layer`` says, and the last may compute few rows."""
 
-    #: The classes of the modules around those of a ``Layer``, as Transformers made them.
+    #: The classes of the modules around those of a ``Layer``, as Transformers made them, and the
+    #: method that calls those of the feed-forward.
     _around: tuple[type, ...] = ()
+    _feeds = "feed_forward_chunk"
 
     def forward(
         self: Any, hidden_states: Tensor, attention_mask: Any = None, *others: Any, **kwargs: Any
@@ -599,7 +602,7 @@ class EncoderLayer(OnRows):
         attention, inner, outer = own["attention"], own["intermediate"], own["output"]
         within = attention._modules
         around = (attention, within.get("self"), within.get("output"), inner, outer)
-        if not self._is_known(around) or vars(self)["chunk_size_feed_forward"]:
+        if not self._is_known(around):
             return None
         itself, join, inner, outer = (one._modules for one in around[1:])
         attention = Attention(
@@ -620,4 +623,12 @@ class EncoderLayer(OnRows):
         return (type(attention), type(getattr(attention, "self", None))) == self._around[:2]
 
     def _is_known(self: Any, around: tuple[Any, ...]) -> bool:
-        return all(map(is_plain, around, self._around))
+        """Whether the layer and the modules around those that run are as they were made."""
+        own, feeds = vars(self), getattr(type(self), self._feeds, None)
+        return (
+            all(map(is_plain, around, self._around))
+            and nothing_hides_modules(self, *around)
+            and not own["chunk_size_feed_forward"]
+            and self._feeds not in own
+            and getattr(feeds, "__module__", "").startswith("transformers.models.")
+        )

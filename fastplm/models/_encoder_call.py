@@ -111,9 +111,9 @@ class _Planner(Planner):
         return self.gelu(block, "intermediate_act_fn")
 
     def part(self, model: nn.Module, name: str, family: str) -> Any:
-        """A module of the class of Transformers that this family's models have."""
+        """A module of the class that this family's models have."""
         kind: Any = type(model._modules.get(name))
-        self.need(kind.__module__.startswith("transformers.models."), name)
+        self.need(kind.__module__.startswith(("transformers.models.", "fastplm.models.")), name)
         self.need(kind.__name__ == type(model).__name__.replace("Model", family), name)
         return self.child(model, name, kind)
 

@@ -168,6 +168,11 @@ def has_both(module: Any) -> bool:
     )
 
 
+def nothing_hides_modules(*modules: Any) -> bool:
+    """Whether the children of modules are what their names give: an attribute is found first."""
+    return all(vars(one).keys().isdisjoint(one._modules) for one in modules)
+
+
 def _is_linear(module: Any) -> bool:
     return (
         is_plain(module, *_LINEAR)

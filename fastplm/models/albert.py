@@ -166,6 +166,7 @@ class AlbertLayer(EncoderLayer, GradientCheckpointingLayer, modeling_albert.Albe
     """A layer, which in the last call may compute only some rows."""
 
     _around = (modeling_albert.AlbertAttention,)
+    _feeds = "ff_chunk"
 
     def _last(self, rows: Rows) -> LastRows | None:
         return rows.last  # the calls before it get no such rows
@@ -175,7 +176,7 @@ class AlbertLayer(EncoderLayer, GradientCheckpointingLayer, modeling_albert.Albe
 
     def _parts(self) -> Layer | None:
         attention: Any = self._modules["attention"]
-        if not self._is_known((attention,)) or vars(self)["chunk_size_feed_forward"]:
+        if not self._is_known((attention,)):
             return None
         own, within = self._modules, attention._modules
         block = Attention(

@@ -23,7 +23,15 @@ from transformers.utils.output_capturing import capture_outputs
 from fastplm.errors import UnsupportedError, fail
 from fastplm.models._base import joined
 from fastplm.models._heads import CausalLM
-from fastplm.models._layer import Attention, FeedForward, Join, Layer, ready_layer, run_layer
+from fastplm.models._layer import (
+    Attention,
+    FeedForward,
+    Join,
+    Layer,
+    nothing_hides_modules,
+    ready_layer,
+    run_layer,
+)
 from fastplm.models._ragged import OnRows, Rows
 from fastplm.models._seq2seq import (
     ConditionalGeneration,
@@ -47,7 +55,8 @@ class _Layer(OnRows):
         if "encoder_attn" in own:
             attentions.append((own["encoder_attn"], own["encoder_attn_layer_norm"]))
         kind, halves = modeling_bart.BartAttention, own["fc1"].weight.dtype is torch.float16
-        if halves or not all(is_plain(module, kind) for module, _ in attentions):
+        known = all(is_plain(module, kind) for module, _ in attentions)
+        if halves or not known or not nothing_hides_modules(self, *(one for one, _ in attentions)):
             return None
         blocks = []
         for module, norm in attentions:

@@ -319,7 +319,7 @@ def test_a_backbone_of_transformers_in_a_head_of_ours_is_an_error():
     own.pad_token_id = 0
     model = models.GPT2ForSequenceClassification(own)
     model.transformer = transformers.GPT2Model(copy.deepcopy(own))
-    with pytest.raises(ArgumentValueError, match="base_model"):
+    with pytest.raises(ArgumentValueError, match="part that is a GPT2Model"):
         model(ids)
 
 
