@@ -159,7 +159,7 @@ class EncoderModel(FastplmModel):
         # --- which rows are computed ---
         # A batch without padding takes no longer than in the parent.
         plain = full and output_rows is None and encoder_rows is None and not drops
-        if counted and past_key_values is None and not (plain and lookup is None):
+        if counted and past_key_values is None and not (plain and lookup is None and given.is_cpu):
             position_ids = self._positions(input_ids, given)
         first = None if plain else torch.arange(batch, device=given.device) * seqlen
         kept = None if plain else self._keeps_padding(masks, kwargs)
