@@ -101,7 +101,7 @@ bench: $(VENV)/.test $(VENV)/.peers
 	$(PYTEST) benchmarks/ --benchmark-only --rows benchmarks/results
 	$(BIN)/python benchmarks/plots.py
 
-# ARGS: options of the script, as in make gpu-report ARGS='--only attention bert'.
+# ARGS: options of the script, as in make gpu-report ARGS='--only attention BERT'.
 ARGS :=
 gpu-report:
 	$(PYTHON) benchmarks/gpu_report.py $(ARGS)

@@ -5,7 +5,9 @@
 ``TRITON_CACHE_DIR=DIR`` then saves a machine with that GPU the time to compile the kernels of
 ``gpu_checks.py`` and of the ops' quick benchmarks: several hundred kernels, a second for each. The
 cache's keys depend on Triton's own files, the kernel's source, the architecture and the signature,
-so both machines need the same release of Triton. The files name each other by absolute paths: if a
+so both machines need the same release of Triton. They need the same release of Python, too, as
+Triton's library differs; else ``--like DIR`` names the other one's ``triton`` folder, such as that
+of an unpacked wheel. The files name each other by absolute paths: if a
 folder was moved, this command corrects the paths, and compiles missing kernels. Files that no
 launch reads (the IR and the PTX) are not kept.
 
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import json
 import os
 import pkgutil
@@ -29,6 +32,7 @@ from contextlib import contextmanager
 from itertools import islice, repeat
 from multiprocessing import get_context
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 from unittest import mock
 
@@ -36,7 +40,7 @@ import torch
 
 STEPS = (
     *("checks", "attention", "linear_cross_entropy", "replaced_token_loss", "gather_rows"),
-    *("linear_distillation", "maxsim"),
+    *("dropout_add_layer_norm", "bias_gelu", "attention_tiles", "linear_distillation", "maxsim"),
 )
 ARCHS = (80, 86, 89, 90, 100, 120)
 
@@ -129,15 +133,34 @@ def _benchmark(op: str) -> Iterator[tuple[Callable[..., Any], dict[str, Any], An
     with mock.patch.object(harness, "default_device", lambda: torch.device("cuda")):
         cases = importlib.import_module(f"test_{op}").CASES
     for case in cases:
-        if not case.full:
-            yield case.variants["fastplm"], case.make(torch.device("cpu")), case.wrt
-            yield case.variants["fastplm"], case.make_small(torch.device("cpu")), case.wrt
+        for name, function in case.variants.items():
+            if name.startswith("fastplm") and not case.full:
+                yield function, case.make(torch.device("cpu")), case.wrt
+                yield function, case.make_small(torch.device("cpu")), case.wrt
 
 
-def fill(folder: Path, arch: int, step: str, part: int = 0, parts: int = 1) -> tuple[int, int]:
-    """(kernels of a step, missing ones) for sm_<arch>, from every ``parts``-th call alone."""
+def key_of(package: Path) -> str:
+    """What Triton takes from its own files for a key, from those in another folder."""
+    from triton.runtime import cache
+
+    function = inspect.unwrap(cache.triton_key)
+    files = {"__file__": str(package / "runtime" / "cache.py")}
+    return FunctionType(function.__code__, {**vars(cache), **files})()
+
+
+def fill(
+    folder: Path, arch: int, step: str, key: str | None = None, part: int = 0, parts: int = 1
+) -> tuple[int, int]:
+    """(kernels of a step, missing ones) for sm_<arch>, from every ``parts``-th call alone; ``key``
+    replaces that of Triton's own files."""
+    from triton.runtime import cache
+
     calls = _checks() if step == "checks" else _benchmark(step)
-    with compiling(arch, folder) as found:
+    own = cache.triton_key
+    with (
+        mock.patch.object(cache, "triton_key", own if key is None else lambda: key),
+        compiling(arch, folder) as found,
+    ):
         for function, inputs, wrt in islice(calls, part, None, parts):
             _call(function, inputs, wrt)
     return len(found), found.count(False)
@@ -158,7 +181,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.add_argument("--arch", type=int, choices=ARCHS, help="default: this machine's GPU")
-    parser.add_argument("--if-gpu", action="store_true", help="without a GPU, compile nothing")
+    parser.add_argument("--like", type=Path, metavar="DIR", help="another Python's triton folder")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="default: the CPUs")
     parser.add_argument("steps", nargs="*", metavar="step", help=f"of {' '.join(STEPS)}")
     options = parser.parse_intermixed_args()
@@ -166,9 +189,6 @@ def main() -> int:
         parser.error(f"no step {', '.join(sorted(unknown))}; there are {' '.join(STEPS)}")
     if options.arch is None:
         if not torch.cuda.is_available():
-            if options.if_gpu:
-                print("no GPU is here: nothing is compiled")
-                return 0
             parser.error("no GPU is here: --arch says for which one")
         major, minor = torch.cuda.get_device_capability()
         options.arch = 10 * major + minor
@@ -176,10 +196,12 @@ def main() -> int:
     settle(folder)
     os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels cannot be compiled
     jobs = max(options.jobs, 1)
+    key = None if options.like is None else key_of(options.like)
     # The processes are not forked, as a process that has used its GPU may not be.
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         for step in options.steps or STEPS:
-            each = (repeat(folder), repeat(options.arch), repeat(step), range(jobs), repeat(jobs))
+            given = map(repeat, (folder, options.arch, step, key))
+            each = (*given, range(jobs), repeat(jobs))
             kernels, made = (sum(counts) for counts in zip(*pool.map(fill, *each), strict=True))
             print(f"{step}: {kernels} kernels, {made} compiled", flush=True)
     settle(folder)

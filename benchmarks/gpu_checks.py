@@ -1,11 +1,9 @@
 """Whether the kernels are right on this machine: a small call of each kernel, dtype and branch.
 
-    python benchmarks/gpu_checks.py [op …]
-
 Each call is compared with its eager reference: outputs and gradients by the error budget of
-``fastplm.testing``, ids bit by bit. When a call ends, a line "GREEN" or "RED" is printed, and
-"DONE" when all calls of an op have run. ``gpu_report.py`` reads these lines: an op without "DONE",
-or with a "RED" line, has no speed on its page. The whole GPU suite is ``make test-device``.
+``fastplm.testing``, ids bit by bit. ``gpu_report.py`` makes the calls in the dtype that it times,
+and a wrong op has no speed on its page; ``compile_cache.py`` compiles what all of them launch. The
+whole GPU suite is ``make test-device``.
 
 Without a GPU, TRITON_INTERPRET=1 runs the Triton kernels on tiny inputs of one dtype, and csrc/
 runs on the CPU.
@@ -13,10 +11,6 @@ runs on the CPU.
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +22,10 @@ import fastplm
 from fastplm import ops
 from fastplm.reference.attention import attention_ref, attention_varlen_ref
 from fastplm.reference.bart_noise import bart_noise_ref
+from fastplm.reference.bias_gelu import bias_gelu_ref
 from fastplm.reference.corrupt_spans import corrupt_spans_ref
+from fastplm.reference.dropout_add_layer_norm import dropout_add_layer_norm_ref
+from fastplm.reference.embedding_layer_norm import embedding_layer_norm_ref
 from fastplm.reference.gather_rows import gather_rows_ref
 from fastplm.reference.linear_cross_entropy import linear_cross_entropy_ref, sample_ref
 from fastplm.reference.linear_distillation import (
@@ -336,6 +333,65 @@ def detection_checks() -> Iterator[Check]:
         yield Check("replaced_token_loss", branch, "triton", inputs, *functions, wrt)
 
 
+# --- layers ---------------------------------------------------------------------------------------
+
+OF_NORM = ("input", "residual", "weight", "bias", "linear_bias")
+OF_EMBEDDINGS = ("word_weight", "position_weight", "token_type_weight", "weight", "bias")
+
+
+def norm_checks() -> Iterator[Check]:
+    def make(where: Where, width: int, is_rms: bool) -> Inputs:
+        rows, width = (9, 40) if where.small else (513, width)
+        made: Inputs = {name: where.draw(rows, width) for name in OF_NORM[:2]}
+        names = OF_NORM[2 : 3 if is_rms else 5]
+        return made | {name: where.draw(width) / 8 + (name == "weight") for name in names}
+
+    for width, p in ((768, 0.1), (768, 0.0), (256, 0.1), (1024, 0.1)):
+        for is_rms in (False, True):
+            options = dict(dropout_p=p, eps=1e-6) | (dict(seed=5) if p else {})
+            inputs = lambda where, w=width, rms=is_rms: make(where, w, rms)  # noqa: E731
+            fused: Any = ops.dropout_add_rms_norm if is_rms else ops.dropout_add_layer_norm
+            functions = (
+                _first(fused, **options),
+                _first(dropout_add_layer_norm_ref, is_rms=is_rms, **options),
+            )
+            branch = f"E={width} p={p:g}{' rms' * is_rms}"
+            wrt = OF_NORM[: 3 if is_rms else 5]
+            yield Check("dropout_add_layer_norm", branch, "triton", inputs, *functions, wrt)
+
+
+def gelu_checks() -> Iterator[Check]:
+    def make(where: Where, width: int) -> Inputs:
+        rows, width = (9, 40) if where.small else (513, width)
+        return dict(input=where.draw(rows, width), bias=where.draw(width))
+
+    for width, approximate in ((3072, "none"), (1024, "none"), (3072, "tanh")):
+        inputs = lambda where, w=width: make(where, w)  # noqa: E731
+        functions = [_first(f, approximate=approximate) for f in (ops.bias_gelu, bias_gelu_ref)]
+        branch = f"F={width} {approximate}"
+        yield Check("bias_gelu", branch, "triton", inputs, *functions, ("input", "bias"))
+
+
+def embedding_checks() -> Iterator[Check]:
+    def make(where: Where) -> Inputs:
+        rows, width, vocab = (9, 40, 50) if where.small else (1024, 768, 999)
+        made: Inputs = dict(input_ids=where.ids(vocab, rows), word_weight=where.draw(vocab, width))
+        made |= dict(position_ids=where.ids(20, rows), position_weight=where.draw(20, width))
+        made |= dict(token_type_ids=where.ids(2, rows), token_type_weight=where.draw(2, width))
+        return made | dict(weight=1 + where.draw(width) / 8, bias=where.draw(width))
+
+    for p in (0.0, 0.1):
+        options = dict(dropout_p=p, eps=1e-12) | (dict(seed=5) if p else {})
+
+        def eager(options: Inputs = options, **inputs: Any) -> Tensor:
+            dtype = inputs["word_weight"].dtype
+            return embedding_layer_norm_ref(**inputs, **options, dtype=dtype)
+
+        fused = _first(ops.embedding_layer_norm, **options)
+        name, branch = "embedding_layer_norm", f"E=768 p={p:g}"
+        yield Check(name, branch, "triton", make, fused, eager, OF_EMBEDDINGS)
+
+
 # --- rows -----------------------------------------------------------------------------------------
 
 
@@ -434,6 +490,9 @@ def token_checks() -> Iterator[Check]:
 OPS: dict[str, Callable[[], Iterator[Check]]] = {
     "attention": attention_checks,
     "linear_cross_entropy": loss_checks,
+    "dropout_add_layer_norm": norm_checks,
+    "bias_gelu": gelu_checks,
+    "embedding_layer_norm": embedding_checks,
     "gather_rows": row_checks,
     "replaced_token_loss": detection_checks,
     "mask_tokens": lambda: _of("mask_tokens"),
@@ -448,17 +507,21 @@ def _of(op: str) -> Iterator[Check]:
     return (check for check in token_checks() if check.op == op)
 
 
-def runs(op: str, device: torch.device) -> Iterator[tuple[Check, Where]]:
+def runs(
+    op: str, device: torch.device, dtypes: Sequence[torch.dtype] = DTYPES
+) -> Iterator[tuple[Check, Where]]:
     """Every check of an op in each dtype, on a CPU in one. Ops on ids have one dtype."""
     for check in OPS[op]():
-        dtypes = DTYPES if check.backend == "triton" and device.type == "cuda" else DTYPES[1:2]
-        for dtype in dtypes:
+        several = check.backend == "triton" and device.type == "cuda"
+        for dtype in dtypes if several else DTYPES[1:2]:
             yield check, Where(device, dtype)
 
 
-def check_op(op: str, device: torch.device) -> Iterator[tuple[str, BaseException | None]]:
+def check_op(
+    op: str, device: torch.device, dtypes: Sequence[torch.dtype] = DTYPES
+) -> Iterator[tuple[str, BaseException | None]]:
     """The label of each check of an op, and its error or None."""
-    for check, where in runs(op, device):
+    for check, where in runs(op, device, dtypes):
         label = check.branch
         if check.backend == "triton":
             label = f"{str(where.dtype)[6:]} {label}"
@@ -470,42 +533,3 @@ def check_op(op: str, device: torch.device) -> Iterator[tuple[str, BaseException
             yield label, error
         else:
             yield label, None
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("ops", nargs="*", metavar="op", help=f"default: {' '.join(OPS)}")
-    options = parser.parse_args()
-    unknown = set(options.ops) - set(OPS)
-    if unknown:
-        parser.error(f"no checks of {', '.join(sorted(unknown))}")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    names, red = options.ops or list(OPS), False
-    for number, op in enumerate(names):
-        started = time.perf_counter()
-        for label, error in check_op(op, device):
-            took, started = time.perf_counter() - started, time.perf_counter()
-            said = "GREEN" if error is None else "RED"
-            why = "" if error is None else f": {type(error).__name__}: {error}".splitlines()[0]
-            print(f"{said} {op} | {label} | {took:.2f} s{why[:300]}", flush=True)
-            red |= error is not None
-            if error is not None and _is_lost(error):
-                _go_on(names[number + 1 :])
-        print(f"DONE {op}", flush=True)
-    return 1 if red else 0
-
-
-def _is_lost(error: BaseException) -> bool:
-    """Whether a kernel's fault makes every later call of this process on the GPU fail."""
-    return "CUDA error" in str(error) and "out of memory" not in str(error)
-
-
-def _go_on(names: Sequence[str]) -> None:
-    """Replace this process by a new one, which runs the rest."""
-    if not names:
-        sys.exit(1)
-    os.execv(sys.executable, [sys.executable, os.path.abspath(__file__), *names])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

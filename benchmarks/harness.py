@@ -80,6 +80,8 @@ class Case:
         dtype: dtype of the products, which sets the ceiling of the FLOPs.
         tokens: tokens of one call without padding; 0 if there are none.
         rounds: how often all variants run, if the harness should not choose.
+        replayed: on a GPU, time a CUDA graph of repeated calls, in which no launch waits for the
+            host. Not for a whole step, to whose time the host belongs.
         full: the case takes too long for every run: `pytest benchmarks/` leaves it out without
             ``--full``, and this file's command with ``--quick``.
         targets: (floor, must[, stretch]) of a direction, in microseconds on the ``TARGETS_GPU``:
@@ -102,6 +104,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     tokens: int = 0
     rounds: int | None = None
+    replayed: bool = True
     full: bool = False
     targets: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
@@ -270,6 +273,8 @@ class _Runner:
 
     #: Inputs are rotated so that a GPU's L2 (60 MB on an H200) does not serve a repeated call.
     _ROTATED_BYTES = 256 * 2**20
+    #: Seconds of the calls in a graph, and the most of them.
+    _REPLAYED_SECONDS, _MOST_REPEATS = 2e-3, 32
     #: Cycles of about half a millisecond.
     _SLEEP_CYCLES = 10**6
 
@@ -286,6 +291,9 @@ class _Runner:
         self.upstream: torch.Tensor | None = None
         self.times: list[float] = []
         self.calls = 0
+        self.replays = case.replayed and device.type == "cuda"
+        self.replay: Callable[[], object] | None = None
+        self.repeats = 1
 
     def _prepare(self, inputs: Inputs) -> Inputs:
         return {
@@ -294,14 +302,36 @@ class _Runner:
         }
 
     def step(self) -> None:
-        """Run the variant once and keep the time in seconds."""
-        inputs = self.sets[self.calls % len(self.sets)]
+        """Run the variant once, or replay its graph, and keep the seconds of a call.
+
+        The second call, which compiles nothing any more, says how many calls its graph has. A
+        variant that cannot be captured is timed behind a sleep, in which the host enqueues it.
+        """
         self.calls += 1
+        if self.replay is not None:
+            self.times.append(_seconds(self.replay, self.device) / self.repeats)
+            return
+        inputs = self.sets[self.calls % len(self.sets)]
         out = None if self.forward_timed else self._forward(inputs)
-        if self.device.type == "cuda":
-            # The device sleeps while the call is enqueued, so Python's time is not measured.
+        if self.replays:
             torch.cuda._sleep(self._SLEEP_CYCLES)
         self.times.append(_seconds(lambda: self._call(inputs, out), self.device))
+        if self.replays and self.calls == 2:
+            repeats = int(self._REPLAYED_SECONDS / max(self.times[-1], 1e-6))
+            self.repeats = min(max(repeats, 2), self._MOST_REPEATS)
+            self.replay = _captured(self._repeated)
+
+    def _repeated(self) -> Callable[[], None]:
+        """What a graph holds: calls on the sets of inputs in turns. A backward's forwards run here,
+        and keep what it reads."""
+        outs = [None if self.forward_timed else self._forward(inputs) for inputs in self.sets]
+
+        def run() -> None:
+            for number in range(self.repeats):
+                place = number % len(self.sets)
+                self._call(self.sets[place], outs[place], keep=not self.forward_timed)
+
+        return run
 
     def peak(self) -> int:
         """The most bytes that a further run, which is not timed, holds at once."""
@@ -319,18 +349,38 @@ class _Runner:
             torch.cuda.synchronize()
         return count_kernels(profile.events()) or None
 
-    def _call(self, inputs: Inputs, out: Any) -> None:
+    def _call(self, inputs: Inputs, out: Any, keep: bool = False) -> None:
         out = self._forward(inputs) if self.forward_timed else out
         if self.wrt:
             leaves = [inputs[name] for name in self.wrt]
             if self.upstream is None:  # made once, as no variant should be timed with it
                 self.upstream = torch.ones_like(out)
             # A variant may leave an input out, to show what it costs.
-            torch.autograd.grad(out, leaves, self.upstream, allow_unused=True)
+            options = dict(allow_unused=True, retain_graph=keep)
+            torch.autograd.grad(out, leaves, self.upstream, **options)
 
     def _forward(self, inputs: Inputs) -> Any:
         with torch.set_grad_enabled(bool(self.wrt)):
             return self.function(**inputs)
+
+
+def _captured(make: Callable[[], Callable[[], None]]) -> Callable[[], object] | None:
+    """What replays the function that ``make`` returns as a CUDA graph; None if nothing can."""
+    # A gradient is computed on the stream of its forward, and what is allocated lazily may not be
+    # in a capture: so the function is made, and runs once, on the stream of the capture.
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        body = make()
+        body()
+    torch.cuda.synchronize()
+    try:
+        with torch.cuda.graph(graph, stream=side):
+            body()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return None
+    return graph.replay
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:

@@ -1,24 +1,19 @@
-"""A short pre-training of ELECTRA-small, step by step and as one CUDA graph.
-
-    python benchmarks/pretrain.py --rows benchmarks/results [--steps 60] [--arch electra-small]
+"""A short pre-training of ELECTRA-small, step by step and as one CUDA graph: rows of gpu_report.py.
 
 A step includes masking, generator, sampling, discriminator, backward, clipping and AdamW, in
 bfloat16 by autocast with the published dropout. Both trainings start from the same weights and see
 the same text of random tokens, some far more frequent than others. Their losses must be as close as
 those of two trainings that differ only in dropout's bits and in bf16 or fp32; otherwise the graph
-has no speed. The rows have the op "electra_pretraining". Losses are in
-electra_pretraining_losses.csv, and the kernels of a step in profile.csv. Without CUDA the plain
-step replaces the graph, and the rows say so.
+has no speed. Losses are in electra_pretraining_losses.csv, and the kernels of a step in
+profile.csv. Without CUDA the plain step replaces the graph, and the rows say so.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import gc
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -248,57 +243,21 @@ def write_losses(path: Path, setting: Setting, trainings: dict[str, Training]) -
                 writer.writerow([*where, *(round(value, 5) for value in values)])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=Path, required=True, help="append to DIR/<machine>/")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--arch", default="electra-small")
-    parser.add_argument("--batch-size", type=int, default=128)
-    parser.add_argument("--seqlen", type=int, default=128)
-    parser.add_argument("--vocab-size", type=int, default=30522)
-    options = parser.parse_args()
-    if options.steps < WARM_UP + 3:
-        parser.error(f"--steps: {WARM_UP + 3} or more")
-    device = harness.default_device()
-    setting = Setting(
-        options.arch, options.batch_size, options.seqlen, options.steps, options.vocab_size
-    )
-    folder = options.rows / harness.machine_folder()
+def rows(setting: Setting, results: Path) -> Iterator[harness.Row]:
+    """The rows of the plain step and of the graph; writes the files of kernels and losses."""
+    device, folder = harness.default_device(), results / harness.machine_folder()
     folder.mkdir(parents=True, exist_ok=True)
     trainings = {PLAIN: train(setting, device)}
     written = row(setting, PLAIN, trainings[PLAIN], "ok")
-    harness.write_rows([written], options.rows)
-    print(harness.table([written]), flush=True)
-    profile_kernels.write_profile(
-        folder, written.op, written.case, written.direction, trainings[PLAIN].profiled
-    )
-    try:
-        trainings[GRAPH] = train(setting, device, graph=True)
-        # The other training differs only in dropout's bits and the precision.
-        other = replace(setting, bf16=False, dropout_seed=1)
-        trainings["fp32, other dropout"] = train(other, device)
-        plain, graph, other = (training.losses for training in trainings.values())
-        status = verdict(plain, graph, other)
-    except Exception as error:  # becomes a row, like that of every variant that fails
-        status = f"failed: {type(error).__name__}: {next(iter(str(error).splitlines()), '')[:160]}"
-    written = row(setting, GRAPH, trainings.get(GRAPH), status)
-    harness.write_rows([written], options.rows)
-    print(harness.table([written]), flush=True)
-    if status.startswith("failed"):
-        return 1
+    yield written
+    key = (written.op, written.case, written.direction)
+    profile_kernels.write_profile(folder, *key, trainings[PLAIN].profiled)
+    trainings[GRAPH] = train(setting, device, graph=True)
+    # The other training differs only in dropout's bits and the precision.
+    trainings["fp32, other dropout"] = train(replace(setting, bf16=False, dropout_seed=1), device)
+    plain, graph, other = (training.losses for training in trainings.values())
+    status = verdict(plain, graph, other)
+    yield row(setting, GRAPH, trainings[GRAPH], status)
     if status == "ok":
-        profile_kernels.write_profile(
-            folder, written.op, written.case, written.direction, trainings[GRAPH].profiled
-        )
+        profile_kernels.write_profile(folder, *key, trainings[GRAPH].profiled)
     write_losses(folder / "electra_pretraining_losses.csv", setting, trainings)
-    ends = ", ".join(
-        f"{name} {' + '.join(f'{value:.4f}' for value in training.losses[-1].tolist())}"
-        for name, training in trainings.items()
-    )
-    stub = "" if device.type == "cuda" else "; no CUDA: the plain step in the graph's place"
-    print(f"losses (MLM + detection) after {setting.steps} steps: {ends}{stub}")
-    return 0 if status == "ok" else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -284,7 +284,7 @@ def model(step: Step, kind: str, device: torch.device) -> nn.Module:
 @functools.lru_cache(maxsize=16)
 def compiled(used: nn.Module) -> Callable:
     # With dynamic shapes, the second case would be compiled, and measured, for any length.
-    return torch.compile(used, dynamic=False)
+    return torch.compile(used, dynamic=False, backend="inductor" if GPU else "eager")
 
 
 # --- what is compared -----------------------------------------------------------------------------
@@ -516,6 +516,7 @@ def case(step: Step, full: bool = False) -> Case:
         dtype=torch.bfloat16 if step.bf16 else torch.float32,
         tokens=step.tokens,
         rounds=10 if GPU else 5,
+        replayed=False,
         full=full,
         targets=targets,
     )

@@ -85,7 +85,7 @@ MUTATIONS = (
             ("at += tl.load(position_ptr", "tl.load(position_ptr", "exactly"),
             ("(i * PART // 8 + draw) << 4", "draw << 4", "exactly"),
             ("place // 16 + lane // 16", "place // 16", "exactly"),
-            ("(half >= threshold)", "(half > threshold)", "exactly"),
+            ("(half >= threshold)", "(half > threshold)", "the_threshold"),
             ("if (i + 1) * PART > WIDTH:", "if False:", "shapes"),
             ("rstd = tl.where(exists, rstd, 0.0)", "rstd = rstd", "where_no_row"),
             ("dz += dsum[i].to(tl.float32)", "dz += 0.0", "gradient_of_the_sum"),
@@ -179,7 +179,7 @@ MUTATIONS = (
     ),
     # --- ops: bias_gelu
     Mutation(ACTIVATION, "db += tl.sum(s, 0)", "db = tl.sum(s, 0)", f"{ACTIVATED} groups"),
-    Mutation(ACTIVATION, "(p + z * slope)", "p", f"{ACTIVATED} wider_rows"),
+    Mutation(ACTIVATION, "(p + z * slope)", "p", f"{ACTIVATED} without_a_bias"),
     Mutation(
         ACTIVATION, "tl.where(z < 0.0, q, 1.0 - q)", "1.0 - q", f"{ACTIVATED} 'magnitude and fp16'"
     ),

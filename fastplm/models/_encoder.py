@@ -38,12 +38,14 @@ from fastplm.models._layer import (
     FeedForward,
     Join,
     Layer,
-    has_both,
+    has_own,
     is_fake,
+    is_patched,
     nothing_hides_modules,
     of_one_forward,
     ready_layer,
     run_layer,
+    stand_for,
 )
 from fastplm.models._ragged import (
     NUMBERED,
@@ -177,26 +179,18 @@ class EncoderModel(FastplmModel):
             input_ids, token_type_ids = told.own.pack(input_ids), told.own.pack(token_type_ids)
             position_ids = told.own.pack(position_ids)
             inputs_embeds = told.own.pack_rows(inputs_embeds)
-            attention_mask = told.own.key_mask_row()
-            full = attention_mask is None
-        # Where the caller gives position ids alone, the parent may find packed sequences in them.
-        says = counted or attention_mask is not None or told.own is not None
-        if full and says and kept is None and self._has_our_attention():
-            attention_mask = self._no_mask(given)
+        attention_mask = self._mask_on(given, told.own, attention_mask, full, counted, kept)
         states, told.cross = cross_inputs(*crossed, told.own)
         told.layers = of_one_forward(self._layers(), given, self.dtype)
         if told.matters:
             kwargs["rows"] = told
         if lookup is not None and inputs_embeds is None and past_key_values is None:
-            embeddings: Any = getattr(self, "embeddings", None)
-            at_once = isinstance(embeddings, EncoderEmbeddings) and position_ids is not None
-            if not (at_once and embeddings.are_one_call(input_ids)):
+            if position_ids is None or not self._embeds_at_once(input_ids):
                 inputs_embeds, input_ids = lookup(input_ids), None  # type: ignore[arg-type]
         inputs: dict[str, Any] = dict(input_ids=input_ids, token_type_ids=token_type_ids)
         inputs.update(position_ids=position_ids, inputs_embeds=inputs_embeds)
-        outputs = None
-        if not states and (full or told.own is not None):
-            outputs = self._in_one_call(given, inputs, told, masks, kwargs)
+        whole = not states and (full or told.own is not None)
+        outputs = self._in_one_call(given, inputs, told, masks, kwargs) if whole else None
         if outputs is None:
             inputs.update(attention_mask=attention_mask, return_dict=True, **states, **kwargs)
             outputs = on_rows(told.numbers, super().forward, **inputs)  # type: ignore[misc]
@@ -305,6 +299,29 @@ class EncoderModel(FastplmModel):
     def _is_causal(self) -> bool:
         return bool(self.config.is_decoder)
 
+    def _embeds_at_once(self, input_ids: Tensor | None) -> bool:
+        embeddings: Any = getattr(self, "embeddings", None)
+        return isinstance(embeddings, EncoderEmbeddings) and embeddings.are_one_call(input_ids)
+
+    def _mask_on(
+        self,
+        given: Tensor,
+        own: RaggedBatch | None,
+        mask: Tensor | None,
+        full: bool,
+        counted: bool,  # whether the caller gives no position ids
+        kept: str | None,
+    ) -> Tensor | None:
+        """The parent's mask, of the packed rows ``own`` if there are any."""
+        if own is not None:
+            if own.key_mask is not None:
+                return own.key_mask_row()
+        elif not full or kept is not None or not self._has_our_attention():
+            return mask
+        elif mask is None and not counted:
+            return None  # the parent may find packed sequences in the caller's position ids
+        return self._no_mask(given)
+
     def _no_mask(self, given: Tensor) -> Tensor | None:
         """The parent's mask where every token may be attended to."""
         if not self._is_causal():
@@ -323,7 +340,8 @@ class EncoderModel(FastplmModel):
             return None
         indices: Any = self._layer_numbers()
         alone = indices and indices.count(indices[-1]) == 1
-        return indices[-1] if alone and self._layers()[-1]._parts() is not None else None
+        whole = alone and not is_patched() and self._layers()[-1]._parts() is not None
+        return indices[-1] if whole else None
 
     def _keeps_padding(
         self, masks: Iterable[Tensor | None], kwargs: dict[str, Any], layers: bool = True
@@ -497,7 +515,9 @@ def cross_inputs(
 def around(module: Any, name: str) -> tuple[type, ...]:
     """The classes of a layer's modules that hold others, from the Python module of a family."""
     parts = ("Attention", "SelfAttention", "SelfOutput", "Intermediate", "Output")
-    return tuple(getattr(module, name + part) for part in parts)
+    kinds = tuple(getattr(module, name + part) for part in parts)
+    stand_for(*kinds)
+    return kinds
 
 
 class EncoderEmbeddings:
@@ -523,12 +543,14 @@ class EncoderEmbeddings:
             return False
         if ids.is_cpu and requested(EMBEDDINGS.name) != "triton":
             return False
+        if is_patched():
+            return False
         own = self._modules
         norm, forced = own["LayerNorm"], requested(EMBEDDINGS.name) == "triton"
         return (
             all(looks_up_alone(own[name]) for name in _TABLES)
             and is_plain(norm, nn.LayerNorm)
-            and has_both(norm)
+            and has_own(norm)
             and is_plain(own["dropout"], nn.Dropout, Dropout)
             and own["word_embeddings"].weight.dtype is not torch.float64
             and needs_triton(ids, forced) is None

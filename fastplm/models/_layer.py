@@ -1,16 +1,20 @@
-"""A post-norm layer of an encoder: three autograd functions, and the attention between them.
+"""A layer of a Transformer: three autograd functions, and the attention between them.
 
 ::
 
-    x [N, E] -> query, key, value              ``project``: one product
-             -> context                        ``ops.attention``
-             -> y = norm(x + dropout(W c + b))         ``join``: a product, the rest in one pass
-             -> norm(y + dropout(W gelu(V y + a) + b)) ``feed_forward``: two products and passes
+    x [N, E] -> query, key, value       ``project``: one product
+             -> context                 ``ops.attention``
+             -> y = norm(z), z = r + dropout(W c + b)   ``join``: a product, the rest in one pass
+             -> h = gelu(V y + a)       ``expand``: a product and a pass
+             -> norm(r + dropout(W h + b))              ``join``
+
+If norms come after the residual (BERT, BART), the residual r is x, then y. If they come before
+(T5), r is the sum z of the block before, and the norm in ``join`` is that of the next block.
 
 Autograd adds no gradients of residuals: each function hands that of its residual to the previous,
-which adds to it by the product that computes its own. Gradients of weights leave the products in
-the dtype of the weights. Under autocast to bf16, products, norms and the rows between them are
-bf16, and the weights are copied to it once a forward, query, key and value side by side.
+which adds to it by the product or the norm that computes its own. Gradients of weights leave the
+products in the dtype of the weights. Under autocast to bf16, products, norms and the rows between
+them are bf16, and the weights are copied to it once a forward, query, key and value side by side.
 
 A block runs this way if its modules are what they were made as. With a hook, an adapter or another
 class the modules run themselves, which are the specification.
@@ -28,6 +32,7 @@ from torch.autograd.function import once_differentiable
 from transformers.activations import GELUActivation
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from fastplm import ops
 from fastplm._backends import requested
 from fastplm._registry import Op, is_eager
 from fastplm.hf import NAME, ROWS
@@ -35,7 +40,7 @@ from fastplm.models._base import GELUTanh, NewGELUActivation
 from fastplm.models._ragged import LastRows, Rows
 from fastplm.nn import Dropout, Linear
 from fastplm.nn._rows import is_plain
-from fastplm.nn.dropout import RowNumbers, on_rows
+from fastplm.nn.dropout import RowNumbers, dropout, on_rows
 from fastplm.ops._common import seed_tensor
 from fastplm.ops.bias_gelu import OP as BIAS_GELU
 from fastplm.ops.bias_gelu import Call as BiasGelu
@@ -44,40 +49,50 @@ from fastplm.ops.dropout_add_layer_norm import OP as NORM
 from fastplm.ops.dropout_add_layer_norm import Call as Norm
 from fastplm.ops.dropout_add_layer_norm import Saved as SavedNorm
 from fastplm.ops.linear import product
+from fastplm.reference.dropout import dropout_scale, dropout_threshold
 
 _has_global_hook = torch.nn.modules.module._has_any_global_hook
 PARAMETER = (nn.Parameter, FakeTensor)
 _LINEAR, _DROPOUT = (Linear, nn.Linear), (Dropout, nn.Dropout)
 
 
-#: The copies of a forward by the ``id`` of a parameter. That of a query's weight, or bias, is
-#: followed in memory by those of key and value.
+#: The copies of a forward by the ``id`` of a parameter. In memory, the copies
+#: for key and value follow that for the query.
 Copies = dict[int, Tensor]
 
 
 class Join(NamedTuple):
-    """The end of a block: the modules of a product and a norm, and the dropout between them."""
+    """The end of a block: the modules of a product and a norm, and the dropout between them.
+
+    Where norms come first, ``norm`` is that of the block, or of the stack, that follows.
+    """
 
     dense: Any
     norm: Any
     dropout: Any  # a module, or what a layer has for one: a probability
+    rms: type | None = None  # the class of a norm that is not ``nn.LayerNorm`` but T5's
 
     def is_plain(self) -> bool:
         """Whether the modules are as they were made."""
-        dense, norm, dropout = self
+        dense, norm, dropout, rms = self
         return (
             _is_linear(dense)
-            and is_plain(norm, nn.LayerNorm)
-            and norm.normalized_shape == dense._parameters["weight"].shape[:1]
-            and has_both(norm)
-            and (isinstance(dropout, float) or is_plain(dropout, *_DROPOUT))
+            and is_plain(norm, rms or nn.LayerNorm)
+            and has_own(norm, biased=rms is None)
+            and norm._parameters["weight"].shape == dense._parameters["weight"].shape[:1]
+            and _is_dropout(dropout)
         )
 
-    def drawn(self, training: bool, beside: Tensor, of: Of) -> Drawn:
-        p = self.dropout if isinstance(self.dropout, float) else self.dropout.p
-        if not training or p == 0.0:
-            return Drawn(0.0, None, None)
-        return Drawn(p, seed_tensor("", of.seed, beside, optional=True), of.numbers)
+    @property
+    def eps(self) -> float:
+        return self.norm.eps if self.rms is None else self.norm.variance_epsilon
+
+    def added(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """What follows the product ``x``, by the modules: the norm, and what it is of."""
+        drop = self.dropout
+        x = dropout(x, drop, self.norm.training) if isinstance(drop, float) else drop(x)
+        sum = (residual + x).to(residual.dtype)
+        return self.norm(sum).to(residual.dtype), sum
 
 
 class Attention(NamedTuple):
@@ -88,7 +103,8 @@ class Attention(NamedTuple):
     dropout: float
     projections: tuple[Any, Any, Any]  # of query, key and value
     join: Join
-    by_modules: Callable[[Tensor, Tensor], Tensor]  # the join of a context and a residual
+    #: The join of a context and a residual where norms come last, else ``join.added``.
+    by_modules: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
 class FeedForward(NamedTuple):
@@ -97,11 +113,13 @@ class FeedForward(NamedTuple):
     inner: Any
     activation: Any
     outer: Join
-    by_modules: Callable[[Tensor], Tensor]
+    by_modules: Callable[[Tensor], Tensor]  # where norms come first, without ``outer.added``
+    factor: Any = None  # the product by which a gated layer multiplies the activation
+    dropout: Any = 0.0  # between the products
 
 
 class Layer(NamedTuple):
-    """The blocks of a post-norm layer."""
+    """The blocks of a layer."""
 
     attentions: tuple[Attention, ...]
     feed_forward: FeedForward
@@ -120,8 +138,9 @@ _BY_MODULES = Form("", None)
 
 def form_of(x: Tensor, layer: Layer) -> Form | None:
     """How the blocks of a layer run on rows like ``x``; None if its modules must run themselves."""
-    inner, norm = layer.feed_forward.inner._parameters, layer.feed_forward.outer.norm._parameters
-    weight = inner.get("weight")
+    block = layer.feed_forward
+    inner, norm = block.inner._parameters, block.outer.norm._parameters
+    weight, outer = inner.get("weight"), block.outer.dense._parameters.get("weight")
     if weight is None or weight.device != x.device or _has_global_hook():
         return None
     if not (is_eager(x) or is_fake(x)) or requested("attention") == "eager":
@@ -129,14 +148,16 @@ def form_of(x: Tensor, layer: Layer) -> Form | None:
     dtype, device = x.dtype, x.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        if dtype is not torch.bfloat16:  # sums of fp16 are not the scaler's business
+        # In fp16 the gradients between layers would need more range; on a CPU, where little is won,
+        # hidden states stay as exact as the parent's, unless a backend is asked for.
+        if dtype is not torch.bfloat16 or (device == "cpu" and requested(NORM.name) == "auto"):
             return None
-    elif weight.dtype is not dtype:
+    elif weight.dtype is not dtype or (outer is not None and outer.dtype is not dtype):
         return None
     rows = x.new_empty(0, weight.shape[1], dtype=dtype)
-    nothing = (None, None, None, None, 0.0, 0.0)
+    nothing, is_rms = (None, None, None, None, 0.0, 0.0), block.outer.rms is not None
     calls = (
-        (NORM, Norm(rows, rows, norm.get("weight"), norm.get("bias"), *nothing)),
+        (NORM, Norm(rows, rows, norm.get("weight"), norm.get("bias"), *nothing, is_rms)),
         (BIAS_GELU, BiasGelu(rows, inner.get("bias"))),
     )
     usual = "cpp" if device == "cpu" else "triton"
@@ -157,12 +178,13 @@ def _backend_of(op: Op, call: Any, usual: str) -> str | None:
     return None if op.backends[name].rejects(call, forced=wanted != "auto") else name
 
 
-def has_both(module: Any) -> bool:
-    """Whether a module has a weight and a bias, and reads them from nowhere else."""
+def has_own(module: Any, biased: bool = True) -> bool:
+    """Whether a module has a weight and, or not, a bias, and reads them from nowhere else."""
     own, parameters = vars(module), module._parameters
+    bias = parameters.get("bias")
     return (
         type(parameters.get("weight")) in PARAMETER
-        and type(parameters.get("bias")) in PARAMETER
+        and (type(bias) in PARAMETER if biased else bias is None)
         and "weight" not in own
         and "bias" not in own
     )
@@ -170,21 +192,84 @@ def has_both(module: Any) -> bool:
 
 def nothing_hides_modules(*modules: Any) -> bool:
     """Whether the children of modules are what their names give: an attribute is found first."""
-    return all(vars(one).keys().isdisjoint(one._modules) for one in modules)
+    for module in modules:
+        own = module.__dict__
+        for name in module._modules:
+            if name in own:
+                return False
+    return True
+
+
+#: Classes whose modules these functions stand for, and their methods ``forward`` as they were made.
+_STANDS_FOR: dict[Any, Any] = {
+    kind: kind.forward
+    for kind in (*_LINEAR, *_DROPOUT, nn.LayerNorm, GELUActivation, NewGELUActivation, GELUTanh)
+}
+
+
+def stand_for(*kinds: Any) -> None:
+    """Add classes of modules that a layer passes by."""
+    _STANDS_FOR.update({kind: kind.forward for kind in kinds})
+
+
+def is_patched() -> bool:
+    """Whether somebody has replaced the ``forward`` of a class that these functions stand for."""
+    for kind, forward in _STANDS_FOR.items():
+        if kind.forward is not forward:
+            return True
+    return False
+
+
+def _is_biased(module: Any) -> bool:
+    return module._parameters.get("bias") is not None
 
 
 def _is_linear(module: Any) -> bool:
     return (
         is_plain(module, *_LINEAR)
-        and has_both(module)
+        and has_own(module, _is_biased(module))
         and module._parameters["weight"].layout is torch.strided
     )
 
 
-def approximation(activation: Any) -> str | None:
-    """The form of a GELU, as ``ops.gelu`` calls it; None for another activation."""
+def _probability(dropout: Any, training: bool) -> float:
+    """What is dropped with: a module knows by itself whether it trains, a layer's number not."""
+    if isinstance(dropout, float):
+        return dropout if training else 0.0
+    return dropout.p if dropout.training else 0.0
+
+
+def _is_dropout(one: Any) -> bool:
+    return isinstance(one, float) or is_plain(one, *_DROPOUT)
+
+
+def _are_alike(modules: Iterable[Any]) -> bool:
+    """Whether all are linear, and all or none of them have a bias."""
+    return all(map(_is_linear, modules)) and len(set(map(_is_biased, modules))) == 1
+
+
+def _expands(block: FeedForward) -> bool:
+    """Whether ``expand`` runs a feed-forward up to its second product."""
+    form = activation_of(block.activation)
+    inner = [block.inner] if block.factor is None else [block.inner, block.factor]
+    alone = form != RELU and block.factor is None
+    return (
+        form is not None
+        and _are_alike(inner)
+        and (alone or not _is_biased(block.inner))
+        and _is_dropout(block.dropout)
+    )
+
+
+RELU = "relu"
+
+
+def activation_of(activation: Any) -> str | None:
+    """The form of a GELU, as ``ops.gelu`` calls it, or ``RELU``; None for another activation."""
     if is_plain(activation, GELUActivation):
         return "none" if activation.act is torch.nn.functional.gelu else None
+    if is_plain(activation, nn.ReLU):
+        return RELU
     return "tanh" if is_plain(activation, NewGELUActivation, GELUTanh) else None
 
 
@@ -213,12 +298,19 @@ def ready(layers: Iterable[Layer], x: Tensor) -> list[Ready]:
             none = (False,) * len(blocks)
             made.append(Ready(layer, _BY_MODULES, {}, none, none, False))
             continue
-        projects = tuple(all(map(_is_linear, one.projections)) for one in blocks)
+        projects = tuple(_are_alike(one.projections) for one in blocks)
         joins = tuple(one.join.is_plain() for one in blocks)
-        inner = _is_linear(feed.inner) and approximation(feed.activation) is not None
-        made.append(Ready(layer, form, {}, projects, joins, inner and feed.outer.is_plain()))
+        feeds = _expands(feed) and feed.outer.is_plain()
+        made.append(Ready(layer, form, {}, projects, joins, feeds))
     copies = copies_of(made)
     return [one._replace(copies=copies) for one in made] if copies else made
+
+
+def all_ready(layers: list[Layer], x: Tensor) -> list[Ready] | None:
+    """``ready``; None unless all layers run in one way."""
+    if is_patched() or not all(map(_attends_by_name, layers)):
+        return None
+    return None if any(form_of(x, one) is None for one in layers) else ready(layers, x)
 
 
 def of_one_forward(layers: Iterable[Any], given: Tensor, dtype: torch.dtype) -> dict[int, Ready]:
@@ -233,7 +325,9 @@ def of_one_forward(layers: Iterable[Any], given: Tensor, dtype: torch.dtype) -> 
     """
     if given.device.type == "cpu" and not torch.is_autocast_enabled("cpu"):
         return {}  # there is nothing to copy
-    parts = {id(one): one._parts() for one in layers if hasattr(one, "_parts")}
+    if is_patched():
+        return {}
+    parts = {id(one): _parts_of(one) for one in layers if hasattr(one, "_parts")}
     known = {key: one for key, one in parts.items() if one is not None}
     made = ready(known.values(), given.new_empty(0, dtype=dtype))
     return {key: one for key, one in zip(known, made, strict=True) if one.form.backend}
@@ -242,9 +336,19 @@ def of_one_forward(layers: Iterable[Any], given: Tensor, dtype: torch.dtype) -> 
 def ready_layer(layer: Any, rows: Rows | None, hidden: Tensor) -> Ready | None:
     """A layer with a method ``_parts``; None if its own forward must run."""
     made = None if rows is None else rows.layers.get(id(layer))
-    if made is None and (parts := layer._parts()) is not None:
+    if made is None and not is_patched() and (parts := _parts_of(layer)) is not None:
         made = ready([parts], hidden)[0]
     return made
+
+
+def _parts_of(layer: Any) -> Layer | None:
+    parts = layer._parts()
+    return parts if parts is not None and _attends_by_name(parts) else None
+
+
+def _attends_by_name(layer: Layer) -> bool:
+    """Whether the attention of a layer is fastplm's."""
+    return all(one.module.config._attn_implementation == NAME for one in layer.attentions)
 
 
 def copies_of(made: list[Ready]) -> Copies:
@@ -257,9 +361,11 @@ def copies_of(made: list[Ready]) -> Copies:
                 parameters = [one._parameters for one in block.projections]
                 weights: list[Any] = [one["weight"] for one in parameters]
                 if form.backend != "cpp" or weights[0].dtype is not form.dtype:
-                    sources += weights + [one["bias"] for one in parameters]
+                    biases = [one["bias"] for one in parameters]
+                    sources += weights + [one for one in biases if one is not None]
             others += [block.join.dense] * joined
-        others += [layer.feed_forward.inner, layer.feed_forward.outer.dense] * feeds
+        feed = layer.feed_forward
+        others += [one for one in (feed.inner, feed.factor, feed.outer.dense) if one] * feeds
         weights = [one._parameters["weight"] for one in others]
         sources += [one for one in weights if one.dtype is not form.dtype]
     if not sources:
@@ -278,6 +384,18 @@ class Of(NamedTuple):
     seed: Tensor | None
     numbers: RowNumbers | None
 
+    def drawn(self, dropout: Any, training: bool, beside: Tensor) -> Drawn:
+        p = _probability(dropout, training)
+        if p == 0.0:
+            return Drawn(0.0, None, None)
+        return Drawn(p, seed_tensor("", self.seed, beside, optional=True), self.numbers)
+
+
+def ofs(rows: Rows | None, module: Any, numbers: RowNumbers | None) -> list[Of]:
+    """For the ends of a layer's blocks; ``module`` is its first attention."""
+    seeds = None if rows is None else rows.seeds_of(module)
+    return [Of(seed, numbers) for seed in seeds or (None, None, None)]
+
 
 def run_layer(
     made: Ready,
@@ -287,7 +405,7 @@ def run_layer(
     kwargs: dict[str, Any],
     crossed: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
-    """A layer's forward: hidden [B, T, E], or [1, N, E] of packed rows -> the same.
+    """A layer whose norms come last: hidden [B, T, E], or [1, N, E] of packed rows -> the same.
 
     Args:
         mask: as the attention interface takes it.
@@ -311,74 +429,96 @@ def _run_layer(
     encoded_mask: Tensor | None,
 ) -> Tensor:
     rows: Rows | None = kwargs.get(ROWS)
-    seeds = None if rows is None else rows.seeds_of(made.layer.attentions[0].module)
-    first, second, end = (Of(seed, numbers) for seed in seeds or (None, None, None))
+    first, second, end = ofs(rows, made.layer.attentions[0].module, numbers)
     if made.form.dtype is not None and hidden.dtype is not made.form.dtype:
         hidden = hidden.to(made.form.dtype)
     states = None
     if last is not None:
         hidden, kwargs = last.attention_inputs(hidden)
         mask, states = kwargs.pop("attention_mask"), kwargs.pop("encoder_hidden_states")
-    hidden = attend(made, 0, hidden, states, mask, first, kwargs)
+    hidden, *_ = attend(made, 0, hidden, None, states, mask, first, kwargs)
     if encoded is not None:
-        hidden = attend(made, 1, hidden, encoded, encoded_mask, second, kwargs)
-    return feed(made, hidden, end)
+        hidden, *_ = attend(made, 1, hidden, None, encoded, encoded_mask, second, kwargs)
+    hidden, _ = feed(made, hidden, None, end)
+    return hidden
 
 
 def attend(
     made: Ready,
     index: int,
     hidden: Tensor,
-    states: Tensor | None,
+    residual: Any,
+    states: Any,
     mask: Tensor | None,
     of: Of,
     kwargs: dict[str, Any],
-) -> Tensor:
-    """A block of attention: hidden [..., E] -> [..., E].
+) -> tuple[Tensor, Any, Any]:
+    """A block of attention: hidden [..., E] -> (the norm of a sum [..., E], the sum, the states).
 
     Args:
-        states: what key and value are of, [..., E]; None = ``hidden``.
+        residual: [..., E] if norms come first; None = ``hidden``, and the sum is not returned.
+        states: what key and value are of, [..., E]; None = ``hidden``. The next layer gets those
+            that are returned, so that gradients are added by products.
         mask, kwargs: what the attention interface gets.
     """
     block, form, copies = made.layer.attentions[index], made.form, made.copies
     shape, width = hidden.shape[:-1], hidden.shape[-1]
     keys = shape if states is None else states.shape[:-1]
-    residual = hidden.reshape(-1, width)
+    given = hidden.reshape(-1, width)
     if not made.projects[index]:
         query, key, value = block.projections
         others = hidden if states is None else states
         heads = [query(hidden), key(others), value(others)]
     elif states is None:
-        *heads, residual = project(residual, block.projections, copies)
+        *heads, given = project(given, block.projections, copies)
     else:
-        query, residual = project(residual, block.projections[:1], copies)
-        states = states.reshape(-1, states.shape[-1]).to(form.dtype)
-        key, value, _ = project(states, block.projections[1:], copies)
-        heads = [query, key, value]
+        query, given = project(given, block.projections[:1], copies)
+        others = states.reshape(-1, states.shape[-1]).to(form.dtype)
+        key, value, others = project(others, block.projections[1:], copies)
+        states, heads = others.view(states.shape), [query, key, value]
     query, key, value = (
         one.view(*where, -1, block.head_size).transpose(1, 2)
         for one, where in zip(heads, (shape, keys, keys), strict=True)
     )
-    module, dropout = block.module, block.dropout if made.layer.training else 0.0
+    module = block.module
+    dropout = block.dropout if module.training else 0.0
     context, _ = ALL_ATTENTION_FUNCTIONS[NAME](
         module, query, key, value, mask, dropout=dropout, scaling=module.scaling, **kwargs
     )
     context = context.reshape(*shape, -1)
     if not made.joins[index]:
-        return block.by_modules(context, hidden)
-    drawn = block.join.drawn(made.layer.training, context, of)
-    out = join(context.flatten(0, -2), residual, block.join, drawn, copies, form)
-    return out.view(*shape, width)
+        if block.by_modules is None:
+            return *block.join.added(block.join.dense(context), residual), states
+        return _like(block.by_modules(context, hidden), form), None, states
+    drawn = of.drawn(block.join.dropout, made.layer.training, context)
+    before = given if residual is None else residual.reshape(given.shape)
+    out, sum = join(context.flatten(0, -2), before, block.join, drawn, copies, form)
+    return out.view(hidden.shape), None if residual is None else sum.view(hidden.shape), states
 
 
-def feed(made: Ready, hidden: Tensor, of: Of) -> Tensor:
-    """A block of two products: hidden [..., E] -> [..., E]."""
-    block = made.layer.feed_forward
+def feed(made: Ready, hidden: Tensor, residual: Any, of: Of) -> tuple[Tensor, Any]:
+    """A block of two products: hidden [..., E] -> (the norm of a sum [..., E], the sum).
+
+    Args:
+        residual: as of ``attend``.
+    """
+    block, training, copies = made.layer.feed_forward, made.layer.training, made.copies
     if not made.feeds:
-        return block.by_modules(hidden)
-    drawn = block.outer.drawn(made.layer.training, hidden, of)
-    out = feed_forward(hidden.flatten(0, -2), block, drawn, made.copies, made.form)
-    return out.view(hidden.shape)
+        out = block.by_modules(hidden)
+        if residual is None:
+            return _like(out, made.form), None
+        return block.outer.added(out, residual)
+    within = Drawn(_probability(block.dropout, training), None, of.numbers)
+    active, given = expand(hidden.flatten(0, -2), block, within, copies, made.form)
+    drawn = of.drawn(block.outer.dropout, training, hidden)
+    before = given if residual is None else residual.reshape(given.shape)
+    out, sum = join(active, before, block.outer, drawn, copies, made.form)
+    return out.view(hidden.shape), None if residual is None else sum.view(hidden.shape)
+
+
+def _like(x: Tensor, form: Form) -> Tensor:
+    """What modules gave, for the functions: under autocast norms of PyTorch give fp32 on a GPU."""
+    return x if form.dtype is None else x.to(form.dtype)
 
 
 # --- products and weights -------------------------------------------------------------------------
@@ -413,7 +553,7 @@ class _Project(torch.autograd.Function):
         weights and biases of which they are copies, one pair for each output."""
         read, parameters = given[: 2 * count], given[2 * count :]
         ctx.save_for_backward(x, *read[::2])
-        ctx.dtypes = parameters[0].dtype, parameters[1].dtype
+        ctx.dtypes = [None if one is None else one.dtype for one in parameters[:2]]
         ctx.sizes = [one.shape[0] for one in parameters[::2]]
         ctx.set_materialize_grads(False)
         products = zip(read[::2], read[1::2], strict=True)
@@ -487,24 +627,32 @@ def _normed(x: Tensor, residual: Tensor, norm: Any, backend: str) -> tuple[Tenso
     weight, bias, linear_bias, drawn, eps = norm
     call = Norm(
         *(x, residual, weight, bias, linear_bias),
-        *(drawn.seed, *drawn.indices, drawn.p, eps),
+        *(drawn.seed, *drawn.indices, drawn.p, eps, bias is None),
     )
     return NORM.run(call, backend)
 
 
 def _gradients_of_norm(
-    grad: Tensor, sum: Tensor, norm: Any, backend: str, needs: tuple[bool, ...]
+    grad: Tensor | None,
+    grad_sum: Tensor | None,
+    sum: Tensor,
+    norm: Any,
+    backend: str,
+    needs: tuple[bool, ...],
 ) -> tuple[Tensor, ...]:
-    """Of the product, of the residual, of weight, bias and the product's bias.
+    """Gradients of the product, the residual, the weight, the bias and the product's bias.
 
     The first two are one tensor where nothing is dropped.
     """
     weight, bias, linear_bias, drawn, eps = norm
+    grad = torch.zeros_like(sum) if grad is None else grad.contiguous()
+    grad_sum = None if grad_sum is None else grad_sum.contiguous()
     saved = SavedNorm(
-        *(sum, weight, bias, linear_bias, None, drawn.seed, *drawn.indices, drawn.p, eps, False),
+        *(sum, weight, bias, linear_bias, grad_sum),
+        *(drawn.seed, *drawn.indices, drawn.p, eps, bias is None),
         *(drawn.p > 0.0, True, *needs),
     )
-    of_x, of_residual, *others = NORM.gradients(grad.contiguous(), saved, backend)
+    of_x, of_residual, *others = NORM.gradients(grad, saved, backend)
     return of_x if drawn.p > 0.0 else of_residual, of_residual, *others
 
 
@@ -516,27 +664,32 @@ class _Join(torch.autograd.Function):
         residual: Tensor,
         read: Tensor,
         weight: Tensor,
-        bias: Tensor,
+        bias: Tensor | None,
         norm_weight: Tensor,
-        norm_bias: Tensor,
+        norm_bias: Tensor | None,
         drawn: Drawn,
         eps: float,
         backend: str,
-    ) -> Tensor:
-        """x [N, K], residual [N, E], and the weight that the product reads; -> [N, E]."""
+    ) -> tuple[Tensor, Tensor]:
+        """x [N, K], residual [N, E], and the weight that the product reads; -> (norm [N, E], sum).
+
+        Without ``norm_bias`` the norm is T5's.
+        """
         norm = norm_weight, norm_bias, bias, drawn, eps
         out, sum = _normed(_multiply(x, read.t()), residual, norm, backend)
         ctx.save_for_backward(x, read, sum, *norm[:3])
         ctx.others, ctx.backend, ctx.dtype = norm[3:], backend, weight.dtype
-        return out
+        ctx.set_materialize_grads(False)
+        return out, sum
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None) -> Any:
         x, read, sum, *norm = ctx.saved_tensors
         needs = ctx.needs_input_grad
+        norm = (*norm, *ctx.others)
         of_product, of_residual, *of_norm = _gradients_of_norm(
-            grad, sum, (*norm, *ctx.others), ctx.backend, (needs[5], needs[6], needs[4])
+            grad, grad_sum, sum, norm, ctx.backend, (needs[5], needs[6], needs[4])
         )
         of_x = _multiply(of_product, read) if needs[0] else None
         of_weight = _of_weight(of_product, x, ctx.dtype) if needs[3] else None
@@ -544,53 +697,89 @@ class _Join(torch.autograd.Function):
         return of_x, of_residual, None, *_wanted(of_weights, needs[3:7]), None, None, None
 
 
-class _FeedForward(torch.autograd.Function):
+# --- between the products of a feed-forward -------------------------------------------------------
+
+
+class _Expand(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        read_inner: Tensor,
-        read_outer: Tensor,
-        inner_weight: Tensor,
-        inner_bias: Tensor,
-        outer_weight: Tensor,
-        outer_bias: Tensor,
-        norm_weight: Tensor,
-        norm_bias: Tensor,
-        approximate: str,
+        activation: str,
         drawn: Drawn,
-        eps: float,
         backend: str,
-    ) -> Tensor:
-        """x [N, E] -> [N, E]; what the two products read is [F, E] and [E, F]."""
-        norm = norm_weight, norm_bias, outer_bias, drawn, eps
-        product = _multiply(x, read_inner.t())  # [N, F]
-        active = BIAS_GELU.run(BiasGelu(product, inner_bias, approximate), backend)
-        out, sum = _normed(_multiply(active, read_outer.t()), x, norm, backend)
-        ctx.save_for_backward(
-            x, product, active, sum, read_inner, read_outer, inner_bias, *norm[:3]
-        )
-        ctx.others, ctx.backend, ctx.approximate = norm[3:], backend, approximate
-        ctx.dtypes = inner_weight.dtype, outer_weight.dtype
-        return out
+        bias: Tensor | None,
+        count: int,
+        *given: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """x [N, E]; ``count`` weights [F, E] that products read, and those of which they are
+        copies; -> (what the second product reads [N, F], ``x`` as the residual)."""
+        read, parameters = given[:count], given[count:]
+        first, *factor = (_multiply(x, one.t()) for one in read)
+        if activation == RELU:
+            active = first.relu_()
+        else:
+            active = BIAS_GELU.run(BiasGelu(first, bias, activation), backend)
+        out, choice = active * factor[0] if factor else active, None
+        if drawn.p > 0.0:
+            out, choice = _drop(out, drawn)
+        # The output of a ReLU says where its input is positive.
+        between = (out,) if activation == RELU and not factor else (first, bias, choice)
+        ctx.save_for_backward(x, *read, *between, *factor, *([active] if factor else []))
+        ctx.others, ctx.dtypes = (activation, drawn, backend), [one.dtype for one in parameters]
+        ctx.set_materialize_grads(False)
+        return out, x.view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, product, active, sum, read_inner, read_outer, inner_bias, *norm = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        of_outer, of_x, *of_norm = _gradients_of_norm(
-            grad, sum, (*norm, *ctx.others), ctx.backend, (needs[7], needs[8], needs[6])
-        )
-        of_outer_weight = _of_weight(of_outer, active, ctx.dtypes[1]) if needs[5] else None
-        of_active = _multiply(of_outer, read_outer)
-        saved = SavedGelu(product, inner_bias, ctx.approximate, needs[4])
-        of_inner, of_inner_bias = BIAS_GELU.gradients(of_active, saved, ctx.backend)
-        of_inner_weight = _of_weight(of_inner, x, ctx.dtypes[0]) if needs[3] else None
-        # ``of_outer`` may be the same tensor, which is not read any more.
-        of_input = _add_product(of_x, of_inner, read_inner) if needs[0] else None
-        of_weights = (of_inner_weight, of_inner_bias, of_outer_weight, of_norm[2], *of_norm[:2])
-        return of_input, None, None, *_wanted(of_weights, needs[3:9]), None, None, None, None
+    def backward(ctx: Any, grad: Tensor | None, of_x: Tensor | None) -> Any:
+        (x, *saved), needs, of_bias = ctx.saved_tensors, ctx.needs_input_grad, None
+        (activation, drawn, backend), count = ctx.others, len(ctx.dtypes)
+        read, between = saved[:count], saved[count:]
+        found: list[Any] = [None] * count
+        if grad is None:
+            return of_x, None, None, None, None, None, *[None] * count, *found
+        if len(between) == 1:
+            # An ELU whose lower part is 0: its scale is that of dropout.
+            grads = [torch.ops.aten.elu_backward(grad, 0, _scale(drawn, grad), 0, True, *between)]
+        else:
+            first, bias, choice, *gated = between
+            grad = grad if choice is None else _drop_again(grad, choice, drawn)
+            grads = [grad * one for one in gated] or [grad]
+            if activation == RELU:
+                grads[0] = torch.ops.aten.threshold_backward(grads[0], first, 0)
+            else:
+                saved_gelu = SavedGelu(first, bias, activation, needs[4])
+                grads[0], of_bias = BIAS_GELU.gradients(grads[0], saved_gelu, backend)
+        for at, (one, weight) in enumerate(zip(grads, read, strict=True)):
+            if needs[6 + count + at]:
+                found[at] = _of_weight(one, x, ctx.dtypes[at])
+            if needs[0]:
+                of_x = _add_product(of_x, one, weight)
+        return of_x, None, None, None, of_bias if needs[4] else None, None, *[None] * count, *found
+
+
+def _drop(x: Tensor, drawn: Drawn) -> tuple[Tensor, Tensor]:
+    """Dropout of ``x``, and what repeats its choice: on a GPU PyTorch's mask, else a seed."""
+    if x.is_cuda:
+        return torch.native_dropout(x, drawn.p, True)
+    seed = seed_tensor("", None, x, optional=True)
+    return _drop_again(x, seed, drawn), seed
+
+
+def _drop_again(x: Tensor, choice: Tensor, drawn: Drawn) -> Tensor:
+    if x.is_cuda:
+        return torch.ops.aten.native_dropout_backward(x, choice, _scale(drawn, x))
+    sample_index, position = drawn._replace(seed=choice).indices
+    numbers = dict(sample_index=sample_index, position=position)
+    return ops.dropout(x, drawn.p, seed=choice, **numbers)
+
+
+def _scale(drawn: Drawn, x: Tensor) -> float:
+    """What dropout multiplies that it keeps by."""
+    if x.is_cuda:
+        return 1 / (1 - drawn.p) if drawn.p < 1.0 else 0.0
+    return dropout_scale(dropout_threshold(drawn.p))
 
 
 def _wanted(gradients: tuple[Any, ...], needs: tuple[bool, ...]) -> list[Any]:
@@ -598,9 +787,9 @@ def _wanted(gradients: tuple[Any, ...], needs: tuple[bool, ...]) -> list[Any]:
 
 
 #: ``Function.apply`` of a call that no transform of ``torch.func`` sees, in half of the time.
-_project, _join, _feed_forward = (
+_project, _join, _expand = (
     super(torch.autograd.Function, kind).apply  # type: ignore[misc]
-    for kind in (_Project, _Join, _FeedForward)
+    for kind in (_Project, _Join, _Expand)
 )
 
 
@@ -611,12 +800,16 @@ def project(x: Tensor, modules: tuple[Any, ...], copies: Copies) -> tuple[Tensor
         parameters += (module._parameters["weight"], module._parameters["bias"])
     if id(parameters[0]) not in copies:
         return _project(x, len(modules), *parameters, *parameters)
-    read = [copies[id(one)] for one in parameters]
-    return _project(x, 1, _joined(read[::2]), _joined(read[1::2]), *parameters)
+    weight, bias = (
+        _joined([copies[id(p)] for p in parameters[at::2] if p is not None]) for at in (0, 1)
+    )
+    return _project(x, 1, weight, bias, *parameters)
 
 
-def _joined(copies: list[Tensor]) -> Tensor:
+def _joined(copies: list[Tensor]) -> Tensor | None:
     """Copies one below the other, as which they were made unless modules share a parameter."""
+    if not copies:
+        return None
     first, rows, at = copies[0], 0, copies[0].storage_offset()
     for one in copies:
         if one.storage_offset() != at:
@@ -627,22 +820,23 @@ def _joined(copies: list[Tensor]) -> Tensor:
 
 def join(
     x: Tensor, residual: Tensor, end: Join, drawn: Drawn, copies: Copies, form: Form
-) -> Tensor:
-    """``norm(residual + dropout(dense(x)))``: [N, K], [N, E] -> [N, E]."""
+) -> tuple[Tensor, Tensor]:
+    """(the norm, the sum) of ``residual + dropout(dense(x))``: [N, K], [N, E] -> [N, E] twice."""
     own, norm = end.dense._parameters, end.norm._parameters
     weight = own["weight"]
     return _join(
         *(x, residual, copies.get(id(weight), weight), weight, own["bias"]),
-        *(norm["weight"], norm["bias"], drawn, end.norm.eps, form.backend),
+        *(norm["weight"], norm.get("bias"), drawn, end.eps, form.backend),
     )
 
 
-def feed_forward(x: Tensor, block: FeedForward, drawn: Drawn, copies: Copies, form: Form) -> Tensor:
-    """``norm(x + dropout(outer(gelu(inner(x)))))``: [N, E] -> [N, E]."""
-    inner, outer = block.inner._parameters, block.outer.dense._parameters
-    norm, first, second = block.outer.norm._parameters, inner["weight"], outer["weight"]
-    return _feed_forward(
-        *(x, copies.get(id(first), first), copies.get(id(second), second)),
-        *(first, inner["bias"], second, outer["bias"], norm["weight"], norm["bias"]),
-        *(approximation(block.activation), drawn, block.outer.norm.eps, form.backend),
+def expand(
+    x: Tensor, block: FeedForward, drawn: Drawn, copies: Copies, form: Form
+) -> tuple[Tensor, Tensor]:
+    """What the outer product reads: [N, E] -> [N, F]; and ``x`` as the residual of what follows."""
+    modules = [block.inner] if block.factor is None else [block.inner, block.factor]
+    weights = [one._parameters["weight"] for one in modules]
+    return _expand(
+        *(x, activation_of(block.activation), drawn, form.backend, block.inner._parameters["bias"]),
+        *(len(weights), *(copies.get(id(one), one) for one in weights), *weights),
     )

@@ -282,7 +282,7 @@ class Rows(_Movable):
         return self if self.seeds is None else replace(self, number_of_layer=number)
 
     def seeds_of(self, module: Any) -> tuple[Tensor, ...] | None:
-        """Those of the hidden states of a layer; None = each is drawn where it is used."""
+        """The seeds of a layer's hidden states; None = each is drawn where it is used."""
         number = self.number_of_layer
         number = getattr(module, "layer_idx", None) if number is None else number
         if self.seeds is None or number is None:

@@ -275,15 +275,8 @@ class Stack(FastplmModel):
         told.layers = of_one_forward(self._layers(), given, self.dtype)
         if told.matters:
             kwargs["rows"] = told
-        outputs = on_rows(
-            told.numbers,
-            forward,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            **caching,
-            **states,
-            **kwargs,
-        )
+        kwargs |= dict(inputs_embeds=inputs_embeds, attention_mask=attention_mask)
+        outputs = on_rows(told.numbers, forward, **caching, **states, **kwargs)
         return for_caller(outputs, told, output_rows, unpad)
 
 

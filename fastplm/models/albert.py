@@ -47,7 +47,7 @@ from fastplm.errors import check_choice, fail
 from fastplm.models import _heads
 from fastplm.models._base import FastplmModel, drop_in, joined, switch_modules
 from fastplm.models._encoder import EncoderEmbeddings, EncoderLayer, EncoderModel
-from fastplm.models._layer import Attention, FeedForward, Join, Layer
+from fastplm.models._layer import Attention, FeedForward, Join, Layer, is_patched, stand_for
 from fastplm.models._ragged import LastRows, Rows
 from fastplm.nn._rows import is_plain
 
@@ -158,6 +158,7 @@ class _Sharing(FastplmModel):
 # --- the layers -----------------------------------------------------------------------------------
 
 
+stand_for(modeling_albert.AlbertAttention)
 AlbertEmbeddings = joined(EncoderEmbeddings, modeling_albert.AlbertEmbeddings)
 
 
@@ -271,7 +272,7 @@ class AlbertModel(_Sharing, EncoderModel, transformers.AlbertModel):
     def _last_layer(self) -> int | None:
         # The index of the last call of a group.
         calls = self.encoder.calls()
-        whole = calls and calls[-1].albert_layers[-1]._parts() is not None
+        whole = calls and not is_patched() and calls[-1].albert_layers[-1]._parts() is not None
         return self.encoder.config.num_hidden_layers - 1 if whole else None
 
     def _pooled(self, first: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from fastplm.models._layer import (
     nothing_hides_modules,
     ready_layer,
     run_layer,
+    stand_for,
 )
 from fastplm.models._ragged import OnRows, Rows
 from fastplm.models._seq2seq import (
@@ -42,6 +43,8 @@ from fastplm.models._seq2seq import (
 )
 from fastplm.nn._rows import is_plain
 from fastplm.nn.dropout import dropout
+
+stand_for(modeling_bart.BartAttention)
 
 
 class _Layer(OnRows):

@@ -284,9 +284,8 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
             return_dict=True,
             **to_decoder,
         )
-        return Seq2SeqLMOutput(
-            loss=outputs.loss, logits=outputs.logits, **both_sides(encoder_outputs, outputs)
-        )
+        both = both_sides(encoder_outputs, outputs)
+        return Seq2SeqLMOutput(loss=outputs.loss, logits=outputs.logits, **both)
 
     def _by_parent(self, inputs: dict[str, Any], num_items: Any, reduction: str) -> Any:
         """The parent's outputs, where there are no labels or the decoder is not a drop-in model."""

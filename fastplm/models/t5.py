@@ -17,15 +17,29 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor
-from transformers.modeling_outputs import Seq2SeqModelOutput
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPastAndCrossAttentions,
+    Seq2SeqModelOutput,
+)
 from transformers.models.t5 import modeling_t5
 
 from fastplm import ops
-from fastplm.hf import NAME, NO_BIAS, says_only_keys
+from fastplm.hf import NAME, NO_BIAS, ROWS, says_only_keys
 from fastplm.models._base import FastplmModel, check_parts, drop_in, wants_output
 from fastplm.models._decoder_call import t5_layer_call
 from fastplm.models._heads import TokenClassification
-from fastplm.models._ragged import OnRows, Unpad
+from fastplm.models._layer import (
+    Attention,
+    FeedForward,
+    Join,
+    Layer,
+    all_ready,
+    attend,
+    feed,
+    ofs,
+)
+from fastplm.models._ragged import OnRows, Rows, Unpad
 from fastplm.models._seq2seq import (
     ConditionalGeneration,
     DecoderQuestionAnswering,
@@ -33,6 +47,7 @@ from fastplm.models._seq2seq import (
     LastEosClassification,
     Stack,
 )
+from fastplm.nn._rows import is_plain
 from fastplm.ops.rms_norm import OP as RMS_NORM
 
 
@@ -95,22 +110,23 @@ class T5Attention(modeling_t5.T5Attention):
             and not wants_output(self, "output_attentions", kwargs)
         )
         if fused:
-            table, bias = position_bias, NO_BIAS
-            if table is None and self.has_relative_attention_bias:
-                buckets = torch.arange(
-                    self.relative_attention_num_buckets, device=hidden_states.device
-                )
-                table = self.relative_attention_bias(buckets)
-            if table is not None:
-                bias = ops.T5RelativeBias(
-                    table,
-                    bidirectional=not self.is_decoder,
-                    max_distance=self.relative_attention_max_distance,
-                )
+            table, bias = self._bias(position_bias, hidden_states.device)
         output, dense_bias, weights = super().forward(
             hidden_states, mask, key_value_states, bias, past_key_values, **kwargs
         )
         return output, table if fused else dense_bias, weights
+
+    def _bias(self: Any, table: Tensor | None, device: torch.device) -> tuple[Tensor | None, Any]:
+        """(the table of the first layer, the bias that attention gets)."""
+        if table is None and self.has_relative_attention_bias:
+            buckets = torch.arange(self.relative_attention_num_buckets, device=device)
+            table = self.relative_attention_bias(buckets)
+        if table is None:
+            return None, NO_BIAS
+        distance = self.relative_attention_max_distance
+        return table, ops.T5RelativeBias(
+            table, bidirectional=not self.is_decoder, max_distance=distance
+        )
 
 
 @drop_in
@@ -144,7 +160,123 @@ class T5Block(OnRows, modeling_t5.T5Block):
         )
 
 
-class T5Stack(Stack, modeling_t5.T5Stack):
+class _Blocks:
+    """Mixin between the two forwards of a stack: its blocks as ``_layer`` says, if all modules
+    around those of a ``Layer`` are what they were made as; else the parent's forward."""
+
+    def forward(self: Any, *, past_key_values: Any = None, **inputs: Any) -> Any:
+        out = self._run(**inputs) if past_key_values is None else None
+        if out is None:
+            return super().forward(past_key_values=past_key_values, **inputs)  # type: ignore[misc]
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=out)
+
+    def _run(
+        self: Any,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        input_ids: Any = None,
+        use_cache: bool | None = None,
+        return_dict: Any = None,
+        **kwargs: Any,
+    ) -> Tensor | None:
+        """The last hidden state [..., T, E]; None if the parent's forward must run."""
+        uses = self.config.use_cache if use_cache is None else use_cache
+        asked = any(wants_output(self, name, kwargs) for name in _OUTPUTS)
+        crossed = self.is_decoder and encoder_hidden_states is not None
+        if asked or (self.is_decoder and uses) or torch.compiler.is_compiling():
+            return None
+        layers = self._parts(crossed)
+        made = None if layers is None else all_ready(layers, inputs_embeds)
+        if made is None or made[0].form.dtype is torch.float16:  # whose sums the parent clamps
+            return None
+        given = dict(config=self.config, inputs_embeds=inputs_embeds)
+        if self.config.is_decoder:
+            mask = create_causal_mask(**given, attention_mask=attention_mask, past_key_values=None)
+        else:
+            mask = create_bidirectional_mask(**given, attention_mask=attention_mask)
+        states, mask_of_states = encoder_hidden_states if crossed else None, None
+        if crossed:
+            mask_of_states = create_bidirectional_mask(
+                **given, attention_mask=encoder_attention_mask, encoder_hidden_states=states
+            )
+        if not (says_only_keys(mask) and says_only_keys(mask_of_states)):
+            return None
+        kwargs = {name: value for name, value in kwargs.items() if name not in _OUTPUTS}
+        rows: Rows | None = kwargs.get(ROWS)
+        numbers = None if rows is None else rows.numbers
+        dtype = made[0].form.dtype
+        hidden = self.dropout(inputs_embeds).to(dtype)
+        normed = self.block[0].layer[0].layer_norm(hidden).to(dtype)
+        _, bias = self.block[0].layer[0].SelfAttention._bias(None, hidden.device)
+        of_self, of_states = dict(position_bias=bias, **kwargs), dict(position_bias=NO_BIAS)
+        of_states |= kwargs
+        for one in made:
+            first, second, end = ofs(rows, one.layer.attentions[0].module, numbers)
+            normed, hidden, _ = attend(one, 0, normed, hidden, None, mask, first, of_self)
+            if crossed:
+                normed, hidden, states = attend(
+                    one, 1, normed, hidden, states, mask_of_states, second, of_states
+                )
+            normed, hidden = feed(one, normed, hidden, end)
+        return self.dropout(normed).to(self.dtype)
+
+    def _parts(self: Any, crossed: bool) -> list[Layer] | None:
+        """The modules that run; None if what is around them is not as it was made."""
+        kinds = [modeling_t5.T5LayerSelfAttention, modeling_t5.T5LayerFF]
+        if self.is_decoder:
+            kinds.insert(1, modeling_t5.T5LayerCrossAttention)
+        blocks = list(self.block)
+        if not blocks or (self.training and any(one.gradient_checkpointing for one in blocks)):
+            return None
+        subs: list[Any] = []
+        for block in blocks:
+            own = list(block.layer)
+            if not is_plain(block, T5Block) or len(own) != len(kinds):
+                return None
+            if not all(map(is_plain, own, kinds)):
+                return None
+            subs += own if crossed or not self.is_decoder else own[::2]
+        norms = [*(sub.layer_norm for sub in subs[1:]), self.final_layer_norm]
+        layers: list[Layer] = []
+        attentions: list[Attention] = []
+        for sub, norm in zip(subs, norms, strict=True):
+            if isinstance(sub, modeling_t5.T5LayerFF):
+                feed_forward = _feed_forward(sub.DenseReluDense, norm, sub.dropout)
+                if feed_forward is None:
+                    return None
+                layers.append(Layer(tuple(attentions), feed_forward, self.training))
+                attentions = []
+                continue
+            module = getattr(sub, _ATTENTIONS[type(sub)])
+            if not is_plain(module, T5Attention):
+                return None
+            projections = module.q, module.k, module.v
+            join = Join(module.o, norm, sub.dropout, T5LayerNorm)
+            attentions.append(
+                Attention(module, module.key_value_proj_dim, module.dropout, projections, join)
+            )
+        return layers
+
+
+_OUTPUTS = ("output_hidden_states", "output_attentions")
+_ATTENTIONS = {
+    modeling_t5.T5LayerSelfAttention: "SelfAttention",
+    modeling_t5.T5LayerCrossAttention: "EncDecAttention",
+}
+
+
+def _feed_forward(dense: Any, norm: Any, dropout: Any) -> FeedForward | None:
+    if not is_plain(dense, T5DenseActDense, T5DenseGatedActDense):
+        return None
+    gated = type(dense) is T5DenseGatedActDense
+    inner, factor = (dense.wi_0, dense.wi_1) if gated else (dense.wi, None)
+    end = Join(dense.wo, norm, dropout, T5LayerNorm)
+    return FeedForward(inner, dense.act, end, dense, factor, dense.dropout)
+
+
+class T5Stack(Stack, _Blocks, modeling_t5.T5Stack):
     """An encoder or decoder: [B, T] in, [B, T, E] out; only tokens are computed."""
 
     contiguous = True

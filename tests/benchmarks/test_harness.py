@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -393,3 +395,56 @@ def test_pytest_leaves_out_what_takes_minutes_and_its_json_gives_the_rows(tmp_pa
     assert measured(tmp_path / "e") == {"quick"}
     run("benchmarks/harness.py", "toy", "--rows", "f", "--only", "low")
     assert measured(tmp_path / "f") == {"slow"}
+
+
+# --- graphs ---------------------------------------------------------------------------------------
+
+
+class Streams:
+    """The parts of torch.cuda that a capture uses. Its graph runs the body, and counts replays."""
+
+    def __init__(self, monkeypatch, fails=False):
+        self.fails, self.replays, self.body = fails, 0, None
+        of = SimpleNamespace(wait_stream=lambda other: None)
+        for name, value in dict(
+            Stream=lambda: of,
+            current_stream=lambda: of,
+            stream=lambda stream: contextlib.nullcontext(),
+            synchronize=lambda: None,
+            _sleep=lambda cycles: None,
+            CUDAGraph=lambda: SimpleNamespace(replay=self.replay),
+            graph=self.graph,
+        ).items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    def replay(self):
+        self.replays += 1
+
+    @contextlib.contextmanager
+    def graph(self, graph, stream):
+        if self.fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        yield
+
+
+@pytest.mark.parametrize("direction", ("forward", "backward", "training"))
+@pytest.mark.parametrize("fails", (False, True))
+def test_calls_are_repeated_in_a_graph_unless_they_cannot_be_captured(
+    harness, monkeypatch, direction, fails
+):
+    streams, calls = Streams(monkeypatch, fails), []
+    cuda = SimpleNamespace(type="cuda")
+    monkeypatch.setattr(harness, "_seconds", lambda call, device: call() and 0.0 or 4e-4)
+
+    def counted(**inputs):
+        calls.append(1)
+        return attention_ref(**inputs)
+
+    case = make_case(harness, make=lambda device: draw("cpu"))
+    runner = harness._Runner(case, counted, direction, cuda)
+    for _ in range(5):
+        runner.step()
+    assert (runner.replay is None) == fails and streams.replays == (0 if fails else 3)
+    # A graph has 2 ms of calls, so a replay's time is that of five.
+    assert runner.times == pytest.approx([4e-4] * 5 if fails else [4e-4] * 2 + [8e-5] * 3)
+    assert not harness._Runner(replace(case, replayed=False), counted, direction, cuda).replays

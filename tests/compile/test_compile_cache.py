@@ -52,3 +52,33 @@ def test_an_unknown_step_is_named(tmp_path):
         text=True,
     )
     assert done.returncode == 2 and "no step everything; there are checks" in done.stderr
+
+
+def test_another_pythons_triton_gives_other_keys(tmp_path):
+    """The releases have the same files but for Triton's library."""
+    code = """
+import shutil, sys
+from pathlib import Path
+import compile_cache, triton
+from triton.runtime import cache
+own, other = Path(triton.__file__).parent, Path(sys.argv[1])
+(other / "runtime").mkdir(parents=True)
+assert compile_cache.key_of(own) == cache.triton_key()
+for name in ("compiler", "backends", "language"):
+    (other / name).symlink_to(own / name)
+(other / "runtime" / "cache.py").symlink_to(own / "runtime" / "cache.py")
+(other / "_C").mkdir()
+(other / "_C" / "libtriton.so").write_bytes(b"of another Python")
+parts = [key.split("-") for key in (cache.triton_key(), compile_cache.key_of(other))]
+print(sum(a != b for a, b in zip(*parts, strict=True)))
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "triton")]
+    done = subprocess.run(command, cwd=SCRIPT.parent, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "1"
+
+
+def test_without_a_gpu_the_architecture_must_be_named(tmp_path):
+    command = [sys.executable, str(SCRIPT), str(tmp_path)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and "no GPU is here: --arch says for which one" in done.stderr

@@ -589,6 +589,7 @@ UNEVEN_SPILLS: dict[str, tuple[int, ...]] = {
     "attention_stream_bwd_dq": (80, 90, 100),
     "attention_stream_fwd": (80, 90, 100),
     "attention_tile_bwd": (80, 90),
+    "bias_gelu_bwd": (80,),
     "linear_cross_entropy_bwd_input": (80, 90),
     "linear_cross_entropy_bwd_weight": (80, 90),
     "linear_cross_entropy_fwd": (80, 90, 100),

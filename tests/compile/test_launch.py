@@ -182,8 +182,8 @@ print(json.dumps(found))
 STEPS = (
     HEAD
     + """
-from fastplm.triton_kernels import (
-    bias_gelu, dropout_add_layer_norm, embedding_layer_norm, gather_rows, replaced_token_loss)
+from fastplm.triton_kernels import bias_gelu, dropout_add_layer_norm, embedding_layer_norm
+from fastplm.triton_kernels import gather_rows, replaced_token_loss
 from fastplm.triton_kernels.attention import launch
 
 meta = lambda *shape, dtype=torch.bfloat16: torch.empty(shape, dtype=dtype, device="meta")
@@ -200,7 +200,8 @@ def step(rows, slots, longest, heads):
     gathered = gather_rows.gather_rows_fwd(hidden, positions)
     gather_rows.gather_rows_bwd(gathered, positions, rows)
     weight, ids = hidden[0], meta(rows, dtype=torch.int64)
-    tables = (ids, hidden, ids, hidden, ids, hidden[:2])
+    table = meta(512, 64 * heads)
+    tables = (ids, table, ids, table, ids, table[:2])
     shared = (tables, weight, weight, (ids[0], ids, ids))
     settings = dict(threshold=6554, keep_scale=1.1, eps=1e-12)
     embedding_layer_norm.embedding_layer_norm_fwd(*shared, **settings, dtype=torch.bfloat16)
@@ -209,7 +210,7 @@ def step(rows, slots, longest, heads):
     bias_gelu.bias_gelu_bwd(
         bias_gelu.bias_gelu_fwd(hidden, weight, "none"), hidden, weight, "none", True)
     random = (meta(dtype=torch.int64), ids, ids)
-    settings = dict(settings, is_rms=False)
+    settings = dict(threshold=6554, keep_scale=1.1, eps=1e-12, is_rms=False)
     dropout_add_layer_norm.dropout_add_layer_norm_fwd(
         hidden, hidden, weight, weight, weight, *random, **settings)
     dropout_add_layer_norm.dropout_add_layer_norm_bwd(

@@ -30,8 +30,7 @@ from fastplm.ops._attention_call import BITS
 
 BATCH, SEQLEN, LAYERS, WIDTH, VOCAB = 8, 32, 2, 64, 96
 TOTAL, TOKENS, LABELS, REACHED, CAPACITY = 256, 170, 40, 150, 200
-DROPS = dict.fromkeys(("attention_probs_dropout_prob", "attention_dropout"), 0.1)
-DROPS |= dict(hidden_dropout_prob=0.1)  # ALBERT has none of its own
+DROPS = dict(attention_probs_dropout_prob=0.1, attention_dropout=0.1)
 SMALL = dict(vocab_size=VOCAB, num_hidden_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=2)
 ENCODER = dict(**SMALL, **DROPS, intermediate_size=2 * WIDTH, embedding_size=WIDTH)
 GPT = dict(vocab_size=VOCAB, n_positions=SEQLEN, n_embd=WIDTH, n_layer=LAYERS, n_head=2)

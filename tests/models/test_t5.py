@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import re
 
 import pytest
 import torch
+import transformers
 from transformers.models.t5 import modeling_t5
 
 import fastplm.hf
 from fastplm import models
 from fastplm._backends import record_decisions
-from fastplm.models import T5ForConditionalGeneration, T5Model
+from fastplm.models import T5ForConditionalGeneration, T5Model, _layer
 from fastplm.models._base import switch_modules
 
 from . import conftest
@@ -116,3 +119,215 @@ def test_question_answering_computes_every_row_of_the_decoder(unpad):
     given["decoder_attention_mask"] = given["attention_mask"]
     model = models.T5ForQuestionAnswering(changed(CONFIG, num_labels=2))
     assert torch.equal(model(**given).loss, model(**given, decoder_unpad=unpad).loss)
+
+
+# --- blocks by the functions of ``_layer`` --------------------------------------------------------
+
+#: The ops of a block, which ``modules`` sends to PyTorch: then the modules run themselves.
+OF_BLOCKS = ("dropout_add_layer_norm", "bias_gelu")
+FORMS = {"v1.0": {}, "v1.1": V1_1, "gated ReLU": dict(is_gated_act=True, dense_act_fn="relu")}
+every_form = pytest.mark.parametrize("fields", FORMS.values(), ids=FORMS)
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """How often each function ran, in the order of their definitions."""
+    counts = dict.fromkeys(("project", "join", "expand"), 0)
+
+    def counted(name, function):
+        def call(*given):
+            counts[name] += 1
+            return function(*given)
+
+        return call
+
+    for name in counts:
+        monkeypatch.setattr(_layer, name, counted(name, getattr(_layer, name)))
+    return counts
+
+
+#: What two layers on each side run: 6 attentions, of which the 2 across project twice.
+ALL_RUN = {"project": 8, "join": 10, "expand": 4}
+
+
+def gradients(model, given, ops=()):
+    """(loss, the gradient of each parameter that has one)."""
+    torch.manual_seed(7)
+    model.zero_grad()
+    with contextlib.ExitStack() as stack:
+        for op in ops:
+            stack.enter_context(fastplm.use_backend("eager", op))
+        loss = model(**given).loss
+    loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), found
+
+
+def of_training(fields, p=0.1, **more):
+    config = changed(CONFIG, dropout_rate=p, num_layers=2, num_decoder_layers=2, **fields, **more)
+    torch.manual_seed(1)
+    return T5ForConditionalGeneration(config).train()
+
+
+@every_form
+@pytest.mark.parametrize("padding", ["none", "right"])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_blocks_equal_the_modules(runs, fields, padding, p):
+    """With dropout, too, whose seeds are drawn in the same order."""
+    model, given = of_training(fields, p), inputs_of("T5ForConditionalGeneration", padding)
+    found = gradients(model, given)
+    assert runs == ALL_RUN
+    wanted = gradients(model, given, OF_BLOCKS)
+    assert runs == ALL_RUN
+    torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-6)
+
+
+@every_form
+def test_the_gradients_of_blocks_are_as_exact_as_the_parents(fields):
+    model, given = of_training(fields, 0.0), inputs_of("T5ForConditionalGeneration", "right")
+    exact = transformers.T5ForConditionalGeneration(model.config)
+    exact.load_state_dict(model.state_dict())
+    parent = gradients(exact, given)[1]
+    parent = {name: one.clone() for name, one in parent.items()}
+    wanted = gradients(exact.double(), given)[1]
+    found = gradients(model, given)[1]
+    assert found.keys() == wanted.keys()
+    for name, one in wanted.items():
+        error = (found[name] - one).norm() / one.norm()
+        assert error <= max(2 * (parent[name] - one).norm() / one.norm(), 1e-6), name
+
+
+@every_form
+def test_blocks_under_autocast_are_as_exact_as_the_parents(runs, fields):
+    """The sums between the blocks are bf16 there, and fp32 in the parent."""
+    given = inputs_of("T5ForConditionalGeneration", "right")
+    model = of_training(fields, 0.0)
+    parent = transformers.T5ForConditionalGeneration(model.config)
+    parent.load_state_dict(model.state_dict())
+    errors = []
+    for one in (parent, model):
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.manual_seed(7)
+            one.zero_grad()
+            outputs = one(**given)
+        outputs.loss.backward()
+        used = {name: p.grad for name, p in one.named_parameters() if p.grad is not None}
+        errors.append(used)
+    assert runs == ALL_RUN
+    _, exact = gradients(parent.double(), given)
+
+    def error(found):
+        off = sum((found[name].double() - exact[name]).square().sum() for name in exact)
+        return (off / sum(one.square().sum() for one in exact.values())).sqrt()
+
+    assert all(found.dtype is torch.float32 for found in errors[1].values())
+    assert error(errors[1]) <= 2 * error(errors[0])
+    assert outputs.encoder_last_hidden_state.dtype is torch.float32
+
+
+@every_form
+@pytest.mark.parametrize(
+    "frozen", ["wi|DenseReluDense.wo", "SelfAttention", "layer_norm", "shared"]
+)
+def test_frozen_parameters_of_blocks(runs, fields, frozen):
+    model, given = of_training(fields), inputs_of("T5ForConditionalGeneration", "right")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not re.search(frozen, name))
+    found = gradients(model, given)
+    assert runs == ALL_RUN
+    wanted = gradients(model, given, OF_BLOCKS)
+    assert found[1].keys() == wanted[1].keys()
+    torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-6)
+
+
+def halved(module):
+    module.register_forward_hook(lambda module, given, out: out / 2)
+
+
+CHANGES = {
+    "a query": (lambda block: halved(block[0].SelfAttention.q), {"project": 7}),
+    "an output": (lambda block: halved(block[0].SelfAttention.o), {"join": 9}),
+    "a value across": (lambda block: halved(block[1].EncDecAttention.v), {"project": 6}),
+    "a norm": (lambda block: halved(block[1].layer_norm), {"join": 9}),
+    "a dropout": (lambda block: halved(block[2].DenseReluDense.dropout), {"join": 9, "expand": 3}),
+    "an inner product": (
+        lambda block: halved(block[2].DenseReluDense.wi),
+        {"join": 9, "expand": 3},
+    ),
+    "an activation": (
+        lambda block: setattr(block[2].DenseReluDense, "act", torch.nn.SiLU()),
+        {"join": 9, "expand": 3},
+    ),
+}
+OF_ENCODER = {"project": 2, "join": 4, "expand": 2}
+AROUND = {
+    "attention": lambda block: block[0].SelfAttention.register_forward_hook(
+        lambda module, given, out: (out[0] / 2, *out[1:])
+    ),
+    "feed-forward": lambda block: halved(block[2].DenseReluDense),
+    "sublayer": lambda block: halved(block[2]),
+}
+
+
+@pytest.mark.parametrize("change, counts", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_block_with_a_module_of_the_users_runs_that_one(runs, change, counts, autocast):
+    model, given = of_training({}), inputs_of("T5ForConditionalGeneration", "right")
+    change(model.decoder.block[1].layer)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = gradients(model, given)
+        assert runs == ALL_RUN | counts
+        wanted = gradients(model, given, OF_BLOCKS)
+    close = dict(rtol=0.3, atol=0.05) if autocast else dict(rtol=2e-5, atol=2e-6)
+    torch.testing.assert_close(found, wanted, **close)
+
+
+def test_parts_of_a_model_that_do_not_train(runs):
+    model, given = of_training({}, 0.3), inputs_of("T5ForConditionalGeneration", "right")
+    model.encoder.block[1].eval()
+    model.decoder.block[0].layer[0].SelfAttention.eval()
+    for module in model.decoder.block[1].layer[2].modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.eval()
+    found = gradients(model, given)
+    assert runs == ALL_RUN
+    torch.testing.assert_close(found, gradients(model, given, OF_BLOCKS), rtol=2e-5, atol=2e-6)
+
+
+def test_sums_of_fp16_are_the_parents(runs):
+    """They are clamped."""
+    model, given = of_training({}, 0.0).half(), inputs_of("T5ForConditionalGeneration", "right")
+    model.decoder.block[0].layer[0].SelfAttention.o.weight.data.fill_(60000.0)
+    with torch.no_grad():
+        assert model(**given).loss.isfinite()
+    assert not any(runs.values())
+
+
+@pytest.mark.parametrize("change", AROUND.values(), ids=AROUND)
+def test_a_stack_with_a_hook_around_modules_runs_itself(runs, change):
+    model, given = of_training({}), inputs_of("T5ForConditionalGeneration", "right")
+    change(model.decoder.block[1].layer)
+    found = gradients(model, given)
+    assert runs == OF_ENCODER
+    torch.testing.assert_close(found, gradients(model, given, OF_BLOCKS), rtol=2e-5, atol=2e-6)
+
+
+def test_what_blocks_do_not_return_runs_the_modules(runs):
+    model, given = of_training({}, 0.0), inputs_of("T5ForConditionalGeneration", "right")
+    hidden = model(**given, output_hidden_states=True).encoder_hidden_states
+    assert len(hidden) == 3 and not any(runs.values())
+    model.gradient_checkpointing_enable()
+    model(**given).loss.backward()
+    assert not any(runs.values())
+
+
+def test_a_decoder_without_an_encoder(runs):
+    """The norm after its attention is that of the feed-forward."""
+    decoder = of_training({}).decoder.eval()
+    ids = torch.tensor([[3, 4, 5, 6]])
+    with torch.no_grad():
+        found = decoder(input_ids=ids, use_cache=False).last_hidden_state
+        assert runs == OF_ENCODER
+        with fastplm.use_backend("eager", "dropout_add_layer_norm"):
+            wanted = decoder(input_ids=ids, use_cache=False).last_hidden_state
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)

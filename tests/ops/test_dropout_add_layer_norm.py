@@ -15,6 +15,7 @@ import fastplm
 from fastplm import ops
 from fastplm._registry import OPS
 from fastplm.errors import BackendError
+from fastplm.reference import philox
 from fastplm.reference.dropout_add_layer_norm import dropout_add_layer_norm_ref
 from fastplm.testing import assert_within_budget, poisoned_memory
 
@@ -247,6 +248,16 @@ def test_exactly_what_dropout_drops(device, backend, width, numbered, seed):
     leaf = inputs["input"].requires_grad_()
     (grad,) = torch.autograd.grad(candidate(backend, inputs, return_sum=True)[1].sum(), leaf)
     assert torch.equal(grad, expected)
+
+
+@BACKENDS
+def test_a_choice_that_is_the_threshold_keeps_its_element(device, backend):
+    word, *_ = philox.draw(5, philox.Stream.HIDDEN, sample_index=0, position=3, rounds=7)
+    share = (int(word) & 0xFFFF) / 65536  # element 3 has the first choice of draw 3
+    inputs = made(1, 40) | dict(input=torch.ones(1, 40), residual=torch.zeros(1, 40))
+    for dropout_p, is_kept in ((share, True), (share + 2.0**-16, False)):
+        call = to(device, inputs | dict(dropout_p=dropout_p, linear_bias=None))
+        assert bool(candidate(backend, call, return_sum=True)[1][0, 3] != 0) == is_kept
 
 
 @BACKENDS

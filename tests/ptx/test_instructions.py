@@ -93,6 +93,7 @@ NAN, INF = math.nan, math.inf
 DOWN = 1.0 - 2.0**-24  # the fp32 below 1
 ARITHMETIC = [
     ("add.s32 %r7, %r4, %r5", "r", (2**31 - 1, 1), 2**31),
+    ("add.s16x2 %r7, %r4, %r5", "r", (0x0001FFFF, 0x00020001), 0x00030000),
     ("sub.s32 %r7, %r4, %r5", "r", (0, 1), 2**32 - 1),
     ("mul.lo.s32 %r7, %r4, %r5", "r", (2**31, 3), 2**31),
     ("mul.hi.u32 %r7, %r4, %r5", "r", (0xD2511F53, 0xCD9E8D57), 0xD2511F53 * 0xCD9E8D57 >> 32),

@@ -259,8 +259,9 @@ def _fma64(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 def _integer(group: Any, ins: Instruction, function: Callable) -> Pure:
     kind = ins.parts[-1]
-    target = group.target(ins.operands[0], kind)
-    sources = [group.source(operand, kind) for operand in ins.operands[1:]]
+    bits, one = ("b32", kind[:-2]) if kind in ("s16x2", "u16x2") else (kind, kind)
+    target = group.target(ins.operands[0], bits).view(NUMPY[one])
+    sources = [group.source(operand, bits).view(NUMPY[one]) for operand in ins.operands[1:]]
     return partial(function, *sources, out=target), [group.row(ins.operands[0])]
 
 

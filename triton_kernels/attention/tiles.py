@@ -162,10 +162,11 @@ def zero_spare_rows(ptr, cu_ptr, num_seqs, num_rows, row_size, stride):
     if cu_ptr is not None:
         first = tl.load(cu_ptr + num_seqs) + tl.program_id(0)
         for row in range(first, num_rows, tl.num_programs(0)):
+            place = (tl.full((), 0, tl.int64) + row) * stride
             for start in range(0, row_size, BLOCK):
                 offs = start + tl.arange(0, BLOCK)
                 zeros = tl.zeros([BLOCK], ptr.dtype.element_ty)
-                tl.store(ptr + row.to(tl.int64) * stride + offs, zeros, mask=offs < row_size)
+                tl.store(ptr + place + offs, zeros, mask=offs < row_size)
 
 
 @triton.jit
