@@ -316,7 +316,9 @@ class EncoderModel(FastplmModel):
         if own is not None:
             if own.key_mask is not None:
                 return own.key_mask_row()
-        elif not full or kept is not None or not self._has_our_attention():
+        elif not full or kept is not None:
+            return mask
+        elif self._is_causal() and not self._has_our_attention():
             return mask
         elif mask is None and not counted:
             return None  # the parent may find packed sequences in the caller's position ids
