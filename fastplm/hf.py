@@ -240,9 +240,6 @@ def fastplm_attention_forward(
         is_causal = False  # a single query is the last one: it attends to all keys in any case
     given_mask = attention_mask
     causal, attention_mask = _meaning(module, attention_mask, is_causal)
-    rows = kwargs.get(ROWS)
-    if causal and rows is not None and rows.full:
-        attention_mask = None
     if (
         query.is_cpu
         and attention_mask is None
@@ -272,6 +269,7 @@ def fastplm_attention_forward(
         return _unfused(
             module, query, key, value, attention_mask, dropout, scaling, causal, weights_too, kwargs
         )
+    rows = kwargs.get(ROWS)
     options: dict[str, Any] = {
         "is_causal": causal and not complete,
         "dropout_p": dropout,

@@ -451,8 +451,8 @@ MUTATIONS = (
     ),
     Mutation(
         RAGGED,
-        "torch.nn.functional.pad(lengths.cumsum(0), (1, 0))",
-        "torch.nn.functional.pad(lengths.cumsum(0), (0, 1))",
+        "F.pad(lengths.cumsum(0), (1, 0))",
+        "F.pad(lengths.cumsum(0), (0, 1))",
         f"{CONTRACT} 'equals and BertForMaskedLM'",
     ),
     Mutation(

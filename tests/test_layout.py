@@ -25,7 +25,7 @@ RECIPES = (
 )
 #: The core, in the same way.
 CORE = (
-    *(("models",), ("hf", "_explain", "_measure"), ("nn",), ("ops",)),
+    *(("graphs",), ("models",), ("hf", "_explain", "_measure"), ("nn",), ("ops",)),
     *(("reference",), ("_registry",), ("_backends",), ("_declare", "_measured")),
     *(("_checks", "_machine"), ("errors", "_extension", "_budget"), ("_unchanged",)),
 )

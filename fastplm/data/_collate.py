@@ -21,6 +21,8 @@ from fastplm.errors import (
     check,
     fail,
 )
+from fastplm.models._ragged import RaggedBatch
+from fastplm.nn._rows import in_steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,6 +67,12 @@ class Collator:
             to each other.
         position_offset: the first position id of each packed sequence. RoBERTa and models like it
             begin at ``pad_token_id + 1``.
+        unpad: say which rows are tokens, for the models of ``fastplm.models``: a training step on
+            a GPU then waits for no count, and batches have few shapes, as CUDA graphs need them.
+            The batch gets what these models take: ``unpad`` (and ``decoder_unpad``), the rows of
+            the tokens, in one of few numbers, at most a sixteenth more than there are, or False if
+            there is no padding, and then no ``attention_mask``; and, with labels of most tokens,
+            ``loss_positions``. Rows are padded to one of few lengths, too.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -72,6 +80,7 @@ class Collator:
     block_size: int | None = None
     packed: bool = False
     position_offset: int = 0
+    unpad: bool = field(default=False, kw_only=True)
 
     #: The other fields with a value for each token. A collator that shortens samples reads none.
     token_fields: ClassVar[tuple[str, ...]] = (
@@ -94,6 +103,9 @@ class Collator:
         check(fits, where, "block_size", size, "1 or more, or None", "Leave it out, or raise it.")
         fix = "RoBERTa's is tokenizer.pad_token_id + 1, most others' is 0."
         check(offset >= 0, where, "position_offset", offset, "0 or more", fix)
+        fix = "Leave one of the two out: a packed batch has no padding in it."
+        fits = not (self.unpad and self.packed)
+        check(fits, where, "unpad", "True with packed=True", "False", fix)
 
     def __call__(self, samples: Samples) -> dict[str, Any]:
         return self.corrupt(self.pad(samples))
@@ -109,6 +121,15 @@ class Collator:
     def corrupt(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Add the noise of the objective to the tensors of ``pad``, on any device."""
         raise NotImplementedError
+
+    @property
+    def needs_cpu(self) -> bool:
+        """Whether ``corrupt`` must run on the CPU, as ``unpad`` reads the lengths that it makes."""
+        return False
+
+    def rows(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """What ``unpad`` adds to a batch of ``pad``."""
+        return {"unpad": rows_of(batch["attention_mask"])}
 
     def keep(self, **constants: Tensor) -> None:
         """Store CPU tensors that ``corrupt`` needs for every batch."""
@@ -187,7 +208,7 @@ class Collator:
         for key in _LABELS_OF_A_SAMPLE:
             if key in samples[0]:
                 batch[key] = torch.tensor([int(s[key]) for s in samples], device=ids.device)
-        return batch
+        return batch | self.rows(batch) if self.unpad else batch
 
     def _pad(
         self, samples: Samples, ids: Tensor, lengths: list[int], fields: dict[str, Tensor]
@@ -256,11 +277,15 @@ class Collator:
 
     def _fit(self, longest: int, room: int | None, beside: str = "", most: object = "") -> int:
         if room is None:
-            return longest
+            return in_steps(longest, max(longest, self._most())) if self.unpad else longest
         where, got = type(self).__name__, f"a sample of {longest} tokens{beside}"
         expected, fix = f"at most {most or room}", "Raise block_size or cut the samples."
         check(longest <= room, where, "input_ids", got, expected, fix)
         return room
+
+    def _most(self) -> int:
+        """The most tokens that a row is padded to, so that the model has a position for each."""
+        return self.tokenizer.model_max_length
 
     def _pad_token_id(self) -> int:
         pad = self.tokenizer.pad_token_id
@@ -383,6 +408,22 @@ class TextCollator(Collator):
         self._bos: int | None = None
         self._eos: int | None = self.tokenizer.eos_token_id
 
+    @property
+    def needs_cpu(self) -> bool:
+        return self.unpad
+
+    def rows(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """``unpad`` adds nothing before the noise, which changes the lengths."""
+        return {}
+
+    def corrupted(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """A batch with its noise and labels, and what ``unpad`` adds to it."""
+        if self.unpad:
+            batch["unpad"] = rows_of(batch["attention_mask"])
+            batch["decoder_unpad"] = rows = rows_of(batch["labels"] != -100)
+            batch["loss_positions"] = positions_of(rows, batch["labels"])
+        return without_full_mask(batch)
+
     def content(self, sample: dict[str, Any]) -> Any:
         """The tokens of the text of a sample. If they are on a GPU, this is a sync."""
         ids, where = sample["input_ids"], type(self).__name__
@@ -405,6 +446,24 @@ class TextCollator(Collator):
         if end > begin and self._bos is not None and tokens[begin] == self._bos:
             begin += 1
         return ids[begin:end]
+
+
+def rows_of(mask: Tensor) -> Any:
+    """The rows of the tokens of a batch, see ``Collator.unpad``; on a GPU this is a sync."""
+    rows = RaggedBatch.in_steps_on_cpu(mask.cpu())
+    return False if rows is None else rows.to(mask.device)
+
+
+def positions_of(rows: Any, given: Tensor) -> Tensor:
+    """int64 [P], flat: where the ``rows_of`` a batch [B, T] are."""
+    return torch.arange(given.numel(), device=given.device) if rows is False else rows.positions
+
+
+def without_full_mask(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch without its ``attention_mask`` if ``unpad`` says that there is no padding."""
+    if batch.get("unpad") is False:
+        del batch["attention_mask"]
+    return batch
 
 
 def scatter_labels(input_ids: Tensor, positions: Tensor, labels: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastplm import ops
-from fastplm.data._collate import Collator, scatter_labels
+from fastplm.data._collate import Collator, positions_of, scatter_labels, without_full_mask
 from fastplm.data.words import word_ids, word_starts
 from fastplm.errors import DataError, FastplmError, check
 from fastplm.ops.mask_tokens import mask_settings as check_settings
@@ -28,7 +28,7 @@ class DataCollatorForMaskedTokens(Collator):
     worker count and world size, on the CPU and on a GPU, padded and packed.
 
     Args:
-        tokenizer, seed, block_size, packed, position_offset: see ``Collator``.
+        tokenizer, seed, block_size, packed, position_offset, unpad: see ``Collator``.
         mlm_probability: share of the maskable tokens that is chosen.
         mask_replace_prob: share of the chosen tokens that becomes ``[MASK]``.
         random_replace_prob: share of the chosen tokens that becomes a random token.
@@ -96,7 +96,7 @@ class DataCollatorForMaskedTokens(Collator):
         batch["input_ids"] = masked.input_ids.view(input_ids.shape)
         batch["labels"] = scatter_labels(input_ids, masked.positions, masked.labels)
         batch["masked_positions"] = masked.positions
-        return batch
+        return without_full_mask(batch)
 
     def _maskable(self, batch: dict[str, Any], special: Tensor | None) -> Tensor | None:
         """A mask of the tokens that may be chosen; None, the fastest, where their ids say so."""
@@ -126,8 +126,8 @@ class DataCollatorForCausalTokens(Collator):
     """Batches for causal language modelling: the labels are the tokens themselves.
 
     Args:
-        tokenizer, seed, block_size, packed, position_offset: see ``Collator``; nothing is random
-            here.
+        tokenizer, seed, block_size, packed, position_offset, unpad: see ``Collator``; nothing is
+            random here.
 
     Returns:
         What ``Collator.pad`` returns, without ``special_tokens_mask``, and ``labels`` (int64, the
@@ -153,7 +153,12 @@ class DataCollatorForCausalTokens(Collator):
             no_label = first | (tokens >= batch["cu_seq_lens_q"][-1])
         else:
             no_label = batch["attention_mask"] == 0
-        return batch | {"labels": input_ids.masked_fill(no_label, -100)}
+        return without_full_mask(batch | {"labels": input_ids.masked_fill(no_label, -100)})
+
+    def rows(self, batch: dict[str, Any]) -> dict[str, Any]:
+        rows = super().rows(batch)
+        # The last token of each sequence among them, which has no label.
+        return rows | {"loss_positions": positions_of(rows["unpad"], batch["input_ids"])}
 
 
 def special_ids(tokenizer: Any) -> Tensor:

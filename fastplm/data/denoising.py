@@ -37,7 +37,7 @@ class DataCollatorForDenoising(TextCollator):
     one, the padding tokens at its end.
 
     Args:
-        tokenizer, seed: see ``Collator``.
+        tokenizer, seed, unpad: see ``Collator``; with ``unpad`` the noise is best made on a CPU.
         block_size: inputs and labels are padded to this length, BOS and EOS included; by default to
             that of the longest sample.
         packed: must be False; ``position_offset`` has no use then.
@@ -114,11 +114,14 @@ class DataCollatorForDenoising(TextCollator):
         )
         self.count_dropped(noised.dropped, "Shorten the samples.")
         column = torch.arange(noised.input_ids.shape[1], device=text.device)
-        return batch | {
-            "input_ids": noised.input_ids,
-            "attention_mask": (column < noised.lengths[:, None]).long(),
-            "labels": self._labels(text, lengths[:, None]),
-        }
+        return self.corrupted(
+            batch
+            | {
+                "input_ids": noised.input_ids,
+                "attention_mask": (column < noised.lengths[:, None]).long(),
+                "labels": self._labels(text, lengths[:, None]),
+            }
+        )
 
     @classmethod
     def expected_length(cls, tokens: int, **noise: float) -> float:
@@ -152,6 +155,9 @@ class DataCollatorForDenoising(TextCollator):
         if self._eos is not None:
             labels.masked_fill_(column == lengths + begin, self._eos)
         return labels
+
+    def _most(self) -> int:
+        return super()._most() - self._edges
 
     def _room(self, longest: int) -> int:
         """Tokens of a row without BOS and EOS."""

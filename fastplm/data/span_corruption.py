@@ -13,6 +13,8 @@ from fastplm.errors import DataError, check
 from fastplm.ops.corrupt_spans import corrupt_spans, span_corruption_fit
 from fastplm.reference.corrupt_spans import fixed_point_scales, span_counts
 
+_LONGEST = 1 << 31
+
 
 @dataclass(eq=False)
 class DataCollatorForSpanCorruption(TextCollator):
@@ -25,7 +27,7 @@ class DataCollatorForSpanCorruption(TextCollator):
     of a sample hides at either end or, without one, the padding tokens at its end.
 
     Args:
-        tokenizer, seed: see ``Collator``.
+        tokenizer, seed, unpad: see ``Collator``; with ``unpad`` the spans are best made on a CPU.
         block_size: the most tokens of ``input_ids``, to which rows are padded; by default those of
             the longest row. Samples of ``span_corruption_fit(block_size)[0]`` tokens, 568 for
             T5's 512, fill it.
@@ -100,11 +102,17 @@ class DataCollatorForSpanCorruption(TextCollator):
             step=self._epoch,
         )
         column = torch.arange(corrupted.input_ids.shape[1], device=input_ids.device)
-        return batch | {
-            "input_ids": corrupted.input_ids,
-            "attention_mask": (column < corrupted.input_lengths[:, None]).long(),
-            "labels": corrupted.labels,
-        }
+        return self.corrupted(
+            batch
+            | {
+                "input_ids": corrupted.input_ids,
+                "attention_mask": (column < corrupted.input_lengths[:, None]).long(),
+                "labels": corrupted.labels,
+            }
+        )
+
+    def _most(self) -> int:
+        return _LONGEST  # T5 has no table of positions
 
     def _room(self, longest: int) -> int:
         """Tokens of a row before its corruption."""

@@ -148,35 +148,28 @@ class EncoderModel(FastplmModel):
         masks, offsets = (attention_mask, encoder_attention_mask), kwargs.get("cu_seq_lens_q")
         check_batch(self, given, input_ids, masks, sample_index, offsets, output_rows, ("first",))
         batch, seqlen = given.shape[:2]
-        if position_ids is None:
+        if counted := position_ids is None:
             longest = self._positions_taken(input_ids, given)
             check_positions(type(self).__name__, self._position_table(), longest, past_key_values)
         attention_mask, full = self._mask_of(given, attention_mask, past_key_values, unpad)
-        if self._is_causal():
-            use_cache = caches(use_cache, past_key_values)
-        for name, value in (("past_key_values", past_key_values), ("use_cache", use_cache)):
-            if value is not None:
-                kwargs[name] = value
+        use_cache = caches(use_cache, past_key_values) if self._is_causal() else use_cache
+        cache = {"past_key_values": past_key_values, "use_cache": use_cache}
+        kwargs |= {name: value for name, value in cache.items() if value is not None}
         # In a compiled program, dropout of hidden states does not depend on the samples.
         drops = self.training and (sample_index is not None or is_eager(given))
 
         # --- which rows are computed ---
         # A batch without padding takes no longer than in the parent.
         plain = full and output_rows is None and encoder_rows is None and not drops
-        if (
-            position_ids is None
-            and past_key_values is None
-            and not (plain and lookup is None and given.is_cpu)
-        ):
+        if counted and past_key_values is None and not (plain and lookup is None and given.is_cpu):
             position_ids = self._positions(input_ids, given)
         first = None if plain else torch.arange(batch, device=given.device) * seqlen
         kept = None if plain else self._keeps_padding(masks, kwargs)
         told = Rows()
         if first is not None and kept is None:
-            told = self._rows_of(
+            told, full = self._rows_of(
                 given, attention_mask, first, output_rows, extra_rows, unpad, encoder_rows, kwargs
             )
-            attention_mask = self._mask_on(told, attention_mask)
         note(lambda: rows_computed(self, (batch, seqlen), attention_mask, told, kept))
         if self.training and kept in NUMBERED:
             self._tell_dropout(told, given, sample_index, offsets, drops)
@@ -186,20 +179,18 @@ class EncoderModel(FastplmModel):
             input_ids, token_type_ids = told.own.pack(input_ids), told.own.pack(token_type_ids)
             position_ids = told.own.pack(position_ids)
             inputs_embeds = told.own.pack_rows(inputs_embeds)
+        attention_mask = self._mask_on(given, told.own, attention_mask, full, counted, kept)
         states, told.cross = cross_inputs(*crossed, told.own)
         told.layers = of_one_forward(self._layers(), given, self.dtype)
         if told.matters:
             kwargs["rows"] = told
         if lookup is not None and inputs_embeds is None and past_key_values is None:
-            embeddings: Any = getattr(self, "embeddings", None)
-            at_once = isinstance(embeddings, EncoderEmbeddings) and position_ids is not None
-            if not (at_once and embeddings.are_one_call(input_ids)):
+            if position_ids is None or not self._embeds_at_once(input_ids):
                 inputs_embeds, input_ids = lookup(input_ids), None  # type: ignore[arg-type]
         inputs: dict[str, Any] = dict(input_ids=input_ids, token_type_ids=token_type_ids)
         inputs.update(position_ids=position_ids, inputs_embeds=inputs_embeds)
-        outputs = None
-        if not states and (full or told.own is not None):
-            outputs = self._in_one_call(given, inputs, told, masks, kwargs)
+        whole = not states and (full or told.own is not None)
+        outputs = self._in_one_call(given, inputs, told, masks, kwargs) if whole else None
         if outputs is None:
             inputs.update(attention_mask=attention_mask, return_dict=True, **states, **kwargs)
             outputs = on_rows(told.numbers, super().forward, **inputs)  # type: ignore[misc]
@@ -308,6 +299,39 @@ class EncoderModel(FastplmModel):
     def _is_causal(self) -> bool:
         return bool(self.config.is_decoder)
 
+    def _embeds_at_once(self, input_ids: Tensor | None) -> bool:
+        embeddings: Any = getattr(self, "embeddings", None)
+        return isinstance(embeddings, EncoderEmbeddings) and embeddings.are_one_call(input_ids)
+
+    def _mask_on(
+        self,
+        given: Tensor,
+        own: RaggedBatch | None,
+        mask: Tensor | None,
+        full: bool,
+        counted: bool,  # whether the caller gives no position ids
+        kept: str | None,
+    ) -> Tensor | None:
+        """The parent's mask, of the packed rows ``own`` if there are any."""
+        if own is not None:
+            if own.key_mask is not None:
+                return own.key_mask_row()
+        elif not full or kept is not None:
+            return mask
+        elif self._is_causal() and not self._has_our_attention():
+            return mask
+        elif mask is None and not counted:
+            return None  # the parent may find packed sequences in the caller's position ids
+        return self._no_mask(given)
+
+    def _no_mask(self, given: Tensor) -> Tensor | None:
+        """The parent's mask where every token may be attended to."""
+        if not self._is_causal():
+            return None
+        # As ``hf.fastplm_mask`` makes it. Without one, Transformers looks for packed sequences in
+        # the position ids: it reads them, a sync on CUDA, and in a CUDA graph adds a full mask.
+        return torch.ones(1, 1, 1, 1, 0, dtype=torch.bool, device=given.device)
+
     def _layer_numbers(self) -> list[Any]:
         """The ``layer_idx`` of each layer, all of which are ours."""
         return [layer._index() for layer in self._layers()]
@@ -355,20 +379,8 @@ class EncoderModel(FastplmModel):
             check_shape(where, "attention_mask", mask, shape, "[batch, tokens]")
         full = (unpad is None or isinstance(unpad, bool)) and _all_known(mask)
         if isinstance(unpad, Counted):
-            full = unpad.tokens == given.shape[0] * given.shape[1] and not self._is_causal()
+            full = unpad.tokens == given.shape[0] * given.shape[1]
         return None if full and not self._is_causal() else mask, full
-
-    def _mask_on(self, told: Rows, mask: Tensor | None) -> Tensor | None:
-        """The mask for the layers on these rows, of which ``Rows.full`` says if it masks nothing.
-
-        A causal model keeps it: without one, Transformers infers packing from position ids. On a
-        GPU ``Rows.full`` tells attention to leave it aside; on a CPU ``fastplm_mask`` sees that.
-        """
-        full, causal = told.full, self._is_causal()
-        if told.own is not None:
-            mask, full = told.own.key_mask_row(causal), told.own.key_mask is None
-        told.full = full and causal and mask is not None and not mask.is_cpu
-        return None if full and not causal else mask
 
     def _tell_dropout(
         self,
@@ -392,8 +404,11 @@ class EncoderModel(FastplmModel):
         unpad: Unpad,
         encoder_rows: RaggedBatch | None,
         kwargs: dict[str, Any],
-    ) -> Rows:
-        """The rows that are computed; ``first`` are the flat positions [B] of the first tokens."""
+    ) -> tuple[Rows, bool]:
+        """(the rows that are computed, whether no key is known to be masked).
+
+        ``first`` are the flat positions [B] of the first tokens.
+        """
         batch, seqlen = given.shape[:2]
         one_each = isinstance(output_rows, str)
         rows: Any = first if one_each else output_rows
@@ -405,9 +420,9 @@ class EncoderModel(FastplmModel):
         if own is None and encoder_rows is not None:
             own = RaggedBatch.whole(given, mask)
         if rows is None or wants_output(self, "output_hidden_states", kwargs):
-            return Rows(own, full=full)
+            return Rows(own), full
         last = self._last_rows(needed, rows, own, mask, one_each)
-        return Rows(own, last=last, full=full)
+        return Rows(own, last=last), full
 
     def _last_rows(
         self,

@@ -18,7 +18,7 @@ from fastplm._backends import note
 from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor
 from fastplm.errors import check_choice, fail
 from fastplm.models._base import FastplmModel, TiedLookup, check_parts
-from fastplm.models._ragged import encoder_side, numbers_of_rows, slots_of_labels
+from fastplm.models._ragged import encoder_side, numbers_of_rows, padded, slots_of_labels
 from fastplm.nn._rows import (
     IGNORE_INDEX,
     as_normalizer,
@@ -83,6 +83,12 @@ def recorded(outputs: Any) -> dict[str, Any]:
     return {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
 
 
+def _hidden(outputs: Any, inputs: dict[str, Any], all_rows: bool) -> Tensor:
+    """The last hidden state of a backbone; padded [B, T, E] if all rows are wanted."""
+    hidden = outputs.last_hidden_state
+    return padded(hidden, inputs.get("unpad")) if all_rows else hidden
+
+
 def requested_rows(model: Any, hidden: Tensor, positions: Tensor) -> Tensor:
     """The last hidden state of a backbone called with ``output_rows``: [P, 1, E] -> [P, E]."""
     if hidden.shape[:2] != (positions.shape[0], 1):
@@ -105,6 +111,7 @@ class LabelledRows:
         all_rows: whether the caller needs the whole last hidden state [B, T, E].
         exact: whether to find no unused slots, see ``labelled_positions``.
         waits: whether to wait for a GPU for the number of labels alone, see ``slots_of_labels``.
+        argument: the name of ``positions`` in error messages.
     """
 
     def __init__(
@@ -117,6 +124,7 @@ class LabelledRows:
         all_rows: bool,
         exact: bool,
         waits: bool = True,
+        argument: str = "masked_positions",
     ) -> None:
         self.model, self.all_rows = model, all_rows
         self.transform, self.decoder = model._head()
@@ -127,7 +135,10 @@ class LabelledRows:
             sides = encoder_side(model, inputs)
             slots = slots_of_labels(labels, inputs, sides, waits=waits)
         self.positions, self.targets = labels_at(
-            where, labels, labels.shape, positions, exact=exact, slots=slots
+            *(where, labels, labels.shape, positions),
+            exact=exact,
+            slots=slots,
+            argument=argument,
         )
         if all_rows:
             inputs["extra_rows"] = labels != IGNORE_INDEX
@@ -221,7 +232,7 @@ class MaskedLM(FastplmModel):
                 exact=reduction != "mean",
             )
         outputs = self.base_model(**inputs, return_dict=True)
-        hidden = outputs.last_hidden_state
+        hidden = _hidden(outputs, inputs, all_rows)
         if labelled is not None:
             dense = masked_positions is not None
             loss = labelled.loss(hidden, num_items_in_batch, dense=dense, reduction=reduction)
@@ -301,7 +312,7 @@ class SequencePairPreTraining(FastplmModel):
         elif not all_rows:
             inputs["output_rows"] = "first"
         outputs = self.base_model(**inputs, return_dict=True)
-        hidden, pooled = outputs.last_hidden_state, outputs.pooler_output
+        hidden, pooled = _hidden(outputs, inputs, all_rows), outputs.pooler_output
         if changed is not None:  # ``hidden`` are logits then, and the heads below do nothing
             hidden, pooled = changed(hidden, pooled)
         if labelled is not None:
@@ -352,6 +363,7 @@ class CausalLM(FastplmModel):
         self,
         *,
         labels: Tensor | None = None,
+        loss_positions: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         output_logits: bool | None = None,
@@ -365,6 +377,8 @@ class CausalLM(FastplmModel):
             labels: int64 [B, T], -100 = none; the token at t is predicted from those before it.
                 With labels, the cache is None unless ``use_cache`` is True. A ``loss_function``
                 set by the user gets logits, as in the parent.
+            loss_positions: int64 [P], the flat positions whose next token is a label, -1 in unused
+                slots; fixes the shapes of the head. Default: computed from ``labels``.
             output_logits, num_items_in_batch: as in ``…ForMaskedLM``.
             reduction: "none" = the loss of each label, fp32 [P], in the order of the labels (P is
                 that of ``labelled_positions``). A ``loss_function`` of the user is then not called.
@@ -397,10 +411,14 @@ class CausalLM(FastplmModel):
             exact = reduction != "mean"
             # Most tokens have labels, and the last layer computes all of them.
             labelled = LabelledRows(
-                self, targets, inputs, all_rows=all_rows, exact=exact, waits=exact
+                *(self, targets, inputs, loss_positions),
+                all_rows=all_rows,
+                exact=exact,
+                waits=exact,
+                argument="loss_positions",
             )
         outputs = self.base_model(**inputs, return_dict=True)
-        hidden = outputs.last_hidden_state
+        hidden = _hidden(outputs, inputs, all_rows or own_loss)
         if labelled is not None:
             loss = labelled.loss(hidden, num_items_in_batch, dense=True, reduction=reduction)
         if all_rows or own_loss:

@@ -56,8 +56,8 @@ PARAMETER = (nn.Parameter, FakeTensor)
 _LINEAR, _DROPOUT = (Linear, nn.Linear), (Dropout, nn.Dropout)
 
 
-#: The copies of a forward by the ``id`` of a parameter. That of a query's weight, or bias, is
-#: followed in memory by those of key and value.
+#: The copies of a forward by the ``id`` of a parameter. In memory, the copies
+#: for key and value follow that for the query.
 Copies = dict[int, Tensor]
 
 
@@ -640,7 +640,7 @@ def _gradients_of_norm(
     backend: str,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor, ...]:
-    """Of the product, of the residual, of weight, bias and the product's bias.
+    """Gradients of the product, the residual, the weight, the bias and the product's bias.
 
     The first two are one tensor where nothing is dropped.
     """

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -20,7 +21,7 @@ from fastplm._backends import is_written_down
 from fastplm._checks import read, values_are_known, values_can_be_read
 from fastplm._registry import is_eager
 from fastplm.errors import UnsupportedError, fail
-from fastplm.nn._rows import IGNORE_INDEX, places_on_cpu, with_spare_slots
+from fastplm.nn._rows import IGNORE_INDEX, in_steps, places_on_cpu, with_spare_slots
 from fastplm.nn.dropout import RowNumbers, on_rows
 from fastplm.ops._attention_call import made_for_one_forward
 
@@ -35,7 +36,7 @@ KEPT = {
     "chunks": "chunk_size_feed_forward",
     "layers": "a layer or attention of your own, which may use several rows",
     "traced": "a trace (torch.compile, an export) or a CUDA graph reads no masks; there, unpad=N "
-    "sets a number of rows",
+    "or a collator with unpad=True sets a number of rows",
     "asked": "unpad=False, or a head that reads padding",
 }
 #: The reasons, and None, with which a backbone still knows the sample and position of its rows.
@@ -62,15 +63,23 @@ class Counted:
 
 
 class _Movable:
-    """A dataclass of tensors with a method ``to``, by which Accelerate moves it to a device."""
+    """A dataclass of tensors with the methods by which a DataLoader and Accelerate move it."""
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Any:
-        moved = {
-            one.name: getattr(self, one.name).to(device, non_blocking=non_blocking)
-            for one in fields(self)  # type: ignore[arg-type]
-            if hasattr(getattr(self, one.name), "to")
+        return self._with("to", device, non_blocking=non_blocking)
+
+    def pin_memory(self) -> Any:
+        """In page-locked memory, of which a copy to a GPU does not wait."""
+        return self._with("pin_memory")
+
+    def _with(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        values = ((each.name, getattr(self, each.name)) for each in fields(self))  # type: ignore[arg-type]
+        changed = {
+            name: getattr(value, method)(*args, **kwargs)
+            for name, value in values
+            if hasattr(value, method)
         }
-        return replace(self, **moved)  # type: ignore[type-var]
+        return replace(self, **changed)  # type: ignore[type-var]
 
 
 @dataclass
@@ -155,6 +164,25 @@ class RaggedBatch(_Movable):
             seqlen,
         )
 
+    @classmethod
+    def in_steps_on_cpu(cls, mask: Tensor) -> RaggedBatch | None:
+        """The tokens of a batch, in one of few numbers of rows, see ``in_steps``.
+
+        So a step reads no value of them, and has one of few shapes.
+
+        Args:
+            mask: [B, T] on the CPU, 0 = padding.
+
+        Returns:
+            None if there is no padding.
+        """
+        positions = places_on_cpu(mask.flatten() != 0)
+        count, (batch, seqlen) = positions.shape[0], mask.shape
+        if count == mask.numel():
+            return None
+        positions = F.pad(positions, (0, in_steps(count, mask.numel()) - count), value=-1)
+        return cls(positions, _offsets((mask != 0).sum(1)), seqlen, None, batch, seqlen)
+
     def with_spare_slots(self, dtype: torch.dtype | None = None) -> RaggedBatch:
         """The same batch with unused slots where that is faster, see ``nn._rows``."""
         positions = with_spare_slots(self.positions, self.batch * self.seqlen, dtype)
@@ -163,7 +191,7 @@ class RaggedBatch(_Movable):
             return self
         key_mask = self.key_mask
         if key_mask is not None:
-            key_mask = torch.nn.functional.pad(key_mask, (0, spare))
+            key_mask = F.pad(key_mask, (0, spare))
         return replace(self, positions=positions, key_mask=key_mask)
 
     def pack(self, values: Tensor | None) -> Any:
@@ -192,11 +220,8 @@ class RaggedBatch(_Movable):
         seen = self.positions if self.key_mask is None else self.positions.where(self.key_mask, -1)
         return mask_at(seen, self.batch, self.seqlen)
 
-    def key_mask_row(self, always: bool = False) -> Tensor | None:
-        """bool [1, N], the ``attention_mask``; if no row is masked, None, or ones (``always``)."""
-        if self.key_mask is None and always:
-            # Without a mask, Transformers infers packing from position ids and adds its own mask.
-            return torch.ones_like(self.positions, dtype=torch.bool)[None]
+    def key_mask_row(self) -> Tensor | None:
+        """bool [1, N], the ``attention_mask``; None if no row is masked."""
         return None if self.key_mask is None else self.key_mask[None]
 
 
@@ -213,7 +238,6 @@ class Rows(_Movable):
     sample_index: Tensor | None = None  # int64 [B], for attention's dropout; None = 0 ... B - 1
     numbers: RowNumbers | None = None  # sample and position of rows, for dropout of hidden states
     layers: dict[int, Any] = field(default_factory=dict)  # see ``_layer.of_one_forward``
-    full: bool = False  # whether no key of causal attention is masked, whatever its mask says
     seeds: Tensor | None = None  # int64 [layers, 5], of dropout; see ``draw_seeds``
     number_of_layer: int | None = None  # where the layers have no ``layer_idx``
 
@@ -251,14 +275,14 @@ class Rows(_Movable):
         """Whether layers need this object: some rows are left out, or dropout depends on it."""
         cut = self.own is not None or self.last is not None
         drops = self.numbers is not None or self.seeds is not None or self.sample_index is not None
-        return cut or drops or self.full or bool(self.layers)
+        return cut or drops or bool(self.layers)
 
     def for_layer(self, number: int) -> Rows:
         """This object for a layer without ``layer_idx``, such as one that runs more than once."""
         return self if self.seeds is None else replace(self, number_of_layer=number)
 
     def seeds_of(self, module: Any) -> tuple[Tensor, ...] | None:
-        """Those of the hidden states of a layer; None = each is drawn where it is used."""
+        """The seeds of a layer's hidden states; None = each is drawn where it is used."""
         number = self.number_of_layer
         number = getattr(module, "layer_idx", None) if number is None else number
         if self.seeds is None or number is None:
@@ -309,7 +333,6 @@ class LastRows(_Movable):
     sample_index: Tensor | None = None  # as in ``Rows``
     seeds: Tensor | None = None  # as in ``Rows``
     number_of_layer: int | None = None  # that of its seeds
-    full = False  # as in ``Rows``
 
     @classmethod
     def of(
@@ -497,7 +520,7 @@ def _compact(mask: Tensor, size: int) -> Tensor:
     if values_are_known(mask):
         positions = places_on_cpu(mask)
         spare = size - positions.shape[0]
-        return torch.nn.functional.pad(positions, (0, spare), value=-1) if spare else positions
+        return F.pad(positions, (0, spare), value=-1) if spare else positions
     order = (~mask).to(torch.uint8).argsort(stable=True)[:size]
     return order.masked_fill(~mask[order], -1)
 
@@ -533,7 +556,7 @@ def either(one: Tensor | None, other: Tensor | None) -> Any:
 
 def _offsets(lengths: Tensor) -> Tensor:
     """[B] lengths -> int32 [B + 1], their cumulative sums, from 0."""
-    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    return F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
 
 def until_last(chosen: Tensor) -> Tensor:
@@ -607,6 +630,11 @@ def rows_computed(
         rows += f"; {told.last.source.shape[0]} of them in the last layer"
     name = model.config._attn_implementation
     return f"{type(model).__name__}: {rows}; attention by {name!r}"
+
+
+def padded(hidden: Tensor, unpad: Unpad) -> Tensor:
+    """The last hidden state [B, T, E] of a backbone that was called with this ``unpad``."""
+    return unpad.pad(hidden) if isinstance(unpad, RaggedBatch) else hidden
 
 
 def rows_at(hidden: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor:

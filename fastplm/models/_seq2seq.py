@@ -55,6 +55,7 @@ from fastplm.models._ragged import (
     either,
     for_caller,
     mask_at,
+    padded,
     rows_at,
     rows_computed,
     slots_of_labels,
@@ -274,15 +275,8 @@ class Stack(FastplmModel):
         told.layers = of_one_forward(self._layers(), given, self.dtype)
         if told.matters:
             kwargs["rows"] = told
-        outputs = on_rows(
-            told.numbers,
-            forward,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            **caching,
-            **states,
-            **kwargs,
-        )
+        kwargs |= dict(inputs_embeds=inputs_embeds, attention_mask=attention_mask)
+        outputs = on_rows(told.numbers, forward, **caching, **states, **kwargs)
         return for_caller(outputs, told, output_rows, unpad)
 
 
@@ -328,7 +322,7 @@ class EncoderDecoder(FastplmModel):
         Args:
             unpad: what to do with the padding of the encoder's batch. None = leave it out where
                 possible; False = keep it; an int = a capacity, the number of packed rows, which
-                fixes all shapes.
+                fixes all shapes; a ``RaggedBatch`` = its rows.
             decoder_unpad: the same for the decoder's batch; False if ``unpad`` is False.
             output_rows: int64 [P], flat positions ``b * T + t`` of the decoder's rows to return,
                 -1 in unused slots; the last hidden state is then [P, 1, E].
@@ -409,6 +403,7 @@ class ConditionalGeneration(FastplmModel):
         self,
         *,
         labels: Tensor | None = None,
+        loss_positions: Tensor | None = None,
         use_cache: bool | None = None,
         output_logits: bool | None = None,
         num_items_in_batch: int | Tensor | None = None,
@@ -420,6 +415,8 @@ class ConditionalGeneration(FastplmModel):
         Args:
             labels: int64 [B, T], -100 = none. With labels, the cache is None unless ``use_cache``
                 is True and the parent also returns a cache.
+            loss_positions: int64 [P], flat positions of the labels, -1 in unused slots; fixes the
+                shapes of the head. Default: computed from ``labels``.
             output_logits, num_items_in_batch: as in ``…ForMaskedLM``.
             reduction: "none" = the loss of each label, fp32 [P], in the order of the labels (P is
                 that of ``labelled_positions``).
@@ -443,10 +440,15 @@ class ConditionalGeneration(FastplmModel):
             shape = shape_of(inputs, "decoder_")
             assert shape is not None
             labels = as_tokens(type(self).__name__, labels, shape)
-            sides = partial(self._sides, inputs, all_rows)
-            slots = slots_of_labels(labels, inputs, sides, "decoder_unpad", waits=False)
+            slots = None
+            if loss_positions is None:
+                sides = partial(self._sides, inputs, all_rows)
+                slots = slots_of_labels(labels, inputs, sides, "decoder_unpad", waits=False)
             positions, targets = labels_at(
-                type(self).__name__, labels, shape, None, exact=reduction != "mean", slots=slots
+                *(type(self).__name__, labels, shape, loss_positions),
+                exact=reduction != "mean",
+                slots=slots,
+                argument="loss_positions",
             )
             inputs["lookup"] = lookup
             if all_rows:
@@ -454,7 +456,10 @@ class ConditionalGeneration(FastplmModel):
             else:
                 inputs["output_rows"] = positions
         outputs = self._backbone(use_cache=use_cache, return_dict=True, **inputs)
-        hidden = self._scaled_rows(outputs.last_hidden_state)
+        hidden = outputs.last_hidden_state
+        if all_rows:
+            hidden = padded(hidden, inputs.get("decoder_unpad"))
+        hidden = self._scaled_rows(hidden)
         bias = self._logits_bias()
         loss = logits = None
         if positions is not None and targets is not None:

@@ -20,7 +20,7 @@ from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor, val
 from fastplm.errors import UnsupportedError, check_choice, fail
 from fastplm.models._base import FastplmModel, TiedLookup, check_input_ids, check_parts
 from fastplm.models._electra_options import GENERATORS, OBJECTIVES, SECOND_STAGES, SHARINGS
-from fastplm.models._ragged import backbone_unpad, rows_at, slots_of_labels, unpadded
+from fastplm.models._ragged import Unpad, backbone_unpad, rows_at, slots_of_labels, unpadded
 from fastplm.models.electra import ElectraForMaskedLM, ElectraForPreTraining
 from fastplm.nn._rows import IGNORE_INDEX, as_normalizer, batch_share, is_plain, labelled_positions
 from fastplm.nn.linear import Linear
@@ -422,7 +422,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         num_items_in_batch: int | Tensor | None = None,
         num_tokens_in_batch: int | Tensor | None = None,
         output_replaced_ids: bool = False,
-        unpad: bool | int | None = None,
+        unpad: Unpad = None,
         **kwargs: Any,
     ) -> ElectraJointOutput:
         """The losses of a masked batch.
@@ -447,7 +447,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
                 labels.
             output_replaced_ids: return the discriminator's input.
             unpad: None = leave padding out where possible; False = keep it; an int = a capacity,
-                the number of packed rows, which fixes all shapes.
+                the number of packed rows, which fixes all shapes; a ``RaggedBatch`` = its rows.
             kwargs: passed on to both models.
 
         Returns:

@@ -32,7 +32,7 @@ from fastplm.models._base import (
 )
 from fastplm.models._encoder import EncoderModel
 from fastplm.models._heads import shape_of, wants_logits
-from fastplm.models._ragged import until_last
+from fastplm.models._ragged import Unpad, until_last
 from fastplm.models._seq2seq import both_sides, encoded, source_mask, source_rows
 from fastplm.nn._rows import IGNORE_INDEX, batch_share
 
@@ -190,12 +190,13 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
         self,
         *,
         labels: Tensor | None = None,
+        loss_positions: Tensor | None = None,
         use_cache: bool | None = None,
         output_logits: bool | None = None,
         num_items_in_batch: int | Tensor | None = None,
         reduction: Literal["mean", "none"] = "mean",
-        unpad: bool | int | None = None,
-        decoder_unpad: bool | int | None = None,
+        unpad: Unpad = None,
+        decoder_unpad: Unpad = None,
         **inputs: Any,
     ) -> Seq2SeqLMOutput:
         """Like the parent, with these differences.
@@ -206,6 +207,8 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
                 is None unless ``use_cache`` is True. Without a cache, logits, hidden states and
                 attentions, ``encoder_last_hidden_state`` is None too, and the decoder computes no
                 rows after the last label of a sequence.
+            loss_positions: int64 [P], flat positions of the labels, -1 in unused slots; fixes the
+                shapes of the head. Default: computed from ``labels``.
             output_logits, num_items_in_batch: as in ``…ForMaskedLM``.
             reduction: "none" = the loss of each label, as of the decoder.
             unpad, decoder_unpad: what to do with the padding of encoder and decoder. None = leave
@@ -255,12 +258,12 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
         encoder_outputs, states = encoded(
             encoder, encoder_outputs, rows, show=not loss_only, return_dict=True, **to_encoder
         )
-        projection = getattr(self, "enc_to_dec_proj", None)
+        if (projection := getattr(self, "enc_to_dec_proj", None)) is not None:
+            states = projection(states)
 
         # --- decoder and loss ---
         if shape_of(to_decoder) is None:
-            ids = self.prepare_decoder_input_ids_from_labels(labels)
-            to_decoder["input_ids"] = ids
+            to_decoder["input_ids"] = ids = self.prepare_decoder_input_ids_from_labels(labels)
             if to_decoder.get("attention_mask") is None:
                 to_decoder["attention_mask"] = ids != self.config.pad_token_id
         if fused and loss_only:
@@ -269,20 +272,20 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
         if rows is not None:
             to_decoder["encoder_rows"] = rows
         outputs = decoder(
-            encoder_hidden_states=states if projection is None else projection(states),
+            encoder_hidden_states=states,
             encoder_attention_mask=attention_mask,
             past_key_values=past_key_values,
             use_cache=bool(use_cache),
             shift_labels=labels,
+            loss_positions=loss_positions,
             num_items_in_batch=num_items_in_batch,
             reduction=reduction,
             output_logits=output_logits,
             return_dict=True,
             **to_decoder,
         )
-        return Seq2SeqLMOutput(
-            loss=outputs.loss, logits=outputs.logits, **both_sides(encoder_outputs, outputs)
-        )
+        both = both_sides(encoder_outputs, outputs)
+        return Seq2SeqLMOutput(loss=outputs.loss, logits=outputs.logits, **both)
 
     def _by_parent(self, inputs: dict[str, Any], num_items: Any, reduction: str) -> Any:
         """The parent's outputs, where there are no labels or the decoder is not a drop-in model."""

@@ -163,6 +163,9 @@ class OpenAIGPTModel(CausalModel, _FusedLayers, transformers.OpenAIGPTModel):
     def _has_our_attention(self) -> bool:
         return True
 
+    def _no_mask(self, given: Tensor) -> None:
+        """The parent makes its own causal mask."""
+
 
 class OpenAIGPTLMHeadModel(CausalLM, transformers.OpenAIGPTLMHeadModel):
     """``transformers.OpenAIGPTLMHeadModel``, whose loss computes only labelled tokens.

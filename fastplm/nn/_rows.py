@@ -106,6 +106,7 @@ def labels_at(
     *,
     exact: bool = True,
     slots: int | None = None,
+    argument: str = "masked_positions",
 ) -> tuple[Tensor, Tensor]:
     """The labelled positions, and their labels with -100 in unused slots: int64 [P] both.
 
@@ -115,15 +116,16 @@ def labels_at(
         shape: of the tokens.
         positions: int64 [P] flat positions, -1 in unused slots; None = computed from ``labels``.
         exact, slots: of computed ones, see ``labelled_positions``.
+        argument: the name of ``positions`` in error messages.
     """
     labels = as_tokens(where, labels, shape).flatten().long()
     if positions is None:
         positions = labelled_positions(labels, exact=exact, slots=slots)
     else:
-        check_tensor(where, "masked_positions", positions, ndim=1)
-        check_dtype(where, "masked_positions", positions, (torch.int64,))
+        check_tensor(where, argument, positions, ndim=1)
+        check_dtype(where, argument, positions, (torch.int64,))
         if values_are_known(positions):
-            _check_positions(where, positions, labels.numel())
+            _check_positions(where, argument, positions, labels.numel())
     # One additional element, so that position -1 reads "no label", also in an empty batch.
     targets = torch.cat((labels, labels.new_full((1,), IGNORE_INDEX)))[positions]
     return positions, targets
@@ -141,7 +143,7 @@ def as_tokens(where: str, labels: Tensor, shape: Sequence[int]) -> Tensor:
     return labels
 
 
-def _check_positions(where: str, positions: Tensor, total: int) -> None:
+def _check_positions(where: str, argument: str, positions: Tensor, total: int) -> None:
     if positions.numel() == 0:
         return
     low, high = (int(bound) for bound in positions.aminmax())
@@ -149,7 +151,7 @@ def _check_positions(where: str, positions: Tensor, total: int) -> None:
         got = f"positions from {low} to {high}"
         expected = f"-1 to {total - 1}, flat positions in the batch"
         fix = "Position (b, t) is b * T + t; -1 marks an unused slot."
-        fail(where, "masked_positions", got, expected, fix)
+        fail(where, argument, got, expected, fix)
 
 
 def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import math
 import os
@@ -22,6 +23,7 @@ from transformers.trainer_callback import PrinterCallback
 from fastplm._machine import hardware_has_bf16
 from fastplm.data._folder import say
 from fastplm.errors import DataError, DivergenceError, fail
+from fastplm.graphs import GraphedStep
 from fastplm.models._base import FastplmModel
 from fastplm.ops.dropout import draws_by_row
 from fastplm.run.folder import last_checkpoint, place_checkpoint, step_of, writing
@@ -154,6 +156,10 @@ class RunTrainer(Trainer):
     states: Collection[int] = ()
     #: The ``num_items_in_batch`` of a step whose batches have no labels.
     items: Tensor | None = None
+    #: Whether steps are replayed as CUDA graphs, see ``GraphedStep``.
+    graphs = False
+    #: What ``compute_loss`` found beside the loss of a batch.
+    found: Mapping[str, Tensor] = {}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -168,6 +174,7 @@ class RunTrainer(Trainer):
         self._window_step = 0
         self._window_tokens: Tensor | int = 0
         self._scratch: str | None = None
+        self._graphed: GraphedStep | None = None
 
     @property
     def train_seconds(self) -> float:
@@ -205,14 +212,49 @@ class RunTrainer(Trainer):
         raise NotImplementedError
 
     def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
         # One seed for all micro-batches and processes of a step.
         numbered = _drawing(self.args.seed, self.state.global_step)
+        step = self._replayed if self.graphs else super().training_step
         with numbered if self.draws_by_sample(inputs) else contextlib.nullcontext():
-            loss = super().training_step(model, inputs, *args, **kwargs)
+            loss = step(model, inputs, num_items_in_batch)
         self._check_finite("the loss", loss)
         return loss
+
+    def _replayed(self, model: nn.Module, inputs: dict[str, Any], items: Any) -> Tensor:
+        """Transformers' ``training_step``, as a CUDA graph where that can be."""
+        own: Any = self.optimizer  # Accelerate's, around PyTorch's
+        there = self._graphed
+        if there is None or there.model is not model or there.optimizer is not own.optimizer:
+            as_usual, clipped = own.step, self.args.max_grad_norm or None
+            whole = functools.partial(self._whole_step, model)
+            graphed = GraphedStep(
+                model, own.optimizer, max_grad_norm=clipped, function=whole, say=say
+            )
+
+            @functools.wraps(as_usual)  # whose marks the learning rate's schedule looks for
+            def step(*args: Any) -> None:
+                own._opt_called = True
+                graphed.update() if graphed.able else as_usual(*args)
+
+            own.step, self._graphed = step, graphed
+        assert self._graphed is not None
+        model.train()
+        # The last step of an epoch may have fewer batches.
+        count, given = self.current_gradient_accumulation_steps, self._prepare_inputs(inputs)
+        loss, self.found = self._graphed.backward(**given, batches=count, num_items_in_batch=items)
+        return loss
+
+    def _whole_step(
+        self, model: nn.Module, *, batches: int, num_items_in_batch: Any, **inputs: Any
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return super().training_step(model, inputs, num_items_in_batch), self.found
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        if self._graphed is not None and self._graphed.able:
+            return self._graphed.clip()
+        return super()._clip_grad_norm(model)
 
     def draws_by_sample(self, inputs: dict[str, Any]) -> bool:
         """Whether all dropout of the model depends on the samples of this batch.

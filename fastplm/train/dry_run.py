@@ -138,6 +138,7 @@ def _memory(trainer: Any) -> dict[str, int]:
     (batch,), labels = trainer.get_batch_samples(batches, 1, trainer.args.device)
     device = trainer.args.device
     trainer._in_window.clear()  # tensors that the step would release, and nobody counted
+    trainer.found, trainer.graphs = {}, False  # a replay allocates nothing
     step = peak_bytes(lambda: trainer.training_step(trainer.model, batch, labels), device)
     parts = {"weights_bytes": weights, "optimizer_bytes": state, "micro_batch_bytes": step}
     return parts | {"memory_bytes": sum(parts.values())}

@@ -143,7 +143,9 @@ class Pretraining(StreamRun):
         model: Any = make_model(args, data.tokenizer)
         if args.electra_generator == "unigram":
             model.set_token_counts(count_tokens(data.store, data.tokenizer))
-        collator = make_collator(args, data.tokenizer)
+        # Counting rows makes a GPU wait for nothing but this; a CPU counts them at once.
+        on_gpu = self.settings.device.type == "cuda"
+        collator = make_collator(args, data.tokenizer, unpad=on_gpu)
         settings: dict[str, Any] = {"callbacks": list(callbacks)}
         kind: type[PretrainingTrainer] = PretrainingTrainer
         if args.two_stage:
@@ -159,7 +161,9 @@ class Pretraining(StreamRun):
         feed: Any = collator
         if args.short_block_size is not None:
             feed = ShortFirst(collator, args.pieces)
-        return self.trainer_of(kind, model, feed, **settings), collator
+        trainer = self.trainer_of(kind, model, feed, **settings)
+        trainer.graphs = on_gpu and not args.no_graphs
+        return trainer, collator
 
 
 @dataclass(frozen=True)

@@ -142,9 +142,11 @@ def hold_out(
     return rest, make_dataset(args, tail, tokenizer, at_most=HELD_OUT_SAMPLES)
 
 
-def make_collator(args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The collator of a run."""
-    return objective_of(args)(args, tokenizer).collator()
+def make_collator(
+    args: PretrainArguments, tokenizer: PreTrainedTokenizerBase, **settings: Any
+) -> Any:
+    """The collator of a run, or with other settings than the run's."""
+    return objective_of(args)(args, tokenizer).collator(**settings)
 
 
 def held_out_collator(args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Any:

@@ -89,7 +89,15 @@ class PretrainArguments(budget.BudgetSettings):
             *("temperature", "rtd_weight", "adversarial", "two_stage", "second_stage_from"),
         ),
         "the machine, and what is written": (
-            *("threads", "workers", "cache", "save_every", "keep_checkpoints", "states"),
+            *(
+                "threads",
+                "workers",
+                "no_graphs",
+                "cache",
+                "save_every",
+                "keep_checkpoints",
+                "states",
+            ),
             *("log_every", "eval_every", "report_to"),
         ),
     }
@@ -185,6 +193,9 @@ class PretrainArguments(budget.BudgetSettings):
     precision: str = common("precision")
     workers: int = common("workers")
     threads: int | None = common("threads")
+    no_graphs: bool = setting(
+        "on a GPU, launch each kernel of a step, and do not replay the step as CUDA graphs", False
+    )
     gradient_accumulation: int = common("gradient_accumulation")
     objective: str | None = setting(
         f"what the model learns (default: that of the architecture: {_USUAL_OBJECTIVES})",

@@ -114,7 +114,7 @@ class ShortFirst:
         self.collator = collator
         self.short = replace(collator, block_size=collator.block_size // pieces)
         self.short._dropped = collator._dropped  # what did not fit is counted together
-        self.op = collator.op
+        self.op, self.needs_cpu = collator.op, collator.needs_cpu
 
     def __call__(self, samples: Samples) -> dict[str, Any]:
         return self.corrupt(self.pad(samples))

@@ -40,7 +40,8 @@ class StreamRun(Run):
     # become longer.
     free = frozenset(
         "resume overwrite dry_run out cache workers save_every log_every eval_every threads "
-        "report_to corpus tokenizer vocab_size steps flops seeds keep_checkpoints states".split()
+        "report_to corpus tokenizer vocab_size steps flops seeds keep_checkpoints states "
+        "no_graphs".split()
     )
     #: The title of the picture of the losses; ``{args.steps}`` in it is the run's own value.
     title: str
@@ -120,7 +121,7 @@ class StreamRun(Run):
     def trainer_of(self, kind: Any, model: Any, collator: Any, **settings: Any) -> Any:
         """A ``PretrainingTrainer`` of a model on the samples of the run."""
         collation = {"data_collator": collator}
-        if corrupts_on_device(collator.op):
+        if corrupts_on_device(collator.op) and not collator.needs_cpu:
             collation = {"data_collator": collator.pad, "corrupt": collator.corrupt}
         return kind(
             model=model,
@@ -286,7 +287,8 @@ class StreamRun(Run):
         save_models(out, models, {"": data.tokenizer})
         history = curve(trainer.state.log_history)
         flops = self.flops_a_token(model)
-        counted_elsewhere = args.workers > 0 and not corrupts_on_device(self.collator.op)
+        on_device = corrupts_on_device(self.collator.op) and not self.collator.needs_cpu
+        counted_elsewhere = args.workers > 0 and not on_device
         metrics = {
             "arguments": settings_of(args),
             "versions": versions(),

@@ -108,13 +108,30 @@ class PretrainingTrainer(RunTrainer):
         if self._corrupt is not None:
             inputs = self._corrupted(inputs)
         self.count([inputs])
+        inputs = inputs | self._denominators()
         if prediction_loss_only and self._has_logits:
-            inputs = {**inputs, "output_logits": False}
+            inputs["output_logits"] = False
         return super().prediction_step(model, inputs, prediction_loss_only, *args)
 
     def _corrupted(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         assert self._corrupt is not None
         return self._corrupt(self._prepare_inputs(batch))
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        loss = super().training_step(model, inputs | self._denominators(), num_items_in_batch)
+        for name, value in self.found.items():
+            self._in_window[name] = self._in_window.get(name, 0.0) + value.double()
+        return loss
+
+    def _denominators(self) -> dict[str, Tensor]:
+        """What the model divides losses by, of those in ``count``."""
+        takes = {
+            "num_sequences_in_batch": self._counts_sequences,
+            "num_tokens_in_batch": self._counts_tokens,
+        }
+        return {name: self._in_step[name] for name, taken in takes.items() if taken}
 
     def compute_loss(
         self,
@@ -123,20 +140,12 @@ class PretrainingTrainer(RunTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        inputs = dict(inputs)
-        if self._counts_sequences:
-            inputs["num_sequences_in_batch"] = self._in_step["num_sequences_in_batch"]
-        if self._counts_tokens:
-            inputs["num_tokens_in_batch"] = self._in_step["num_tokens_in_batch"]
         loss, outputs = super().compute_loss(
             model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
         )
         if self.model.training:
-            for name, value in self._parts(loss.detach(), inputs, outputs).items():
-                self._add(name, value)
-            for name in DETECTION_COUNTS:
-                if name in outputs:
-                    self._add(name, outputs[name])
+            counts = {name: outputs[name] for name in DETECTION_COUNTS if name in outputs}
+            self.found = self._parts(loss.detach(), inputs, outputs) | counts
         return (loss, outputs) if return_outputs else loss
 
     def _parts(
@@ -158,9 +167,6 @@ class PretrainingTrainer(RunTrainer):
             share = loss / self.accelerator.num_processes
             parts["mlm_loss"] = share - parts[f"{name}_loss"]
         return parts
-
-    def _add(self, name: str, value: Tensor) -> None:
-        self._in_window[name] = self._in_window.get(name, 0.0) + value.double()
 
     def window_parts(self) -> dict[str, float]:
         steps = self.state.global_step - self._window_step

@@ -15,7 +15,9 @@ from fastplm.data import (
     BlockDataset,
     Collator,
     DataCollatorForCausalTokens,
+    DataCollatorForDenoising,
     DataCollatorForMaskedTokens,
+    DataCollatorForSpanCorruption,
     NextSentencePairs,
     PackedDocuments,
     PretrainingStream,
@@ -23,6 +25,7 @@ from fastplm.data import (
     sequence_index,
 )
 from fastplm.errors import ArgumentTypeError, ArgumentValueError, DataError
+from fastplm.models._ragged import RaggedBatch
 
 SPECIAL = {"cls_token_id": 2, "sep_token_id": 3}
 
@@ -557,3 +560,81 @@ def test_collators_compare_by_identity_and_pickle(tokenizer):
     assert one == one and one != other and len({one, other}) == 2
     samples = [{"input_ids": [5, 6, 7, 8], "sample_index": 3}]
     assert_same_batch(pickle.loads(pickle.dumps(one))(samples), one(samples))
+
+
+# --- the rows of the tokens -----------------------------------------------------------------------
+
+
+def shapes(batch):
+    """All shapes of a batch, those of its packed rows among them."""
+    found = []
+    for name, value in sorted(batch.items()):
+        parts = vars(value) if isinstance(value, RaggedBatch) else {"": value}
+        for part, each in parts.items():
+            found.append((name, part, each.shape if isinstance(each, torch.Tensor) else each))
+    return tuple(found)
+
+
+@pytest.mark.parametrize("block_size", [64, None])
+@pytest.mark.parametrize("kind", ["masked", "causal", "spans", "denoising"])
+def test_batches_that_tell_their_rows_have_few_shapes(tokenizer, t5, bart, kind, block_size):
+    """160 batches of any lengths: at most 16 numbers of rows between two powers of two, each at
+    most a sixteenth above the tokens. The rows are the tokens of the batch, in order."""
+    makers = {
+        "masked": (DataCollatorForMaskedTokens, tokenizer),
+        "causal": (DataCollatorForCausalTokens, tokenizer),
+        "spans": (DataCollatorForSpanCorruption, t5[0]),
+        "denoising": (DataCollatorForDenoising, bart[0]),
+    }
+    make, words = makers[kind]
+    collator, counted = (make(words, block_size=block_size, unpad=told) for told in (True, False))
+    generator = torch.Generator().manual_seed(0)
+    found, numbers = set(), set()
+    for _ in range(160):
+        lengths = torch.randint(9, 62, (8,), generator=generator).tolist()
+        samples = [
+            {"input_ids": torch.full((length,), 40), "sample_index": index}
+            for index, length in enumerate(lengths)
+        ]
+        batch, plain = collator(samples), counted(samples)
+        found.add(shapes(batch))
+        sides = {"unpad": plain["attention_mask"] != 0}
+        if "decoder_unpad" in batch:
+            sides["decoder_unpad"] = plain["labels"] != -100
+        for name, mask in sides.items():
+            rows, tokens = batch[name], int(mask.sum())
+            if rows is False:
+                continue
+            numbers.add(tokens)
+            width = rows.seqlen
+            assert tokens <= len(rows.positions) <= tokens + tokens // 16 + 1
+            expected = torch.nn.functional.pad(mask, (0, width - mask.shape[1])).flatten()
+            assert torch.equal(rows.positions[:tokens], expected.nonzero().squeeze(1))
+            assert (rows.positions[tokens:] == -1).all() and rows.key_mask is None
+            assert torch.equal(rows.cu_seqlens[1:], mask.sum(1).cumsum(0).int())
+    assert len(numbers) > 90
+    widths, sides = (1 if block_size else 9), (2 if kind in ("spans", "denoising") else 1)
+    assert len(found) <= 24 * widths * sides
+
+
+def test_a_batch_without_padding_tells_so(tokenizer):
+    """Then there is no mask: a model need not look whether it hides anything."""
+    samples = [{"input_ids": torch.full((16,), 40)} for _ in range(3)]
+    batch = DataCollatorForMaskedTokens(tokenizer, unpad=True)(samples)
+    assert batch["unpad"] is False and "attention_mask" not in batch
+
+
+def test_rows_survive_a_worker_and_page_locked_memory(tokenizer, monkeypatch):
+    samples = [{"input_ids": torch.full((length,), 40)} for length in (16, 9, 5, 3)]
+    collator = DataCollatorForMaskedTokens(tokenizer, unpad=True)
+    (batch,) = batches(samples, collator, batch_size=4, workers=1)
+    assert isinstance(batch["unpad"], RaggedBatch) and len(batch["unpad"].positions) == 34
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
+    batch["unpad"].pin_memory()
+    assert len(pinned) == 2  # positions and cu_seqlens; what is no tensor stays
+
+
+def test_packed_batches_tell_their_rows_already(tokenizer):
+    with pytest.raises(ArgumentValueError, match="unpad"):
+        DataCollatorForMaskedTokens(tokenizer, packed=True, unpad=True)

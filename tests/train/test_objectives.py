@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import itertools
 import json
 import shutil
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from fastplm.data import TokenStore, tokenize
 from fastplm.errors import TooLittleTextError
-from fastplm.testing import FORWARD_FACTOR, check_error, rerounded
+from fastplm.graphs import GraphedStep
+from fastplm.models._ragged import RaggedBatch
+from fastplm.testing import FORWARD_FACTOR, GRADIENT_FACTOR, check_error, rerounded
 from fastplm.train import pretrain as module
 from fastplm.train import pretrain_data, stream
 from fastplm.train.evaluate import evaluate
@@ -27,6 +36,8 @@ from fastplm.train.objectives import (
 )
 from fastplm.train.presets import MASKED, NOISES, PRESETS
 from fastplm.train.trainer import PretrainingTrainer
+
+from ..recorder import record_graphs
 
 #: Sizes that leave some tokens to learn beside bytes, or beside letters and a hundred sentinels.
 VOCABULARIES = {"wordpiece": 120, "bytelevel": 300, "unigram": 200}
@@ -380,6 +391,215 @@ def test_static_masks_come_again(corpus, tmp_path, word_tokenizer, copies):
     dynamic = masks(2 * copies)
     assert dynamic.keys() == static.keys()
     assert all(len({tuple(ids) for ids in each}) == 2 * copies for each in dynamic.values())
+
+
+# --- batches that say which rows are tokens -------------------------------------------------------
+
+#: What a run can learn: one architecture for each family, and each of its objectives.
+LEARNED = [
+    (next(name for name in PRESETS if name.startswith(f"{family}-") and "tiny" in name), objective)
+    for family, kinds in FAMILIES.items()
+    for objective in kinds.classes
+]
+#: One for each collator and each mixin of a head; the others are slow.
+ONE_EACH = {("bert-tiny", "mlm+nsp"), ("electra-tiny", "rtd"), ("gpt2-tiny", "clm")}
+ONE_EACH |= {("t5-tiny", "spans"), ("bart-tiny", "denoise"), ("roberta-tiny", "mlm")}
+
+
+@pytest.fixture(scope="module")
+def all_tokens(corpus, word_tokenizer):
+    """A tokenizer of the corpus' words with the special tokens of all families."""
+    words = sorted(set(corpus.read_text().replace(".", " . ").split()))
+    special = {f"{role}_token": f"<{role}>" for role in ("pad", "mask", "cls", "sep", "bos", "eos")}
+    sentinels = [f"<extra_id_{i}>" for i in range(20)]
+    return word_tokenizer(["<unk>", *special.values(), *sentinels, *words], **special)
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(each, id="-".join(each), marks=() if each in ONE_EACH else pytest.mark.slow)
+        for each in LEARNED
+    ]
+)
+def learned(request, corpus, tmp_path_factory, all_tokens):
+    """(the settings of a run, samples of unequal lengths, the same in full) of each objective."""
+    arch, objective = request.param
+    out = tmp_path_factory.mktemp("learned")
+    settings = {"block_size": 64, "objective": objective, "cache": out}
+    if objective in MASKED:
+        settings["unit"] = "token"
+    args = module.PretrainArguments(arch, [corpus], 9, out, **settings)
+    store = tokenize(pretrain_data.open_corpus(args.corpus), all_tokens, out)
+    dataset = pretrain_data.make_dataset(args, store, all_tokens)
+    full = [dataset[i] for i in range(6)]
+    cut = [
+        {
+            name: value[: len(sample["input_ids"]) - 7 * i]
+            if isinstance(value, torch.Tensor) and value.dim() == 1
+            else value
+            for name, value in sample.items()
+        }
+        for i, sample in enumerate(full)
+    ]
+    return args, cut, full
+
+
+def losses_and_gradients(model, batch):
+    torch.manual_seed(3)  # of the seeds of dropout
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    found = {name: weight.grad for name, weight in model.named_parameters()}
+    return {"loss": loss.detach()} | {n: g.clone() for n, g in found.items() if g is not None}
+
+
+def test_batches_with_their_rows_teach_the_same(learned, all_tokens):
+    """Loss and gradients, dropout included, are those of the batch that the model counts itself."""
+    args, *both = learned
+    torch.manual_seed(0)
+    model = module.make_model(args, all_tokens).train()
+    for samples in both:
+        plain, told = (
+            pretrain_data.make_collator(args, all_tokens, unpad=unpad)(samples)
+            for unpad in (False, True)
+        )
+        padded = bool((plain["attention_mask"] == 0).any())
+        assert ("attention_mask" in told) == padded == (told["unpad"] is not False)
+        found, gold = (losses_and_gradients(model, batch) for batch in (told, plain))
+        bases = [losses_and_gradients(other, plain) for other in rerounded(model)]
+        assert found.keys() == gold.keys()
+        exact = [value.double() for name, value in gold.items() if name != "loss"]
+        for name, value in found.items():
+            factor, among = (FORWARD_FACTOR, ()) if name == "loss" else (GRADIENT_FACTOR, exact)
+            others = [base[name] for base in bases]
+            check_error(name, value, gold[name].double(), others, factor, among)
+        with torch.no_grad():  # with logits, in eval mode, as Transformers' evaluate
+            scores = [model.eval()(**batch).loss for batch in (told, plain)]
+            others = [other.eval()(**plain).loss for other in rerounded(model)]
+        check_error("loss", scores[0], scores[1].double(), others, FORWARD_FACTOR)
+        model.train()
+
+
+def test_a_step_on_such_a_batch_reads_no_value(learned, all_tokens, monkeypatch):
+    """Values of fake tensors cannot be read. On a GPU they can, and that waits for it: so the same
+    step on a batch that the model must count fails here."""
+    args, *both = learned
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        model = module.make_model(args, all_tokens).train()
+    for name, used in list(sys.modules.items()):
+        if name.startswith("fastplm.") and hasattr(used, "values_can_be_read"):
+            monkeypatch.setattr(used, "values_can_be_read", lambda tensor: True)
+
+    def faked(value):
+        if isinstance(value, RaggedBatch):
+            return replace(value, **tree_map_only(torch.Tensor, mode.from_tensor, vars(value)))
+        return mode.from_tensor(value)
+
+    def step(batch):
+        batch = {
+            name: faked(value) if value is not False else value for name, value in batch.items()
+        }
+        with mode:
+            model(**batch).loss.backward()
+
+    make = functools.partial(pretrain_data.make_collator, args, all_tokens)
+    for samples in both:
+        step(make(unpad=True)(samples))
+    with pytest.raises(DataDependentOutputException):
+        step(make(unpad=False)(both[0]))
+
+
+def test_a_run_that_tells_the_rows_is_the_same(short_run, tmp_path, monkeypatch, curve):
+    """As on a GPU: the noise of BART is then made on the CPU, where the lengths are read."""
+    options = {"steps": 2, "gradient_accumulation": 2}
+    counted = short_run(tmp_path / "counted", "bart-tiny", **options)
+    make, told = pretrain_data.make_collator, []
+
+    def telling(args, tokenizer, unpad):
+        told.append(unpad)
+        return make(args, tokenizer, unpad=True)
+
+    monkeypatch.setattr(module, "make_collator", telling)
+    monkeypatch.setattr(stream, "corrupts_on_device", lambda operator: True)
+    metrics = short_run(tmp_path / "told", "bart-tiny", **options)
+    assert told == [False]
+    for ours, theirs in zip(curve(metrics), curve(counted), strict=True):
+        gold = torch.tensor(theirs["loss"]).double()
+        check_error("loss", torch.tensor(ours["loss"]), gold, [gold.float()], FORWARD_FACTOR)
+
+
+@pytest.mark.parametrize("no_graphs", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_gpu_gets_batches_with_rows_and_graphs(monkeypatch, tmp_path, device, no_graphs):
+    args = module.PretrainArguments("bert-tiny", ["a.txt"], 9, tmp_path, no_graphs=no_graphs)
+    training, asked = module.Pretraining(args), []
+    training.settings = SimpleNamespace(device=torch.device(device))
+    training.data = SimpleNamespace(tokenizer=None)
+    monkeypatch.setattr(module, "make_model", lambda *args: None)
+    monkeypatch.setattr(module, "make_collator", lambda *args, **given: asked.append(given))
+    monkeypatch.setattr(training, "trainer_of", lambda *args, **given: SimpleNamespace())
+    trainer, _ = training.make_trainer()
+    assert asked == [{"unpad": device == "cuda"}]
+    assert trainer.graphs == (device == "cuda" and not no_graphs)
+
+
+def test_captured_steps_of_each_objective(learned, all_tokens, monkeypatch):
+    """Gradients of replays, dropout and replaced tokens included, are those of plain steps."""
+    args, *both = learned
+    log, lines = record_graphs(monkeypatch), []
+    torch.manual_seed(0)
+    model = module.make_model(args, all_tokens).train()
+    step = GraphedStep(model, say=lines.append)
+    collator = pretrain_data.make_collator(args, all_tokens, unpad=True)
+    if args.objective == "denoise":
+        collator = replace(collator, infill_probability=0.0)  # which changes the shapes
+    for number, chosen in itertools.product(range(3), both):
+        samples = [sample | {"sample_index": 6 * number + i} for i, sample in enumerate(chosen)]
+        samples = samples[number:] + samples[:number]
+        given = collator(samples)
+        expected = losses_and_gradients(model, given)
+        model.zero_grad()
+        torch.manual_seed(3)
+        assert torch.equal(step.backward(**given), expected.pop("loss"))
+        for name, weight in model.named_parameters():
+            assert (weight.grad is None) == (name not in expected)
+            assert weight.grad is None or torch.equal(weight.grad, expected[name]), name
+    assert log == [*["capture", "replay"] * 2, "replay", "replay"] and not lines
+
+
+@pytest.mark.parametrize(
+    ("arch", "options"),
+    [
+        ("bert-tiny", {"gradient_accumulation": 2}),
+        ("electra-tiny", {}),
+        pytest.param("electra-tiny", {"two_stage": True}, marks=pytest.mark.slow),
+        pytest.param("albert-tiny", {"optimizer": "lamb"}, marks=pytest.mark.slow),
+        pytest.param("t5-tiny", {"optimizer": "adafactor"}, marks=pytest.mark.slow),
+        pytest.param("gpt2-tiny", {"gradient_accumulation": 2}, marks=pytest.mark.slow),
+        pytest.param("bart-tiny", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_of_graphs_is_the_same(short_run, tmp_path, monkeypatch, curve, arch, options):
+    """Transformers' loop around captured steps, with its log, schedule, checkpoints and resume."""
+    options = {"steps": 8, "batch_size": 2, "save_every": 5, **options}
+    log = record_graphs(monkeypatch)
+    make = pretrain_data.make_collator
+
+    def telling(args, tokenizer, unpad):
+        return make(args, tokenizer, unpad=True)
+
+    monkeypatch.setattr(module, "make_collator", telling)
+    plain = short_run(tmp_path / "plain", arch, **options)
+    assert not log
+    monkeypatch.setattr(PretrainingTrainer, "graphs", property(lambda self: True, lambda *_: None))
+    replayed = short_run(tmp_path / "replayed", arch, **options)
+    assert "replay" in log
+    for ours, theirs in zip(curve(replayed), curve(plain), strict=True):
+        assert ours.keys() == theirs.keys()
+        # The gradient is clipped in the optimizer's kernel: its rounding comes back in later steps.
+        close = {name: pytest.approx(value, rel=1e-5) for name, value in theirs.items()}
+        assert ours == close
 
 
 # --- reproducibility ------------------------------------------------------------------------------
