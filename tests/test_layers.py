@@ -97,14 +97,14 @@ GPT = dict(n_embd=64, n_layer=1, n_head=2, n_positions=256)
 BERT = dict(hidden_size=64, num_hidden_layers=1, num_attention_heads=2)
 #: For each family: its configuration, an op, and how often a model runs the op.
 MODELS = {
-    "Albert": (BERT | dict(embedding_size=16, intermediate_size=256), "gelu", 1),
+    "Albert": (BERT | dict(embedding_size=16, intermediate_size=256), "bias_gelu", 1),
     "GPT2": (GPT, "gelu", 1),
     "OpenAIGPT": (GPT, "gelu", 1),
-    "T5, gated": (T5 | dict(d_ff=256, feed_forward_proj="gated-gelu"), "gelu", 2),
-    # Two in an encoder layer, three in a decoder layer, and one at the end of each.
-    "T5": (T5 | dict(d_ff=96), "rms_norm", 2 + 1 + 3 + 1),
-    # Dropout of the embeddings, the attention block and the feed-forward block.
-    "Bert": (BERT | dict(intermediate_size=64), "dropout", 3),
+    "T5, gated": (T5 | dict(d_ff=256, feed_forward_proj="gated-gelu"), "bias_gelu", 1),
+    # Of the encoder's two blocks; the decoder makes a cache, and its modules run.
+    "T5": (T5 | dict(d_ff=96), "dropout_add_layer_norm", 2),
+    # The ends of the attention block and of the feed-forward block.
+    "Bert": (BERT | dict(intermediate_size=64), "dropout_add_layer_norm", 2),
 }
 
 

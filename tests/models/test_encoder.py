@@ -409,7 +409,7 @@ def _python_calls(run):
 #: whether its modules are as they were made, and views rows as matrices; each of its six products
 #: asks whether csrc/ is faster.
 _MORE_OPERATORS, _MORE_OPERATORS_A_LAYER = 4, 18
-_MORE_CALLS, _MORE_CALLS_A_LAYER = 98, 180
+_MORE_CALLS, _MORE_CALLS_A_LAYER = 135, 210
 
 
 @pytest.mark.parametrize("given", ["mask", "no mask"])
