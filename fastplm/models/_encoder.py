@@ -628,18 +628,23 @@ class EncoderLayer(OnRows):
         around = (attention, within.get("self"), within.get("output"), inner, outer)
         if not self._is_known(around):
             return None
+        # With a hook around a block, its modules run: a module that is not linear stands in.
+        hooked = [not is_plain(one, type(one)) for one in around]
         itself, join, inner, outer = (one._modules for one in around[1:])
+        after = around[2] if hooked[2] else join["dense"]
+        first = around[3] if hooked[3] else inner["dense"]
+        second = around[4] if hooked[4] else outer["dense"]
         attention = Attention(
             module=around[1],
             head_size=around[1].attention_head_size,
             dropout=itself["dropout"].p,
             projections=(itself["query"], itself["key"], itself["value"]),
-            join=Join(join["dense"], join["LayerNorm"], join["dropout"]),
+            join=Join(after, join["LayerNorm"], join["dropout"]),
             by_modules=around[2],
         )
-        ends = Join(outer["dense"], outer["LayerNorm"], outer["dropout"])
+        ends = Join(second, outer["LayerNorm"], outer["dropout"])
         activation = inner["intermediate_act_fn"]
-        feed_forward = FeedForward(inner["dense"], activation, ends, self.feed_forward_chunk)
+        feed_forward = FeedForward(first, activation, ends, self.feed_forward_chunk)
         return Layer((attention,), feed_forward, self.training)
 
     def attends_as_made(self: Any) -> bool:
@@ -647,10 +652,13 @@ class EncoderLayer(OnRows):
         return (type(attention), type(getattr(attention, "self", None))) == self._around[:2]
 
     def _is_known(self: Any, around: tuple[Any, ...]) -> bool:
-        """Whether the layer and the modules around those that run are as they were made."""
+        """Whether the layer and the modules around those that run are as they were made; others
+        than those of the attention may have hooks."""
         own, feeds = vars(self), getattr(type(self), self._feeds, None)
         return (
-            all(map(is_plain, around, self._around))
+            tuple(map(type, around)) == self._around
+            and all(map(is_plain, around[:2], self._around))
+            and not any("forward" in vars(one) for one in around)
             and nothing_hides_modules(self, *around)
             and not own["chunk_size_feed_forward"]
             and self._feeds not in own
