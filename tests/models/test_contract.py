@@ -112,7 +112,7 @@ def test_arguments_come_in_the_parents_order(name):
 ADDED = {
     *("unpad", "decoder_unpad", "output_rows", "read_rows", "extra_rows", "encoder_rows", "lookup"),
     *("sample_index", "masked_positions", "num_items_in_batch", "num_sequences_in_batch"),
-    *("output_logits", "reduction", "exclude_padding"),
+    *("output_logits", "reduction", "exclude_padding", "loss_positions"),
 }
 
 
