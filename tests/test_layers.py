@@ -101,7 +101,7 @@ MODELS = {
     "GPT2": (GPT, "gelu", 1),
     "OpenAIGPT": (GPT, "gelu", 1),
     "T5, gated": (T5 | dict(d_ff=256, feed_forward_proj="gated-gelu"), "bias_gelu", 1),
-    # Of the encoder's two blocks; the decoder makes a cache, and its modules run.
+    # The encoder has two blocks. The decoder makes a cache, so its modules run.
     "T5": (T5 | dict(d_ff=96), "dropout_add_layer_norm", 2),
     # The ends of the attention block and of the feed-forward block.
     "Bert": (BERT | dict(intermediate_size=64), "dropout_add_layer_norm", 2),

@@ -213,7 +213,8 @@ class _Blocks:
         of_self, of_states = dict(position_bias=bias, **kwargs), dict(position_bias=NO_BIAS)
         of_states |= kwargs
         for one in made:
-            first, second, end = ofs(rows, one.layer.attentions[0].module, numbers)
+            # Drawn one by one, as the modules draw that run in a checkpoint.
+            first, second, end = ofs(None, one.layer.attentions[0].module, numbers)
             normed, hidden, _ = attend(one, 0, normed, hidden, None, mask, first, of_self)
             if crossed:
                 normed, hidden, states = attend(
