@@ -527,7 +527,7 @@ def _like(x: Tensor, form: Form) -> Tensor:
 def _multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """[M, K], [K, N], [N] -> [M, N], ``a b + bias``."""
     if a.device.type == "cpu":
-        return product(a, b, bias)
+        return product(a, b, bias, forced=requested("linear") == "cpp")
     return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
 
 
