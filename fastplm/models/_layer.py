@@ -786,11 +786,20 @@ def _wanted(gradients: tuple[Any, ...], needs: tuple[bool, ...]) -> list[Any]:
     return [one if need else None for one, need in zip(gradients, needs, strict=True)]
 
 
-#: ``Function.apply`` of a call that no transform of ``torch.func`` sees, in half of the time.
-_project, _join, _expand = (
-    super(torch.autograd.Function, kind).apply  # type: ignore[misc]
-    for kind in (_Project, _Join, _Expand)
-)
+def _applied(kind: Any) -> Callable[..., Any]:
+    """``Function.apply`` of a call that no transform of ``torch.func`` sees, in half of the time."""
+    apply = super(torch.autograd.Function, kind).apply
+
+    def call(*given: Any) -> Any:
+        if torch.is_inference_mode_enabled():  # inside of it gradients may be "enabled"
+            with torch.no_grad():
+                return apply(*given)
+        return apply(*given)
+
+    return call
+
+
+_project, _join, _expand = map(_applied, (_Project, _Join, _Expand))
 
 
 def project(x: Tensor, modules: tuple[Any, ...], copies: Copies) -> tuple[Tensor, ...]:
