@@ -787,7 +787,7 @@ def _wanted(gradients: tuple[Any, ...], needs: tuple[bool, ...]) -> list[Any]:
 
 
 def _applied(kind: Any) -> Callable[..., Any]:
-    """``Function.apply`` of a call that no transform of ``torch.func`` sees, in half of the time."""
+    """``Function.apply`` where no transform of ``torch.func`` is, in half of the time."""
     apply = super(torch.autograd.Function, kind).apply
 
     def call(*given: Any) -> Any:
