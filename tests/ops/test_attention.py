@@ -1178,6 +1178,7 @@ def operator_arguments(inputs: dict, backend: str) -> tuple:
         inputs.get("is_causal", False),
         0.5,
         False,
+        False,
         backend,
     )
 
