@@ -120,8 +120,8 @@ def stubbed(arch: int = 90) -> Iterator[Driver]:
         for name in ("arange", "empty", "full", "ones", "randint", "tensor", "zeros"):
             stack.enter_context(mock.patch.object(torch, name, _on_host(getattr(torch, name))))
         stack.enter_context(mock.patch.object(torch.Tensor, "to", _stays(torch.Tensor.to)))
-        # PyTorch's own kernels that write a given output are left out; nothing reads the output.
-        for name in ("mm", "mul"):
+        # PyTorch's own products and what writes a given output are left out; nothing reads them.
+        for name in ("addmm", "mm", "mul"):
             stack.enter_context(mock.patch.object(torch, name, _given_output))
         compiled = dict(compile_module_from_src=lambda **_: module, library_dirs=list)
         # The C part of the driver sets this when it is loaded: how an argument is passed.
@@ -132,8 +132,14 @@ def stubbed(arch: int = 90) -> Iterator[Driver]:
         yield driver
 
 
-def _given_output(*_: Any, out: torch.Tensor, **options: Any) -> torch.Tensor:
-    return out
+def _given_output(
+    *given: Any, out: torch.Tensor | None = None, out_dtype: Any = None, **_: Any
+) -> torch.Tensor:
+    """The output of a call, or an empty one of a product."""
+    if out is not None:
+        return out
+    a, b = given[-2:]
+    return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype or a.dtype)
 
 
 def _stays(move: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

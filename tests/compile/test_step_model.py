@@ -25,9 +25,10 @@ FAMILIES = [
 ]
 #: The most that a layer of BERT-base may cost: launches forward and backward, and tensors [N, E]
 #: that move through operators which are neither products nor attention. Lower them with the cost.
-MOST = {"layer_forward": 31, "layer_backward": 46, "layer_tensors": 124.7}
-#: The most calls of Python functions in a layer of BERT, forward and backward.
-MOST_CALLS = 380
+MOST = {"layer_forward": 8, "layer_backward": 16, "layer_tensors": 40.0}
+#: The most calls of Python functions in a layer of BERT, forward and backward. Nine of its launches
+#: are of new kernels, whose launchers do not keep their arguments yet (``_launch.Fixed``).
+MOST_CALLS = 745
 
 
 def test_a_layer_of_bert_costs_no_more_than_it_did(run):
