@@ -365,7 +365,8 @@ def copies_of(made: list[Ready]) -> Copies:
                     sources += weights + [one for one in biases if one is not None]
             others += [block.join.dense] * joined
         feed = layer.feed_forward
-        others += [one for one in (feed.inner, feed.factor, feed.outer.dense) if one] * feeds
+        inner = [feed.inner] if feed.factor is None else [feed.inner, feed.factor]
+        others += [*inner, feed.outer.dense] * feeds
         weights = [one._parameters["weight"] for one in others]
         sources += [one for one in weights if one.dtype is not form.dtype]
     if not sources:
@@ -538,9 +539,9 @@ def _add_product(sum: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 
 def _of_weight(grad: Tensor, input: Tensor, dtype: torch.dtype) -> Tensor:
     """The gradient [M, K] of a weight, of gradients [N, M] and inputs [N, K]."""
-    if dtype is grad.dtype or grad.device.type == "cpu":
+    if dtype is not torch.float32 or dtype is grad.dtype or grad.device.type == "cpu":
         return _multiply(grad.t(), input).to(dtype)
-    return torch.mm(grad.t(), input, out_dtype=dtype)
+    return torch.mm(grad.t(), input, out_dtype=dtype)  # cuBLAS rounds its sums to fp32 alone
 
 
 # --- query, key and value -------------------------------------------------------------------------
@@ -596,8 +597,11 @@ def _side_by_side(grads: Sequence[Any], sizes: list[int], x: Tensor) -> Tensor:
     first, width = grads[0], sum(sizes)
     at = first.storage_offset()
     for one, size in zip(grads, sizes, strict=True):
-        same = one.untyped_storage() is first.untyped_storage() or _storage(one) == _storage(first)
-        if not same or one.stride() != (width, 1) or one.storage_offset() != at:
+        if (
+            _storage(one) != _storage(first)
+            or one.stride() != (width, 1)
+            or one.storage_offset() != at
+        ):
             return torch.cat(grads, 1)
         at += size
     return first.as_strided((len(x), width), (width, 1))

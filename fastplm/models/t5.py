@@ -34,10 +34,10 @@ from fastplm.models._layer import (
     FeedForward,
     Join,
     Layer,
+    Of,
     all_ready,
     attend,
     feed,
-    ofs,
 )
 from fastplm.models._ragged import OnRows, Rows, Unpad
 from fastplm.models._seq2seq import (
@@ -214,7 +214,7 @@ class _Blocks:
         of_states |= kwargs
         for one in made:
             # Drawn one by one, as the modules draw that run in a checkpoint.
-            first, second, end = ofs(None, one.layer.attentions[0].module, numbers)
+            first = second = end = Of(None, numbers)
             normed, hidden, _ = attend(one, 0, normed, hidden, None, mask, first, of_self)
             if crossed:
                 normed, hidden, states = attend(
