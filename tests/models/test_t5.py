@@ -16,6 +16,7 @@ from fastplm import models
 from fastplm._backends import record_decisions
 from fastplm.models import T5ForConditionalGeneration, T5Model, _layer
 from fastplm.models._base import switch_modules
+from fastplm.testing import GRADIENT_FACTOR
 
 from . import conftest
 from .conftest import LENGTH, PADDINGS, ROWS, changed, small_config
@@ -194,7 +195,7 @@ def test_the_gradients_of_blocks_are_as_exact_as_the_parents(fields):
     assert found.keys() == wanted.keys()
     for name, one in wanted.items():
         error = (found[name] - one).norm() / one.norm()
-        assert error <= max(2 * (parent[name] - one).norm() / one.norm(), 1e-6), name
+        assert error <= max(GRADIENT_FACTOR * (parent[name] - one).norm() / one.norm(), 1e-6), name
 
 
 @every_form
