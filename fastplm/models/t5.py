@@ -11,6 +11,7 @@ the last token of a sequence are computed, and the rows in the holes are masked 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,10 +35,11 @@ from fastplm.models._layer import (
     FeedForward,
     Join,
     Layer,
-    Of,
+    Ready,
     all_ready,
     attend,
     feed,
+    ofs,
 )
 from fastplm.models._ragged import OnRows, Rows, Unpad
 from fastplm.models._seq2seq import (
@@ -209,18 +211,24 @@ class _Blocks:
         dtype = made[0].form.dtype
         hidden = self.dropout(inputs_embeds).to(dtype)
         normed = self.block[0].layer[0].layer_norm(hidden).to(dtype)
-        _, bias = self.block[0].layer[0].SelfAttention._bias(None, hidden.device)
-        of_self, of_states = dict(position_bias=bias, **kwargs), dict(position_bias=NO_BIAS)
-        of_states |= kwargs
-        for one in made:
-            # Drawn one by one, as the modules draw that run in a checkpoint.
-            first = second = end = Of(None, numbers)
+        attention = self.block[0].layer[0].SelfAttention
+        table, _ = attention._bias(None, hidden.device)
+
+        def run(one: Ready, normed: Any, hidden: Any, states: Any, table: Any) -> tuple[Any, ...]:
+            of_self = dict(position_bias=attention._bias(table, hidden.device)[1], **kwargs)
+            first, second, end = ofs(rows, one.layer.attentions[0].module, numbers)
             normed, hidden, _ = attend(one, 0, normed, hidden, None, mask, first, of_self)
             if crossed:
+                of_states = dict(position_bias=NO_BIAS, **kwargs)
                 normed, hidden, states = attend(
                     one, 1, normed, hidden, states, mask_of_states, second, of_states
                 )
-            normed, hidden = feed(one, normed, hidden, end)
+            return *feed(one, normed, hidden, end), states
+
+        for one, block in zip(made, self.block, strict=True):
+            again = self.training and block.gradient_checkpointing
+            call = partial(block._gradient_checkpointing_func, run) if again else run
+            normed, hidden, states = call(one, normed, hidden, states, table)
         return self.dropout(normed).to(self.dtype)
 
     def _parts(self: Any, crossed: bool) -> list[Layer] | None:
@@ -229,7 +237,7 @@ class _Blocks:
         if self.is_decoder:
             kinds.insert(1, modeling_t5.T5LayerCrossAttention)
         blocks = list(self.block)
-        if not blocks or (self.training and any(one.gradient_checkpointing for one in blocks)):
+        if not blocks:
             return None
         subs: list[Any] = []
         for block in blocks:
