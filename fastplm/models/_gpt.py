@@ -25,7 +25,7 @@ from fastplm.models._heads import (
     shifted,
     wants_logits,
 )
-from fastplm.models._ragged import are_on_rows, encoder_side, mask_at, slots_of_labels
+from fastplm.models._ragged import encoder_side, mask_at, slots_of_labels
 from fastplm.nn._rows import as_normalizer, as_tokens, batch_share, labels_at, vocabulary_loss
 
 _logger = logging.get_logger(__name__)
@@ -99,8 +99,8 @@ class CausalModel(EncoderModel):
     def _is_causal(self) -> bool:
         return True
 
-    def _layers_are_on_rows(self) -> bool:
-        return are_on_rows(self.h)
+    def _layers(self) -> Any:
+        return self.h
 
     def _layer_numbers(self) -> list[Any]:
         # GPT's blocks have none, so ``OpenAIGPTModel`` counts them.

@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import transformers.pytorch_utils
+import transformers
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
@@ -57,6 +57,7 @@ from fastplm.reference.dropout import dropout_scale, dropout_threshold
 _has_global_hook = torch.nn.modules.module._has_any_global_hook
 PARAMETER = (nn.Parameter, FakeTensor)
 _CONV1D = (Conv1D, transformers.pytorch_utils.Conv1D)
+_TANH = (NewGELUActivation, transformers.activations.NewGELUActivation, GELUTanh)
 _LINEAR, _DROPOUT = (Linear, nn.Linear, *_CONV1D), (Dropout, nn.Dropout)
 
 
@@ -105,8 +106,7 @@ class Attention(NamedTuple):
     module: Any  # what the attention interface gets
     head_size: int
     dropout: float
-    #: Of query, key and value; two of them or all may be parts of one product.
-    projections: tuple[Any, ...]
+    projections: tuple[Any, ...]  # of query, key and value; two or all may be one product
     join: Join
     #: The join of a context and a residual where norms come last, else ``join.added``.
     by_modules: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -207,8 +207,7 @@ def nothing_hides_modules(*modules: Any) -> bool:
 
 #: Classes whose modules these functions stand for, and their methods ``forward`` as they were made.
 _STANDS_FOR: dict[Any, Any] = {
-    kind: kind.forward
-    for kind in (*_LINEAR, *_DROPOUT, nn.LayerNorm, GELUActivation, NewGELUActivation, GELUTanh)
+    kind: kind.forward for kind in (*_LINEAR, *_DROPOUT, nn.LayerNorm, GELUActivation, *_TANH)
 }
 
 
@@ -296,7 +295,7 @@ def activation_of(activation: Any) -> str | None:
         return "none" if activation.act is torch.nn.functional.gelu else None
     if is_plain(activation, nn.ReLU):
         return RELU
-    return "tanh" if is_plain(activation, NewGELUActivation, GELUTanh) else None
+    return "tanh" if is_plain(activation, *_TANH) else None
 
 
 # --- a layer --------------------------------------------------------------------------------------
@@ -373,8 +372,9 @@ def _parts_of(layer: Any) -> Layer | None:
 
 
 def _attends_by_name(layer: Layer) -> bool:
-    """Whether the attention of a layer is fastplm's."""
-    return all(one.module.config._attn_implementation == NAME for one in layer.attentions)
+    """Whether the attention of a layer is fastplm's. GPT has no choice: there it always is."""
+    configs = [vars(one.module).get("config") for one in layer.attentions]
+    return all(one is None or one._attn_implementation == NAME for one in configs)
 
 
 def copies_of(made: list[Ready]) -> Copies:
