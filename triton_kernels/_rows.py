@@ -28,7 +28,7 @@ _PER_WARP = 32 * 8
 # The rows of a group are a multiple of this. 32,768 rows are then 256 groups: two for each SM of
 # an H200, which has room for both.
 _ROWS = 16
-MAX_GROUPS = 256
+_MAX_GROUPS = 256
 
 # The stream of ``reference.philox.Stream.HIDDEN`` and its number of rounds.
 _STREAM = tl.constexpr(11)
@@ -60,7 +60,7 @@ def tile_of(width: int) -> Tile:
 def groups_of(rows: int) -> tuple[int, int]:
     """(number of groups, rows of each); without rows there is one group, which finds none."""
     blocks = max(1, cdiv(rows, _ROWS))
-    blocks_per_group = cdiv(blocks, MAX_GROUPS)
+    blocks_per_group = cdiv(blocks, _MAX_GROUPS)
     return cdiv(blocks, blocks_per_group), blocks_per_group * _ROWS
 
 
