@@ -188,7 +188,7 @@ def test_one_gradient_alone(device, name):
 
 
 def test_groups_of_many_rows(device, monkeypatch):
-    kernels = importlib.import_module("fastplm.triton_kernels.dropout_add_layer_norm")
+    kernels = importlib.import_module("fastplm.triton_kernels._rows")
     monkeypatch.setattr(kernels, "_MAX_GROUPS", 3)
     check(make(device, 150, 40) | random(device, 150))
 
