@@ -81,6 +81,14 @@ def test_seeds_are_drawn_once(steps, case):
     assert names["randint"] == backbones + drops + ("Joint" in name)
 
 
+@of_batch("padded", "positions")
+def test_every_layer_runs_by_functions(steps, case):
+    """A norm follows each of its blocks; a decoder with an encoder has three."""
+    name, names = case[0], steps[case]["names"]
+    norms = sum(names.get(f"dropout_add_{kind}_norm_fwd", 0) for kind in ("layer", "rms"))
+    assert norms == LAYERS * (5 if "Generation" in name else 4 if "Joint" in name else 2)
+
+
 def _has_lookups(name):
     """Whether the embeddings of a model are modules, not one operator."""
     return any(family in name for family in ("GPT", "T5", "Bart"))

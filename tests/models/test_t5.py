@@ -239,6 +239,16 @@ AROUND = {
 }
 
 
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_checkpointed_modules_drop_the_same_again(change):
+    """The backward runs them alone, so they find the numbers of their rows in the checkpoint."""
+    model, given = of_training({}, 0.3), inputs_of("T5ForConditionalGeneration", "right")
+    change[0](model.decoder.block[1].layer)
+    wanted = trained(model, given)
+    model.gradient_checkpointing_enable()
+    torch.testing.assert_close(trained(model, given), wanted, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("change, counts", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_block_with_a_module_of_the_users_runs_that_one(runs, change, counts, autocast):
