@@ -464,15 +464,13 @@ def embedding_layer_norm_bwd(
     keep_scale: float,
     eps: float,
     paddings: tuple[int, int],
-    needs: tuple[bool, bool, bool, bool, bool],
-    word_grad: torch.Tensor | None = None,
+    needs: tuple[bool, bool, bool, bool],
 ) -> tuple[torch.Tensor, ...]:
-    """Launch the backward: gradients of the three tables, weight and bias.
+    """Launch the backward: gradients of the rows of words, the three tables, weight and bias.
 
     Args:
         paddings: the ids of words and positions that get no gradient; -1: none.
         needs: which gradients are needed; the others have no elements, but for weight and bias.
-        word_grad: a gradient of the words that is added to and returned; default zeros.
     """
     ids, word, position_ids, places, type_ids, types = tables
     assert ids is not None and word is not None and position_ids is not None
@@ -481,12 +479,13 @@ def embedding_layer_norm_bwd(
     tile = tile_of(width)
     groups, rows_per_group = groups_of(rows)
     few = 1 if type_ids is None else types.shape[0]
-    summed = few if needs[2] and few <= _MAX_TYPES else 0
-    by_rows = needs[0] or needs[1] or (needs[2] and not summed)
+    need_rows, need_words, need_places, need_types = needs
+    summed = few if need_types and few <= _MAX_TYPES else 0
+    by_rows = need_rows or need_words or need_places or (need_types and not summed)
     dtype = torch.promote_types(torch.promote_types(word.dtype, places.dtype), types.dtype)
     grad_rows = grad.new_empty((rows, width) if by_rows else 0, dtype=dtype)
     partial = grad.new_empty((groups, 2 + summed, width), dtype=torch.float32)
-    grad_types = torch.zeros_like(types) if needs[2] else types.new_empty(0)
+    grad_types = torch.zeros_like(types) if need_types else types.new_empty(0)
     grad_weight, grad_bias = torch.empty_like(weight), torch.empty_like(bias)
     seed, sample_index, position = random
     launch(
@@ -515,16 +514,17 @@ def embedding_layer_norm_bwd(
         num_warps=tile.warps,
     )
     add_groups(partial, [grad_weight, grad_bias, *grad_types[:summed]])
-    if needs[2] and not summed:
+    if need_types and not summed:
         add_rows_(grad_types, type_ids, grad_rows)  # type: ignore[arg-type]
     grad_words, grad_places = word.new_empty(0), places.new_empty(0)
-    if needs[0]:
-        grad_words = torch.zeros_like(word) if word_grad is None else word_grad
+    if need_words:
+        grad_words = torch.zeros_like(word)
         add_rows_(grad_words, ids, grad_rows, paddings[0])
-    if needs[1]:
+    if need_places:
         grad_places = torch.zeros_like(places)
         add_rows_(grad_places, position_ids, grad_rows, paddings[1])
-    return grad_words, grad_places, grad_types, grad_weight, grad_bias
+    of_rows = grad_rows if need_rows else grad_rows.new_empty(0)
+    return of_rows, grad_words, grad_places, grad_types, grad_weight, grad_bias
 
 
 def compile_cases() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -558,5 +558,5 @@ def _case(dtype: torch.dtype, width: int, drops: bool, has_types: bool) -> None:
         *(out, tables, vector, vector, random),
         **settings,
         paddings=(0, -1),
-        needs=(True,) * 5,
+        needs=(True,) * 4,
     )
