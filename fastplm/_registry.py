@@ -9,7 +9,8 @@ operator: ``ops.<op>`` calls the reference itself, so it stays ordinary differen
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,9 +39,8 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter)
 #: Argument types that need no dispatch: no tensor subclasses and no symbolic sizes.
 _PLAIN = frozenset((*_TENSORS, type(None), bool, int, float, str))
 
-# Every call uses these, so they are looked up once. A tensor is "batched" inside of
-# autograd.grad(…, is_grads_batched=True).
-is_batched = torch._C._functorch.is_legacy_batchedtensor
+# Every call uses these, so they are looked up once.
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 _is_tracing, _dispatch_modes = torch._C._is_tracing, torch._C._len_torch_dispatch_stack
 _transforms, _profiler = torch._C._functorch.peek_interpreter_stack, torch.autograd.profiler
 #: Every op by name, in the order of definition.
@@ -234,7 +234,7 @@ class Op:
 
     def gradients(self, grad: torch.Tensor, saved: Any, backend: str) -> Any:
         """The gradients of a call that ``run`` ran, from what its backward reads."""
-        if needs_dispatch((grad, *saved)):
+        if needs_dispatch((grad, *saved)) or is_batched(grad, *saved):
             return self._backward_operator(grad, *saved, backend)
         return self.backends[backend].backward(grad, saved)
 
@@ -426,9 +426,7 @@ class _Formula:
         saved = self.order(tensors + ctx.others + further)
         if self.second is not None and torch.is_grad_enabled():
             grads = self.second(grad, op.saved.build(saved), backend)
-        elif needs_dispatch((grad, *saved)) or any(
-            is_batched(one) for one in (grad, *further) if one is not None
-        ):
+        elif needs_dispatch((grad, *saved)) or is_batched(grad, *further):
             grads = op._backward_operator(grad, *saved, backend)
         elif torch._C._is_any_autocast_enabled():
             grads = op._run_backward(grad, *saved, backend)
@@ -445,18 +443,25 @@ class _Formula:
         return tuple(found)
 
     def _once(self, ctx: Any, tensors: tuple[Any, ...], *grads: Any) -> tuple[Any, ...]:
-        """Gradients that raise an error if they are differentiated.
+        compute = partial(self.backward, ctx, *grads, tensors=tensors)
+        return once(self.op.name, compute, (*grads, *tensors))
 
-        Otherwise autograd would treat them as constants, and a gradient penalty as 0.
-        """
-        with torch.no_grad():
-            results = self.backward(ctx, *grads, tensors=tensors)
-        read = [one for one in (*grads, *tensors) if one is not None and one.requires_grad]
-        if not read:
-            return results
-        return tuple(
-            None if one is None else _Once.apply(self.op.name, one, *read) for one in results
-        )
+
+def once(op: str, compute: Callable[[], Any], read: Iterable[Any]) -> tuple[Any, ...]:
+    """Gradients that raise an error, naming ``op``, if they are differentiated.
+
+    Otherwise autograd would treat them as constants, and a gradient penalty as 0.
+
+    Args:
+        compute: returns the gradients.
+        read: the tensors, or None, on which they depend.
+    """
+    with torch.no_grad():
+        results = compute()
+    read = [one for one in read if one is not None and one.requires_grad]
+    if not read:
+        return results
+    return tuple(None if one is None else _Once.apply(op, one, *read) for one in results)
 
 
 def _refuse_dtensors(op: str, arguments: tuple[Any, ...]) -> None:
@@ -504,6 +509,11 @@ def needs_dispatch(arguments: tuple[Any, ...]) -> bool:
         or not _PLAIN.issuperset(map(type, arguments))
         or arguments[0].is_meta  # then all are: the tensors of a call are on one device
     )
+
+
+def is_batched(*values: Any) -> bool:
+    """Whether a tensor is "batched", inside of ``autograd.grad(…, is_grads_batched=True)``."""
+    return any(isinstance(one, torch.Tensor) and _is_batched(one) for one in values)
 
 
 def is_eager(*tensors: torch.Tensor) -> bool:
@@ -609,15 +619,23 @@ def _autograd_kernel(
     return kernel
 
 
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """The dtype of autocast on a type of device; None if it is off, or "meta", which has none."""
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
 def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """Cast floating tensors as autocast does for ``nn.Linear``, if autocast is on."""
     if not torch._C._is_any_autocast_enabled():
         return tensors
-    device = next(tensor.device.type for tensor in tensors if tensor is not None)
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    dtype = autocast_dtype(next(one.device.type for one in tensors if one is not None))
+    if dtype is None:
         return tensors
-    dtype = torch.get_autocast_dtype(device)
     return tuple(
-        tensor.to(dtype) if tensor is not None and tensor.is_floating_point() else tensor
-        for tensor in tensors
+        one.to(dtype)
+        if one is not None and one.is_floating_point() and one.dtype is not torch.float64
+        else one
+        for one in tensors
     )

@@ -21,7 +21,7 @@ from transformers.utils.generic import ModelOutput, can_return_tuple
 from fastplm import ops
 from fastplm._backends import is_written_down, needs_triton, note, requested
 from fastplm._checks import check_shape, values_are_known
-from fastplm._registry import is_eager, is_fake
+from fastplm._registry import autocast_dtype, is_eager, is_fake
 from fastplm.hf import of_batch
 from fastplm.models._base import (
     FastplmModel,
@@ -572,11 +572,9 @@ class EncoderEmbeddings:
     def _in_one_call(
         self: Any, ids: Tensor, types: Tensor | None, positions: Tensor, rows: Tensor | None = None
     ) -> Tensor:
-        own, device = self._modules, ids.device
+        own = self._modules
         words, places, kinds = (own[name] for name in _TABLES)
-        norm, dropout, dtype = own["LayerNorm"], own["dropout"], None
-        if torch.is_autocast_enabled(device.type):
-            dtype = torch.get_autocast_dtype(device.type)
+        norm, dropout, dtype = own["LayerNorm"], own["dropout"], autocast_dtype(ids.device.type)
         options: dict[str, Any] = {"dropout_p": dropout.p if dropout.training else 0.0}
         if options["dropout_p"] and (numbers := rows_now(ids.numel())) is not None:
             options |= {"sample_index": numbers.sample_index, "position": numbers.position}

@@ -30,14 +30,13 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import once_differentiable
 from transformers.activations import GELUActivation
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastplm import ops
 from fastplm._backends import requested
-from fastplm._registry import Op, is_eager, is_fake
+from fastplm._registry import Op, autocast_dtype, is_batched, is_eager, is_fake, once
 from fastplm.hf import NAME, ROWS
 from fastplm.models._base import Conv1D, GELUTanh, NewGELUActivation, wants_output
 from fastplm.models._ragged import LastRows, Rows
@@ -105,7 +104,7 @@ class Attention(NamedTuple):
 
     module: Any  # what the attention interface gets
     head_size: int
-    dropout: float
+    dropout: Any  # of its probabilities: a module, or a probability
     projections: tuple[Any, ...]  # of query, key and value; two or all may be one product
     join: Join
     #: The join of a context and a residual where norms come last, else ``join.added``.
@@ -151,8 +150,8 @@ def form_of(x: Tensor, layer: Layer) -> Form | None:
     if not (is_eager(x) or is_fake(x)) or requested("attention") == "eager":
         return None
     dtype, device = x.dtype, x.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    if (cast := autocast_dtype(device)) is not None:
+        dtype = cast
         # In fp16 the gradients between layers would need more range; on a CPU, where little is won,
         # hidden states stay as exact as the parent's, unless a backend is asked for.
         if dtype is not torch.bfloat16 or (device == "cpu" and requested(NORM.name) == "auto"):
@@ -251,7 +250,7 @@ def _is_linear(module: Any) -> bool:
 
 def _probability(dropout: Any, training: bool) -> float:
     """What is dropped with: a module knows by itself whether it trains, a layer's number not."""
-    if isinstance(dropout, float):
+    if isinstance(dropout, (float, int)):
         return dropout if training else 0.0
     return dropout.p if dropout.training else 0.0
 
@@ -498,15 +497,16 @@ def attend(
         key, value, others = project(others, block.projections[1:], copies, 2)
         states, heads = others.view(states.shape), [query, key, value]
     query, key, value = (
-        one.view(*where, -1, block.head_size).transpose(1, 2)
+        # Not view(…, -1, …), which no batch of 0 can take.
+        one.view(*where, one.shape[-1] // block.head_size, block.head_size).transpose(1, 2)
         for one, where in zip(heads, (shape, keys, keys), strict=True)
     )
     module = block.module
-    dropout = block.dropout if module.training else 0.0
+    dropout = _probability(block.dropout, module.training)
     context, _ = ALL_ATTENTION_FUNCTIONS[NAME](
         module, query, key, value, mask, dropout=dropout, scaling=module.scaling, **kwargs
     )
-    context = context.reshape(*shape, -1)
+    context = context.flatten(-2)
     if not made.joins[index]:
         if block.by_modules is None:
             return *block.join.added(block.join.dense(context), residual), states
@@ -637,16 +637,32 @@ def run_blocks(
 # --- products and weights -------------------------------------------------------------------------
 
 
+def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """``backward(ctx, saved tensors, *gradients)``, whose results have no gradient: to ask for it
+    is an error, that of the op without which the modules run."""
+
+    def checked(ctx: Any, *grads: Any) -> Any:
+        saved = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return backward(ctx, saved, *grads)
+        return once(NORM.name, partial(backward, ctx, saved, *grads), (*grads, *saved))
+
+    return checked
+
+
 def _multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """[M, K], [K, N], [N] -> [M, N], ``a b + bias``."""
-    if a.device.type == "cpu":
+    if a.device.type == "cpu" and not is_batched(a, b):
         return product(a, b, bias, forced=requested("linear") == "cpp")
     return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
 
 
 def _add_product(sum: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """``sum + a b``, written over ``sum``, which nobody else holds."""
-    return _multiply(a, b) if sum is None else sum.addmm_(a, b)
+    if sum is None:
+        return _multiply(a, b)
+    alone = not (sum.requires_grad or is_batched(sum, a))  # else a view, or of another shape
+    return sum.addmm_(a, b) if alone else sum + torch.mm(a, b)
 
 
 def _of_weight(grad: Tensor, input: Tensor, dtype: torch.dtype, turned: bool) -> Tensor:
@@ -681,9 +697,9 @@ class _Project(torch.autograd.Function):
         return *outs, x.view_as(x)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (x, *weights), needs, of_x = ctx.saved_tensors, ctx.needs_input_grad, grads[-1]
+    @_once
+    def backward(ctx: Any, saved: Any, *grads: Any) -> Any:
+        (x, *weights), needs, of_x = saved, ctx.needs_input_grad, grads[-1]
         count, sizes, pairs = len(weights), ctx.sizes, ctx.pairs
         found, first = [None] * 2 * pairs, 4 + 2 * count
         each, own = len(sizes) // count, pairs // count  # outputs and parameters of one product
@@ -715,7 +731,8 @@ def _side_by_side(grads: Sequence[Any], sizes: list[int], x: Tensor) -> Tensor:
     at = first.storage_offset()
     for one, size in zip(grads, sizes, strict=True):
         if (
-            _storage(one) != _storage(first)
+            is_batched(one)
+            or _storage(one) != _storage(first)
             or one.stride() != (width, 1)
             or one.storage_offset() != at
         ):
@@ -805,9 +822,9 @@ class _Join(torch.autograd.Function):
         return out, sum
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None) -> Any:
-        x, read, sum, *norm = ctx.saved_tensors
+    @_once
+    def backward(ctx: Any, saved: Any, grad: Tensor | None, grad_sum: Tensor | None) -> Any:
+        x, read, sum, *norm = saved
         needs = ctx.needs_input_grad
         norm = (*norm, *ctx.others)
         of_product, of_residual, *of_norm = _gradients_of_norm(
@@ -855,9 +872,9 @@ class _Expand(torch.autograd.Function):
         return out, x.view_as(x)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, of_x: Tensor | None) -> Any:
-        (x, *saved), needs, of_bias = ctx.saved_tensors, ctx.needs_input_grad, None
+    @_once
+    def backward(ctx: Any, saved: Any, grad: Tensor | None, of_x: Tensor | None) -> Any:
+        (x, *saved), needs, of_bias = saved, ctx.needs_input_grad, None
         (activation, drawn, backend), count = ctx.others, len(ctx.dtypes)
         read, between = saved[:count], saved[count:]
         found: list[Any] = [None] * count

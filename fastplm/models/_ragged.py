@@ -541,7 +541,7 @@ def slots_of(positions: Tensor, total: int) -> Tensor:
 def mask_at(positions: Tensor, batch: int, seqlen: int) -> Tensor:
     """bool [B, T]: True at the flat ``positions``; -1 is ignored."""
     total = batch * seqlen
-    where = torch.zeros(total + 1, dtype=torch.bool, device=positions.device)
+    where = positions.new_zeros(total + 1, dtype=torch.bool)  # batched, under vmap, as these are
     # Not where[positions] = True, which copies the value from the CPU and waits for the GPU.
     where.index_fill_(0, positions.long(), 1)
     return where[:total].view(batch, seqlen)

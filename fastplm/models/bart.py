@@ -57,7 +57,8 @@ class _Layer(OnRows):
         attentions = [(own["self_attn"], own["self_attn_layer_norm"])]
         if "encoder_attn" in own:
             attentions.append((own["encoder_attn"], own["encoder_attn_layer_norm"]))
-        kind, halves = modeling_bart.BartAttention, own["fc1"].weight.dtype is torch.float16
+        weight: Any = own["fc1"]._parameters.get("weight")  # an adapter may have none
+        kind, halves = modeling_bart.BartAttention, getattr(weight, "dtype", None) is torch.float16
         known = all(is_plain(module, kind) for module, _ in attentions)
         if halves or not known or not nothing_hides_modules(self, *(one for one, _ in attentions)):
             return None

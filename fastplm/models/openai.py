@@ -26,7 +26,7 @@ from fastplm.models._layer import (
 )
 from fastplm.models._ragged import OnRows, Rows
 from fastplm.nn._rows import is_plain
-from fastplm.nn.dropout import on_rows
+from fastplm.nn.dropout import Dropout, on_rows
 from fastplm.nn.gelu import gelu
 from fastplm.ops._attention_call import made_for_one_forward
 
@@ -70,7 +70,7 @@ class Attention(modeling_openai.Attention):
             key,
             value,
             attention_mask.mask,
-            dropout=self.attn_dropout.p if self.training else 0.0,
+            dropout=self.attn_dropout.p if self.attn_dropout.training else 0.0,
             scaling=self.scaling,
             **attention_mask.others,
         )
@@ -115,7 +115,7 @@ class Block(OnRows, modeling_openai.Block):
         if not nothing_hides_modules(self, attn, mlp):
             return None
         attention = AttentionBlock(
-            *(attn, attn.split_size // attn.n_head, attn.attn_dropout.p, (attn.c_attn,)),
+            *(attn, attn.split_size // attn.n_head, attn.attn_dropout, (attn.c_attn,)),
             Join(attn.c_proj, first, attn.resid_dropout),
             lambda context, x: first(x + attn.resid_dropout(attn.c_proj(context))),
         )
@@ -202,6 +202,11 @@ class OpenAIGPTModel(CausalModel, _FusedLayers, transformers.OpenAIGPTModel):
 
     def _has_our_attention(self) -> bool:
         return True
+
+    def _layers_are_ours(self) -> bool:
+        kinds = nn.Dropout, Dropout
+        drops = (getattr(block.attn, "attn_dropout", None) for block in self.h)
+        return super()._layers_are_ours() and all(type(one) in kinds for one in drops)
 
     def _no_mask(self, given: Tensor) -> None:
         """The parent makes its own causal mask."""

@@ -4,13 +4,15 @@ import contextlib
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import fastplm
 from fastplm import _extension, models
+from fastplm.errors import UnsupportedError
 from fastplm.models import _layer
 
-from .conftest import PADDINGS, gradients, inputs_of, parent_of, same, small_config
+from .conftest import PADDINGS, config_of, gradients, inputs_of, pair, parent_of, same, small_config
 
 pytestmark = pytest.mark.skipif(
     _extension.lacks("dropout_add_layer_norm", "CPU") is not None, reason="csrc/ is not built"
@@ -164,13 +166,124 @@ def test_under_autocast_the_gradients_of_weights_are_fp32(name, ran):
     assert not ran, "on a CPU the modules run under autocast"
 
 
-def test_a_gradient_of_a_gradient_is_refused():
-    model = model_of("BertForMaskedLM", 0.0)
-    inputs = inputs_of("BertForMaskedLM", model.config, PADDINGS["none"])
-    weight = model.bert.embeddings.word_embeddings.weight
-    (grad,) = torch.autograd.grad(model(**inputs).loss, weight, create_graph=True)
-    with pytest.raises(RuntimeError):
+@every_model
+@pytest.mark.parametrize("of", ["loss", "states"])
+def test_a_gradient_of_a_gradient_is_refused(name, of, ran):
+    """Also where the gradient that comes in is a constant, so that nothing in it says so."""
+    model = model_of(name, 0.0)
+    inputs = inputs_of(name, model.config, PADDINGS["none"])
+    if of == "loss":
+        out = model(**inputs).loss
+    else:
+        inputs.pop("labels")
+        model.config.use_cache = False
+        out = model.base_model(**inputs)[0].sum()
+    assert ran
+    weight = model.get_input_embeddings().weight
+    (grad,) = torch.autograd.grad(out, weight, create_graph=True)
+    with pytest.raises(UnsupportedError, match=r"use_backend\('eager', '"):
         grad.square().sum().backward()
+
+
+@every_model
+@pytest.mark.parametrize("padding", ["none", "right"])
+def test_batched_gradients_are_those_one_by_one(name, padding, ran):
+    model = model_of(name, 0.0)
+    inputs = inputs_of(name, model.config, PADDINGS[padding])
+    loss, weights = model(**inputs).loss, list(model.parameters())
+    assert ran
+    options = dict(allow_unused=True, retain_graph=True)
+    found = torch.autograd.grad(
+        loss, weights, torch.tensor([1.0, -2.0]), is_grads_batched=True, **options
+    )
+    for one, both in zip(torch.autograd.grad(loss, weights, **options), found, strict=True):
+        assert (one is None) == (both is None)
+        if one is not None:
+            torch.testing.assert_close(both, torch.stack((one, -2 * one)))
+
+
+class Bare(nn.Module):
+    """An adapter without the attributes of what it adapts."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return 2 * self.inner(x)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "T5ForConditionalGeneration"])
+def test_any_linear_module_may_be_one_without_a_weight(name):
+    """Each in turn, if the parent runs so."""
+    model, parent = (one.eval() for one in pair(name))
+    inputs = inputs_of(name, model.config, PADDINGS["right"])
+    kinds = (nn.Linear, transformers.pytorch_utils.Conv1D)
+    last = [path for path, one in parent.named_modules() if isinstance(one, kinds)]
+    swapped = 0
+    for path in last:
+        where, _, attribute = path.rpartition(".")
+        both = [one.get_submodule(where) for one in (model, parent)]
+        made = [getattr(one, attribute) for one in both]
+        for one, module in zip(both, made, strict=True):
+            setattr(one, attribute, Bare(module))
+        try:
+            gold = parent(**inputs).loss
+        except AttributeError:
+            gold = None  # the parent reads a weight, too
+        if gold is not None:
+            swapped += 1
+            torch.testing.assert_close(model(**inputs).loss, gold)
+        for one, module in zip(both, made, strict=True):
+            setattr(one, attribute, module)
+    assert swapped
+
+
+@pytest.mark.parametrize("name", [*NAMES, "T5ForConditionalGeneration"])
+def test_a_model_runs_on_the_meta_device(name):
+    config = config_of(name)
+    config.use_cache = False
+    inputs = inputs_of(name, config, PADDINGS["none"])
+    inputs = {key: inputs[key].to("meta") for key in ("input_ids", "labels")}
+    assert getattr(models, name)(config).to("meta")(**inputs).loss.is_meta
+
+
+@every_model
+def test_autocast_leaves_fp64(name):
+    """As PyTorch's does, so a model in fp64 computes in fp64."""
+    model = model_of(name, 0.0).double()
+    inputs = inputs_of(name, model.config, PADDINGS["right"])
+    expected = model(**inputs).loss
+    with torch.autocast("cpu", torch.bfloat16), fastplm.use_backend("cpp", *FUSED):
+        torch.testing.assert_close(model(**inputs).loss, expected)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda attn: attn.attn_dropout.eval(), lambda attn: setattr(attn, "attn_dropout", nn.ReLU())],
+    ids=["not training", "another class"],
+)
+def test_gpt_calls_its_dropout_of_attention(change):
+    """A module of its own, unlike that of the other families: whether it drops is its affair."""
+    model, parent = (one.train() for one in pair("OpenAIGPTLMHeadModel"))
+    for one in (model, parent):
+        for module in one.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        for block in one.transformer.h:
+            block.attn.attn_dropout.p = 1.0
+            change(block.attn)
+    inputs = inputs_of("OpenAIGPTLMHeadModel", model.config, PADDINGS["none"])
+    torch.testing.assert_close(model(**inputs).loss, parent(**inputs).loss)
+
+
+def test_a_batch_of_no_sequences():
+    """In Transformers GPT alone takes one."""
+    model, parent = (one.train() for one in pair("OpenAIGPTLMHeadModel"))
+    ids = torch.zeros(0, 5, dtype=torch.int64)
+    assert model(ids).logits.shape == parent(ids).logits.shape
+    for name in NAMES[:4]:
+        assert model_of(name)(ids).logits.shape[:2] == ids.shape
 
 
 def test_a_class_whose_forward_was_replaced_is_called(monkeypatch, ran):

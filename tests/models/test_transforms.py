@@ -104,6 +104,31 @@ def test_vmap_of_samples_calls_for_no_issue(name, capfd, recwarn):
     assert not any("performance drop" in text for text in printed), printed
 
 
+@every_family
+def test_gradients_of_samples_are_those_one_by_one(name):
+    """``vmap(grad(f))``, where labels, and so the rows that are computed, are batched."""
+    model = getattr(models, name)(config_of(name)).train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for option in {"dropout", "activation_dropout"} & vars(module).keys():
+            setattr(module, option, 0.0)
+    inputs = inputs_of(name, model.config, PADDINGS["none"])
+    inputs = {key: one for key, one in inputs.items() if isinstance(one, Tensor)}
+    inputs.pop("attention_mask", None)
+    parameters = {key: weight.detach() for key, weight in model.named_parameters()}
+
+    def loss(parameters, sample):
+        sample = {key: one[None] for key, one in sample.items()}
+        return torch.func.functional_call(model, parameters, (), sample)["loss"]
+
+    found = torch.func.vmap(torch.func.grad(loss), (None, 0), randomness="same")(parameters, inputs)
+    for at in range(inputs["input_ids"].shape[0]):
+        sample = {key: one[at] for key, one in inputs.items()}
+        one = torch.func.grad(loss)(parameters, sample)
+        torch.testing.assert_close({key: each[at] for key, each in found.items()}, one)
+
+
 @pytest.mark.slow
 def test_a_static_cache_takes_one_graph():
     """One graph serves all steps up to the last, in which the cache's mask masks no key."""
