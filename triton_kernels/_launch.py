@@ -16,7 +16,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import repeat
 from operator import itemgetter
 from typing import Any
@@ -27,7 +27,6 @@ import triton.language as tl
 from triton import knobs
 from triton._C import libtriton
 from triton.compiler import CompiledKernel
-from triton.runtime import driver
 
 #: Whether Triton interprets the kernels of this process: ``triton.jit`` decides when it decorates.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
@@ -64,6 +63,10 @@ def is_recording() -> bool:
     return _Recorder.launches is not None
 
 
+#: Triton's launcher of a compiled kernel, and two of its arguments.
+_Compiled = tuple[Callable[..., None], int, tuple[Any, ...]]
+
+
 class Fixed(dict[str, Any]):
     """The arguments, without pointers, of repeated launches of one kernel. Do not change it.
 
@@ -73,7 +76,7 @@ class Fixed(dict[str, Any]):
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(arguments)
-        self.compiled: dict[tuple[Any, ...], CompiledKernel] = {}
+        self.compiled: dict[tuple[Any, ...], _Compiled] = {}
 
 
 def launch(
@@ -95,26 +98,29 @@ def launch(
         kernel[grid](**every)
         return
     index = device.index
-    if index != torch.cuda.current_device():
+    if index != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
             launch(kernel, grid, device, fixed=fixed, **arguments)
         return
-    kernels = None if _needs_jit(kernel) else _compiled_kernels(kernel, index, tuple(arguments))
-    if kernels is None:
+    place = (kernel.fn, index, *arguments)  # the hash of a kernel itself is Python code
+    if place not in _KERNELS:
+        _KERNELS[place] = _compiled_kernels(kernel, index, tuple(arguments))
+    kernels = _KERNELS[place]
+    if kernels is None or _needs_jit(kernel):
         kernel[grid](**every)
         return
     known = kernels.compiled if fixed is None else fixed.compiled
     key = kernels.key(arguments)
     compiled = known.get(key)
     if compiled is None:
-        compiled = kernel[grid](**every)
-        if isinstance(compiled, CompiledKernel) and kernels.agrees(key, every):
-            known[key] = compiled
+        new = kernel[grid](**every)
+        if isinstance(new, CompiledKernel) and kernels.agrees(key, every):
+            known[key] = (new.run, new.function, new.packed_metadata)
         return
-    x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
-    stream = driver.active.get_current_stream(index)
-    place = (x, y, z, stream, compiled.function, compiled.packed_metadata)
-    compiled.run(*place, *_NO_HOOKS, *kernels.parameters(every))
+    run, function, metadata = compiled
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    x, y, z = (*grid, 1, 1)[:3]
+    run(x, y, z, stream, function, metadata, *_NO_HOOKS, *kernels.parameters(every))
 
 
 #: No launch metadata, and no hooks before and after a launch.
@@ -160,7 +166,7 @@ class _CompiledKernels:
         self.parameters = _getter(list(parameters))
         self.values = _getter(self.names)
         self.constants = _getter([name for name in names if name not in self.names])
-        self.compiled: dict[tuple[Any, ...], CompiledKernel] = {}
+        self.compiled: dict[tuple[Any, ...], _Compiled] = {}
 
     def key(self, arguments: dict[str, Any]) -> tuple[Any, ...]:
         return (
@@ -189,7 +195,6 @@ def _getter(names: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
     return lambda arguments: tuple(arguments[name] for name in names)
 
 
-@cache
 def _compiled_kernels(kernel: Any, index: int, names: tuple[str, ...]) -> _CompiledKernels | None:
     """None if the JIT must launch this kernel, as this file does not know its type."""
     if type(kernel) is not triton.JITFunction or not hasattr(libtriton, "native_specialize_impl"):
@@ -198,6 +203,9 @@ def _compiled_kernels(kernel: Any, index: int, names: tuple[str, ...]) -> _Compi
         return _CompiledKernels(kernel, index, names)
     except (AttributeError, TypeError, ValueError):  # this file does not know this Triton
         return None
+
+
+_KERNELS: dict[tuple[Any, ...], _CompiledKernels | None] = {}
 
 
 def cdiv(a: int, b: int) -> int:
