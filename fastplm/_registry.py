@@ -41,6 +41,7 @@ _PLAIN = frozenset((*_TENSORS, type(None), bool, int, float, str))
 # autograd.grad(…, is_grads_batched=True).
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
 _is_tracing, _dispatch_modes = torch._C._is_tracing, torch._C._len_torch_dispatch_stack
+_alive = torch._C._functorch.unwrap_if_dead
 _transforms, _profiler = torch._C._functorch.peek_interpreter_stack, torch.autograd.profiler
 #: Every op by name, in the order of definition.
 OPS: dict[str, Op] = {}
@@ -114,7 +115,7 @@ class Op:
         # This fills the cached property: torch.compile, which traces the reference, cannot.
         assert self.backends["eager"].forward is eager
         self._extra_checks, self._may_be_packed = hasattr(call, "check"), hasattr(call, "packed")
-        self._formula: type[torch.autograd.Function] | None = None
+        self._formula: Callable[..., Any] | None = None
 
         def fake_forward(*arguments: Any) -> Any:
             call, backend = self.call(*arguments[:-1]), arguments[-1]
@@ -208,7 +209,9 @@ class Op:
             and not torch.is_inference_mode_enabled()  # inside of it gradients may be "enabled"
             and torch._C._any_requires_grad(*call)
         ):
-            return self._formula.apply(*call, backend)
+            # A tensor may come from inside of a transform that has ended.
+            tensors = [_alive(one) if isinstance(one, torch.Tensor) else one for one in call]
+            return self._formula(*tensors, backend)
         return self.backends[backend].forward(call)
 
     def check(self, call: Any, where: str = "") -> None:
@@ -536,9 +539,24 @@ class _Once(torch.autograd.Function):
         )
 
 
+def applied(kind: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``kind.apply`` where no transform of ``torch.func`` is, in half of the time."""
+    return super(torch.autograd.Function, kind).apply
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Any:
+    """PyTorch's, which enters ``torch.no_grad`` even where no gradient is differentiated."""
+    wrapped = torch.autograd.function.once_differentiable(backward)
+
+    def call(ctx: Any, *grads: Any) -> Any:
+        return wrapped(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+
+    return call
+
+
 def _direct_formula(
     op: Op, save: Callable[..., None], backward: Callable[..., Any]
-) -> type[torch.autograd.Function]:
+) -> Callable[..., Any]:
     """The formula of ``_autograd_kernel``, with a forward that calls the backend directly."""
 
     class Direct(torch.autograd.Function):
@@ -550,7 +568,7 @@ def _direct_formula(
             return output
 
     Direct.backward = staticmethod(backward)  # type: ignore[method-assign]
-    return Direct
+    return applied(Direct)
 
 
 def _autograd_kernel(

@@ -28,13 +28,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import once_differentiable
 from transformers.activations import GELUActivation
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastplm import ops
 from fastplm._backends import requested
-from fastplm._registry import Op, is_eager
+from fastplm._registry import Op, applied, is_eager, once_differentiable
 from fastplm.hf import NAME, ROWS
 from fastplm.models._base import GELUTanh, NewGELUActivation
 from fastplm.models._ragged import LastRows, Rows
@@ -791,8 +790,7 @@ def _wanted(gradients: tuple[Any, ...], needs: tuple[bool, ...]) -> list[Any]:
 
 
 def _applied(kind: Any) -> Callable[..., Any]:
-    """``Function.apply`` where no transform of ``torch.func`` is, in half of the time."""
-    apply = super(torch.autograd.Function, kind).apply
+    apply = applied(kind)
 
     def call(*given: Any) -> Any:
         if torch.is_inference_mode_enabled():  # inside of it gradients may be "enabled"
