@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
+import transformers.pytorch_utils
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, activations
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -24,6 +25,7 @@ from fastplm.hf import IS_CHOSEN, NAME
 from fastplm.nn import GELU, Dropout, Linear, RMSNorm
 from fastplm.nn._tied_embedding import shares_table, tied_lookup
 from fastplm.nn.gelu import gelu
+from fastplm.ops.linear import OP as LINEAR
 
 _Class = TypeVar("_Class", bound=type)
 _logger = logging.get_logger(__name__)
@@ -172,6 +174,16 @@ class GELUTanh(activations.GELUTanh):
     def forward(self, input: Tensor) -> Tensor:
         fused = isinstance(self.act, functools.partial)
         return gelu(input, "tanh") if fused else super().forward(input)
+
+
+@drop_in
+class Conv1D(transformers.pytorch_utils.Conv1D):
+    """A linear layer with a transposed weight [K, M]; see ``fastplm.nn.Linear``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        dense = self.weight.layout is torch.strided
+        out = LINEAR.layer(x, self.weight.t(), self.bias) if dense else None
+        return super().forward(x) if out is None else out
 
 
 def drop_in_for(module: nn.Module) -> type | None:

@@ -7,7 +7,6 @@ from math import prod
 from typing import Any
 
 import torch
-import transformers.pytorch_utils
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForSequenceClassificationLoss
 from transformers.utils import logging
@@ -17,7 +16,7 @@ from fastplm import ops
 from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor, values_are_known
 from fastplm.errors import fail
 from fastplm.hf import as_booleans
-from fastplm.models._base import FastplmModel, TiedLookup, drop_in, wants_output
+from fastplm.models._base import FastplmModel, TiedLookup, wants_output
 from fastplm.models._encoder import EncoderModel
 from fastplm.models._heads import (
     mean_of_labelled,
@@ -26,23 +25,12 @@ from fastplm.models._heads import (
     shifted,
     wants_logits,
 )
-from fastplm.models._ragged import are_on_rows, encoder_side, mask_at, slots_of_labels
+from fastplm.models._ragged import encoder_side, mask_at, slots_of_labels
 from fastplm.nn._rows import as_normalizer, as_tokens, batch_share, labels_at, vocabulary_loss
-from fastplm.ops.linear import OP as LINEAR
 
 _logger = logging.get_logger(__name__)
 #: What a head returns of its backbone; there is no cross-attention.
 _BESIDE = ("past_key_values", "hidden_states", "attentions")
-
-
-@drop_in
-class Conv1D(transformers.pytorch_utils.Conv1D):
-    """A linear layer with a transposed weight [K, M]; see ``fastplm.nn.Linear``."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        dense = self.weight.layout is torch.strided
-        out = LINEAR.layer(x, self.weight.t(), self.bias) if dense else None
-        return super().forward(x) if out is None else out
 
 
 class CausalModel(EncoderModel):
@@ -111,8 +99,8 @@ class CausalModel(EncoderModel):
     def _is_causal(self) -> bool:
         return True
 
-    def _layers_are_on_rows(self) -> bool:
-        return are_on_rows(self.h)
+    def _layers(self) -> Any:
+        return self.h
 
     def _layer_numbers(self) -> list[Any]:
         # GPT's blocks have none, so ``OpenAIGPTModel`` counts them.

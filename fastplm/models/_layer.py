@@ -9,7 +9,7 @@
              -> norm(r + dropout(W h + b))              ``join``
 
 If norms come after the residual (BERT, BART), the residual r is x, then y. If they come before
-(T5), r is the sum z of the block before, and the norm in ``join`` is that of the next block.
+(T5, GPT-2), r is the sum z of the block before, and the norm in ``join`` is that of the next block.
 
 Autograd adds no gradients of residuals: each function hands that of its residual to the previous,
 which adds to it by the product or the norm that computes its own. Gradients of weights leave the
@@ -23,19 +23,22 @@ class the modules run themselves, which are the specification.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers.activations import GELUActivation
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastplm import ops
 from fastplm._backends import requested
 from fastplm._registry import Op, applied, is_eager, once_differentiable
 from fastplm.hf import NAME, ROWS
-from fastplm.models._base import GELUTanh, NewGELUActivation
+from fastplm.models._base import Conv1D, GELUTanh, NewGELUActivation, wants_output
 from fastplm.models._ragged import LastRows, Rows
 from fastplm.nn import Dropout, Linear
 from fastplm.nn._rows import is_plain
@@ -52,7 +55,9 @@ from fastplm.reference.dropout import dropout_scale, dropout_threshold
 
 _has_global_hook = torch.nn.modules.module._has_any_global_hook
 PARAMETER = (nn.Parameter, FakeTensor)
-_LINEAR, _DROPOUT = (Linear, nn.Linear), (Dropout, nn.Dropout)
+_CONV1D = (Conv1D, transformers.pytorch_utils.Conv1D)
+_TANH = (NewGELUActivation, transformers.activations.NewGELUActivation, GELUTanh)
+_LINEAR, _DROPOUT = (Linear, nn.Linear, *_CONV1D), (Dropout, nn.Dropout)
 
 
 #: The copies of a forward by the ``id`` of a parameter. In memory, the copies
@@ -78,7 +83,7 @@ class Join(NamedTuple):
             _is_linear(dense)
             and is_plain(norm, rms or nn.LayerNorm)
             and has_own(norm, biased=rms is None)
-            and norm._parameters["weight"].shape == dense._parameters["weight"].shape[:1]
+            and norm._parameters["weight"].shape == _size(dense)[:1]
             and _is_dropout(dropout)
         )
 
@@ -100,7 +105,7 @@ class Attention(NamedTuple):
     module: Any  # what the attention interface gets
     head_size: int
     dropout: float
-    projections: tuple[Any, Any, Any]  # of query, key and value
+    projections: tuple[Any, ...]  # of query, key and value; two or all may be one product
     join: Join
     #: The join of a context and a residual where norms come last, else ``join.added``.
     by_modules: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -153,7 +158,7 @@ def form_of(x: Tensor, layer: Layer) -> Form | None:
             return None
     elif weight.dtype is not dtype or (outer is not None and outer.dtype is not dtype):
         return None
-    rows = x.new_empty(0, weight.shape[1], dtype=dtype)
+    rows = x.new_empty(0, _size(block.inner)[1], dtype=dtype)
     nothing, is_rms = (None, None, None, None, 0.0, 0.0), block.outer.rms is not None
     calls = (
         (NORM, Norm(rows, rows, norm.get("weight"), norm.get("bias"), *nothing, is_rms)),
@@ -201,8 +206,7 @@ def nothing_hides_modules(*modules: Any) -> bool:
 
 #: Classes whose modules these functions stand for, and their methods ``forward`` as they were made.
 _STANDS_FOR: dict[Any, Any] = {
-    kind: kind.forward
-    for kind in (*_LINEAR, *_DROPOUT, nn.LayerNorm, GELUActivation, NewGELUActivation, GELUTanh)
+    kind: kind.forward for kind in (*_LINEAR, *_DROPOUT, nn.LayerNorm, GELUActivation, *_TANH)
 }
 
 
@@ -221,6 +225,24 @@ def is_patched() -> bool:
 
 def _is_biased(module: Any) -> bool:
     return module._parameters.get("bias") is not None
+
+
+def _is_turned(module: Any) -> bool:
+    """Whether the weight of a linear module is [K, M] instead of [M, K]."""
+    return type(module) in _CONV1D
+
+
+def _size(module: Any) -> tuple[int, ...]:
+    """(M, K) of a linear module with M outputs and K inputs."""
+    size = module._parameters["weight"].shape
+    return size[::-1] if _is_turned(module) else size
+
+
+def _read(module: Any, copies: Copies) -> Tensor:
+    """The weight [M, K] that a product reads."""
+    weight = module._parameters["weight"]
+    weight = copies.get(id(weight), weight)
+    return weight.t() if _is_turned(module) else weight
 
 
 def _is_linear(module: Any) -> bool:
@@ -243,8 +265,11 @@ def _is_dropout(one: Any) -> bool:
 
 
 def _are_alike(modules: Iterable[Any]) -> bool:
-    """Whether all are linear, and all or none of them have a bias."""
-    return all(map(_is_linear, modules)) and len(set(map(_is_biased, modules))) == 1
+    """Whether all are linear of one kind, and all or none of them have a bias."""
+    return (
+        all(map(_is_linear, modules))
+        and len({(_is_biased(one), _is_turned(one)) for one in modules}) == 1
+    )
 
 
 def _expands(block: FeedForward) -> bool:
@@ -269,7 +294,7 @@ def activation_of(activation: Any) -> str | None:
         return "none" if activation.act is torch.nn.functional.gelu else None
     if is_plain(activation, nn.ReLU):
         return RELU
-    return "tanh" if is_plain(activation, NewGELUActivation, GELUTanh) else None
+    return "tanh" if is_plain(activation, *_TANH) else None
 
 
 # --- a layer --------------------------------------------------------------------------------------
@@ -346,8 +371,9 @@ def _parts_of(layer: Any) -> Layer | None:
 
 
 def _attends_by_name(layer: Layer) -> bool:
-    """Whether the attention of a layer is fastplm's."""
-    return all(one.module.config._attn_implementation == NAME for one in layer.attentions)
+    """Whether the attention of a layer is fastplm's. GPT has no choice: there it always is."""
+    configs = [vars(one.module).get("config") for one in layer.attentions]
+    return all(one is None or one._attn_implementation == NAME for one in configs)
 
 
 def copies_of(made: list[Ready]) -> Copies:
@@ -359,7 +385,8 @@ def copies_of(made: list[Ready]) -> Copies:
             if projected:
                 parameters = [one._parameters for one in block.projections]
                 weights: list[Any] = [one["weight"] for one in parameters]
-                if form.backend != "cpp" or weights[0].dtype is not form.dtype:
+                apart = len(weights) == 3 and form.backend != "cpp"
+                if apart or weights[0].dtype is not form.dtype:
                     biases = [one["bias"] for one in parameters]
                     sources += weights + [one for one in biases if one is not None]
             others += [block.join.dense] * joined
@@ -466,15 +493,13 @@ def attend(
     keys = shape if states is None else states.shape[:-1]
     given = hidden.reshape(-1, width)
     if not made.projects[index]:
-        query, key, value = block.projections
-        others = hidden if states is None else states
-        heads = [query(hidden), key(others), value(others)]
+        heads = _projected(block.projections, hidden, hidden if states is None else states)
     elif states is None:
-        *heads, given = project(given, block.projections, copies)
+        *heads, given = project(given, block.projections, copies, 3)
     else:
-        query, given = project(given, block.projections[:1], copies)
+        query, given = project(given, block.projections[:1], copies, 1)
         others = states.reshape(-1, states.shape[-1]).to(form.dtype)
-        key, value, others = project(others, block.projections[1:], copies)
+        key, value, others = project(others, block.projections[1:], copies, 2)
         states, heads = others.view(states.shape), [query, key, value]
     query, key, value = (
         one.view(*where, -1, block.head_size).transpose(1, 2)
@@ -494,6 +519,15 @@ def attend(
     before = given if residual is None else residual.reshape(given.shape)
     out, sum = join(context.flatten(0, -2), before, block.join, drawn, copies, form)
     return out.view(hidden.shape), None if residual is None else sum.view(hidden.shape), states
+
+
+def _projected(modules: tuple[Any, ...], hidden: Tensor, states: Tensor) -> list[Tensor]:
+    """Query of ``hidden``, key and value of ``states``, by their modules."""
+    query, *others = modules
+    if not others:
+        return [*query(hidden).chunk(3, -1)]
+    heads = [one(states) for one in others]
+    return [query(hidden), *(heads if len(heads) == 2 else heads[0].chunk(2, -1))]
 
 
 def feed(made: Ready, hidden: Tensor, residual: Any, of: Of) -> tuple[Tensor, Any]:
@@ -521,6 +555,89 @@ def _like(x: Tensor, form: Form) -> Tensor:
     return x if form.dtype is None else x.to(form.dtype)
 
 
+# --- a stack whose norms come first ---------------------------------------------------------------
+
+_OUTPUTS = ("output_hidden_states", "output_attentions")
+_ASIDE = {*_OUTPUTS, "use_cache", "return_dict"}
+
+
+class Blocks:
+    """Mixin between the two forwards of a stack whose norms come first: its blocks run as this file
+    says, if all modules around those of a ``Layer`` are what they were made as; else the parent's
+    forward."""
+
+    #: The layers, with or without the attention to the states of an encoder; None if what is around
+    #: their modules is not as it was made.
+    _parts: Callable[[bool], list[Layer] | None]
+    #: The last hidden state [..., T, E] by these layers; None if the parent's forward must run.
+    _run: Callable[..., Tensor | None]
+
+    def forward(self: Any, *, past_key_values: Any = None, **inputs: Any) -> Any:
+        made = self._ready(inputs) if past_key_values is None else None
+        given = {name: one for name, one in inputs.items() if name not in _ASIDE}
+        out = None if made is None else self._run(made, **given)
+        if out is None:
+            return super().forward(past_key_values=past_key_values, **inputs)  # type: ignore[misc]
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=out.to(self.dtype))
+
+    def _ready(self: Any, inputs: dict[str, Any]) -> list[Ready] | None:
+        ids: Any = inputs.get("input_ids")
+        given, uses = inputs.get("inputs_embeds"), inputs.get("use_cache")
+        uses = self.config.use_cache if uses is None else uses
+        asked = any(wants_output(self, name, inputs) for name in _OUTPUTS)
+        if asked or uses or (ids is None) == (given is None) or torch.compiler.is_compiling():
+            return None
+        layers = self._parts(inputs.get("encoder_hidden_states") is not None)
+        if not layers:
+            return None
+        return all_ready(layers, ids.new_empty(0, dtype=self.dtype) if given is None else given)
+
+
+def run_blocks(
+    made: list[Ready],
+    blocks: Iterable[Any],
+    hidden: Tensor,
+    norm: Any,
+    mask: Tensor | None,
+    kwargs: dict[str, Any],
+    crossed: tuple[Tensor | None, Tensor | None] = (None, None),
+    of_states: Any = None,
+    table: Tensor | None = None,
+    biased: Callable[[Tensor], dict[str, Any]] | None = None,
+) -> Tensor:
+    """Layers whose norms come first: hidden [..., E] -> the norm of the last sum.
+
+    Args:
+        blocks: the modules of the layers, which may be checkpointed.
+        norm: the first.
+        mask, kwargs: what the attention interface gets.
+        crossed: the states of an encoder, and their mask, for the second attention.
+        of_states: what else that attention gets.
+        table: a tensor that all layers share, of which ``biased`` makes what else the first gets.
+    """
+    rows: Rows | None = kwargs.get(ROWS)
+    numbers = None if rows is None else rows.numbers
+    dtype = made[0].form.dtype
+    hidden = hidden if dtype is None else hidden.to(dtype)
+    normed, (states, mask_of_states) = _like(norm(hidden), made[0].form), crossed
+
+    def run(one: Ready, normed: Any, hidden: Any, states: Any, table: Any) -> tuple[Any, ...]:
+        first, second, end = ofs(rows, one.layer.attentions[0].module, numbers)
+        given = kwargs if biased is None else kwargs | biased(table)
+        normed, hidden, _ = attend(one, 0, normed, hidden, None, mask, first, given)
+        if states is not None:
+            others = mask_of_states, second, of_states
+            normed, hidden, states = attend(one, 1, normed, hidden, states, *others)
+        return *feed(one, normed, hidden, end), states
+
+    for one, block in zip(made, blocks, strict=True):
+        call = partial(on_rows, numbers, run)
+        if block.training and block.gradient_checkpointing:
+            call = partial(block._gradient_checkpointing_func, call)
+        normed, hidden, states = call(one, normed, hidden, states, table)
+    return normed
+
+
 # --- products and weights -------------------------------------------------------------------------
 
 
@@ -536,8 +653,11 @@ def _add_product(sum: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     return _multiply(a, b) if sum is None else sum.addmm_(a, b)
 
 
-def _of_weight(grad: Tensor, input: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient [M, K] of a weight, of gradients [N, M] and inputs [N, K]."""
+def _of_weight(grad: Tensor, input: Tensor, dtype: torch.dtype, turned: bool) -> Tensor:
+    """The gradient of a weight [M, K], or [K, M] if it is turned, of gradients [N, M] and inputs
+    [N, K]."""
+    if turned:
+        grad, input = input, grad
     if dtype is not torch.float32 or dtype is grad.dtype or grad.device.type == "cpu":
         return _multiply(grad.t(), input).to(dtype)
     return torch.mm(grad.t(), input, out_dtype=dtype)  # cuBLAS rounds its sums to fp32 alone
@@ -548,44 +668,46 @@ def _of_weight(grad: Tensor, input: Tensor, dtype: torch.dtype) -> Tensor:
 
 class _Project(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, count: int, *given: Any) -> Any:
-        """x [N, E]; ``count`` pairs of weight [M, E] and bias [M], of that many products; the
-        weights and biases of which they are copies, one pair for each output."""
+    def forward(
+        ctx: Any, x: Tensor, sizes: list[int], turned: bool, count: int, *given: Any
+    ) -> Any:
+        """x [N, E]; the sizes of the outputs; ``count`` pairs of weight [M, E] and bias [M], of
+        that many products; the weights and biases of which they are copies or parts."""
         read, parameters = given[: 2 * count], given[2 * count :]
         ctx.save_for_backward(x, *read[::2])
         ctx.dtypes = [None if one is None else one.dtype for one in parameters[:2]]
-        ctx.sizes = [one.shape[0] for one in parameters[::2]]
+        ctx.sizes, ctx.turned, ctx.pairs = sizes, turned, len(parameters) // 2
         ctx.set_materialize_grads(False)
         products = zip(read[::2], read[1::2], strict=True)
         outs = [_multiply(x, weight.t(), bias) for weight, bias in products]
-        if count < len(ctx.sizes):
-            outs = outs[0].split(ctx.sizes, 1)
+        if count < len(sizes):
+            outs = outs[0].split(sizes, 1)
         return *outs, x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         (x, *weights), needs, of_x = ctx.saved_tensors, ctx.needs_input_grad, grads[-1]
-        count, outputs = len(weights), len(ctx.sizes)
-        found, first = [None] * 2 * outputs, 2 + 2 * count
-        each = outputs // count  # outputs of one product
+        count, sizes, pairs = len(weights), ctx.sizes, ctx.pairs
+        found, first = [None] * 2 * pairs, 4 + 2 * count
+        each, own = len(sizes) // count, pairs // count  # outputs and parameters of one product
         for at, weight in enumerate(weights):
             part = slice(at * each, (at + 1) * each)
             if all(one is None for one in grads[part]):
                 continue
-            grad = _side_by_side(grads[part], ctx.sizes[part], x)
-            places = (
-                slice(2 * part.start, 2 * part.stop, 2),
-                slice(2 * part.start + 1, 2 * part.stop, 2),
-            )
+            grad = _side_by_side(grads[part], sizes[part], x)
+            begin, end = 2 * at * own, 2 * (at + 1) * own
+            places = slice(begin, end, 2), slice(begin + 1, end, 2)
+            rows = sizes[part] if own > 1 else grad.shape[1]
             if any(needs[first:][places[0]]):
-                found[places[0]] = _of_weight(grad, x, ctx.dtypes[0]).split(ctx.sizes[part])
+                of_weight = _of_weight(grad, x, ctx.dtypes[0], ctx.turned)
+                found[places[0]] = of_weight.split(rows, int(ctx.turned))
             if any(needs[first:][places[1]]):
                 sums = grad.sum(0, dtype=torch.float32).to(ctx.dtypes[1])
-                found[places[1]] = sums.split(ctx.sizes[part])
+                found[places[1]] = sums.split(rows)
             if needs[0]:
                 of_x = _add_product(of_x, grad, weight)
-        return of_x, None, *[None] * 2 * count, *found
+        return of_x, None, None, None, *[None] * 2 * count, *found
 
 
 def _side_by_side(grads: Sequence[Any], sizes: list[int], x: Tensor) -> Tensor:
@@ -673,6 +795,7 @@ class _Join(torch.autograd.Function):
         drawn: Drawn,
         eps: float,
         backend: str,
+        turned: bool,
     ) -> tuple[Tensor, Tensor]:
         """x [N, K], residual [N, E], and the weight that the product reads; -> (norm [N, E], sum).
 
@@ -681,7 +804,7 @@ class _Join(torch.autograd.Function):
         norm = norm_weight, norm_bias, bias, drawn, eps
         out, sum = _normed(_multiply(x, read.t()), residual, norm, backend)
         ctx.save_for_backward(x, read, sum, *norm[:3])
-        ctx.others, ctx.backend, ctx.dtype = norm[3:], backend, weight.dtype
+        ctx.others, ctx.backend, ctx.dtype, ctx.turned = norm[3:], backend, weight.dtype, turned
         ctx.set_materialize_grads(False)
         return out, sum
 
@@ -695,9 +818,9 @@ class _Join(torch.autograd.Function):
             grad, grad_sum, sum, norm, ctx.backend, (needs[5], needs[6], needs[4])
         )
         of_x = _multiply(of_product, read) if needs[0] else None
-        of_weight = _of_weight(of_product, x, ctx.dtype) if needs[3] else None
+        of_weight = _of_weight(of_product, x, ctx.dtype, ctx.turned) if needs[3] else None
         of_weights = (of_weight, of_norm[2], of_norm[0], of_norm[1])
-        return of_x, of_residual, None, *_wanted(of_weights, needs[3:7]), None, None, None
+        return of_x, of_residual, None, *_wanted(of_weights, needs[3:7]), *[None] * 4
 
 
 # --- between the products of a feed-forward -------------------------------------------------------
@@ -712,6 +835,7 @@ class _Expand(torch.autograd.Function):
         drawn: Drawn,
         backend: str,
         bias: Tensor | None,
+        turned: bool,
         count: int,
         *given: Tensor,
     ) -> tuple[Tensor, Tensor]:
@@ -729,7 +853,8 @@ class _Expand(torch.autograd.Function):
         # The output of a ReLU says where its input is positive.
         between = (out,) if activation == RELU and not factor else (first, bias, choice)
         ctx.save_for_backward(x, *read, *between, *factor, *([active] if factor else []))
-        ctx.others, ctx.dtypes = (activation, drawn, backend), [one.dtype for one in parameters]
+        ctx.others, ctx.turned = (activation, drawn, backend), turned
+        ctx.dtypes = [one.dtype for one in parameters]
         ctx.set_materialize_grads(False)
         return out, x.view_as(x)
 
@@ -741,7 +866,7 @@ class _Expand(torch.autograd.Function):
         read, between = saved[:count], saved[count:]
         found: list[Any] = [None] * count
         if grad is None:
-            return of_x, None, None, None, None, None, *[None] * count, *found
+            return of_x, *[None] * (6 + 2 * count)
         if len(between) == 1:
             # An ELU whose lower part is 0: its scale is that of dropout.
             grads = [torch.ops.aten.elu_backward(grad, 0, _scale(drawn, grad), 0, True, *between)]
@@ -755,11 +880,12 @@ class _Expand(torch.autograd.Function):
                 saved_gelu = SavedGelu(first, bias, activation, needs[4])
                 grads[0], of_bias = BIAS_GELU.gradients(grads[0], saved_gelu, backend)
         for at, (one, weight) in enumerate(zip(grads, read, strict=True)):
-            if needs[6 + count + at]:
-                found[at] = _of_weight(one, x, ctx.dtypes[at])
+            if needs[7 + count + at]:
+                found[at] = _of_weight(one, x, ctx.dtypes[at], ctx.turned)
             if needs[0]:
                 of_x = _add_product(of_x, one, weight)
-        return of_x, None, None, None, of_bias if needs[4] else None, None, *[None] * count, *found
+        of_bias = of_bias if needs[4] else None
+        return of_x, None, None, None, of_bias, None, None, *[None] * count, *found
 
 
 def _drop(x: Tensor, drawn: Drawn) -> tuple[Tensor, Tensor]:
@@ -804,17 +930,23 @@ def _applied(kind: Any) -> Callable[..., Any]:
 _project, _join, _expand = map(_applied, (_Project, _Join, _Expand))
 
 
-def project(x: Tensor, modules: tuple[Any, ...], copies: Copies) -> tuple[Tensor, ...]:
-    """The outputs [N, M] of linear modules, and ``x`` [N, E] as the residual of what follows."""
+def project(
+    x: Tensor, modules: tuple[Any, ...], copies: Copies, outputs: int
+) -> tuple[Tensor, ...]:
+    """The outputs [N, M] of linear modules, or the parts of that of one module, and ``x`` [N, E] as
+    the residual of what follows."""
     parameters: list[Any] = []
     for module in modules:
         parameters += (module._parameters["weight"], module._parameters["bias"])
-    if id(parameters[0]) not in copies:
-        return _project(x, len(modules), *parameters, *parameters)
-    weight, bias = (
-        _joined([copies[id(p)] for p in parameters[at::2] if p is not None]) for at in (0, 1)
-    )
-    return _project(x, 1, weight, bias, *parameters)
+    sizes, turned = [_size(one)[0] for one in modules], _is_turned(modules[0])
+    if len(sizes) < outputs:
+        sizes = [sizes[0] // outputs] * outputs
+    read: list[Any] = [copies.get(id(one), one) for one in parameters]
+    if turned:
+        read[::2] = [one.t() for one in read[::2]]
+    elif id(parameters[0]) in copies:
+        read = [_joined([one for one in read[at::2] if one is not None]) for at in (0, 1)]
+    return _project(x, sizes, turned, len(read) // 2, *read, *parameters)
 
 
 def _joined(copies: list[Tensor]) -> Tensor | None:
@@ -834,10 +966,9 @@ def join(
 ) -> tuple[Tensor, Tensor]:
     """(the norm, the sum) of ``residual + dropout(dense(x))``: [N, K], [N, E] -> [N, E] twice."""
     own, norm = end.dense._parameters, end.norm._parameters
-    weight = own["weight"]
     return _join(
-        *(x, residual, copies.get(id(weight), weight), weight, own["bias"]),
-        *(norm["weight"], norm.get("bias"), drawn, end.eps, form.backend),
+        *(x, residual, _read(end.dense, copies), own["weight"], own["bias"]),
+        *(norm["weight"], norm.get("bias"), drawn, end.eps, form.backend, _is_turned(end.dense)),
     )
 
 
@@ -849,5 +980,6 @@ def expand(
     weights = [one._parameters["weight"] for one in modules]
     return _expand(
         *(x, activation_of(block.activation), drawn, form.backend, block.inner._parameters["bias"]),
-        *(len(weights), *(copies.get(id(one), one) for one in weights), *weights),
+        *(_is_turned(block.inner), len(weights)),
+        *(*(_read(one, copies) for one in modules), *weights),
     )

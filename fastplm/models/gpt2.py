@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 import transformers
 from torch import Tensor
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from transformers.models.gpt2 import modeling_gpt2
 
-from fastplm.hf import WITH_WEIGHTS
+from fastplm.hf import ROWS, WITH_WEIGHTS
 from fastplm.models._base import check_parts, drop_in, wants_output
 from fastplm.models._decoder_call import gpt2_layer_call
 from fastplm.models._gpt import CausalModel, DoubleHeads, LastTokenClassification
 from fastplm.models._heads import CausalLM, QuestionAnswering, TokenClassification
+from fastplm.models._layer import (
+    Attention,
+    Blocks,
+    FeedForward,
+    Join,
+    Layer,
+    Ready,
+    nothing_hides_modules,
+    run_blocks,
+    stand_for,
+)
 from fastplm.models._ragged import OnRows
+from fastplm.nn._rows import is_plain
 
 
 class _States(NamedTuple):
@@ -65,7 +80,91 @@ class GPT2Block(OnRows, modeling_gpt2.GPT2Block):
         return super().forward(*given, **kwargs)
 
 
-class GPT2Model(CausalModel, transformers.GPT2Model):
+class _Blocks(Blocks):
+    """Mixin between the two forwards of the model."""
+
+    def _run(
+        self: Any,
+        made: list[Ready],
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Any = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if inputs_embeds is None:
+            self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
+            inputs_embeds = self.wte(input_ids)
+        if position_ids is None:
+            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None]
+        given = dict(config=self.config, inputs_embeds=inputs_embeds)
+        if attention_mask is not None and attention_mask.dim() < 4:
+            attention_mask = attention_mask.view(inputs_embeds.shape[0], -1)
+        mask = create_causal_mask(
+            **given,
+            attention_mask=attention_mask,
+            past_key_values=None,
+            position_ids=position_ids,
+        )
+        states, mask_of_states = encoder_hidden_states, None
+        if states is not None:
+            mask_of_states = create_bidirectional_mask(
+                **given, attention_mask=encoder_attention_mask, encoder_hidden_states=states
+            )
+        hidden = inputs_embeds + self.wpe(position_ids)
+        if token_type_ids is not None:
+            hidden = hidden + self.wte(token_type_ids)
+        return run_blocks(
+            *(made, self.h, self.drop(hidden), self.h[0].ln_1, mask, kwargs),
+            (states, mask_of_states),
+            {ROWS: kwargs[ROWS]} if ROWS in kwargs else {},
+        )
+
+    def _parts(self: Any, crossed: bool) -> list[Layer] | None:
+        layers, blocks = [], list(self.h)
+        norms = [*(getattr(one, "ln_1", None) for one in blocks[1:]), self.ln_f]
+        for block, norm in zip(blocks, norms, strict=True):
+            if not is_plain(block, GPT2Block):
+                return None
+            own = block._modules
+            inner, last, attentions = own["mlp"], own["ln_2"], [(own["attn"], own["ln_2"])]
+            if crossed and "crossattention" in own:
+                attentions = [(own["attn"], own["ln_cross_attn"]), (own["crossattention"], last)]
+            known = all(is_plain(one, GPT2Attention) for one, _ in attentions)
+            known = known and len(attentions) == 1 + crossed
+            if not (known and is_plain(inner, modeling_gpt2.GPT2MLP)):
+                return None
+            if not nothing_hides_modules(block, inner, *(one for one, _ in attentions)):
+                return None
+            end = Join(inner.c_proj, norm, inner.dropout)
+            feed_forward = FeedForward(inner.c_fc, inner.act, end, partial(_fed, inner))
+            made = tuple(_attention(*one) for one in attentions)
+            layers.append(Layer(made, feed_forward, self.training))
+        return layers
+
+
+def _attention(module: Any, norm: Any) -> Attention:
+    """``norm`` is that of the block that follows."""
+    crosses = module.is_cross_attention
+    projections = (module.q_attn, module.c_attn) if crosses else (module.c_attn,)
+    join = Join(module.c_proj, norm, module.resid_dropout)
+    return Attention(module, module.head_dim, module.attn_dropout.p, projections, join)
+
+
+def _fed(mlp: Any, hidden: Tensor) -> Tensor:
+    return mlp.c_proj(mlp.act(mlp.c_fc(hidden)))
+
+
+stand_for(
+    *(modeling_gpt2.GPT2Attention, modeling_gpt2.GPT2MLP, modeling_gpt2.GPT2Block),
+    *(GPT2Attention, GPT2Block, transformers.GPT2Model),
+)
+
+
+class GPT2Model(CausalModel, _Blocks, transformers.GPT2Model):
     """``transformers.GPT2Model`` with fused attention; without a cache, it computes only tokens.
 
     ``use_cache`` is True by default, as in the parent. Pass False to leave padding out.

@@ -14,6 +14,16 @@ from fastplm.hf import PACKED, check_unfused, fastplm_attention_forward
 from fastplm.models._base import drop_in, wants_output
 from fastplm.models._gpt import CausalModel, DoubleHeads, LastTokenClassification
 from fastplm.models._heads import CausalLM
+from fastplm.models._layer import Attention as AttentionBlock
+from fastplm.models._layer import (
+    FeedForward,
+    Join,
+    Layer,
+    nothing_hides_modules,
+    ready_layer,
+    run_layer,
+    stand_for,
+)
 from fastplm.models._ragged import OnRows, Rows
 from fastplm.nn._rows import is_plain
 from fastplm.nn.dropout import on_rows
@@ -33,6 +43,11 @@ class _Keys(NamedTuple):
     mask: Tensor | None
     rows: Rows | None
     packed: dict[str, Any]
+
+    @property
+    def others(self) -> dict[str, Any]:
+        """What else the attention interface gets."""
+        return dict(is_causal=True, rows=self.rows, **self.packed)
 
 
 @drop_in
@@ -56,12 +71,14 @@ class Attention(modeling_openai.Attention):
             value,
             attention_mask.mask,
             dropout=self.attn_dropout.p if self.training else 0.0,
-            scaling=None if self.scale else 1.0,
-            is_causal=True,
-            rows=attention_mask.rows,
-            **attention_mask.packed,
+            scaling=self.scaling,
+            **attention_mask.others,
         )
         return [self.resid_dropout(self.c_proj(out.flatten(-2)))]
+
+    @property
+    def scaling(self) -> float | None:
+        return None if self.scale else 1.0
 
 
 @drop_in
@@ -76,15 +93,38 @@ class MLP(modeling_openai.MLP):
 
 @drop_in
 class Block(OnRows, modeling_openai.Block):
-    """A layer whose dropout knows the rows."""
+    """A layer that runs as ``_layer`` says, or by modules whose dropout knows the rows."""
 
     def forward(
         self, x: Tensor, attention_mask: Any = None, output_attentions: bool = False
     ) -> list[Tensor]:
         rows = attention_mask.rows if isinstance(attention_mask, _Keys) else None
+        made = ready_layer(self, rows, x) if isinstance(attention_mask, _Keys) else None
+        if made is not None:
+            return [run_layer(made, x, attention_mask.mask, None, attention_mask.others)]
         numbers = None if rows is None else rows.numbers
         compute = modeling_openai.Block.forward
         return on_rows(numbers, compute, self, x, attention_mask, output_attentions)
+
+    def _parts(self: Any) -> Layer | None:
+        """The modules that run; None if what is around them is not as it was made."""
+        own = self._modules
+        attn, mlp, first, second = own["attn"], own["mlp"], own["ln_1"], own["ln_2"]
+        if not (is_plain(attn, Attention) and is_plain(mlp, MLP)):
+            return None
+        if not nothing_hides_modules(self, attn, mlp):
+            return None
+        attention = AttentionBlock(
+            *(attn, attn.split_size // attn.n_head, attn.attn_dropout.p, (attn.c_attn,)),
+            Join(attn.c_proj, first, attn.resid_dropout),
+            lambda context, x: first(x + attn.resid_dropout(attn.c_proj(context))),
+        )
+        end = Join(mlp.c_proj, second, mlp.dropout)
+        feed_forward = FeedForward(mlp.c_fc, mlp.act, end, lambda x: second(x + mlp(x)))
+        return Layer((attention,), feed_forward, self.training)
+
+
+stand_for(modeling_openai.Attention, modeling_openai.MLP, Attention, MLP)
 
 
 class _FusedLayers:

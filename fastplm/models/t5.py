@@ -18,28 +18,24 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
-from transformers.modeling_outputs import (
-    BaseModelOutputWithPastAndCrossAttentions,
-    Seq2SeqModelOutput,
-)
+from transformers.modeling_outputs import Seq2SeqModelOutput
 from transformers.models.t5 import modeling_t5
 
 from fastplm import ops
-from fastplm.hf import NAME, NO_BIAS, ROWS, says_only_keys
+from fastplm.hf import NAME, NO_BIAS, says_only_keys
 from fastplm.models._base import FastplmModel, check_parts, drop_in, wants_output
 from fastplm.models._decoder_call import t5_layer_call
 from fastplm.models._heads import TokenClassification
 from fastplm.models._layer import (
     Attention,
+    Blocks,
     FeedForward,
     Join,
     Layer,
-    Of,
-    all_ready,
-    attend,
-    feed,
+    Ready,
+    run_blocks,
 )
-from fastplm.models._ragged import OnRows, Rows, Unpad
+from fastplm.models._ragged import OnRows, Unpad
 from fastplm.models._seq2seq import (
     ConditionalGeneration,
     DecoderQuestionAnswering,
@@ -160,76 +156,49 @@ class T5Block(OnRows, modeling_t5.T5Block):
         )
 
 
-class _Blocks:
-    """Mixin between the two forwards of a stack: its blocks as ``_layer`` says, if all modules
-    around those of a ``Layer`` are what they were made as; else the parent's forward."""
-
-    def forward(self: Any, *, past_key_values: Any = None, **inputs: Any) -> Any:
-        out = self._run(**inputs) if past_key_values is None else None
-        if out is None:
-            return super().forward(past_key_values=past_key_values, **inputs)  # type: ignore[misc]
-        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=out)
+class _Blocks(Blocks):
+    """Mixin between the two forwards of a stack."""
 
     def _run(
         self: Any,
+        made: list[Ready],
         inputs_embeds: Tensor,
         attention_mask: Tensor | None = None,
         encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Tensor | None = None,
         input_ids: Any = None,
-        use_cache: bool | None = None,
-        return_dict: Any = None,
         **kwargs: Any,
     ) -> Tensor | None:
-        """The last hidden state [..., T, E]; None if the parent's forward must run."""
-        uses = self.config.use_cache if use_cache is None else use_cache
-        asked = any(wants_output(self, name, kwargs) for name in _OUTPUTS)
-        crossed = self.is_decoder and encoder_hidden_states is not None
-        if asked or (self.is_decoder and uses) or torch.compiler.is_compiling():
-            return None
-        layers = self._parts(crossed)
-        made = None if layers is None else all_ready(layers, inputs_embeds)
-        if made is None or made[0].form.dtype is torch.float16:  # whose sums the parent clamps
+        if made[0].form.dtype is torch.float16:  # whose sums the parent clamps
             return None
         given = dict(config=self.config, inputs_embeds=inputs_embeds)
         if self.config.is_decoder:
             mask = create_causal_mask(**given, attention_mask=attention_mask, past_key_values=None)
         else:
             mask = create_bidirectional_mask(**given, attention_mask=attention_mask)
-        states, mask_of_states = encoder_hidden_states if crossed else None, None
-        if crossed:
+        states, mask_of_states = encoder_hidden_states if self.is_decoder else None, None
+        if states is not None:
             mask_of_states = create_bidirectional_mask(
                 **given, attention_mask=encoder_attention_mask, encoder_hidden_states=states
             )
         if not (says_only_keys(mask) and says_only_keys(mask_of_states)):
             return None
-        kwargs = {name: value for name, value in kwargs.items() if name not in _OUTPUTS}
-        rows: Rows | None = kwargs.get(ROWS)
-        numbers = None if rows is None else rows.numbers
-        dtype = made[0].form.dtype
-        hidden = self.dropout(inputs_embeds).to(dtype)
-        normed = self.block[0].layer[0].layer_norm(hidden).to(dtype)
-        _, bias = self.block[0].layer[0].SelfAttention._bias(None, hidden.device)
-        of_self, of_states = dict(position_bias=bias, **kwargs), dict(position_bias=NO_BIAS)
-        of_states |= kwargs
-        for one in made:
-            # Drawn one by one, as the modules draw that run in a checkpoint.
-            first = second = end = Of(None, numbers)
-            normed, hidden, _ = attend(one, 0, normed, hidden, None, mask, first, of_self)
-            if crossed:
-                normed, hidden, states = attend(
-                    one, 1, normed, hidden, states, mask_of_states, second, of_states
-                )
-            normed, hidden = feed(one, normed, hidden, end)
-        return self.dropout(normed).to(self.dtype)
+        first = self.block[0].layer[0]
+        attention, hidden = first.SelfAttention, self.dropout(inputs_embeds)
+        normed = run_blocks(
+            *(made, self.block, hidden, first.layer_norm, mask, kwargs, (states, mask_of_states)),
+            kwargs | dict(position_bias=NO_BIAS),
+            attention._bias(None, hidden.device)[0],
+            lambda table: dict(position_bias=attention._bias(table, hidden.device)[1]),
+        )
+        return self.dropout(normed)
 
     def _parts(self: Any, crossed: bool) -> list[Layer] | None:
-        """The modules that run; None if what is around them is not as it was made."""
         kinds = [modeling_t5.T5LayerSelfAttention, modeling_t5.T5LayerFF]
         if self.is_decoder:
             kinds.insert(1, modeling_t5.T5LayerCrossAttention)
         blocks = list(self.block)
-        if not blocks or (self.training and any(one.gradient_checkpointing for one in blocks)):
+        if not blocks:
             return None
         subs: list[Any] = []
         for block in blocks:
@@ -261,7 +230,6 @@ class _Blocks:
         return layers
 
 
-_OUTPUTS = ("output_hidden_states", "output_attentions")
 _ATTENTIONS = {
     modeling_t5.T5LayerSelfAttention: "SelfAttention",
     modeling_t5.T5LayerCrossAttention: "EncDecAttention",

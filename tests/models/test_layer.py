@@ -1,4 +1,4 @@
-"""``models._layer``: the functions of a post-norm layer, beside the modules that they stand for."""
+"""``models._layer``: the functions of a layer, beside the modules that they stand for."""
 
 import contextlib
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 FUSED = ("dropout_add_layer_norm", "bias_gelu")
 NAMES = ["BertForMaskedLM", "RobertaForMaskedLM", "ElectraForMaskedLM", "AlbertForMaskedLM"]
-NAMES.append("BartForConditionalGeneration")
+NAMES += ["BartForConditionalGeneration", "OpenAIGPTLMHeadModel", "GPT2LMHeadModel"]
 every_model = pytest.mark.parametrize("name", NAMES)
 
 
@@ -25,12 +25,12 @@ def model_of(name, dropout=0.1):
     kind = getattr(models, name)
     family = next(
         one
-        for one in ("bert", "roberta", "electra", "albert", "bart")
+        for one in ("bert", "roberta", "electra", "albert", "bart", "openai", "gpt2")
         if name.lower().startswith(one)
     )
     config = small_config(family)
     for option in vars(config):
-        if "dropout" in option and isinstance(getattr(config, option), float):
+        if "drop" in option and isinstance(getattr(config, option), float):
             setattr(config, option, 0.0 if option.startswith("activation") else dropout)
     torch.manual_seed(0)
     return kind(config).train()
@@ -80,7 +80,10 @@ def test_gradients_are_repeatable(name):
 
 
 @every_model
-@pytest.mark.parametrize("frozen", ["query|q_proj", "dense|fc2", "LayerNorm|layer_norm", "bias"])
+@pytest.mark.parametrize(
+    "frozen",
+    ["query|q_proj|c_attn", "dense|fc2|c_proj", "LayerNorm|layer_norm|ln_", "bias", "c_fc"],
+)
 def test_frozen_parameters(name, frozen):
     model = model_of(name)
     inputs = inputs_of(name, model.config, PADDINGS["right"])

@@ -16,7 +16,7 @@ import fastplm
 from fastplm import _extension, ops
 from fastplm._backends import record_decisions
 from fastplm.errors import BackendError
-from fastplm.models._gpt import Conv1D
+from fastplm.models._base import Conv1D
 from fastplm.nn import Linear
 from fastplm.ops.linear import OP, has_bf16x3
 from fastplm.reference.linear import linear_bf16x3_ref, linear_ref
