@@ -541,7 +541,7 @@ class _Once(torch.autograd.Function):
 
 def applied(kind: type[torch.autograd.Function]) -> Callable[..., Any]:
     """``kind.apply`` where no transform of ``torch.func`` is, in half of the time."""
-    return super(torch.autograd.Function, kind).apply
+    return super(torch.autograd.Function, kind).apply  # type: ignore[misc]
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Any:

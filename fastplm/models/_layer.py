@@ -41,7 +41,7 @@ from fastplm.hf import NAME, ROWS
 from fastplm.models._base import Conv1D, GELUTanh, NewGELUActivation, wants_output
 from fastplm.models._ragged import LastRows, Rows
 from fastplm.nn import Dropout, Linear
-from fastplm.nn._rows import is_plain
+from fastplm.nn._rows import are_plain
 from fastplm.nn.dropout import RowNumbers, dropout, on_rows
 from fastplm.ops._common import seed_tensor
 from fastplm.ops.bias_gelu import OP as BIAS_GELU
@@ -57,7 +57,7 @@ _has_global_hook = torch.nn.modules.module._has_any_global_hook
 PARAMETER = (nn.Parameter, FakeTensor)
 _CONV1D = (Conv1D, transformers.pytorch_utils.Conv1D)
 _TANH = (NewGELUActivation, transformers.activations.NewGELUActivation, GELUTanh)
-_LINEAR, _DROPOUT = (Linear, nn.Linear, *_CONV1D), (Dropout, nn.Dropout)
+_LINEAR, _DROPOUT = (Linear, nn.Linear), (Dropout, nn.Dropout)
 
 
 #: The copies of a forward by the ``id`` of a parameter. In memory, the copies
@@ -80,9 +80,9 @@ class Join(NamedTuple):
         """Whether the modules are as they were made."""
         dense, norm, dropout, rms = self
         return (
-            _is_linear(dense)
-            and is_plain(norm, rms or nn.LayerNorm)
-            and has_own(norm, biased=rms is None)
+            _are_alike((dense,))
+            and are_plain((norm,), rms or nn.LayerNorm)
+            and have_own((norm,), biased=rms is None)
             and norm._parameters["weight"].shape == _size(dense)[:1]
             and _is_dropout(dropout)
         )
@@ -182,16 +182,20 @@ def _backend_of(op: Op, call: Any, usual: str) -> str | None:
     return None if op.backends[name].rejects(call, forced=wanted != "auto") else name
 
 
-def has_own(module: Any, biased: bool = True) -> bool:
-    """Whether a module has a weight and, or not, a bias, and reads them from nowhere else."""
-    own, parameters = vars(module), module._parameters
-    bias = parameters.get("bias")
-    return (
-        type(parameters.get("weight")) in PARAMETER
-        and (type(bias) in PARAMETER if biased else bias is None)
-        and "weight" not in own
-        and "bias" not in own
-    )
+def have_own(modules: Iterable[Any], biased: bool = True) -> bool:
+    """Whether modules have a weight and, or not, a bias, and read them from nowhere else."""
+    for module in modules:
+        own, parameters = module.__dict__, module._parameters
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        if (
+            type(weight) not in PARAMETER
+            or weight.layout is not torch.strided
+            or (type(bias) not in PARAMETER if biased else bias is not None)
+            or "weight" in own
+            or "bias" in own
+        ):
+            return False
+    return True
 
 
 def nothing_hides_modules(*modules: Any) -> bool:
@@ -206,7 +210,8 @@ def nothing_hides_modules(*modules: Any) -> bool:
 
 #: Classes whose modules these functions stand for, and their methods ``forward`` as they were made.
 _STANDS_FOR: dict[Any, Any] = {
-    kind: kind.forward for kind in (*_LINEAR, *_DROPOUT, nn.LayerNorm, GELUActivation, *_TANH)
+    kind: kind.forward
+    for kind in (*_LINEAR, *_CONV1D, *_DROPOUT, nn.LayerNorm, GELUActivation, *_TANH)
 }
 
 
@@ -245,14 +250,6 @@ def _read(module: Any, copies: Copies) -> Tensor:
     return weight.t() if _is_turned(module) else weight
 
 
-def _is_linear(module: Any) -> bool:
-    return (
-        is_plain(module, *_LINEAR)
-        and has_own(module, _is_biased(module))
-        and module._parameters["weight"].layout is torch.strided
-    )
-
-
 def _probability(dropout: Any, training: bool) -> float:
     """What is dropped with: a module knows by itself whether it trains, a layer's number not."""
     if isinstance(dropout, float):
@@ -261,40 +258,35 @@ def _probability(dropout: Any, training: bool) -> float:
 
 
 def _is_dropout(one: Any) -> bool:
-    return isinstance(one, float) or is_plain(one, *_DROPOUT)
+    return isinstance(one, float) or are_plain((one,), *_DROPOUT)
 
 
-def _are_alike(modules: Iterable[Any]) -> bool:
+def _are_alike(modules: Sequence[Any]) -> bool:
     """Whether all are linear of one kind, and all or none of them have a bias."""
-    return (
-        all(map(_is_linear, modules))
-        and len({(_is_biased(one), _is_turned(one)) for one in modules}) == 1
-    )
-
-
-def _expands(block: FeedForward) -> bool:
-    """Whether ``expand`` runs a feed-forward up to its second product."""
-    form = activation_of(block.activation)
-    inner = [block.inner] if block.factor is None else [block.inner, block.factor]
-    alone = form != RELU and block.factor is None
-    return (
-        form is not None
-        and _are_alike(inner)
-        and (alone or not _is_biased(block.inner))
-        and _is_dropout(block.dropout)
-    )
+    kinds = _CONV1D if type(modules[0]) in _CONV1D else _LINEAR
+    return are_plain(modules, *kinds) and have_own(modules, _is_biased(modules[0]))
 
 
 RELU = "relu"
 
 
+def _expands(block: FeedForward) -> str | None:
+    """The form of the activation, if ``expand`` runs a feed-forward up to its second product."""
+    form = activation_of(block.activation)
+    inner = [block.inner] if block.factor is None else [block.inner, block.factor]
+    if form is None or not _are_alike(inner) or not _is_dropout(block.dropout):
+        return None
+    alone = form != RELU and block.factor is None
+    return form if alone or not _is_biased(block.inner) else None
+
+
 def activation_of(activation: Any) -> str | None:
     """The form of a GELU, as ``ops.gelu`` calls it, or ``RELU``; None for another activation."""
-    if is_plain(activation, GELUActivation):
+    if not are_plain((activation,), GELUActivation, nn.ReLU, *_TANH):
+        return None
+    if isinstance(activation, GELUActivation):
         return "none" if activation.act is torch.nn.functional.gelu else None
-    if is_plain(activation, nn.ReLU):
-        return RELU
-    return "tanh" if is_plain(activation, *_TANH) else None
+    return RELU if isinstance(activation, nn.ReLU) else "tanh"
 
 
 # --- a layer --------------------------------------------------------------------------------------
@@ -306,35 +298,52 @@ class Ready(NamedTuple):
 
     layer: Layer
     form: Form
-    copies: Copies
-    projects: tuple[bool, ...]  # of each attention, whether its function runs
-    joins: tuple[bool, ...]
-    feeds: bool  # whether the function of the feed-forward runs
+    copies: Copies  # of all layers
+    projects: list[bool]  # of each attention, whether its function runs
+    joins: list[bool]
+    feeds: str | None  # the activation's form, if the function of the feed-forward runs
 
 
 def ready(layers: Iterable[Layer], x: Tensor) -> list[Ready]:
     """Layers that get rows like ``x``."""
-    made = []
+    made: list[Ready] = []
+    copies: Copies = {}
+    forms: dict[Any, Form | None] = {}  # most layers of a model are alike
     for layer in layers:
-        form = form_of(x, layer)
-        blocks, feed = layer.attentions, layer.feed_forward
-        if form is None:
-            none = (False,) * len(blocks)
-            made.append(Ready(layer, _BY_MODULES, {}, none, none, False))
-            continue
-        projects = tuple(_are_alike(one.projections) for one in blocks)
-        joins = tuple(one.join.is_plain() for one in blocks)
-        feeds = _expands(feed) and feed.outer.is_plain()
-        made.append(Ready(layer, form, {}, projects, joins, feeds))
-    copies = copies_of(made)
-    return [one._replace(copies=copies) for one in made] if copies else made
+        kind = _kind_of(layer.feed_forward)
+        if kind not in forms:
+            forms[kind] = form_of(x, layer)
+        form, feed = forms[kind], layer.feed_forward
+        projects, joins, feeds = [], [], None
+        for block in layer.attentions:
+            projects.append(form is not None and _are_alike(block.projections))
+            joins.append(form is not None and block.join.is_plain())
+        if form is not None and feed.outer.is_plain():
+            feeds = _expands(feed)
+        made.append(Ready(layer, form or _BY_MODULES, copies, projects, joins, feeds))
+    copies.update(copies_of(made))
+    return made
+
+
+def _kind_of(block: FeedForward) -> tuple[Any, ...]:
+    """What ``form_of`` depends on in a layer."""
+    inner, end = block.inner._parameters, block.outer
+    outer, norm = end.dense._parameters, end.norm._parameters
+    read = (*map(inner.get, _NAMES), outer.get("weight"), *map(norm.get, _NAMES))
+    kinds = [None if one is None else (one.dtype, one.device, one.shape) for one in read]
+    return type(block.inner), end.rms, *kinds
+
+
+_NAMES = ("weight", "bias")
 
 
 def all_ready(layers: list[Layer], x: Tensor) -> list[Ready] | None:
     """``ready``; None unless all layers run in one way."""
-    if is_patched() or not all(map(_attends_by_name, layers)):
+    named: dict[int, bool] = {}
+    if is_patched() or not all(_attends_by_name(one, named) for one in layers):
         return None
-    return None if any(form_of(x, one) is None for one in layers) else ready(layers, x)
+    made = ready(layers, x)
+    return made if all(one.form.backend for one in made) else None
 
 
 def of_one_forward(layers: Iterable[Any], given: Tensor, dtype: torch.dtype) -> dict[int, Ready]:
@@ -351,7 +360,8 @@ def of_one_forward(layers: Iterable[Any], given: Tensor, dtype: torch.dtype) -> 
         return {}  # there is nothing to copy
     if is_patched():
         return {}
-    parts = {id(one): _parts_of(one) for one in layers if hasattr(one, "_parts")}
+    named: dict[int, bool] = {}
+    parts = {id(one): _parts_of(one, named) for one in layers if hasattr(one, "_parts")}
     known = {key: one for key, one in parts.items() if one is not None}
     made = ready(known.values(), given.new_empty(0, dtype=dtype))
     return {key: one for key, one in zip(known, made, strict=True) if one.form.backend}
@@ -360,46 +370,61 @@ def of_one_forward(layers: Iterable[Any], given: Tensor, dtype: torch.dtype) -> 
 def ready_layer(layer: Any, rows: Rows | None, hidden: Tensor) -> Ready | None:
     """A layer with a method ``_parts``; None if its own forward must run."""
     made = None if rows is None else rows.layers.get(id(layer))
-    if made is None and not is_patched() and (parts := _parts_of(layer)) is not None:
+    if made is None and not is_patched() and (parts := _parts_of(layer, {})) is not None:
         made = ready([parts], hidden)[0]
     return made
 
 
-def _parts_of(layer: Any) -> Layer | None:
+def _parts_of(layer: Any, named: dict[int, bool]) -> Layer | None:
     parts = layer._parts()
-    return parts if parts is not None and _attends_by_name(parts) else None
+    return parts if parts is not None and _attends_by_name(parts, named) else None
 
 
-def _attends_by_name(layer: Layer) -> bool:
-    """Whether the attention of a layer is fastplm's. GPT has no choice: there it always is."""
-    configs = [vars(one.module).get("config") for one in layer.attentions]
-    return all(one is None or one._attn_implementation == NAME for one in configs)
+def _attends_by_name(layer: Layer, named: dict[int, bool]) -> bool:
+    """Whether the attention of a layer is fastplm's. GPT has no choice: there it always is.
+
+    ``named``: what is known of configurations, by their ``id``: a model has one for all layers.
+    """
+    for one in layer.attentions:
+        config = vars(one.module).get("config")
+        if config is not None:
+            if id(config) not in named:
+                named[id(config)] = config._attn_implementation == NAME
+            if not named[id(config)]:
+                return False
+    return True
 
 
 def copies_of(made: list[Ready]) -> Copies:
     """Copies, in one launch, of what products read in another dtype or place than it has."""
-    sources: list[Tensor] = []
+    sources: list[Any] = []
     for layer, form, _, projects, joins, feeds in made:
-        others: list[Any] = []
+        dense: list[Any] = []
         for block, projected, joined in zip(layer.attentions, projects, joins, strict=True):
             if projected:
-                parameters = [one._parameters for one in block.projections]
-                weights: list[Any] = [one["weight"] for one in parameters]
-                apart = len(weights) == 3 and form.backend != "cpp"
-                if apart or weights[0].dtype is not form.dtype:
-                    biases = [one["bias"] for one in parameters]
-                    sources += weights + [one for one in biases if one is not None]
-            others += [block.join.dense] * joined
-        feed = layer.feed_forward
-        inner = [feed.inner] if feed.factor is None else [feed.inner, feed.factor]
-        others += [*inner, feed.outer.dense] * feeds
-        weights = [one._parameters["weight"] for one in others]
-        sources += [one for one in weights if one.dtype is not form.dtype]
+                first = block.projections[0]._parameters["weight"]
+                apart = len(block.projections) == 3 and form.backend != "cpp"
+                if apart or first.dtype is not form.dtype:
+                    for name in _NAMES:
+                        for one in block.projections:
+                            if one._parameters[name] is not None:
+                                sources.append(one._parameters[name])
+            if joined:
+                dense.append(block.join.dense)
+        if feeds:
+            feed = layer.feed_forward
+            dense += (feed.inner, feed.outer.dense)
+            if feed.factor is not None:
+                dense.append(feed.factor)
+        for one in dense:
+            weight = one._parameters["weight"]
+            if weight.dtype is not form.dtype:
+                sources.append(weight)
     if not sources:
         return {}
     with torch.no_grad():
         dtype = next(one.form.dtype for one in made if one.form.dtype is not None)
-        flat = sources[0].new_empty(sum(one.numel() for one in sources), dtype=dtype)
+        flat = sources[0].new_empty(sum(map(Tensor.numel, sources)), dtype=dtype)
         copies = torch._utils._unflatten_dense_tensors(flat, sources)
         torch._foreach_copy_(copies, sources)
     return dict(zip(map(id, sources), copies, strict=True))
@@ -543,7 +568,7 @@ def feed(made: Ready, hidden: Tensor, residual: Any, of: Of) -> tuple[Tensor, An
             return _like(out, made.form), None
         return block.outer.added(out, residual)
     within = Drawn(_probability(block.dropout, training), None, of.numbers)
-    active, given = expand(hidden.flatten(0, -2), block, within, copies, made.form)
+    active, given = expand(hidden.flatten(0, -2), block, made.feeds, within, copies, made.form)
     drawn = of.drawn(block.outer.dropout, training, hidden)
     before = given if residual is None else residual.reshape(given.shape)
     out, sum = join(active, before, block.outer, drawn, copies, made.form)
@@ -973,13 +998,13 @@ def join(
 
 
 def expand(
-    x: Tensor, block: FeedForward, drawn: Drawn, copies: Copies, form: Form
+    x: Tensor, block: FeedForward, activation: str, drawn: Drawn, copies: Copies, form: Form
 ) -> tuple[Tensor, Tensor]:
     """What the outer product reads: [N, E] -> [N, F]; and ``x`` as the residual of what follows."""
     modules = [block.inner] if block.factor is None else [block.inner, block.factor]
     weights = [one._parameters["weight"] for one in modules]
     return _expand(
-        *(x, activation_of(block.activation), drawn, form.backend, block.inner._parameters["bias"]),
+        *(x, activation, drawn, form.backend, block.inner._parameters["bias"]),
         *(_is_turned(block.inner), len(weights)),
         *(*(_read(one, copies) for one in modules), *weights),
     )
