@@ -489,7 +489,7 @@ def needs_dispatch(arguments: tuple[Any, ...]) -> bool:
     It must while operators are traced, profiled, transformed or intercepted.
     """
     return (
-        torch.compiler.is_compiling()
+        torch.compiler.is_dynamo_compiling()  # where others compile, there is a mode
         or _is_tracing()
         or _dispatch_modes() > 0
         or _profiler._is_profiler_enabled

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import repeat
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -120,7 +119,8 @@ def launch(
     run, function, metadata = compiled
     stream = torch._C._cuda_getCurrentRawStream(index)
     x, y, z = (*grid, 1, 1)[:3]
-    run(x, y, z, stream, function, metadata, *_NO_HOOKS, *kernels.parameters(every))
+    given = map(every.__getitem__, kernels.places)
+    run(x, y, z, stream, function, metadata, *_NO_HOOKS, *given)
 
 
 #: No launch metadata, and no hooks before and after a launch.
@@ -163,19 +163,17 @@ class _CompiledKernels:
         self.is_const = [parameter.is_const for parameter in changing]
         self.specialized = [not parameter.do_not_specialize for parameter in changing]
         self.aligned = [not parameter.do_not_specialize_on_alignment for parameter in changing]
-        self.parameters = _getter(list(parameters))
-        self.values = _getter(self.names)
-        self.constants = _getter([name for name in names if name not in self.names])
+        self.constants = [name for name in names if name not in self.names]
         self.compiled: dict[tuple[Any, ...], _Compiled] = {}
 
     def key(self, arguments: dict[str, Any]) -> tuple[Any, ...]:
         return (
             self,
-            self.constants(arguments),
+            *map(arguments.__getitem__, self.constants),
             *map(
                 libtriton.native_specialize_impl,
                 repeat(self.backend),
-                self.values(arguments),
+                map(arguments.__getitem__, self.names),
                 self.is_const,
                 self.specialized,
                 self.aligned,
@@ -185,14 +183,9 @@ class _CompiledKernels:
     def agrees(self, key: tuple[Any, ...], arguments: dict[str, Any]) -> bool:
         """Whether the JIT specialises the arguments of a launch as the key does."""
         _, specialization, _ = self.binder(**arguments)
-        return key[2:] == tuple(specialization[self.places[name]] for name in self.names)
-
-
-def _getter(names: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    """Like ``itemgetter``, but always returns a tuple, also for one name or none."""
-    if len(names) > 1:
-        return itemgetter(*names)
-    return lambda arguments: tuple(arguments[name] for name in names)
+        return key[1 + len(self.constants) :] == tuple(
+            specialization[self.places[name]] for name in self.names
+        )
 
 
 def _compiled_kernels(kernel: Any, index: int, names: tuple[str, ...]) -> _CompiledKernels | None:

@@ -79,6 +79,7 @@ def _tile(width: int) -> _Tile:
     return _Tile(part, cdiv(width, part), min(_ROWS, max(1, rows)), warps)
 
 
+@lru_cache(maxsize=1024)
 def _groups(rows: int) -> tuple[int, int]:
     """(number of groups, rows of each); without rows there is one group, which finds none."""
     blocks = max(1, cdiv(rows, _ROWS))
@@ -451,7 +452,7 @@ def dropout_add_layer_norm_fwd(
     out, sum = input.new_empty(rows, width), residual.new_empty(rows, width)
     launch(
         _dropout_add_layer_norm_fwd_kernel,
-        (cdiv(rows, tile.rows),),
+        (-(-rows // tile.rows),),
         input.device,
         x_ptr=input,
         residual_ptr=residual,
@@ -554,7 +555,7 @@ def dropout_add_layer_norm_bwd(
     if over_rows:
         launch(
             _dropout_add_layer_norm_sum_kernel,
-            (cdiv(width, 16), 3 if needs[4] else 2 if needs[3] else 1),
+            (-(-width // 16), 3 if needs[4] else 2 if needs[3] else 1),
             grad.device,
             partial_ptr=partial,
             dw_ptr=pointers[2],

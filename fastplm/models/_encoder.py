@@ -8,8 +8,6 @@ The classes are mixins in front of Transformers' classes. The parent's forward r
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -40,6 +38,7 @@ from fastplm.models._layer import (
     Layer,
     have_own,
     is_fake,
+    is_none,
     is_patched,
     nothing_hides_modules,
     of_one_forward,
@@ -69,7 +68,6 @@ from fastplm.ops.embedding_layer_norm import OP as EMBEDDINGS
 
 # If the head reads a larger share of the rows than this, the last layer computes all rows.
 _WORTH_CUTTING = 0.75
-_is_none = functools.partial(operator.is_, None)
 _STATES = ("last_hidden_state", "pooler_output")
 _RECORDED = {"output_hidden_states", "output_attentions"}
 _TABLES = ("word_embeddings", "position_embeddings", "token_type_embeddings")
@@ -213,7 +211,7 @@ class EncoderModel(FastplmModel):
         """All of the forward in one call, of ids, mask and types; None if the modules must run."""
         if not kwargs.keys() <= _RECORDED or any(kwargs.values()):
             return None
-        if not self._is_ours() or not all(map(_is_none, others)):
+        if not self._is_ours() or not all(map(is_none, others)):
             return None
         first_only = isinstance(output_rows, str) and output_rows == "first"
         if output_rows is not None and not first_only:
@@ -604,7 +602,7 @@ class EncoderLayer(OnRows):
     ) -> Tensor:
         rows: Rows | None = kwargs.get("rows")
         last = None if rows is None else self._last(rows)
-        if all(map(_is_none, (*others, *map(kwargs.get, _OF_DECODERS)))):
+        if all(map(is_none, (*others, *map(kwargs.get, _OF_DECODERS)))):
             made = ready_layer(self, rows, hidden_states)
             if made is not None:
                 for name in _OF_DECODERS:

@@ -22,6 +22,7 @@ class the modules run themselves, which are the specification.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -53,8 +54,10 @@ from fastplm.ops.dropout_add_layer_norm import Saved as SavedNorm
 from fastplm.ops.linear import product
 from fastplm.reference.dropout import dropout_scale, dropout_threshold
 
+is_none = partial(operator.is_, None)
 _has_global_hook = torch.nn.modules.module._has_any_global_hook
 PARAMETER = (nn.Parameter, FakeTensor)
+#: Their weights are turned: [K, M] instead of [M, K].
 _CONV1D = (Conv1D, transformers.pytorch_utils.Conv1D)
 _TANH = (NewGELUActivation, transformers.activations.NewGELUActivation, GELUTanh)
 _LINEAR, _DROPOUT = (Linear, nn.Linear), (Dropout, nn.Dropout)
@@ -232,22 +235,17 @@ def _is_biased(module: Any) -> bool:
     return module._parameters.get("bias") is not None
 
 
-def _is_turned(module: Any) -> bool:
-    """Whether the weight of a linear module is [K, M] instead of [M, K]."""
-    return type(module) in _CONV1D
-
-
 def _size(module: Any) -> tuple[int, ...]:
     """(M, K) of a linear module with M outputs and K inputs."""
     size = module._parameters["weight"].shape
-    return size[::-1] if _is_turned(module) else size
+    return size[::-1] if type(module) in _CONV1D else size
 
 
 def _read(module: Any, copies: Copies) -> Tensor:
     """The weight [M, K] that a product reads."""
     weight = module._parameters["weight"]
     weight = copies.get(id(weight), weight)
-    return weight.t() if _is_turned(module) else weight
+    return weight.t() if type(module) in _CONV1D else weight
 
 
 def _probability(dropout: Any, training: bool) -> float:
@@ -526,10 +524,10 @@ def attend(
         others = states.reshape(-1, states.shape[-1]).to(form.dtype)
         key, value, others = project(others, block.projections[1:], copies, 2)
         states, heads = others.view(states.shape), [query, key, value]
-    query, key, value = (
+    query, key, value = [
         one.view(*where, -1, block.head_size).transpose(1, 2)
         for one, where in zip(heads, (shape, keys, keys), strict=True)
-    )
+    ]
     module = block.module
     dropout = block.dropout if module.training else 0.0
     context, _ = ALL_ATTENTION_FUNCTIONS[NAME](
@@ -706,7 +704,7 @@ class _Project(torch.autograd.Function):
         products = zip(read[::2], read[1::2], strict=True)
         outs = [_multiply(x, weight.t(), bias) for weight, bias in products]
         if count < len(sizes):
-            outs = outs[0].split(sizes, 1)
+            outs = [*outs[0].split_with_sizes(sizes, 1)]
         return *outs, x.view_as(x)
 
     @staticmethod
@@ -718,18 +716,18 @@ class _Project(torch.autograd.Function):
         each, own = len(sizes) // count, pairs // count  # outputs and parameters of one product
         for at, weight in enumerate(weights):
             part = slice(at * each, (at + 1) * each)
-            if all(one is None for one in grads[part]):
+            if all(map(is_none, grads[part])):
                 continue
             grad = _side_by_side(grads[part], sizes[part], x)
             begin, end = 2 * at * own, 2 * (at + 1) * own
             places = slice(begin, end, 2), slice(begin + 1, end, 2)
-            rows = sizes[part] if own > 1 else grad.shape[1]
+            rows = sizes[part] if own > 1 else [grad.shape[1]]
             if any(needs[first:][places[0]]):
                 of_weight = _of_weight(grad, x, ctx.dtypes[0], ctx.turned)
-                found[places[0]] = of_weight.split(rows, int(ctx.turned))
+                found[places[0]] = of_weight.split_with_sizes(rows, int(ctx.turned))
             if any(needs[first:][places[1]]):
                 sums = grad.sum(0, dtype=torch.float32).to(ctx.dtypes[1])
-                found[places[1]] = sums.split(rows)
+                found[places[1]] = sums.split_with_sizes(rows)
             if needs[0]:
                 of_x = _add_product(of_x, grad, weight)
         return of_x, None, None, None, *[None] * 2 * count, *found
@@ -739,22 +737,21 @@ def _side_by_side(grads: Sequence[Any], sizes: list[int], x: Tensor) -> Tensor:
     """[N, M] of gradients of its columns. Attention on a GPU has written them side by side."""
     if len(grads) == 1:
         return grads[0]
-    grads = [x.new_zeros(len(x), n) if g is None else g for g, n in zip(grads, sizes, strict=True)]
+    grads, rows = list(grads), x.shape[0]
+    for at, size in enumerate(sizes):
+        if grads[at] is None:
+            grads[at] = x.new_zeros(rows, size)
     first, width = grads[0], sum(sizes)
-    at = first.storage_offset()
+    place, storage = first.storage_offset(), first.untyped_storage()._cdata
     for one, size in zip(grads, sizes, strict=True):
         if (
-            _storage(one) != _storage(first)
+            one.untyped_storage()._cdata != storage
             or one.stride() != (width, 1)
-            or one.storage_offset() != at
+            or one.storage_offset() != place
         ):
             return torch.cat(grads, 1)
-        at += size
-    return first.as_strided((len(x), width), (width, 1))
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+        place += size
+    return first.as_strided((rows, width), (width, 1))
 
 
 # --- the ends of blocks ---------------------------------------------------------------------------
@@ -867,7 +864,7 @@ class _Expand(torch.autograd.Function):
         """x [N, E]; ``count`` weights [F, E] that products read, and those of which they are
         copies; -> (what the second product reads [N, F], ``x`` as the residual)."""
         read, parameters = given[:count], given[count:]
-        first, *factor = (_multiply(x, one.t()) for one in read)
+        first, *factor = [_multiply(x, one.t()) for one in read]
         if activation == RELU:
             active = first.relu_()
         else:
@@ -961,23 +958,23 @@ def project(
     """The outputs [N, M] of linear modules, or the parts of that of one module, and ``x`` [N, E] as
     the residual of what follows."""
     parameters: list[Any] = []
+    sizes, turned = [], type(modules[0]) in _CONV1D
     for module in modules:
-        parameters += (module._parameters["weight"], module._parameters["bias"])
-    sizes, turned = [_size(one)[0] for one in modules], _is_turned(modules[0])
+        own = module._parameters
+        parameters += (own["weight"], own["bias"])
+        sizes.append(own["weight"].shape[turned])
     if len(sizes) < outputs:
         sizes = [sizes[0] // outputs] * outputs
     read: list[Any] = [copies.get(id(one), one) for one in parameters]
     if turned:
         read[::2] = [one.t() for one in read[::2]]
     elif id(parameters[0]) in copies:
-        read = [_joined([one for one in read[at::2] if one is not None]) for at in (0, 1)]
+        read = [_joined(read[::2]), None if read[1] is None else _joined(read[1::2])]
     return _project(x, sizes, turned, len(read) // 2, *read, *parameters)
 
 
-def _joined(copies: list[Tensor]) -> Tensor | None:
+def _joined(copies: list[Tensor]) -> Tensor:
     """Copies one below the other, as which they were made unless modules share a parameter."""
-    if not copies:
-        return None
     first, rows, at = copies[0], 0, copies[0].storage_offset()
     for one in copies:
         if one.storage_offset() != at:
@@ -993,7 +990,14 @@ def join(
     own, norm = end.dense._parameters, end.norm._parameters
     return _join(
         *(x, residual, _read(end.dense, copies), own["weight"], own["bias"]),
-        *(norm["weight"], norm.get("bias"), drawn, end.eps, form.backend, _is_turned(end.dense)),
+        *(
+            norm["weight"],
+            norm.get("bias"),
+            drawn,
+            end.eps,
+            form.backend,
+            type(end.dense) in _CONV1D,
+        ),
     )
 
 
@@ -1005,6 +1009,6 @@ def expand(
     weights = [one._parameters["weight"] for one in modules]
     return _expand(
         *(x, activation, drawn, form.backend, block.inner._parameters["bias"]),
-        *(_is_turned(block.inner), len(weights)),
-        *(*(_read(one, copies) for one in modules), *weights),
+        *(type(block.inner) in _CONV1D, len(weights)),
+        *(*[_read(one, copies) for one in modules], *weights),
     )

@@ -5,7 +5,9 @@ One op: T5's norm is the layer norm without the mean and the bias.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -18,7 +20,7 @@ from fastplm.errors import fail
 from fastplm.ops._common import (
     csrc_rejects,
     kernels,
-    last_dim_contiguous,
+    rows_of,
     seed_tensor,
     triton_rejects,
 )
@@ -202,9 +204,14 @@ def _run(where: str, call: Call, return_sum: bool) -> Any:
 
 
 def _settings(call: Call | Saved) -> dict[str, Any]:
-    threshold = dropout_threshold(call.dropout_p)
-    scale = dropout_scale(threshold)
+    threshold, scale = _of_dropout(call.dropout_p)
     return dict(threshold=threshold, keep_scale=scale, eps=call.eps, is_rms=call.is_rms)
+
+
+@functools.lru_cache
+def _of_dropout(p: float) -> tuple[int, float]:
+    threshold = dropout_threshold(p)
+    return threshold, dropout_scale(threshold)
 
 
 def _has_fp64(call: Call) -> bool:
@@ -254,28 +261,23 @@ def _triton_rejects(call: Call, *, forced: bool) -> str | None:
     return triton_rejects(call, forced=forced)
 
 
-def _rows(tensor: Tensor) -> Tensor:
-    """[..., E] -> [N, E], neighbours in a row side by side."""
-    return last_dim_contiguous(tensor.reshape(-1, tensor.shape[-1]))
-
-
-def _dense(*vectors: Tensor | None) -> tuple[Tensor | None, ...]:
-    return tuple(None if one is None else one.contiguous() for one in vectors)
+def _dense(vectors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [None if one is None else one.contiguous() for one in vectors]
 
 
 def _triton_forward(call: Call) -> tuple[Tensor, Tensor]:
     input, residual = call.input, call.residual
     out, sum = kernels("dropout_add_layer_norm").dropout_add_layer_norm_fwd(
-        _rows(input), _rows(residual), *_dense(*call[2:8]), **_settings(call)
+        rows_of(input), rows_of(residual), *_dense(call[2:8]), **_settings(call)
     )
     return out.view(input.shape), sum.view(input.shape)
 
 
 def _triton_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, ...]:
-    sum, weight, bias, linear_bias, grad_sum, *random = saved[:8]
+    sum, grad_sum = saved.sum, saved.grad_sum
     of_input, of_residual, *others = kernels("dropout_add_layer_norm").dropout_add_layer_norm_bwd(
-        *(_rows(grad), _rows(sum), *_dense(weight, bias, linear_bias)),
-        *(None if grad_sum is None else _rows(grad_sum), *_dense(*random)),
+        *(rows_of(grad), rows_of(sum), *_dense(saved[1:4])),
+        *(None if grad_sum is None else rows_of(grad_sum), *_dense(saved[5:8])),
         needs=saved[-5:],
         **_settings(saved),
     )

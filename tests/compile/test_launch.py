@@ -16,9 +16,10 @@ from fastplm.triton_kernels import _launch
 
 
 def planted(self, arguments):  # a rule that forgets what is divisible by 16
-    values = self.values(arguments)
+    values = map(arguments.get, self.names)
     kinds = (getattr(value, "dtype", type(value)) for value in values)
-    return (self, self.constants(arguments), *((str(kind), "D") for kind in kinds))
+    constants = map(arguments.get, self.constants)
+    return (self, *constants, *((str(kind), "D") for kind in kinds))
 """
 
 #: Every launch of every op's cases, and each again with one argument changed at a time.
