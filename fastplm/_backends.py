@@ -541,7 +541,7 @@ def needs_triton(tensor: torch.Tensor, forced: bool) -> str | None:
     reason = None if tensor.device.type == "cpu" else needs_nvidia(tensor.device)
     if reason is None and not triton_installed():
         reason = "triton is not installed (pip install triton)"
-    return warn_unless_forced(reason, forced)
+    return None if reason is None else warn_unless_forced(reason, forced)
 
 
 def warn_unless_forced(reason: str | None, forced: bool) -> str | None:

@@ -398,7 +398,7 @@ class _Formula:
         if self.has_grads:
             ctx.first = outputs[0].shape, outputs[0].dtype, outputs[0].device
         if not self.single:
-            ctx.mark_non_differentiable(*(outputs[at] for at in self.constant))
+            ctx.mark_non_differentiable(*map(outputs.__getitem__, self.constant))
             # Otherwise autograd would allocate zeros as the gradient of each such output.
             ctx.set_materialize_grads(False)
 
@@ -417,19 +417,20 @@ class _Formula:
         if self.second is None and torch.is_grad_enabled():  # create_graph=True
             return self._once(ctx, tensors, grad, *others)
         op, backend = self.op, ctx.backend
-        saved = self.order(tensors + ctx.others + further)
+        values = self.order(tensors + ctx.others + further)
+        saved = op.saved.build(values)
         if self.second is not None and torch.is_grad_enabled():
-            grads = self.second(grad, op.saved.build(saved), backend)
-        elif needs_dispatch((grad, *saved)) or any(
-            _is_batched(one) for one in (grad, *further) if one is not None
+            grads = self.second(grad, saved, backend)
+        elif (
+            needs_dispatch((grad, *values))
+            or _is_batched(grad)
+            or (further and any(_is_batched(one) for one in further if one is not None))
         ):
-            grads = op._backward_operator(grad, *saved, backend)
-        elif torch._C._is_any_autocast_enabled():
-            grads = op._run_backward(grad, *saved, backend)
+            grads = op._backward_operator(grad, *values, backend)
         else:
-            grads = op.backends[backend].backward(grad, op.saved.build(saved))
+            grads = _outside_autocast(op.backends[backend].backward, grad, saved)
         if op.finish is not None:
-            grads = op.finish(grads, op.saved.build(saved))
+            grads = op.finish(grads, saved)
         if len(self.gradients) == 1:
             grads = (grads,)
         needs = ctx.needs_input_grad
@@ -618,10 +619,10 @@ def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     if not torch._C._is_any_autocast_enabled():
         return tensors
     device = next(tensor.device.type for tensor in tensors if tensor is not None)
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    if not (torch._C._is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(
-        tensor.to(dtype) if tensor is not None and tensor.is_floating_point() else tensor
-        for tensor in tensors
-    )
+    dtype, cast = torch.get_autocast_dtype(device), list(tensors)
+    for at, tensor in enumerate(tensors):
+        if tensor is not None and tensor.is_floating_point():
+            cast[at] = tensor.to(dtype)
+    return tuple(cast)

@@ -330,7 +330,7 @@ def _prepared(
     if not dispatches or type(query) is FakeTensor:
         grads = torch.is_grad_enabled() and query.requires_grad
         if grads and lie_side_by_side(query, key, value):
-            call = call._replace(side_by_side=True)
+            call = Call(*call[:-1], side_by_side=True)
     # Backends read rows with any stride, but the elements of a row must be contiguous.
     for name in _ALIGNED:
         tensor = getattr(call, name)
@@ -616,7 +616,7 @@ def _cudnn_rejects(call: Call, *, forced: bool) -> str | None:
     query, key, value = call[:3]
     if query.device.type != "cuda":
         return f"it runs on CUDA tensors, not {query.device}"
-    if not call._replace(is_causal=False).is_plain:
+    if not call.is_at_most_causal:
         return "cuDNN is taken without masks, packing, bias and dropout alone"
     if call.is_causal and query.shape[2] not in (1, key.shape[2]):
         return "cuDNN aligns causality at the first key"
