@@ -615,10 +615,13 @@ def _autograd_kernel(
 
 
 def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Cast floating tensors as autocast does for ``nn.Linear``, if autocast is on."""
+    """Cast floating tensors as autocast does for ``nn.Linear``, if autocast is on.
+
+    The first one is never None.
+    """
     if not torch._C._is_any_autocast_enabled():
         return tensors
-    device = next(tensor.device.type for tensor in tensors if tensor is not None)
+    device = tensors[0].device.type  # type: ignore[union-attr]
     if not (torch._C._is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return tensors
     dtype, cast = torch.get_autocast_dtype(device), list(tensors)

@@ -14,7 +14,7 @@ import contextlib
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import repeat
@@ -62,8 +62,22 @@ def is_recording() -> bool:
     return _Recorder.launches is not None
 
 
-#: Triton's launcher of a compiled kernel, and two of its arguments.
-_Compiled = tuple[Callable[..., None], int, tuple[Any, ...]]
+class _Compiled:
+    """How a compiled kernel is launched: ``launch(x, y, z, stream, *place, …)``, and then the
+    arguments of the kernel, or if ``packed`` a tuple of them."""
+
+    def __init__(self, kernel: CompiledKernel) -> None:
+        # No launch metadata, and no hooks before and after a launch.
+        self.launch, nothing, self.packed = kernel.run, (None, None, None), False
+        self.place = kernel.function, kernel.packed_metadata, *nothing
+        own = self.launch
+        if _release(triton.__version__)[:2] == (3, 7) and type(own).__name__ == "CudaLauncher":
+            if own.global_scratch_size == own.profile_scratch_size == 0:
+                # All that Triton's launcher does then is to call a C function.
+                self.launch, self.packed = own.launch, True
+                head = kernel.function, own.launch_cooperative_grid, own.launch_pdl
+                metadata = kernel.packed_metadata, *nothing
+                self.place = *head, *metadata, None, None, own.arg_annotations, own.kernel_signature
 
 
 class Fixed(dict[str, Any]):
@@ -105,7 +119,17 @@ def launch(
     if place not in _KERNELS:
         _KERNELS[place] = _compiled_kernels(kernel, index, tuple(arguments))
     kernels = _KERNELS[place]
-    if kernels is None or _needs_jit(kernel):
+    runtime = knobs.runtime
+    before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
+    if (  # hooks, debugging or instrumentation ask for a launch by Triton's JIT
+        kernels is None
+        or getattr(before, "calls", before)
+        or getattr(after, "calls", after)
+        or runtime.debug
+        or knobs.compilation.instrumentation_mode
+        or getattr(runtime, "add_stages_inspection_hook", None)
+        or getattr(kernel, "pre_run_hooks", None)
+    ):
         kernel[grid](**every)
         return
     known = kernels.compiled if fixed is None else fixed.compiled
@@ -114,31 +138,12 @@ def launch(
     if compiled is None:
         new = kernel[grid](**every)
         if isinstance(new, CompiledKernel) and kernels.agrees(key, every):
-            known[key] = (new.run, new.function, new.packed_metadata)
+            known[key] = _Compiled(new)
         return
-    run, function, metadata = compiled
     stream = torch._C._cuda_getCurrentRawStream(index)
     x, y, z = (*grid, 1, 1)[:3]
-    given = map(every.__getitem__, kernels.places)
-    run(x, y, z, stream, function, metadata, *_NO_HOOKS, *given)
-
-
-#: No launch metadata, and no hooks before and after a launch.
-_NO_HOOKS = (None, None, None)
-
-
-def _needs_jit(kernel: Any) -> bool:
-    """Whether hooks, debugging or instrumentation ask for a launch by Triton's JIT."""
-    runtime = knobs.runtime
-    before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool(
-        getattr(before, "calls", before)
-        or getattr(after, "calls", after)
-        or runtime.debug
-        or knobs.compilation.instrumentation_mode
-        or getattr(runtime, "add_stages_inspection_hook", None)
-        or getattr(kernel, "pre_run_hooks", None)
-    )
+    given = tuple(map(every.__getitem__, kernels.places))
+    compiled.launch(x, y, z, stream, *compiled.place, *((given,) if compiled.packed else given))
 
 
 class _CompiledKernels:

@@ -650,8 +650,9 @@ class EncoderLayer(OnRows):
         return Layer((attention,), feed_forward, self.training)
 
     def attends_as_made(self: Any) -> bool:
-        attention = getattr(self, "attention", None)
-        return (type(attention), type(getattr(attention, "self", None))) == self._around[:2]
+        attention = self._modules.get("attention")
+        own = None if attention is None else attention._modules.get("self")
+        return (type(attention), type(own)) == self._around[:2]
 
     def _is_known(self: Any, around: tuple[Any, ...], plain: bool = False) -> bool:
         """Whether the layer and the modules around those that run are as they were made; others

@@ -86,7 +86,7 @@ class Join(NamedTuple):
             _are_alike((dense,))
             and are_plain((norm,), rms or nn.LayerNorm)
             and have_own((norm,), biased=rms is None)
-            and norm._parameters["weight"].shape == _size(dense)[:1]
+            and norm._parameters["weight"].shape == (_outputs(dense),)
             and _is_dropout(dropout)
         )
 
@@ -161,7 +161,7 @@ def form_of(x: Tensor, layer: Layer) -> Form | None:
             return None
     elif weight.dtype is not dtype or (outer is not None and outer.dtype is not dtype):
         return None
-    rows = x.new_empty(0, _size(block.inner)[1], dtype=dtype)
+    rows = x.new_empty(0, weight.shape[type(block.inner) not in _CONV1D], dtype=dtype)
     nothing, is_rms = (None, None, None, None, 0.0, 0.0), block.outer.rms is not None
     calls = (
         (NORM, Norm(rows, rows, norm.get("weight"), norm.get("bias"), *nothing, is_rms)),
@@ -231,14 +231,9 @@ def is_patched() -> bool:
     return False
 
 
-def _is_biased(module: Any) -> bool:
-    return module._parameters.get("bias") is not None
-
-
-def _size(module: Any) -> tuple[int, ...]:
-    """(M, K) of a linear module with M outputs and K inputs."""
-    size = module._parameters["weight"].shape
-    return size[::-1] if type(module) in _CONV1D else size
+def _outputs(module: Any) -> int:
+    """The number of outputs of a linear module."""
+    return module._parameters["weight"].shape[type(module) in _CONV1D]
 
 
 def _read(module: Any, copies: Copies) -> Tensor:
@@ -262,7 +257,9 @@ def _is_dropout(one: Any) -> bool:
 def _are_alike(modules: Sequence[Any]) -> bool:
     """Whether all are linear of one kind, and all or none of them have a bias."""
     kinds = _CONV1D if type(modules[0]) in _CONV1D else _LINEAR
-    return are_plain(modules, *kinds) and have_own(modules, _is_biased(modules[0]))
+    if not are_plain(modules, *kinds):
+        return False
+    return have_own(modules, modules[0]._parameters.get("bias") is not None)
 
 
 RELU = "relu"
@@ -275,7 +272,7 @@ def _expands(block: FeedForward) -> str | None:
     if form is None or not _are_alike(inner) or not _is_dropout(block.dropout):
         return None
     alone = form != RELU and block.factor is None
-    return form if alone or not _is_biased(block.inner) else None
+    return form if alone or block.inner._parameters.get("bias") is None else None
 
 
 def activation_of(activation: Any) -> str | None:
@@ -841,8 +838,9 @@ class _Join(torch.autograd.Function):
         )
         of_x = _multiply(of_product, read) if needs[0] else None
         of_weight = _of_weight(of_product, x, ctx.dtype, ctx.turned) if needs[3] else None
-        of_weights = (of_weight, of_norm[2], of_norm[0], of_norm[1])
-        return of_x, of_residual, None, *_wanted(of_weights, needs[3:7]), *[None] * 4
+        others = zip((of_norm[2], of_norm[0], of_norm[1]), needs[4:7], strict=True)
+        of_weights = [of_weight, *[one if need else None for one, need in others]]
+        return of_x, of_residual, None, *of_weights, *[None] * 4
 
 
 # --- between the products of a feed-forward -------------------------------------------------------
@@ -931,10 +929,6 @@ def _scale(drawn: Drawn, x: Tensor) -> float:
     if x.is_cuda:
         return 1 / (1 - drawn.p) if drawn.p < 1.0 else 0.0
     return dropout_scale(dropout_threshold(drawn.p))
-
-
-def _wanted(gradients: tuple[Any, ...], needs: tuple[bool, ...]) -> list[Any]:
-    return [one if need else None for one, need in zip(gradients, needs, strict=True)]
 
 
 def _applied(kind: Any) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Annotated, Any, NamedTuple
 
@@ -15,6 +16,7 @@ from fastplm._registry import needs_dispatch
 from fastplm.errors import fail
 from fastplm.reference.attention import T5RelativeBias, dropout_threshold, t5_buckets
 
+_threshold = functools.lru_cache(dropout_threshold)
 #: Limits of the dropout's counter layout (``reference.attention.dropout_keep_mask``).
 _MAX_DROPOUT_KEYS = 2**20
 _MAX_DROPOUT_HEADS = 2**12
@@ -150,7 +152,7 @@ class Call(NamedTuple):
     @property
     def dropout_threshold(self) -> int:
         """Random bytes below it drop a probability."""
-        return 0 if self.seed is None else dropout_threshold(self.dropout_p)
+        return 0 if self.seed is None else _threshold(self.dropout_p)
 
     @property
     def buckets(self) -> Tensor | None:
