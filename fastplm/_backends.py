@@ -11,7 +11,8 @@ cpp    ``csrc/`` on the CPU: the default there for the other calls, in the ops t
 triton ``triton_kernels/``: CUDA tensors, or CPU tensors under Triton's interpreter
 cuda   ``csrc/`` on CUDA tensors
 cudnn  the forward of attention by cuDNN where that was measured to be faster, with the backward of
-       "triton": CUDA tensors
+       "triton", or by its name, from 512 keys on, with its own, which does not repeat bit for bit:
+       CUDA tensors
 ====== ============================================================================
 
 The choice is made in the op's public function, once per call, and travels with the call as an

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from fastplm import _measured
@@ -39,7 +40,7 @@ _PLAIN = frozenset((*_TENSORS, type(None), bool, int, float, str))
 
 # Every call uses these, so they are looked up once. A tensor is "batched" inside of
 # autograd.grad(…, is_grads_batched=True).
-_is_batched = torch._C._functorch.is_legacy_batchedtensor
+is_batched = torch._C._functorch.is_legacy_batchedtensor
 _is_tracing, _dispatch_modes = torch._C._is_tracing, torch._C._len_torch_dispatch_stack
 _alive = torch._C._functorch.unwrap_if_dead
 _transforms, _profiler = torch._C._functorch.peek_interpreter_stack, torch.autograd.profiler
@@ -297,6 +298,14 @@ class Op:
         return overload
 
 
+def in_place(name: str, schema: str, run: Callable[..., None]) -> torch._ops.OpOverload:
+    """Define ``fastplm::<name>``, which writes into its arguments and returns nothing."""
+    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fastplm::{name}", lambda *_: None, lib=_LIBRARY)
+    return getattr(torch.ops.fastplm, name).default
+
+
 def _one_by_one(overload: torch._ops.OpOverload) -> Callable[..., Any]:
     """The batching rule of an operator: a call for each sample.
 
@@ -423,8 +432,8 @@ class _Formula:
             grads = self.second(grad, saved, backend)
         elif (
             needs_dispatch((grad, *values))
-            or _is_batched(grad)
-            or (further and any(_is_batched(one) for one in further if one is not None))
+            or is_batched(grad)
+            or (further and any(is_batched(one) for one in further if one is not None))
         ):
             grads = op._backward_operator(grad, *values, backend)
         else:
@@ -509,6 +518,11 @@ def is_eager(*tensors: torch.Tensor) -> bool:
         and not torch.jit.is_tracing()
         and not is_transformed()
     )
+
+
+def is_fake(x: torch.Tensor) -> bool:
+    """Whether it is a tensor without data, which may be on a device that is not there."""
+    return type(x) is FakeTensor and not torch.compiler.is_compiling()
 
 
 def is_transformed() -> bool:

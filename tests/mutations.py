@@ -48,7 +48,6 @@ ACTIVATED = "tests/ops/test_bias_gelu.py -k"
 ACTIVATION = "triton_kernels/bias_gelu.py"
 BIAS = f"{ACTIVATED} 'cpp and shapes'"
 ADDED = "csrc/dropout_add_layer_norm.h"
-NORMED = "tests/ops/test_dropout_add_layer_norm.py -k"
 LOSS = "tests/ops/test_linear_cross_entropy.py -k"
 CHOICES = "tests/train/test_finetune_choices.py -k"
 OPTIONS = "tests/train/test_pretrain_options.py -k"
@@ -60,6 +59,7 @@ RTD = "fastplm/ops/replaced_token_loss.py"
 CROSS = "fastplm/ops/_linear_cross_entropy_torch.py"
 DISTILLED = "tests/ops/test_linear_distillation.py -k"
 NORM = "triton_kernels/dropout_add_layer_norm.py"
+OF_ROWS = "triton_kernels/_rows.py"
 NORMED = "tests/ops/test_dropout_add_layer_norm.py -k"
 DISTIL = "fastplm/ops/_linear_distillation_torch.py"
 GIVEN = "triton_kernels/linear_distillation/given.py"
@@ -79,7 +79,7 @@ SCORES = "tests/inference/test_score.py -k"
 MUTATIONS = (
     # --- ops: dropout_add_layer_norm
     *(
-        Mutation(NORM, old, new, f"{NORMED} {cases}")
+        Mutation(OF_ROWS, old, new, f"{NORMED} {cases}")
         for old, new, cases in (
             ("zero + (sample >> 32).to(tl.uint32)", "zero", "exactly"),
             ("at += tl.load(position_ptr", "tl.load(position_ptr", "exactly"),
@@ -87,6 +87,11 @@ MUTATIONS = (
             ("place // 16 + lane // 16", "place // 16", "exactly"),
             ("(half >= threshold)", "(half > threshold)", "the_threshold"),
             ("if (i + 1) * PART > WIDTH:", "if False:", "shapes"),
+        )
+    ),
+    *(
+        Mutation(NORM, old, new, f"{NORMED} {cases}")
+        for old, new, cases in (
             ("rstd = tl.where(exists, rstd, 0.0)", "rstd = rstd", "where_no_row"),
             ("dz += dsum[i].to(tl.float32)", "dz += 0.0", "gradient_of_the_sum"),
             (

@@ -476,13 +476,15 @@ def results_and_grads(sample: Sample, backend: str, inputs: dict[str, Any]) -> l
 
 
 class Operators(TorchDispatchMode):
-    """The operators of fastplm that run inside, and their arguments."""
+    """The operators of fastplm that run inside, and their arguments; and the names of all."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, tuple]] = []
+        self.names: set[str] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func._schema.name.split("::")[1])
         if func.namespace == "fastplm":
             self.calls.append((func, args))
         return func(*args, **(kwargs or {}))

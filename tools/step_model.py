@@ -273,6 +273,9 @@ def moved(name: str, given: dict[str, Any], made: Any) -> int:
         return 2 * written + sum(_size(x) for x in _tensors(given) if not x.is_floating_point())
     if name == "embedding_dense_backward":
         return written + _size(given["grad_output"])
+    if name == "add_rows_":  # as many rows of the table are read and written, at the most
+        rows = _size(given["rows"])
+        return rows + 2 * min(rows, _size(given["table"])) + _size(given["ids"])
     read = {key: value for key, value in given.items() if not key.startswith("out")}
     if name in ONLY_WRITTEN:
         read.pop("self")

@@ -9,8 +9,8 @@ Source: Hendrycks and Gimpel 2016 (arXiv 1606.08415), section 2.
 Legend: N rows · F row width · R row groups; x, y, dx, dy tiles of rows, b the bias.
 
 One program of the backward owns some columns of a group of rows. It writes its sums of s, which are
-not rounded, into partials [R, F], and a second kernel adds these up: no atomics, and since groups
-follow from the shapes alone, the bits repeat.
+not rounded, into partials [R, 1, F] for ``add_groups``: no atomics, and as groups follow from the
+shapes alone, the bits repeat.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from fastplm.triton_kernels._launch import (
     launch,
     next_power_of_2,
 )
+from fastplm.triton_kernels._rows import add_groups
 
 # A thread loads 16 bytes of each row of a tile. So a tile has as many columns as its warps take.
 _BYTES_PER_WARP = 32 * 16
@@ -165,28 +166,6 @@ def _bias_gelu_bwd_kernel(
         tl.store(partial_ptr + group.to(tl.int64) * WIDTH + offs_f, db, mask=mask_f)
 
 
-@triton.jit(do_not_specialize=["num_groups"])
-def _bias_gelu_sum_kernel(
-    # pointers
-    partial_ptr,
-    db_ptr,
-    # sizes
-    num_groups,
-    # constexprs
-    WIDTH: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    offs_r = tl.arange(0, BLOCK_R)
-    offs_f = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
-    mask_f = offs_f < WIDTH
-    ptrs = partial_ptr + offs_r[:, None] * WIDTH + offs_f[None, :]
-    mask = (offs_r < num_groups)[:, None] & mask_f[None, :]
-    db = tl.sum(tl.load(ptrs, mask=mask, other=0.0), 0)  # of [BLOCK_R, BLOCK_F]
-    tl.store(db_ptr + offs_f, cast(db, db_ptr.dtype.element_ty, UPCAST), mask=mask_f)
-
-
 class _Tile(NamedTuple):
     """Rows and columns of a tile, tiles of a row, warps."""
 
@@ -261,10 +240,10 @@ def bias_gelu_bwd(
     rows, width = input.shape
     groups, rows_per_group = _groups(rows)
     grad_input = input.new_empty(rows, width)
-    sums = bias if need_bias else None
+    need_bias = need_bias and bias is not None
+    partial = input.new_empty((groups, 1, width) if need_bias else 0, dtype=torch.float32)
     form = (width, input.dtype, bias is not None, approximate)
-    tile, fixed = _fixed(*form, NEED_DB=sums is not None)
-    partial = input.new_empty(0 if sums is None else (groups, width), dtype=torch.float32)
+    tile, fixed = _fixed(*form, NEED_DB=need_bias)
     launch(
         _bias_gelu_bwd_kernel,
         (groups * tile.tiles,),
@@ -280,23 +259,10 @@ def bias_gelu_bwd(
         stride_dyn=grad.stride(0),
         stride_xn=input.stride(0),
     )
-    if sums is None:
+    if not need_bias:
         return grad_input, input.new_empty(0)
-    grad_bias = sums.new_empty(width)
-    few = groups <= 128
-    launch(
-        _bias_gelu_sum_kernel,
-        (-(-width // 16),),
-        input.device,
-        partial_ptr=partial,
-        db_ptr=grad_bias,
-        num_groups=groups,
-        WIDTH=width,
-        BLOCK_R=128 if few else _MAX_GROUPS,
-        BLOCK_F=16,
-        UPCAST=INTERPRETED and sums.dtype is torch.bfloat16,
-        num_warps=4 if few else 8,
-    )
+    grad_bias = torch.empty_like(bias)
+    add_groups(partial, [grad_bias])
     return grad_input, grad_bias
 
 

@@ -11,8 +11,7 @@ Source: Devlin et al. 2018 (arXiv 1810.04805), figure 2; Ba, Kiros and Hinton 20
 Legend: N rows · E row width · R row groups · V rows of a table · T types · K chunks of sorted rows.
 
 Nothing is kept for the backward: it looks up z again, which costs what it costs to read it. Its
-programs own groups of rows and sum dw, db and, of up to two types, the types' gradient over them. A
-second kernel adds up these partials.
+programs own groups of rows and sum dw, db and, of up to two types, the types' gradient over them.
 
 The gradient of a table is added to it by sorted ids (``add_rows_``): a program adds up the rows of
 a chunk, run by run of equal ids. What begins and ends inside of a chunk is whole and goes into the
@@ -29,18 +28,18 @@ import triton
 import triton.language as tl
 
 from fastplm.triton_kernels._launch import cdiv, launch, next_power_of_2
-from fastplm.triton_kernels.dropout_add_layer_norm import (
-    _MAX_GROUPS,
-    _draws,
-    _groups,
-    _kept,
-    _load_rows,
-    _load_seed,
-    _load_vector,
-    _rounded,
-    _statistics,
-    _store_part,
-    _tile,
+from fastplm.triton_kernels._rows import (
+    add_groups,
+    draws_of,
+    groups_of,
+    kept,
+    load_rows,
+    load_seed,
+    load_vector,
+    rounded,
+    statistics,
+    store_part,
+    tile_of,
 )
 
 # Sorted rows of a chunk, and how many of them are loaded at once.
@@ -123,20 +122,20 @@ def _embedding_layer_norm_fwd_kernel(
     offs_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     exists = offs_n < num_rows
     if seed_ptr is not None:
-        random = (_load_seed(seed_ptr, BLOCK_N, PART), sample_ptr, position_ptr)
-        draws = _draws(random, threshold, offs_n, exists, WIDTH, PART, PARTS)
+        random = (load_seed(seed_ptr, BLOCK_N, PART), sample_ptr, position_ptr)
+        draws = draws_of(random, threshold, offs_n, exists, WIDTH, PART, PARTS)
     words = (ids_ptr, word_ptr, num_words)
     places = (position_ids_ptr, place_ptr, num_places)
     kinds = (type_ids_ptr, type_ptr, num_types)
     z, _, known = _looked_up(words, places, kinds, offs_n, exists, WIDTH, PART, PARTS)
-    xhat, rstd = _statistics(z, eps, False, WIDTH, PART)
+    xhat, rstd = statistics(z, eps, False, WIDTH, PART)
     rstd = tl.where(known, rstd, float("nan"))  # a wrong id is seen in the loss
     for i in tl.static_range(PARTS):
-        y = xhat[i] * rstd[:, None] * _load_vector(w_ptr, i, WIDTH, BLOCK_N, PART)
-        y += _load_vector(b_ptr, i, WIDTH, BLOCK_N, PART)  # [BLOCK_N, PART]
+        y = xhat[i] * rstd[:, None] * load_vector(w_ptr, i, WIDTH, BLOCK_N, PART)
+        y += load_vector(b_ptr, i, WIDTH, BLOCK_N, PART)  # [BLOCK_N, PART]
         if seed_ptr is not None:
-            y = tl.where(_kept(draws[i], PART), y * keep_scale, 0.0)
-        _store_part(out_ptr, y, i, offs_n, exists, WIDTH, PART)
+            y = tl.where(kept(draws[i], PART), y * keep_scale, 0.0)
+        store_part(out_ptr, y, i, offs_n, exists, WIDTH, PART)
 
 
 @triton.jit(do_not_specialize=["num_rows", "threshold"])
@@ -174,7 +173,7 @@ def _embedding_layer_norm_bwd_kernel(
     TYPES: tl.constexpr,
 ):
     if seed_ptr is not None:
-        random = (_load_seed(seed_ptr, BLOCK_N, PART), sample_ptr, position_ptr)
+        random = (load_seed(seed_ptr, BLOCK_N, PART), sample_ptr, position_ptr)
     words = (ids_ptr, word_ptr, num_words)
     places = (position_ids_ptr, place_ptr, num_places)
     kinds = (type_ids_ptr, type_ptr, num_types)
@@ -190,10 +189,10 @@ def _embedding_layer_norm_bwd_kernel(
         offs_n = first + start + tl.arange(0, BLOCK_N)
         exists = offs_n < end
         if seed_ptr is not None:
-            draws = _draws(random, threshold, offs_n, exists, WIDTH, PART, PARTS)
-        dy = _load_rows(dy_ptr, offs_n, exists, stride_dyn, WIDTH, PART, PARTS)
+            draws = draws_of(random, threshold, offs_n, exists, WIDTH, PART, PARTS)
+        dy = load_rows(dy_ptr, offs_n, exists, stride_dyn, WIDTH, PART, PARTS)
         z, types, known = _looked_up(words, places, kinds, offs_n, exists, WIDTH, PART, PARTS)
-        xhat, rstd = _statistics(z, eps, False, WIDTH, PART)
+        xhat, rstd = statistics(z, eps, False, WIDTH, PART)
         rstd = tl.where(known, rstd, tl.where(exists, float("nan"), 0.0))
         along = tl.zeros([BLOCK_N, PART], tl.float32)
         total = tl.zeros([BLOCK_N, PART], tl.float32)
@@ -201,8 +200,8 @@ def _embedding_layer_norm_bwd_kernel(
         for i in tl.static_range(PARTS):
             g_i = dy[i].to(tl.float32)  # [BLOCK_N, PART]
             if seed_ptr is not None:
-                g_i = tl.where(_kept(draws[i], PART), g_i * keep_scale, 0.0)
-            weighted = g_i * _load_vector(w_ptr, i, WIDTH, BLOCK_N, PART)
+                g_i = tl.where(kept(draws[i], PART), g_i * keep_scale, 0.0)
+            weighted = g_i * load_vector(w_ptr, i, WIDTH, BLOCK_N, PART)
             along += weighted * (xhat[i] * rstd[:, None])
             total += weighted
             g = g + (g_i,)
@@ -211,10 +210,10 @@ def _embedding_layer_norm_bwd_kernel(
         new_dw, new_db, new_dtype0, new_dtype1 = (), (), (), ()
         for i in tl.static_range(PARTS):
             xhat_i = xhat[i] * rstd[:, None]
-            dz = g[i] * _load_vector(w_ptr, i, WIDTH, BLOCK_N, PART) - mean[:, None]
+            dz = g[i] * load_vector(w_ptr, i, WIDTH, BLOCK_N, PART) - mean[:, None]
             dz = (dz - xhat_i * mean_along[:, None]) * rstd[:, None]  # [BLOCK_N, PART]
             if dz_ptr is not None:
-                _store_part(dz_ptr, dz, i, offs_n, exists, WIDTH, PART)
+                store_part(dz_ptr, dz, i, offs_n, exists, WIDTH, PART)
             new_dw = new_dw + (dw[i] + g[i] * xhat_i,)
             new_db = new_db + (db[i] + g[i],)
             dz_0 = tl.where((types == 0)[:, None], dz, 0.0) if TYPES == 2 else dz
@@ -234,46 +233,13 @@ def _embedding_layer_norm_bwd_kernel(
             tl.store(ptrs + 3 * WIDTH, tl.sum(dtype1[i], 0), mask=offs_e < WIDTH)
 
 
-@triton.jit(do_not_specialize=["num_groups"])
-def _embedding_layer_norm_sum_kernel(
-    # pointers
-    partial_ptr,
-    dw_ptr,
-    db_ptr,
-    dtype_ptr,
-    # sizes
-    num_groups,
-    # constexprs
-    WIDTH: tl.constexpr,
-    TYPES: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
-    # One program adds up all partials of some columns of one vector.
-    offs_r = tl.arange(0, BLOCK_R)
-    offs_e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
-    mask_e = offs_e < WIDTH
-    which = tl.program_id(1).to(tl.int64)
-    ptrs = partial_ptr + offs_r[:, None] * ((2 + TYPES) * WIDTH) + (which * WIDTH + offs_e)[None, :]
-    partial = tl.load(ptrs, mask=(offs_r < num_groups)[:, None] & mask_e[None, :], other=0.0)
-    total = tl.sum(partial, 0)  # [BLOCK_E]
-    if which == 0:
-        tl.store(dw_ptr + offs_e, _rounded(total, dw_ptr.dtype.element_ty), mask=mask_e)
-    elif which == 1:
-        tl.store(db_ptr + offs_e, _rounded(total, db_ptr.dtype.element_ty), mask=mask_e)
-    else:
-        if TYPES > 0:
-            dtype_ptrs = dtype_ptr + (which - 2) * WIDTH + offs_e
-            tl.store(dtype_ptrs, _rounded(total, dtype_ptr.dtype.element_ty), mask=mask_e)
-
-
 @triton.jit
 def _add_to_row(table_ptr, id, sum, num_rows, padding_idx, offs_e, mask_e, WIDTH: tl.constexpr):
     """Add a sum [BLOCK_E] to a row of the table, if it has this row."""
     known = (id >= 0) & (id < num_rows) & (id != padding_idx)
     ptrs = table_ptr + id.to(tl.int64) * WIDTH + offs_e
     sum += tl.load(ptrs, mask=mask_e & known, other=0.0).to(tl.float32)
-    tl.store(ptrs, _rounded(sum, table_ptr.dtype.element_ty), mask=mask_e & known)
+    tl.store(ptrs, rounded(sum, table_ptr.dtype.element_ty), mask=mask_e & known)
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_rows", "padding_idx"])
@@ -460,7 +426,7 @@ def embedding_layer_norm_fwd(
         threshold, keep_scale: as in ``dropout_add_layer_norm_fwd``.
     """
     (rows,), (width,) = tables[0].shape, weight.shape  # type: ignore[union-attr]
-    tile = _tile(width)
+    tile = tile_of(width)
     out = weight.new_empty((rows, width), dtype=dtype)
     seed, sample_index, position = random
     launch(
@@ -498,29 +464,28 @@ def embedding_layer_norm_bwd(
     keep_scale: float,
     eps: float,
     paddings: tuple[int, int],
-    needs: tuple[bool, bool, bool, bool, bool],
-    word_grad: torch.Tensor | None = None,
+    needs: tuple[bool, bool, bool, bool],
 ) -> tuple[torch.Tensor, ...]:
-    """Launch the backward: gradients of the three tables, weight and bias.
+    """Launch the backward: gradients of the rows of words, the three tables, weight and bias.
 
     Args:
         paddings: the ids of words and positions that get no gradient; -1: none.
         needs: which gradients are needed; the others have no elements, but for weight and bias.
-        word_grad: a gradient of the words that is added to and returned; default zeros.
     """
     ids, word, position_ids, places, type_ids, types = tables
     assert ids is not None and word is not None and position_ids is not None
     assert places is not None and types is not None
     (rows,), (width,) = ids.shape, weight.shape
-    tile = _tile(width)
-    groups, rows_per_group = _groups(rows)
+    tile = tile_of(width)
+    groups, rows_per_group = groups_of(rows)
     few = 1 if type_ids is None else types.shape[0]
-    summed = few if needs[2] and few <= _MAX_TYPES else 0
-    by_rows = needs[0] or needs[1] or (needs[2] and not summed)
+    need_rows, need_words, need_places, need_types = needs
+    summed = few if need_types and few <= _MAX_TYPES else 0
+    by_rows = need_rows or need_words or need_places or (need_types and not summed)
     dtype = torch.promote_types(torch.promote_types(word.dtype, places.dtype), types.dtype)
     grad_rows = grad.new_empty((rows, width) if by_rows else 0, dtype=dtype)
     partial = grad.new_empty((groups, 2 + summed, width), dtype=torch.float32)
-    grad_types = torch.zeros_like(types) if needs[2] else types.new_empty(0)
+    grad_types = torch.zeros_like(types) if need_types else types.new_empty(0)
     grad_weight, grad_bias = torch.empty_like(weight), torch.empty_like(bias)
     seed, sample_index, position = random
     launch(
@@ -548,31 +513,18 @@ def embedding_layer_norm_bwd(
         TYPES=summed,
         num_warps=tile.warps,
     )
-    launch(
-        _embedding_layer_norm_sum_kernel,
-        (cdiv(width, 16), 2 + summed),
-        grad.device,
-        partial_ptr=partial,
-        dw_ptr=grad_weight,
-        db_ptr=grad_bias,
-        dtype_ptr=grad_types,
-        num_groups=groups,
-        WIDTH=width,
-        TYPES=summed,
-        BLOCK_R=_MAX_GROUPS,
-        BLOCK_E=16,
-        num_warps=4,
-    )
-    if needs[2] and not summed:
+    add_groups(partial, [grad_weight, grad_bias, *grad_types[:summed]])
+    if need_types and not summed:
         add_rows_(grad_types, type_ids, grad_rows)  # type: ignore[arg-type]
     grad_words, grad_places = word.new_empty(0), places.new_empty(0)
-    if needs[0]:
-        grad_words = torch.zeros_like(word) if word_grad is None else word_grad
+    if need_words:
+        grad_words = torch.zeros_like(word)
         add_rows_(grad_words, ids, grad_rows, paddings[0])
-    if needs[1]:
+    if need_places:
         grad_places = torch.zeros_like(places)
         add_rows_(grad_places, position_ids, grad_rows, paddings[1])
-    return grad_words, grad_places, grad_types, grad_weight, grad_bias
+    of_rows = grad_rows if need_rows else grad_rows.new_empty(0)
+    return of_rows, grad_words, grad_places, grad_types, grad_weight, grad_bias
 
 
 def compile_cases() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -606,5 +558,5 @@ def _case(dtype: torch.dtype, width: int, drops: bool, has_types: bool) -> None:
         *(out, tables, vector, vector, random),
         **settings,
         paddings=(0, -1),
-        needs=(True,) * 5,
+        needs=(True,) * 4,
     )

@@ -358,12 +358,12 @@ class TiedLookup:
         self.decoder, self.kind = decoder, kind
         self.weight: Any = getattr(decoder, "weight", None)  # an adapter may have none
 
-    def __call__(self, embedding: Any, input_ids: Tensor) -> Tensor:
-        """int64 [...] -> [..., E]."""
+    def __call__(self, embedding: Any, input_ids: Tensor, *, read: bool = True) -> Any:
+        """int64 [...] -> [..., E]; or, if they are not ``read``, what gets their gradient."""
         if not shares_table(embedding, self.decoder, self.kind):
-            return embedding(input_ids)
+            return embedding(input_ids) if read else None
         # Each lookup gets the table that the previous one returned, so that gradients add up.
-        rows, self.weight = tied_lookup(embedding, input_ids, self.weight)
+        rows, self.weight = tied_lookup(embedding, input_ids, self.weight, read=read)
         return rows
 
 

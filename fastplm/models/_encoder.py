@@ -19,7 +19,7 @@ from transformers.utils.generic import ModelOutput, can_return_tuple
 from fastplm import ops
 from fastplm._backends import is_written_down, needs_triton, note, requested
 from fastplm._checks import check_shape, values_are_known
-from fastplm._registry import is_eager
+from fastplm._registry import is_eager, is_fake
 from fastplm.hf import of_batch
 from fastplm.models._base import (
     FastplmModel,
@@ -37,7 +37,6 @@ from fastplm.models._layer import (
     Join,
     Layer,
     have_own,
-    is_fake,
     is_none,
     is_patched,
     nothing_hides_modules,
@@ -111,7 +110,7 @@ class EncoderModel(FastplmModel):
         output_rows: Tensor | Literal["first"] | None = None,
         extra_rows: Tensor | None = None,
         encoder_rows: RaggedBatch | None = None,
-        lookup: Callable[[Tensor], Tensor] | None = None,
+        lookup: Callable[..., Any] | None = None,
         sample_index: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -125,7 +124,7 @@ class EncoderModel(FastplmModel):
                 each sequence.
             extra_rows: bool [B, T], rows to compute although they are masked as keys.
             encoder_rows: how ``encoder_hidden_states`` [1, N, E] were packed.
-            lookup: a function of ids, used for the word embeddings if no cache needs the ids, too.
+            lookup: a ``TiedLookup`` in the word embeddings, used if no cache needs the ids, too.
             sample_index: int64 [B], the sample indices in the training, on which dropout depends. A
                 batch that is packed already has one for each sequence. Default: 0 ... B - 1.
 
@@ -183,8 +182,8 @@ class EncoderModel(FastplmModel):
         if told.matters:
             kwargs["rows"] = told
         if lookup is not None and inputs_embeds is None and past_key_values is None:
-            if position_ids is None or not self._embeds_at_once(input_ids):
-                inputs_embeds, input_ids = lookup(input_ids), None  # type: ignore[arg-type]
+            inputs_embeds = self._looked_up(lookup, input_ids, position_ids)
+            input_ids = input_ids if inputs_embeds is None else None
         inputs: dict[str, Any] = dict(input_ids=input_ids, token_type_ids=token_type_ids)
         inputs.update(position_ids=position_ids, inputs_embeds=inputs_embeds)
         whole = not states and (full or told.own is not None)
@@ -297,9 +296,18 @@ class EncoderModel(FastplmModel):
     def _is_causal(self) -> bool:
         return bool(self.config.is_decoder)
 
-    def _embeds_at_once(self, input_ids: Tensor | None) -> bool:
+    def _looked_up(
+        self, lookup: Callable[..., Any], ids: Tensor | None, position_ids: Tensor | None
+    ) -> Tensor | None:
+        """The rows of the words; or, if the embeddings are one call, what gets the gradient of
+        these, which holds their ``ids``. None: the embeddings take the ids."""
         embeddings: Any = getattr(self, "embeddings", None)
-        return isinstance(embeddings, EncoderEmbeddings) and embeddings.are_one_call(input_ids)
+        at_once = isinstance(embeddings, EncoderEmbeddings) and position_ids is not None
+        at_once = at_once and embeddings.are_one_call(ids)
+        rows = lookup(ids, read=not at_once)
+        if at_once and rows is not None:
+            rows.ids = ids
+        return rows
 
     def _mask_on(
         self,
@@ -532,6 +540,9 @@ class EncoderEmbeddings:
         *others: Any,
         **kwargs: Any,
     ) -> Tensor:
+        looked_up = getattr(inputs_embeds, "ids", None)  # see ``_looked_up``
+        if looked_up is not None:
+            return self._in_one_call(looked_up, token_type_ids, position_ids, inputs_embeds)
         if inputs_embeds is None and position_ids is not None and self.are_one_call(input_ids):
             return self._in_one_call(input_ids, token_type_ids, position_ids)
         given = (input_ids, token_type_ids, position_ids, inputs_embeds, *others)
@@ -556,7 +567,9 @@ class EncoderEmbeddings:
             and needs_triton(ids, forced) is None
         )
 
-    def _in_one_call(self: Any, ids: Tensor, types: Tensor | None, positions: Tensor) -> Tensor:
+    def _in_one_call(
+        self: Any, ids: Tensor, types: Tensor | None, positions: Tensor, rows: Tensor | None = None
+    ) -> Tensor:
         own, device = self._modules, ids.device
         words, places, kinds = (own[name] for name in _TABLES)
         norm, dropout, dtype = own["LayerNorm"], own["dropout"], None
@@ -569,6 +582,7 @@ class EncoderEmbeddings:
             *(ids.flatten(), words.weight, positions.expand(ids.shape).flatten(), places.weight),
             *(None if types is None else types.expand(ids.shape).flatten(), kinds.weight),
             *(norm.weight, norm.bias),
+            word_rows=None if rows is None else rows.flatten(0, -2),
             padding_idx=words.padding_idx,
             position_padding_idx=places.padding_idx,
             eps=norm.eps,

@@ -37,7 +37,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastplm import ops
 from fastplm._backends import requested
-from fastplm._registry import Op, applied, is_eager, once_differentiable
+from fastplm._registry import Op, applied, is_eager, is_fake, once_differentiable
 from fastplm.hf import NAME, ROWS
 from fastplm.models._base import Conv1D, GELUTanh, NewGELUActivation, wants_output
 from fastplm.models._ragged import LastRows, Rows
@@ -170,11 +170,6 @@ def form_of(x: Tensor, layer: Layer) -> Form | None:
     usual = "cpp" if device == "cpu" else "triton"
     name, *others = {_backend_of(op, call, usual) for op, call in calls}
     return None if others or name is None else Form(name, dtype)
-
-
-def is_fake(x: Tensor) -> bool:
-    """Whether it is a tensor without data, which may be on a device that is not there."""
-    return type(x) is FakeTensor and not torch.compiler.is_compiling()
 
 
 def _backend_of(op: Op, call: Any, usual: str) -> str | None:

@@ -16,10 +16,16 @@ from torch import Tensor, is_inference_mode_enabled, nn
 from fastplm._backends import is_written_down
 from fastplm._registry import is_transformed
 from fastplm.nn.linear import Linear
+from fastplm.ops.embedding_layer_norm import ADD_ROWS, adds_rows
 
 
 def tied_embedding(
-    input_ids: Tensor, weight: Tensor, padding_idx: int | None = None, *, sole_use: bool = False
+    input_ids: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    *,
+    sole_use: bool = False,
+    read: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """(``weight[input_ids]`` [..., E], an alias of ``weight`` [V, E] for a head tied to it).
 
@@ -31,6 +37,8 @@ def tied_embedding(
         sole_use: the returned table is used only by ``ops.linear_cross_entropy``. Its gradient is
             then a new tensor that nothing else uses, so the gradient of the rows is added in
             place. Otherwise it is added to a copy, because other operators may share a gradient.
+        read: False: the rows are one element of the table, for a caller that looks up itself and
+            gives their gradient, such as ``ops.embedding_layer_norm``.
 
     Numerics:
         The gradient has the dtype of ``weight``. The rows of a token are summed in fp32, and the
@@ -38,11 +46,11 @@ def tied_embedding(
         ``nn.Embedding`` bit for bit.
 
     Determinism:
-        As ``nn.Embedding``: eager backward passes are deterministic, on the CPU by ascending order,
-        on CUDA by sorting. Under ``torch.compile`` Inductor uses atomic additions, unless
-        PyTorch's deterministic algorithms are on.
+        Eager backward passes are deterministic, on the CPU by ascending order, on CUDA by sorting.
+        Under ``torch.compile`` Inductor uses atomic additions, unless PyTorch's deterministic
+        algorithms are on.
     """
-    return _TiedEmbedding.apply(input_ids, weight, padding_idx, sole_use)
+    return _TiedEmbedding.apply(input_ids, weight, padding_idx, sole_use, read)
 
 
 def shares_table(
@@ -75,15 +83,20 @@ def shares_table(
 
 
 def tied_lookup(
-    embedding: nn.Embedding, input_ids: Tensor, weight: Tensor | None = None
+    embedding: nn.Embedding,
+    input_ids: Tensor,
+    weight: Tensor | None = None,
+    *,
+    read: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """(``embedding(input_ids)``, its table, which only ``ops.linear_cross_entropy`` may use).
 
     Requires ``shares_table``. A second lookup in the same table (encoder and decoder) takes the
-    ``weight`` that the first one returned, so that all gradients use one buffer.
+    ``weight`` that the first one returned, so that all gradients use one buffer. ``read``: as in
+    ``tied_embedding``.
     """
     table = embedding.weight if weight is None else weight
-    rows, weight = tied_embedding(input_ids, table, embedding.padding_idx, sole_use=True)
+    rows, weight = tied_embedding(input_ids, table, embedding.padding_idx, sole_use=True, read=read)
     scale: Any = getattr(embedding, "embed_scale", 1.0)
     if scale != 1.0:
         rows = rows * scale
@@ -97,24 +110,26 @@ def tied_lookup(
 class _TiedEmbedding(torch.autograd.Function):
     @staticmethod
     def forward(
-        input_ids: Tensor, weight: Tensor, padding_idx: int | None, sole_use: bool
+        input_ids: Tensor, weight: Tensor, padding_idx: int | None, sole_use: bool, read: bool
     ) -> tuple[Tensor, Tensor]:
         # Not view_as: torch.compile does not support a second lookup in its result.
-        return F.embedding(input_ids, weight), weight.detach()
+        if read:
+            return F.embedding(input_ids, weight), weight.detach()
+        return weight.detach()[0, 0].expand(*input_ids.shape, weight.shape[1]), weight.detach()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-        input_ids, weight, ctx.padding_idx, ctx.sole_use = inputs
+        input_ids, weight, ctx.padding_idx, ctx.sole_use, _ = inputs
         ctx.vocab = weight.shape[0]
         ctx.save_for_backward(input_ids)
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         (input_ids,) = ctx.saved_tensors
         grad_rows, table = grads
         if grad_rows is None:
-            return None, table, None, None
+            return None, table, None, None, None
         if table is None:
             table = grad_rows.new_zeros(ctx.vocab, grad_rows.shape[-1])
         elif not ctx.sole_use or torch.is_grad_enabled():
@@ -125,7 +140,7 @@ class _TiedEmbedding(torch.autograd.Function):
         # only this function uses it. With retain_graph, a second backward creates a new one.
         rows = grad_rows.reshape(-1, table.shape[1])
         _add_rows_(table, input_ids.flatten(), rows, ctx.padding_idx)
-        return None, table, None, None
+        return None, table, None, None, None
 
 
 def _is_known_on_cpu(ids: Tensor) -> bool:
@@ -140,6 +155,9 @@ def _add_rows_(table: Tensor, ids: Tensor, rows: Tensor, padding_idx: int | None
     # for the rows of one token, which is slow for frequent tokens such as [MASK].
     skip = -1 if padding_idx is None else padding_idx
     vocab = table.shape[0]
+    if not torch.is_grad_enabled() and adds_rows(table, rows):
+        ADD_ROWS(table, ids, rows.contiguous(), skip)
+        return
     if _is_known_on_cpu(ids):
         # The same sums, only for the tokens in the batch: on the CPU, finding them needs no sync.
         tokens, slots = ids.long().unique(return_inverse=True)

@@ -54,6 +54,7 @@ class Call(NamedTuple):
     scale: float
     allow_tf32: bool = False
     side_by_side: bool = False  # the gradients of query, key and value are parts of one tensor
+    reorders: bool = False  # cuDNN runs the backward, too, whose sums may come in any order
 
     @property
     def packed(self) -> bool:

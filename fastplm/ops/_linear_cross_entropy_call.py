@@ -8,6 +8,7 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fastplm._checks import check_dtype, check_number
 from fastplm._declare import Arg, Size
@@ -16,6 +17,8 @@ from fastplm.errors import fail
 
 # Rows of kept logits begin at whole cache lines of 16 bits: 30,528 columns for 30,522.
 _LOGITS_ALIGNMENT = 64
+# Products of 16 bits read whole vectors of 16 bytes.
+_VECTOR = 8
 # Before the order of rows stand their counts.
 ORDER_HEAD = 4
 
@@ -128,6 +131,17 @@ def logit_columns(vocab: int) -> int:
     return -(-vocab // _LOGITS_ALIGNMENT) * _LOGITS_ALIGNMENT
 
 
+def copied_rows(weight: Tensor, dtype: torch.dtype, kept_rows: int) -> int:
+    """Rows of the copy of a weight [V, E] that a GPU's products read; 0: they read the weight.
+
+    The forward makes it, and the backward reads it again.
+    """
+    vocab = weight.shape[0]
+    if weight.dtype is dtype and (vocab % _VECTOR == 0 or statically_known_true(kept_rows == 0)):
+        return 0
+    return -(-vocab // _VECTOR) * _VECTOR
+
+
 def empty_outputs(call: Call, backend: str) -> tuple[Tensor, ...]:
     """Empty outputs of a forward of rows, to be written.
 
@@ -152,14 +166,15 @@ def empty_for_backward(call: Any, backend: str) -> tuple[Tensor, Tensor, Tensor]
 
     The gradient of kept logits at grad_loss = 1, [kept_rows, columns], of the first rows that
     count; what is left over is 0 on the Triton backend, and is never written on the other. Then
-    what the Triton backend needs again: the rows of kept logits, [kept_rows, E], and the order in
-    which it took all rows, int64.
+    what the Triton backend needs again: the copy of the weight and the rows of kept logits,
+    [copied_rows + kept_rows, E], and the order in which it took all rows, int64.
     """
     (rows, width), vocab = call.input.shape, call.linear_weight.shape[0]
     on_triton, kept_rows = backend == "triton", call.kept_rows
+    copied = copied_rows(call.linear_weight, call.input.dtype, kept_rows)
     return (
         call.input.new_empty((kept_rows, logit_columns(vocab) if on_triton else vocab)),
-        call.input.new_empty((kept_rows, width) if on_triton else (0,)),
+        call.input.new_empty((copied + kept_rows, width) if on_triton else (0,)),
         call.target.new_empty(ORDER_HEAD + rows if on_triton else 0),
     )
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fastplm._backends import DIFFERENTIABLE, Backend, Short, is_traced, is_vmapped
+from fastplm._backends import DIFFERENTIABLE, Backend, Short, is_traced, is_vmapped, requested
 from fastplm._checks import (
     FLOATING,
     are_dense,
@@ -327,10 +327,12 @@ def _prepared(
         call.check_lengths()
         if query.dtype is torch.float32 and _allows_tf32():
             call = call._replace(allow_tf32=True)
+    if backend == "cudnn" and _cudnn_backward_row(call) is not None:
+        call = call._replace(reorders=True)
     if not dispatches or type(query) is FakeTensor:
         grads = torch.is_grad_enabled() and query.requires_grad
         if grads and lie_side_by_side(query, key, value):
-            call = Call(*call[:-1], side_by_side=True)
+            call = call._replace(side_by_side=True)
     # Backends read rows with any stride, but the elements of a row must be contiguous.
     for name in _ALIGNED:
         tensor = getattr(call, name)
@@ -583,7 +585,7 @@ def _launchers() -> tuple[Any, Any]:
     return module.attention_fwd, module.attention_bwd
 
 
-# --- backend "cudnn": the forward of PyTorch's cuDNN kernel, with the backward of "triton" --------
+# --- backend "cudnn": the forward of PyTorch's cuDNN kernel, mostly with the backward of "triton"
 
 
 def _cudnn_row(call: Call) -> str | None:
@@ -605,6 +607,17 @@ def _cudnn_row(call: Call) -> str | None:
         return short if queries <= 128 else "cross 512x128: 55, 72"
     longer = "BERT-base 64x512: 140, 180; ALBERT-xxlarge 16x512: 182, 231"
     return longer if queries > 128 else None
+
+
+def _cudnn_backward_row(call: Call) -> str | None:
+    """The same of the backward. Its sums may come in any order, so the user must name cuDNN."""
+    if requested("attention") != "cudnn" or torch.are_deterministic_algorithms_enabled():
+        return None
+    if call.key.shape[2] < 512:  # BERT-base 256x128: 355 and 135
+        return None
+    if call.is_causal:
+        return "GPT-2 16x1024 causal: 296, 420"
+    return "BERT-base 64x512: 526, 645; ALBERT-xxlarge 16x512: 678, 843; cross 128x512: 222, 239"
 
 
 @functools.cache
@@ -640,12 +653,28 @@ def _cudnn_forward(call: Call) -> tuple[Tensor, Tensor]:
     out, logsumexp, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
         query, key, value, None, streams, 0.0, causal, False, scale=call.scale
     )
+    if call.reorders:
+        return projection_layout(out), logsumexp
     if streams:
         batch, heads, length, _ = query.shape
         rows = stats[0].view(heads, batch, length)
         torch.mul(logsumexp.view(batch, heads, length).transpose(0, 1), math.log2(math.e), out=rows)
         stats[1].zero_()
     return projection_layout(out), stats
+
+
+def _cudnn_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    call, out, logsumexp, _ = saved
+    if not call.reorders:
+        return _launchers()[1](grad, saved)
+    query, key, value = call[:3]
+    causal, drawn = call.is_causal and query.shape[2] > 1, query.new_empty((), dtype=torch.int64)
+    grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
+        *(grad, query, key, value, out, logsumexp, drawn, drawn, None, None, None),
+        *(query.shape[2], key.shape[2], 0.0, causal),
+        scale=call.scale,
+    )
+    return _returned(call, (*map(projection_layout, grads), query.new_empty(0)))
 
 
 # --- registration ---------------------------------------------------------------------------------
@@ -657,6 +686,8 @@ def _statistics(call: Call, backend: str) -> Tensor:
     It is [2, H, 0] if the backend's backward needs no statistics.
     """
     query = call.query
+    if call.reorders:  # cuDNN's logarithm of a sum
+        return query.new_empty((*query.shape[:3], 1), dtype=torch.float32)
     rows = query.shape[0] if call.packed else query.shape[0] * query.shape[2]
     if backend in ("cudnn", "triton"):
         has_bias = call.bias_weight is not None
@@ -716,5 +747,5 @@ OP.backend(
 )
 OP.backend("torch", forward=_torch_forward, backward=_torch_backward, rejects=torch_rejects)
 OP.add(Backend("triton", _triton_rejects, _launchers))
-OP.add(Backend("cudnn", _cudnn_rejects, lambda: (_cudnn_forward, _launchers()[1])))
+OP.add(Backend("cudnn", _cudnn_rejects, lambda: (_cudnn_forward, _cudnn_backward)))
 OP.stock(lambda call: (_sdpa(call.query, call.key, call.value, call.scale), None), _stock_rejects)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastplm._backends import needs_triton, requested
 from fastplm._checks import (
     FLOATING,
     check_int,
@@ -17,7 +19,7 @@ from fastplm._checks import (
     values_are_known,
 )
 from fastplm._declare import Arg, from_fields
-from fastplm._registry import Op, needs_dispatch
+from fastplm._registry import Op, in_place, is_batched, is_eager, is_fake, needs_dispatch
 from fastplm.errors import ArgumentTypeError, ArgumentValueError, fail
 from fastplm.ops._common import kernels, last_dim_contiguous, seed_tensor, triton_rejects
 from fastplm.reference.dropout import dropout_scale, dropout_threshold
@@ -43,6 +45,7 @@ class Call(NamedTuple):
     token_type_weight: Annotated[Tensor, Arg("[T > 0, E]")]
     weight: Annotated[Tensor, Arg("[E]")]
     bias: Annotated[Tensor, Arg("[E]")]
+    word_rows: Annotated[Tensor | None, Arg("[N, E]")]
     padding_idx: int
     position_padding_idx: int
     seed: Annotated[Tensor | None, Arg("[]", (torch.int64,))]
@@ -63,6 +66,7 @@ class Saved(NamedTuple):
     """Nothing but the arguments: the rows are looked up again."""
 
     call: Call
+    need_word_rows: bool
     need_word_weight: bool
     need_position_weight: bool
     need_token_type_weight: bool
@@ -78,6 +82,7 @@ def embedding_layer_norm(
     weight: Tensor,
     bias: Tensor,
     *,
+    word_rows: Tensor | None = None,
     padding_idx: int | None = None,
     position_padding_idx: int | None = None,
     dropout_p: float = 0.0,
@@ -98,6 +103,9 @@ def embedding_layer_norm(
         token_type_ids: int64 or int32 [N]. None: all are of type 0.
         token_type_weight: [T, E], of any of these dtypes.
         weight, bias: [E], those of the layer norm; of any of these dtypes.
+        word_rows: [N, E], finite. It gets the gradient of the rows of words, and ``word_weight``
+            gets none; its values do not matter. So a caller may add the rows to a gradient of the
+            table that it has.
         padding_idx, position_padding_idx: a word and a position that get no gradient, as in
             ``nn.Embedding``.
         dropout_p: the probability of dropping an element, as the ``p`` of ``ops.dropout``.
@@ -161,12 +169,14 @@ def embedding_layer_norm(
         seed = seed_tensor(where, seed, input_ids, optional=True)
     call = Call(
         *(input_ids, word_weight, position_ids, position_weight),
-        *(token_type_ids, token_type_weight, weight, bias),
+        *(token_type_ids, token_type_weight, weight, bias, word_rows),  # type: ignore[arg-type]
         -1 if padding_idx is None else padding_idx,
         -1 if position_padding_idx is None else position_padding_idx,
         *(seed, sample_index, position, dropout_p, eps, name),  # type: ignore[arg-type]
     )
     OP.check(call)
+    if word_rows is not None:
+        call = call._replace(word_weight=word_weight.detach())
     if dropout_p == 0.0:
         call = call._replace(seed=None, sample_index=None, position=None)
     dispatches = needs_dispatch(call)
@@ -218,7 +228,7 @@ def _arguments(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
     dense = [one.contiguous() if isinstance(one, Tensor) else one for one in call]
     threshold = dropout_threshold(call.dropout_p)
     settings = dict(threshold=threshold, keep_scale=dropout_scale(threshold), eps=call.eps)
-    return (tuple(dense[:6]), *dense[6:8], tuple(dense[10:13])), settings
+    return (tuple(dense[:6]), *dense[6:8], tuple(dense[11:14])), settings
 
 
 def _triton_forward(call: Call) -> Tensor:
@@ -229,10 +239,7 @@ def _triton_forward(call: Call) -> Tensor:
     )
 
 
-def _triton_backward(
-    grad: Tensor, saved: Saved, word_grad: Tensor | None = None
-) -> tuple[Tensor, ...]:
-    """``word_grad``: a gradient of the words to which theirs is added, in place."""
+def _triton_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, ...]:
     call, *needs = saved
     tensors, settings = _arguments(call)
     return kernels("embedding_layer_norm").embedding_layer_norm_bwd(
@@ -240,12 +247,39 @@ def _triton_backward(
         *tensors,
         paddings=(call.padding_idx, call.position_padding_idx),
         needs=needs,
-        word_grad=word_grad,
         **settings,
     )
 
 
+#: ``table[ids[n]] += rows[n]`` for a table [V, E], ids [N] and rows [N, E], without
+#: ``padding_idx``; the rows of an id are summed in fp32, in their order.
+ADD_ROWS = in_place(
+    "add_rows_",
+    "(Tensor(a!) table, Tensor ids, Tensor rows, int padding_idx) -> ()",
+    lambda *given: kernels("embedding_layer_norm").add_rows_(*given),
+)
+
+
+def adds_rows(table: Tensor, rows: Tensor) -> bool:
+    """Whether ``ADD_ROWS`` runs on these."""
+    wanted = requested("embedding_layer_norm")
+    return (
+        (is_eager(table, rows) or is_fake(rows))
+        and not (is_batched(table) or is_batched(rows))
+        and not (rows.is_cpu and wanted != "triton")
+        and wanted in ("auto", "triton")
+        and torch.float64 not in (table.dtype, rows.dtype)
+        and table.is_contiguous()
+        and needs_triton(table, wanted == "triton") is None
+    )
+
+
 # --- registration ---------------------------------------------------------------------------------
+
+
+def dtype_of_rows(*tables: Tensor) -> torch.dtype:
+    """The dtype of the gradient of a row's sum."""
+    return functools.reduce(torch.promote_types, (one.dtype for one in tables))
 
 
 def _fake(call: Call, backend: str) -> Tensor:
@@ -254,9 +288,13 @@ def _fake(call: Call, backend: str) -> Tensor:
 
 
 def _fake_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, ...]:
-    call, *needs = saved
+    call, need_rows, *needs = saved
     tables = (call.word_weight, call.position_weight, call.token_type_weight)
     return (
+        call.weight.new_empty(
+            (call.input_ids.shape[0], call.weight.shape[0]) if need_rows else (0,),
+            dtype=dtype_of_rows(*tables),
+        ),
         *(
             one.new_empty(one.shape if need else (0,))
             for one, need in zip(tables, needs, strict=True)
@@ -281,7 +319,14 @@ OP = Op(
     eager=_eager,
     smoke=_smoke,
     saved=Saved,
-    gradients=("word_weight", "position_weight", "token_type_weight", "weight", "bias"),
+    gradients=(
+        "word_rows",
+        "word_weight",
+        "position_weight",
+        "token_type_weight",
+        "weight",
+        "bias",
+    ),
     fake_backward=_fake_backward,
 )
 OP.backend("triton", forward=_triton_forward, backward=_triton_backward, rejects=_triton_rejects)

@@ -26,6 +26,7 @@ def embedding_layer_norm_ref(
     weight: Tensor,
     bias: Tensor,
     *,
+    word_rows: Tensor | None = None,
     padding_idx: int = -1,
     position_padding_idx: int = -1,
     dropout_p: float = 0.0,
@@ -42,7 +43,10 @@ def embedding_layer_norm_ref(
     wide = torch.float32
     for one in (word_weight, position_weight, token_type_weight, weight, bias):
         wide = torch.promote_types(wide, one.dtype)
-    word = _rows(word_weight, input_ids, padding_idx)
+    if word_rows is None:
+        word = _rows(word_weight, input_ids, padding_idx)
+    else:
+        word = word_weight.detach()[input_ids] + (word_rows - word_rows.detach())
     place = _rows(position_weight, position_ids, position_padding_idx)
     kind = token_type_weight[0]
     if token_type_ids is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import json
@@ -19,8 +20,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+import fastplm
 from fastplm import models
 from fastplm.data._folder import build_once, default_cache
+from fastplm.models import _layer
 from fastplm.testing import (
     FORWARD_FACTOR,
     GRADIENT_FACTOR,
@@ -636,6 +639,37 @@ def gradients(model: nn.Module, loss: Tensor | None = None) -> dict[str, Tensor]
         model.zero_grad()
         loss.backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+#: The ops of the functions of ``_layer``. Without one of them the modules of a layer run.
+OF_BLOCKS = ("dropout_add_layer_norm", "bias_gelu")
+
+
+def trained(
+    model: nn.Module, given: Mapping[str, Any], ops: Sequence[str] = ()
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(the loss, the gradient of each parameter that has one), with these ops by PyTorch."""
+    torch.manual_seed(7)
+    with fastplm.use_backend("eager", *ops) if ops else contextlib.nullcontext():
+        loss = model(**given).loss
+    return loss.detach(), gradients(model, loss)
+
+
+@pytest.fixture
+def runs(monkeypatch) -> dict[str, int]:
+    """How often each function ran, in the order of their definitions."""
+    counts = dict.fromkeys(("project", "join", "expand"), 0)
+
+    def counted(name, function):
+        def call(*given):
+            counts[name] += 1
+            return function(*given)
+
+        return call
+
+    for name in counts:
+        monkeypatch.setattr(_layer, name, counted(name, getattr(_layer, name)))
+    return counts
 
 
 def same(first: Any, second: Any) -> bool:

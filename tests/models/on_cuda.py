@@ -21,6 +21,7 @@ if __name__ == "__main__" and (status := step_model.run_preloaded()) is not None
 import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fastplm import models
 from fastplm.models import _ragged
@@ -28,7 +29,7 @@ from fastplm.models._electra_options import OBJECTIVES
 from fastplm.nn import _rows
 from fastplm.ops._attention_call import BITS
 
-BATCH, SEQLEN, LAYERS, WIDTH, VOCAB = 8, 32, 2, 64, 96
+BATCH, SEQLEN, LAYERS, WIDTH, VOCAB = 8, 32, 2, 64, 101
 TOTAL, TOKENS, LABELS, REACHED, CAPACITY = 256, 170, 40, 150, 200
 DROPS = dict(attention_probs_dropout_prob=0.1, attention_dropout=0.1)
 SMALL = dict(vocab_size=VOCAB, num_hidden_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=2)
@@ -81,11 +82,13 @@ def of(family, sizes):
 
 
 class Count(TorchDispatchMode):
-    """Counts operators, and key masks by what their bits are kept in."""
+    """Counts operators, key masks by what their bits are kept in, and operators that read or write
+    a table of all words."""
 
     def __init__(self):
         super().__init__()
         self.names, self.masks, self.rows = collections.Counter(), set(), []
+        self.tables = collections.Counter()
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         name = op._schema.name.split("::")[1]
@@ -96,7 +99,11 @@ class Count(TorchDispatchMode):
             if call[3] is not None:
                 self.masks.add(id(getattr(call[3], BITS, call[3])))
                 self.names["masked attention"] += 1
-        return op(*args, **(kwargs or {}))
+        out = op(*args, **(kwargs or {}))
+        if name not in step_model.NO_KERNEL:
+            both = tree_leaves((args, kwargs, out))
+            self.tables[name] += any(getattr(one, "shape", ())[:1] == (VOCAB,) for one in both)
+        return out
 
 
 def step(name, batch):
@@ -147,4 +154,5 @@ if __name__ == "__main__":
     for name, batch in cases():
         count, reads = step(name, batch)
         found = dict(names=count.names, reads=reads, masks=len(count.masks), rows=count.rows)
+        found |= dict(tables=+count.tables)
         print(json.dumps([name, batch, found]))

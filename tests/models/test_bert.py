@@ -10,11 +10,14 @@ import torch._dynamo.testing
 import transformers
 from torch import nn
 
+import fastplm
+from fastplm import models
 from fastplm._machine import peak_bytes
 from fastplm.errors import ArgumentTypeError, ArgumentValueError
 from fastplm.models import BertForMaskedLM, BertForPreTraining
 from fastplm.nn.mlm_head import mlm_loss
 
+from ..samples import Operators
 from . import conftest
 from .conftest import LENGTH, ROWS, Storages, eager_parent, gradients, same, small_config
 
@@ -101,6 +104,20 @@ def test_the_tables_gradient_is_one_tensor(cls, checkpointing):
     model.get_input_embeddings().register_forward_pre_hook(lambda *_: None)
     tables, expected = backward()
     assert tables > 1 and same(found, expected)
+
+
+@pytest.mark.parametrize("family", ["Bert", "Roberta", "Albert", "Electra"])
+def test_embeddings_in_one_call_share_the_gradient(device, family):
+    """The kernel of the embeddings adds its rows to the gradient of the head."""
+    ids, labels = (one.to(device) for one in batch())
+    small = small_config(family.lower(), hidden_size=32, intermediate_size=48, embedding_size=32)
+    model = getattr(models, f"{family}ForMaskedLM")(small).to(device).train()
+    expected = gradients(model, model(ids, labels=labels).loss)
+    with fastplm.use_backend("triton", "embedding_layer_norm"), Operators() as operators:
+        found = gradients(model, model(ids, labels=labels).loss)
+    assert {"embedding_layer_norm_bwd", "add_rows_"} <= operators.names
+    assert "embedding_dense_backward" not in operators.names
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("cls", HEADS)

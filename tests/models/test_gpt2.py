@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+from unittest import mock
+
 import pytest
 import torch
 from torch.testing import assert_close
+from transformers.models.gpt2 import modeling_gpt2
 
+import fastplm
 from fastplm import models
 from fastplm._backends import record_decisions
 from fastplm.errors import ArgumentValueError
@@ -17,18 +23,23 @@ from fastplm.models import (
     OpenAIGPTDoubleHeadsModel,
     OpenAIGPTModel,
 )
+from fastplm.testing import GRADIENT_FACTOR
 
 from .conftest import (
     CLASSES,
     LENGTH,
+    OF_BLOCKS,
     PADDINGS,
     ROWS,
     as_loss,
     changed,
     config_of,
     eager_parent,
+    in_dtype_of,
+    inputs_of,
     rows_of,
     small_config,
+    trained,
 )
 
 VOCAB = 37
@@ -193,3 +204,281 @@ def test_a_head_returns_the_attentions_alone(kind):
     model = getattr(models, kind)(config(pad_token_id=0)).eval()
     ids = torch.randint(3, 9, (1, 1, 5) if "Double" in kind else (1, 5))
     assert len(model(ids, output_attentions=True).attentions) == model.config.n_layer
+
+
+# --- blocks by the functions of ``_layer`` --------------------------------------------------------
+
+#: What two layers run.
+ALL_RUN = {"project": 2, "join": 4, "expand": 2}
+#: The same with attention to the states of an encoder, which projects twice.
+CROSSED = {"project": 6, "join": 6, "expand": 2}
+NONE_RUN = dict.fromkeys(ALL_RUN, 0)
+
+
+def drops(p, **changes):
+    rates = dict(embd_pdrop=p, attn_pdrop=p, resid_pdrop=p)
+    torch.manual_seed(1)
+    return GPT2LMHeadModel(config(**rates, **changes)).train()
+
+
+def given_of(padding="right", **more):
+    return inputs_of("GPT2LMHeadModel", CONFIG, PADDINGS[padding]) | more
+
+
+def crossed_of(padding="right"):
+    states = torch.randn(ROWS, 6, CONFIG.n_embd)
+    return given_of(padding, encoder_hidden_states=states, encoder_attention_mask=SOURCE_MASK)
+
+
+def by_both(model, given):
+    return trained(model, given), trained(model, given, OF_BLOCKS)
+
+
+close = dict(rtol=2e-5, atol=2e-6)
+PACKED = torch.tensor([0, 9, 18, 27, 36], dtype=torch.int32)
+FULL = torch.rand(ROWS, 1, LENGTH, LENGTH).gt(0.3).tril() | torch.eye(LENGTH, dtype=torch.bool)
+BATCHES = {
+    "no padding": lambda: given_of("none"),
+    "padding": given_of,
+    "padding at the left": lambda: given_of("left"),
+    "padding computed": lambda: given_of(unpad=False),
+    "types": lambda: given_of(token_type_ids=batch()),
+    "positions": lambda: given_of("none", position_ids=torch.arange(LENGTH) % 5),
+    "an embedding": lambda: {
+        "inputs_embeds": torch.randn(ROWS, LENGTH, CONFIG.n_embd),
+        "labels": batch(),
+    },
+    "a mask of pairs": lambda: given_of("none", attention_mask=FULL),
+    "an added mask": lambda: given_of("none", attention_mask=torch.randn(FULL.shape) + FULL.log()),
+    "samples": lambda: given_of(sample_index=torch.tensor([7, 2, 9, 4])),
+    "packed": lambda: {
+        **{name: one.view(1, -1) for name, one in given_of("none").items()},
+        **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), PACKED),
+        **dict.fromkeys(("max_length_q", "max_length_k"), LENGTH),
+        "attention_mask": torch.ones(1, ROWS * LENGTH),
+        "position_ids": torch.arange(LENGTH).repeat(ROWS)[None],
+    },
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_blocks_equal_the_modules(runs, name, p):
+    """With dropout, too, whose seeds are drawn in the same order; with such masks by the batch."""
+    found, wanted = by_both(drops(0.0 if "mask" in name else p), BATCHES[name]())
+    assert runs == ALL_RUN
+    assert_close(found, wanted, **close)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("padding", ["none", "right"])
+def test_blocks_with_an_encoder_equal_the_modules(runs, p, padding):
+    model, given = drops(p, add_cross_attention=True), crossed_of(padding)
+    states = given["encoder_hidden_states"].requires_grad_()
+    found, of_states = trained(model, given), states.grad.clone()
+    assert runs == CROSSED
+    states.grad = None
+    assert_close(found, trained(model, given, OF_BLOCKS), **close)
+    assert_close(of_states, states.grad, **close)
+    found, wanted = by_both(model, given_of(padding))
+    assert runs == {name: CROSSED[name] + ALL_RUN[name] for name in runs}
+    assert_close(found, wanted, **close)
+
+
+OPTIONS = {
+    "a scale of each layer": dict(scale_attn_by_inverse_layer_idx=True),
+    "no scale": dict(scale_attn_weights=False),
+    "eager's order": dict(reorder_and_upcast_attn=True),
+    "exact GELU": dict(activation_function="gelu"),
+    "a narrow feed-forward": dict(n_inner=24),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS)
+def test_options_of_blocks(runs, option):
+    found, wanted = by_both(drops(0.1, **option), given_of())
+    assert runs == ALL_RUN
+    assert_close(found, wanted, **close)
+
+
+@pytest.mark.parametrize("name", ["relu", "silu", "gelu_fast"])
+def test_other_activations_are_modules(runs, name):
+    found, wanted = by_both(drops(0.1, activation_function=name), given_of())
+    assert runs == {"project": 2, "join": 2, "expand": 0}
+    assert_close(found, wanted, **close)
+
+
+@pytest.mark.parametrize("crossed", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_blocks_are_as_exact_as_the_parents(runs, crossed, autocast):
+    """The sums between the blocks are bf16 under autocast, and fp32 in the parent."""
+    given = crossed_of() if crossed else given_of()
+    model = drops(0.0, add_cross_attention=crossed)
+    parent = eager_parent(GPT2LMHeadModel, model.config).train()
+    parent.load_state_dict(model.state_dict())
+    found = []
+    for one in (parent, model):
+        # As on a GPU: on a CPU the modules run under autocast, unless a backend is asked for.
+        asked = fastplm.use_backend("cpp", *OF_BLOCKS)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), asked:
+            one.zero_grad()
+            loss = one(**given).loss
+        loss.backward()
+        found.append({name: p.grad.clone() for name, p in one.named_parameters()})
+    assert runs == (CROSSED if crossed else ALL_RUN)
+    _, exact = trained(parent.double(), in_dtype_of(parent, given))
+
+    def error(grads):
+        off = sum((grads[name].double() - exact[name]).square().sum() for name in exact)
+        return (off / sum(one.square().sum() for one in exact.values())).sqrt()
+
+    assert all(one.dtype is torch.float32 and one.is_contiguous() for one in found[1].values())
+    assert error(found[1]) <= max((2 if autocast else GRADIENT_FACTOR) * error(found[0]), 1e-6)
+
+
+@pytest.mark.parametrize("frozen", ["c_attn.weight", "c_attn", "c_fc", "ln_", "bias", "wte|wpe"])
+def test_frozen_parameters_of_blocks(runs, frozen):
+    model = drops(0.1, add_cross_attention=True)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not re.search(frozen, name))
+    found, wanted = by_both(model, crossed_of())
+    assert runs == CROSSED and found[1].keys() == wanted[1].keys()
+    assert_close(found, wanted, **close)
+
+
+def halved(module):
+    module.register_forward_hook(lambda module, given, out: out / 2)
+
+
+def as_linear(attention):
+    """The same product by another class."""
+    before = attention.c_proj
+    attention.c_proj = torch.nn.Linear(*before.weight.shape)
+    attention.c_proj.weight.data.copy_(before.weight.data.t())
+
+
+CHANGES = {
+    "a query": (lambda block: halved(block.attn.c_attn), {"project": 5}),
+    "an output": (lambda block: halved(block.attn.c_proj), {"join": 5}),
+    "a query across": (lambda block: halved(block.crossattention.q_attn), {"project": 4}),
+    "a key across": (lambda block: halved(block.crossattention.c_attn), {"project": 4}),
+    "a norm": (lambda block: halved(block.ln_cross_attn), {"join": 5}),
+    "the norm of the next": (lambda block: halved(block.ln_2), {"join": 5}),
+    "a dropout": (lambda block: halved(block.mlp.dropout), {"join": 5, "expand": 1}),
+    "an inner product": (lambda block: halved(block.mlp.c_fc), {"join": 5, "expand": 1}),
+    "an activation": (
+        lambda block: setattr(block.mlp, "act", torch.nn.SiLU()),
+        {"join": 5, "expand": 1},
+    ),
+    "a Linear": (lambda block: as_linear(block.attn), {}),
+}
+AROUND = {
+    "attention": lambda block: block.attn.register_forward_hook(
+        lambda module, given, out: (out[0] / 2, *out[1:])
+    ),
+    "feed-forward": lambda block: halved(block.mlp),
+    "block": lambda block: halved(block),
+    "a forward": lambda block: setattr(block.mlp, "forward", lambda x: x / 2),
+    "a shadow": lambda block: vars(block.mlp).update(dropout=torch.nn.Identity()),
+}
+
+
+@pytest.mark.parametrize("change, counts", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_block_with_a_module_of_the_users_runs_that_one(runs, change, counts, checkpoints):
+    model, given = drops(0.3, add_cross_attention=True), crossed_of()
+    change(model.transformer.h[1])
+    found, wanted = by_both(model, given)
+    assert runs == CROSSED | counts
+    assert_close(found, wanted, **close)
+    if checkpoints:
+        model.gradient_checkpointing_enable()
+        assert_close(trained(model, given), found, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("change", AROUND.values(), ids=AROUND)
+def test_a_model_with_changes_around_modules_runs_itself(runs, change):
+    model, given = drops(0.1), given_of()
+    change(model.transformer.h[1])
+    assert_close(*by_both(model, given))
+    assert runs == NONE_RUN
+
+
+@pytest.mark.parametrize("name", ["GPT2Attention", "GPT2MLP", "GPT2Block", "GPT2Model"])
+def test_a_class_whose_forward_was_replaced_is_called(monkeypatch, runs, name):
+    kind, called = getattr(modeling_gpt2, name), []
+    inner = kind.forward
+
+    def forward(self, *given, **more):
+        called.append(name)
+        return inner(self, *given, **more)
+
+    monkeypatch.setattr(kind, "forward", forward)
+    drops(0.1)(**given_of())
+    assert called and runs == NONE_RUN
+
+
+BY_MODULES = {
+    "hidden_states": dict(output_hidden_states=True),
+    "attentions": dict(output_attentions=True),
+    "past_key_values": dict(use_cache=True),
+}
+
+
+@pytest.mark.parametrize("name", BY_MODULES)
+def test_what_blocks_do_not_return_runs_the_modules(runs, name):
+    found = drops(0.0)(**given_of(), **BY_MODULES[name])
+    assert found[name] is not None and runs == NONE_RUN
+
+
+@pytest.mark.parametrize("change", ["sdpa", "fp64", "eager", "compiled"])
+def test_models_that_run_their_modules(runs, change):
+    model, given, asked = drops(0.0), given_of("none"), contextlib.nullcontext()
+    wanted = model(**given).loss
+    assert runs == ALL_RUN
+    if change == "sdpa":
+        model.set_attn_implementation("sdpa")
+    elif change == "fp64":
+        model.double()
+    elif change == "eager":
+        asked = fastplm.use_backend("eager", "attention")
+    elif change == "compiled":
+        asked = mock.patch.object(torch.compiler, "is_compiling", lambda: True)
+    with asked:
+        assert_close(model(**given).loss.float(), wanted)
+    assert runs == ALL_RUN
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("crossed", [False, True])
+def test_checkpointed_blocks_run_the_same_functions(runs, reentrant, crossed):
+    model = drops(0.3, add_cross_attention=crossed)
+    given, once = (crossed_of(), CROSSED) if crossed else (given_of(), ALL_RUN)
+    wanted = trained(model, given)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    assert_close(trained(model, given), wanted, rtol=0, atol=0)
+    assert runs == {name: 3 * count for name, count in once.items()}
+
+
+def test_the_rows_of_a_packed_block_drop_as_in_a_padded_one(runs):
+    model, given = drops(0.3), given_of()
+    assert_close(trained(model, given), trained(model, given | {"unpad": False}), **close)
+    assert runs == {name: 2 * count for name, count in ALL_RUN.items()}
+
+
+def test_parts_of_a_model_that_do_not_train(runs):
+    model, given = drops(0.3), given_of()
+    model.transformer.h[0].attn.eval()
+    model.transformer.h[1].mlp.eval()
+    found, wanted = by_both(model, given)
+    assert runs == ALL_RUN
+    assert_close(found, wanted, **close)
+
+
+def test_a_hook_on_the_last_norm(runs):
+    model, given = drops(0.0), given_of()
+    halved(model.transformer.ln_f)
+    found, wanted = by_both(model, given)
+    assert runs == {"project": 2, "join": 3, "expand": 1}
+    assert_close(found, wanted, **close)

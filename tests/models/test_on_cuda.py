@@ -81,6 +81,14 @@ def test_seeds_are_drawn_once(steps, case):
     assert names["randint"] == backbones + drops + ("Joint" in name)
 
 
+@of_batch("padded", "positions")
+def test_every_layer_runs_by_functions(steps, case):
+    """A norm follows each of its blocks; a decoder with an encoder has three."""
+    name, names = case[0], steps[case]["names"]
+    norms = sum(names.get(f"dropout_add_{kind}_norm_fwd", 0) for kind in ("layer", "rms"))
+    assert norms == LAYERS * (5 if "Generation" in name else 4 if "Joint" in name else 2)
+
+
 def _has_lookups(name):
     """Whether the embeddings of a model are modules, not one operator."""
     return any(family in name for family in ("GPT", "T5", "Bart"))
@@ -92,5 +100,21 @@ def test_each_table_of_embeddings_sorts_its_ids_once(steps, case):
     names = steps[case]["names"]
     if not _has_lookups(name):  # the operator sorts once for a table
         assert names["embedding_layer_norm_bwd"] == names["embedding_layer_norm_fwd"]
-    tables = 4 if "T5" in name or "Bart" in name else 2 if "GPT" in name else 0
-    assert names.get("embedding_dense_backward", 0) == tables
+    tables = 2 if "T5" in name or "Bart" in name else 1 if "GPT" in name else 0
+    assert names.get("embedding_dense_backward", 0) == tables  # of positions
+
+
+@of_batch(*on_cuda.BATCHES)
+def test_the_gradient_of_all_words_is_written_once(steps, case):
+    """By the head; the rows of the lookups are added in place. A second model, which has no head,
+    or one of its own, has a sum of its own."""
+    (name, _), tables = case, dict(steps[case]["tables"])
+    heads = tables.pop("linear_cross_entropy_fwd", 0)
+    assert tables.pop("linear_cross_entropy_bwd", 0) == heads
+    for lookup in ("embedding", "embedding_layer_norm_fwd", "embedding_layer_norm_bwd"):
+        tables.pop(lookup, 0)
+    if not heads:
+        return
+    lookups = 2 if "T5" in name or "Bart" in name else 1
+    assert tables.pop("add_rows_") == lookups
+    assert tables == ({"add": heads} if "Joint" in name else {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import re
 
@@ -14,12 +13,12 @@ from transformers.models.t5 import modeling_t5
 import fastplm.hf
 from fastplm import models
 from fastplm._backends import record_decisions
-from fastplm.models import T5ForConditionalGeneration, T5Model, _layer
+from fastplm.models import T5ForConditionalGeneration, T5Model
 from fastplm.models._base import switch_modules
 from fastplm.testing import GRADIENT_FACTOR
 
 from . import conftest
-from .conftest import LENGTH, PADDINGS, ROWS, changed, small_config
+from .conftest import LENGTH, OF_BLOCKS, PADDINGS, ROWS, changed, small_config, trained
 
 CONFIG = small_config("t5", num_labels=3)
 #: A model with gated GELU, and with an untied head whose input is not scaled.
@@ -124,44 +123,12 @@ def test_question_answering_computes_every_row_of_the_decoder(unpad):
 
 # --- blocks by the functions of ``_layer`` --------------------------------------------------------
 
-#: The ops of a block, which ``modules`` sends to PyTorch: then the modules run themselves.
-OF_BLOCKS = ("dropout_add_layer_norm", "bias_gelu")
 FORMS = {"v1.0": {}, "v1.1": V1_1, "gated ReLU": dict(is_gated_act=True, dense_act_fn="relu")}
 every_form = pytest.mark.parametrize("fields", FORMS.values(), ids=FORMS)
 
 
-@pytest.fixture
-def runs(monkeypatch):
-    """How often each function ran, in the order of their definitions."""
-    counts = dict.fromkeys(("project", "join", "expand"), 0)
-
-    def counted(name, function):
-        def call(*given):
-            counts[name] += 1
-            return function(*given)
-
-        return call
-
-    for name in counts:
-        monkeypatch.setattr(_layer, name, counted(name, getattr(_layer, name)))
-    return counts
-
-
 #: What two layers on each side run: 6 attentions, of which the 2 across project twice.
 ALL_RUN = {"project": 8, "join": 10, "expand": 4}
-
-
-def gradients(model, given, ops=()):
-    """(loss, the gradient of each parameter that has one)."""
-    torch.manual_seed(7)
-    model.zero_grad()
-    with contextlib.ExitStack() as stack:
-        for op in ops:
-            stack.enter_context(fastplm.use_backend("eager", op))
-        loss = model(**given).loss
-    loss.backward()
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return loss.detach(), found
 
 
 def of_training(fields, p=0.1, **more):
@@ -176,9 +143,9 @@ def of_training(fields, p=0.1, **more):
 def test_blocks_equal_the_modules(runs, fields, padding, p):
     """With dropout, too, whose seeds are drawn in the same order."""
     model, given = of_training(fields, p), inputs_of("T5ForConditionalGeneration", padding)
-    found = gradients(model, given)
+    found = trained(model, given)
     assert runs == ALL_RUN
-    wanted = gradients(model, given, OF_BLOCKS)
+    wanted = trained(model, given, OF_BLOCKS)
     assert runs == ALL_RUN
     torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-6)
 
@@ -188,10 +155,10 @@ def test_the_gradients_of_blocks_are_as_exact_as_the_parents(fields):
     model, given = of_training(fields, 0.0), inputs_of("T5ForConditionalGeneration", "right")
     exact = transformers.T5ForConditionalGeneration(model.config)
     exact.load_state_dict(model.state_dict())
-    parent = gradients(exact, given)[1]
+    parent = trained(exact, given)[1]
     parent = {name: one.clone() for name, one in parent.items()}
-    wanted = gradients(exact.double(), given)[1]
-    found = gradients(model, given)[1]
+    wanted = trained(exact.double(), given)[1]
+    found = trained(model, given)[1]
     assert found.keys() == wanted.keys()
     for name, one in wanted.items():
         error = (found[name] - one).norm() / one.norm()
@@ -217,7 +184,7 @@ def test_blocks_under_autocast_are_as_exact_as_the_parents(runs, fields):
         used = {name: p.grad for name, p in one.named_parameters() if p.grad is not None}
         errors.append(used)
     assert runs == ALL_RUN
-    _, exact = gradients(parent.double(), given)
+    _, exact = trained(parent.double(), given)
 
     def error(found):
         off = sum((found[name].double() - exact[name]).square().sum() for name in exact)
@@ -236,9 +203,9 @@ def test_frozen_parameters_of_blocks(runs, fields, frozen):
     model, given = of_training(fields), inputs_of("T5ForConditionalGeneration", "right")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not re.search(frozen, name))
-    found = gradients(model, given)
+    found = trained(model, given)
     assert runs == ALL_RUN
-    wanted = gradients(model, given, OF_BLOCKS)
+    wanted = trained(model, given, OF_BLOCKS)
     assert found[1].keys() == wanted[1].keys()
     torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-6)
 
@@ -272,6 +239,16 @@ AROUND = {
 }
 
 
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_checkpointed_modules_drop_the_same_again(change):
+    """The backward runs them alone, so they find the numbers of their rows in the checkpoint."""
+    model, given = of_training({}, 0.3), inputs_of("T5ForConditionalGeneration", "right")
+    change[0](model.decoder.block[1].layer)
+    wanted = trained(model, given)
+    model.gradient_checkpointing_enable()
+    torch.testing.assert_close(trained(model, given), wanted, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("change, counts", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_block_with_a_module_of_the_users_runs_that_one(runs, change, counts, autocast):
@@ -280,9 +257,9 @@ def test_a_block_with_a_module_of_the_users_runs_that_one(runs, change, counts, 
     asked = fastplm.use_backend("cpp", "dropout_add_layer_norm", "bias_gelu")
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         with asked:
-            found = gradients(model, given)
+            found = trained(model, given)
         assert runs == ALL_RUN | counts
-        wanted = gradients(model, given, OF_BLOCKS)
+        wanted = trained(model, given, OF_BLOCKS)
     close = dict(rtol=0.3, atol=0.05) if autocast else dict(rtol=2e-5, atol=2e-6)
     torch.testing.assert_close(found, wanted, **close)
 
@@ -294,9 +271,9 @@ def test_parts_of_a_model_that_do_not_train(runs):
     for module in model.decoder.block[1].layer[2].modules():
         if isinstance(module, torch.nn.Dropout):
             module.eval()
-    found = gradients(model, given)
+    found = trained(model, given)
     assert runs == ALL_RUN
-    torch.testing.assert_close(found, gradients(model, given, OF_BLOCKS), rtol=2e-5, atol=2e-6)
+    torch.testing.assert_close(found, trained(model, given, OF_BLOCKS), rtol=2e-5, atol=2e-6)
 
 
 def test_sums_of_fp16_are_the_parents(runs):
@@ -312,9 +289,9 @@ def test_sums_of_fp16_are_the_parents(runs):
 def test_a_stack_with_a_hook_around_modules_runs_itself(runs, change):
     model, given = of_training({}), inputs_of("T5ForConditionalGeneration", "right")
     change(model.decoder.block[1].layer)
-    found = gradients(model, given)
+    found = trained(model, given)
     assert runs == OF_ENCODER
-    torch.testing.assert_close(found, gradients(model, given, OF_BLOCKS), rtol=2e-5, atol=2e-6)
+    torch.testing.assert_close(found, trained(model, given, OF_BLOCKS), rtol=2e-5, atol=2e-6)
 
 
 def test_what_blocks_do_not_return_runs_the_modules(runs):
@@ -326,10 +303,10 @@ def test_what_blocks_do_not_return_runs_the_modules(runs):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_blocks_run_the_same_functions(runs, reentrant):
     model, given = of_training({}), inputs_of("T5ForConditionalGeneration", "right")
-    wanted = gradients(model, given)
+    wanted = trained(model, given)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
-    found = gradients(model, given)
+    found = trained(model, given)
     assert runs == {name: 3 * count for name, count in ALL_RUN.items()}
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 

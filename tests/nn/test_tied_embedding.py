@@ -16,6 +16,8 @@ from fastplm.nn._tied_embedding import shares_table, tied_embedding, tied_lookup
 from fastplm.reference.linear_cross_entropy import linear_cross_entropy_ref
 from fastplm.testing import assert_repeatable, assert_within_budget
 
+from ..samples import Operators
+
 VOCAB, WIDTH, PADDING = 31, 18, 3
 
 
@@ -98,6 +100,24 @@ def test_half_precision_rows_are_added_up_in_fp32(dtype):
     torch.autograd.backward((rows, head), (torch.ones_like(rows), of_head))
     assert (weight.grad[5] == torch.tensor(4100.0).to(dtype)).all()
     assert (weight.grad[6] == 5.0).all()
+
+
+@pytest.mark.parametrize("read", [True, False])
+@pytest.mark.parametrize("sole_use", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_kernel_adds_the_rows(dtype, sole_use, read):
+    ids, weight = some_ids(), torch.randn(VOCAB, WIDTH, dtype=dtype, requires_grad=True)
+    wide = weight.detach().float().requires_grad_()
+    upstream, of_head = torch.randn(*ids.shape, WIDTH).to(dtype), torch.randn_like(weight)
+    rows = F.embedding(ids, wide, PADDING)
+    (expected,) = torch.autograd.grad(rows, wide, upstream.float())
+    with fastplm.use_backend("triton"), Operators() as operators:
+        rows, head = tied_embedding(ids, weight, PADDING, sole_use=sole_use, read=read)
+        (found,) = torch.autograd.grad((rows, head), weight, (upstream, of_head.clone()))
+    assert "add_rows_" in operators.names
+    assert "embedding_dense_backward" not in operators.names
+    assert ("embedding" in operators.names) == read
+    torch.testing.assert_close(found, (expected + of_head).to(dtype))
 
 
 def test_only_one_of_the_two_uses():

@@ -1421,13 +1421,36 @@ class _CuDNN:
         return out, logsumexp if statistics else logsumexp * NAN, *[None] * 7
 
 
+class _CuDNNBackward:
+    """What ``aten::_scaled_dot_product_cudnn_attention_backward`` returns."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, grad, query, key, value, out, logsumexp, seed, offset, *others, scale):
+        self.calls += 1
+        *undefined, queries, keys, dropout_p, is_causal = others
+        assert undefined == [None] * 3 and dropout_p == 0.0 and seed.shape == offset.shape == ()
+        assert (queries, keys) == (query.shape[2], key.shape[2])
+        leaves = [one.detach().double().requires_grad_() for one in (query, key, value)]
+        with torch.enable_grad():
+            expected, sums, *_ = _CuDNN()(*leaves, None, True, 0.0, is_causal, False, scale=scale)
+        torch.testing.assert_close(logsumexp, sums.detach())
+        torch.testing.assert_close(out.double(), expected.detach(), atol=1e-2, rtol=1e-2)
+        return [one.to(query.dtype) for one in torch.autograd.grad(expected, leaves, grad.double())]
+
+
 @pytest.fixture
 def cudnn(monkeypatch):
-    """The backend "cudnn" on a CPU; its backward is interpreted."""
+    """The backend "cudnn" on a CPU; its backward is interpreted, or PyTorch's."""
     attention = sys.modules["fastplm.ops.attention"]
     monkeypatch.setattr(
         torch.ops.aten, "_scaled_dot_product_cudnn_attention", SimpleNamespace(default=_CuDNN())
     )
+    name, backward = "_scaled_dot_product_cudnn_attention_backward", _CuDNNBackward()
+    monkeypatch.setattr(torch.ops.aten, name, SimpleNamespace(default=backward))
+    monkeypatch.setattr(attention, "of_cudnn", backward, raising=False)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
     backends = OPS["attention"].backends
     made = Backend("cudnn", accepts_all, backends["cudnn"].functions)
     monkeypatch.setitem(backends, "cudnn", made)
@@ -1444,6 +1467,52 @@ def test_cudnns_forward_with_our_backward(cudnn, dtype, is_causal, seqlen_q, seq
     cpu = torch.device("cpu")
     inputs = make(cpu, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=64, dtype=dtype)
     check("cudnn", inputs | dict(is_causal=is_causal))
+
+
+@half_precision
+@pytest.mark.parametrize("is_causal", (False, True))
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), ((20, 512), (513, 513)))
+def test_cudnns_backward_runs_where_it_is_named(cudnn, dtype, is_causal, seqlen_q, seqlen_k):
+    if is_causal and seqlen_q != seqlen_k:
+        pytest.skip("cuDNN aligns causality at the first key")
+    cpu = torch.device("cpu")
+    inputs = make(cpu, heads=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=64, dtype=dtype)
+    check("cudnn", inputs | dict(is_causal=is_causal))
+    assert cudnn.of_cudnn.calls > 0
+
+
+def test_cudnns_backward_runs_nowhere_else(cudnn, monkeypatch):
+    """Not where "auto" chooses cuDNN, nor below 512 keys, nor with deterministic algorithms."""
+    for name in ("cpp", "torch"):
+        monkeypatch.delitem(OPS["attention"].backends, name)
+    inputs = make(torch.device("cpu"), heads=1, seqlen_q=9, seqlen_k=512, head_dim=64)
+    query, key, value = (inputs[name].half().requires_grad_() for name in ("query", "key", "value"))
+
+    def run(keys=512):
+        ops.attention(query, key[:, :, :keys], value[:, :, :keys]).sum().backward()
+
+    run()
+    with fastplm.use_backend("cudnn", "attention"):
+        run(511)
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+        run()
+    assert cudnn.of_cudnn.calls == 0
+
+
+def test_pytorch_takes_the_calls_of_cudnn(monkeypatch):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
+    attention = sys.modules["fastplm.ops.attention"]
+    with torch.device("meta"), fastplm.use_backend("cudnn", "attention"):
+        query = torch.empty(2, 3, 512, 64, dtype=torch.bfloat16)
+        call = attention.Call(
+            query, query, query, *[None] * 4, 512, 512, None, False, 0, None, None, 0.0, True, 0.125
+        )
+        assert attention._cudnn_backward_row(call) is not None
+        call = call._replace(reorders=True)
+        out, logsumexp = attention._cudnn_forward(call)
+        grads = attention._cudnn_backward(out, attention.Saved(call, out, logsumexp, False))
+        assert logsumexp.shape == attention._statistics(call, "cudnn").shape
+        assert [one.shape for one in (out, *grads[:3])] == [query.shape] * 4
 
 
 #: Forwards on an H100 in 16 bits, head dim 64: (queries, keys, causal, who runs them).
@@ -1501,14 +1570,18 @@ def test_the_faster_forward_of_a_size_runs(monkeypatch, queries, keys, is_causal
     assert chosen() == "triton"
 
 
-def test_rows_named_by_the_rule_of_cudnn_are_there_and_say_so():
+@pytest.mark.parametrize(
+    ("rule", "direction", "count"),
+    (("_cudnn_row", "forward", 6), ("_cudnn_backward_row", "backward", 4)),
+)
+def test_rows_named_by_the_rule_of_cudnn_are_there_and_say_so(rule, direction, count):
     folder = Path(__file__).parents[2] / "benchmarks/results/nvidia-h100-80gb-hbm3"
     with (folder / "attention.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["direction"] == "forward"]
+        rows = [row for row in csv.DictReader(file) if row["direction"] == direction]
     found = {(row["case"], row["variant"]): row["p50_us"] for row in rows}
-    text = inspect.getsource(sys.modules["fastplm.ops.attention"]._cudnn_row)
+    text = inspect.getsource(getattr(sys.modules["fastplm.ops.attention"], rule))
     named = re.findall(r"([A-Z][\w-]+ \d+x\d+(?: causal)?|cross \d+x\d+): (\d+), (\d+)", text)
-    assert len(named) == 6
+    assert len(named) == count
     for case, theirs, ours in named:
         assert round(float(found[case, "sdpa cudnn"])) == int(theirs) < int(ours)
         assert round(float(found[case, "fastplm"])) == int(ours)

@@ -12,14 +12,14 @@ from torch import nn
 
 import fastplm
 from fastplm import ops
-from fastplm._registry import OPS
 from fastplm.errors import BackendError
+from fastplm.nn._tied_embedding import tied_embedding
 from fastplm.reference.dropout import dropout_ref
 from fastplm.reference.embedding_layer_norm import embedding_layer_norm_ref
 from fastplm.testing import assert_repeatable, assert_within_budget, poisoned_memory
 
 from ..pairwise import pairwise
-from ..samples import TABLES
+from ..samples import TABLES, Operators
 
 #: The dtype of the tables and that of the result.
 DTYPES = {
@@ -162,18 +162,30 @@ def test_rows_are_added_by_their_ids(device, rows, kinds, width):
     assert torch.equal(table, expected)
 
 
+@each_dtype
+def test_rows_of_words_get_their_gradient(device, dtypes):
+    inputs = make(device, 63, 40, dtypes) | random(device, 63)
+    inputs["word_rows"] = torch.zeros(63, 40, dtype=dtypes[0], device=device)
+    check(inputs | {"padding_idx": 3}, wrt=("word_rows", *TABLES[1:]))
+    table = inputs["word_weight"].requires_grad_()
+    run(**inputs | {"word_rows": inputs["word_rows"].requires_grad_()}).sum().backward()
+    assert table.grad is None and inputs["word_rows"].grad[inputs["input_ids"] == 3].any()
+
+
 def test_the_sums_of_words_are_added_to_a_gradient(device):
     """As a head needs whose weight is the table of the words."""
-    inputs, op = make(device, 63, 40), OPS["embedding_layer_norm"]
-    out, expected, *_ = gradients(inputs | {"padding_idx": 3})
-    names = ("padding_idx", "position_padding_idx", "seed", "sample_index", "position")
-    settings = dict(zip(names, (3, -1, None, None, None), strict=True))
-    call = op.call(**inputs | settings | dict(dropout_p=0.0, eps=1e-12, dtype="float32"))
-    saved = op.saved.declared(call, True, False, False)
+    inputs = make(device, 63, 40) | {"padding_idx": 3}
+    _, expected, *_ = gradients(inputs)
+    table = inputs["word_weight"].requires_grad_()
+    rows, alias = tied_embedding(inputs["input_ids"], table, 3, sole_use=True, read=False)
+    assert rows.untyped_storage().data_ptr() == table.data_ptr()
     buffer = torch.randn(VOCAB, 40, device=device)
     before = buffer.clone()
-    found, places, types, *_ = op.backends["triton"].backward(torch.ones_like(out), saved, buffer)
-    assert found is buffer and places.numel() == types.numel() == 0
+    with fastplm.use_backend("triton"), Operators() as operators:
+        out = run(**inputs, word_rows=rows)
+        (found,) = torch.autograd.grad((out, alias), table, (torch.ones_like(out), buffer))
+    assert found is buffer
+    assert "add_rows_" in operators.names and "embedding_dense_backward" not in operators.names
     torch.testing.assert_close(buffer, before + expected)
     assert torch.equal(buffer[3], before[3])
 
@@ -188,7 +200,7 @@ def test_one_gradient_alone(device, name):
 
 
 def test_groups_of_many_rows(device, monkeypatch):
-    kernels = importlib.import_module("fastplm.triton_kernels.dropout_add_layer_norm")
+    kernels = importlib.import_module("fastplm.triton_kernels._rows")
     monkeypatch.setattr(kernels, "_MAX_GROUPS", 3)
     check(make(device, 150, 40) | random(device, 150))
 

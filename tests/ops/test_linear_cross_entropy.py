@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import fastplm
 from fastplm import ops
@@ -38,6 +39,7 @@ from fastplm.testing import (
     p_value,
     poisoned_memory,
 )
+from step_model import NO_KERNEL
 
 from ..pairwise import pairwise
 
@@ -1378,6 +1380,41 @@ class Allocations(TorchDispatchMode):
         if "empty" in func.__name__ or "_to_copy" in func.__name__:
             self.bytes.append(result.nbytes)
         return result
+
+
+class Passes(TorchDispatchMode):
+    """The operators that read or write a matrix of so many rows at least."""
+
+    def __init__(self, rows, width):
+        super().__init__()
+        self.rows, self.width, self.names = rows, width, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[1]
+        shapes = [one.shape for one in tree_leaves((args, result)) if isinstance(one, torch.Tensor)]
+        if name not in NO_KERNEL and any(
+            len(shape) == 2 and shape[0] >= self.rows and shape[1] == self.width for shape in shapes
+        ):
+            self.names.append(name)
+        return result
+
+
+@pytest.mark.parametrize("weights", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("kept_rows", (0, 600, 1000))
+@pytest.mark.parametrize("vocab", (3000, 3002))
+def test_the_weight_is_copied_once_a_step(weights, kept_rows, vocab):
+    """It is cast and padded by the forward; of the gradient's product one pass makes the gradient,
+    and one more rounds a sum of two. Products on meta tensors compute nothing."""
+    cases = importlib.import_module("fastplm.triton_kernels.linear_cross_entropy.cases")
+    launches_of = importlib.import_module("fastplm.triton_kernels._launch").record_launches
+    with Passes(3000, 64) as passes, launches_of(90):
+        options = dict(rows=1000, vocab=vocab, weight_dtype=weights)
+        cases.meta_case(torch.bfloat16, 64, kept_rows, **options)
+    copied = weights is torch.float32 or (vocab % 8 and kept_rows)
+    summed = kept_rows == 600 and weights is torch.bfloat16
+    expected = ["copy_"] * bool(copied) + ["mul"] * bool(kept_rows) + ["copy_"] * summed
+    assert passes.names == expected
 
 
 def test_spare_rows_take_three_launches_and_no_buffer_for_their_gradients(monkeypatch):

@@ -473,7 +473,7 @@ def backward_kept(
     columns = products.whole_vectors(vocab)
     if dx_ptr is not None:
         split_dx = input.new_empty(1, part.rows, width, dtype=torch.float32)
-        products.multiply(d[:, :columns], products.padded(w, input.dtype), split_dx[0])
+        products.multiply(d[:, :columns], w, split_dx[0])
         _reduce_input(part, split_dx, g, dx_ptr)
     if dw_ptr is None and db_ptr is None:
         return

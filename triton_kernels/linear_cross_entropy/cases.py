@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fastplm.triton_kernels._launch import cdiv
+from fastplm.triton_kernels.linear_cross_entropy import products
 from fastplm.triton_kernels.linear_cross_entropy.launch import (
     linear_cross_entropy_bwd,
     linear_cross_entropy_fwd,
@@ -66,6 +67,7 @@ def meta_case(
     temperature: float | None = None,
     reduces: bool = True,
     spare: bool = False,
+    weight_dtype: torch.dtype | None = None,
 ) -> None:
     """Launch forward and backward on meta tensors; with a ``temperature`` it samples.
 
@@ -79,11 +81,14 @@ def meta_case(
     loss, log_probability, row_max, row_sum = (meta(rows) for _ in range(4))
     columns = cdiv(vocab, 64) * 64
     grad_logits = meta(kept_rows, columns, dtype=dtype) if kept_rows else meta(0, dtype=dtype)
-    slots = meta(kept_rows, width, dtype=dtype)
+    weight_dtype = dtype if weight_dtype is None else weight_dtype
+    whole = products.whole_vectors(vocab)
+    copied = whole if weight_dtype is not dtype or (kept_rows and whole > vocab) else 0
+    slots = meta(copied + kept_rows, width, dtype=dtype)
     order = meta(ORDER_START + rows, dtype=torch.int64)
     same = dict(
         input=meta(rows, width, dtype=dtype),
-        linear_weight=meta(vocab, width, dtype=dtype),
+        linear_weight=meta(vocab, width, dtype=weight_dtype),
         linear_bias=meta(vocab, dtype=dtype),
         target=ids(),
         ignore_index=-100,
@@ -113,7 +118,7 @@ def meta_case(
         grad_loss = total.expand(rows)
     linear_cross_entropy_bwd(
         meta(rows, width, dtype=dtype),
-        meta(vocab, width, dtype=dtype),
+        meta(vocab, width, dtype=weight_dtype),
         meta(vocab, dtype=dtype),
         grad_loss=grad_loss,
         log_probability=log_probability,

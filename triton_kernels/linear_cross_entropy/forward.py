@@ -392,11 +392,7 @@ def forward_kept(
     """Launch the forward of the rows that keep their logits, which end as D in ``grad_logits``."""
     input, vocab = operands["x_ptr"], operands["V"]
     fill_slots(part, operands, slots)
-    products.multiply(
-        slots,
-        products.padded(weight, input.dtype).t(),
-        grad_logits[:, : products.whole_vectors(vocab)],
-    )
+    products.multiply(slots, weight.t(), grad_logits[:, : products.whole_vectors(vocab)])
     block_n, block_v, num_warps = configs.rows_config(input)
     tiles = cdiv(vocab, block_v)
     tile_max, tile_sum = (

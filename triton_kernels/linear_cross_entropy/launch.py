@@ -7,23 +7,19 @@ from typing import Any
 import torch
 
 from fastplm.triton_kernels._launch import upcast_dot
+from fastplm.triton_kernels.linear_cross_entropy import products
 from fastplm.triton_kernels.linear_cross_entropy.backward import backward_kept, backward_recomputed
 from fastplm.triton_kernels.linear_cross_entropy.forward import forward_kept, forward_recomputed
-from fastplm.triton_kernels.linear_cross_entropy.rows import Part, parts_of, write_order
+from fastplm.triton_kernels.linear_cross_entropy.rows import parts_of, write_order
 
 # Offsets inside a tile of 128 rows are computed in 32 bits.
 _MAX_STRIDE = 1 << 23
 
 
 def operands_of(
-    input: torch.Tensor,
-    linear_weight: torch.Tensor,
-    linear_bias: torch.Tensor | None,
-    parts: list[Part],
+    input: torch.Tensor, linear_weight: torch.Tensor, linear_bias: torch.Tensor | None
 ) -> dict[str, Any]:
-    """The keywords that all product kernels share. Only rows without kept logits read W."""
-    if not all(part.kept for part in parts):
-        linear_weight = linear_weight.to(input.dtype)
+    """The keywords that all product kernels share."""
     if linear_weight.stride(0) >= _MAX_STRIDE:
         linear_weight = linear_weight.contiguous()
     return dict(
@@ -73,11 +69,15 @@ def linear_cross_entropy_fwd(
 
     Statistics fp32 [N]; argmax and sample int64 [N], or without elements; ``grad_logits``
     [kept_rows, V padded] in the dtype of ``input``, or without elements. The backward also reads
-    ``slots`` [kept_rows, E], the rows that keep their logits, and ``order`` int64 [4 + N].
+    ``slots`` [copied_rows + kept_rows, E], the copy of W that products read, if one is needed, and
+    the rows that keep their logits; and ``order`` int64 [4 + N].
     """
+    vocab = linear_weight.shape[0]
+    weight, kept = products.weight_of(linear_weight, slots, kept_rows)
+    products.copy_to(weight, linear_weight)
     write_order(target, ignore_index, kept_rows, order)
     parts = parts_of(order, kept_rows)
-    operands = operands_of(input, linear_weight, linear_bias, parts)
+    operands = operands_of(input, weight[:vocab], linear_bias)
     statistics = dict(
         target_ptr=target,
         loss_ptr=loss,
@@ -98,7 +98,7 @@ def linear_cross_entropy_fwd(
         )
     for part in parts:
         if part.kept:
-            forward_kept(part, linear_weight, operands, statistics, draw, grad_logits, slots)
+            forward_kept(part, weight, operands, statistics, draw, grad_logits, kept)
         else:
             forward_recomputed(part, operands, statistics, draw)
 
@@ -136,7 +136,8 @@ def linear_cross_entropy_bwd(
         grad_weight.zero_()
         grad_bias.zero_()
         return
-    operands = operands_of(input, linear_weight, linear_bias, parts)
+    weight, kept = products.weight_of(linear_weight, slots, grad_logits.shape[0])
+    operands = operands_of(input, weight[: linear_weight.shape[0]], linear_bias)
     dw, db = grad_weight, grad_bias
     if len(parts) > 1:
         dw, db = sums_like(dw), sums_like(db)
@@ -148,9 +149,7 @@ def linear_cross_entropy_bwd(
     )
     for number, part in enumerate(parts):
         if part.kept:
-            backward_kept(
-                part, operands, slots, **grads, w=linear_weight, g=grad_loss, d=grad_logits
-            )
+            backward_kept(part, operands, kept, **grads, w=weight, g=grad_loss, d=grad_logits)
             continue
         backward_recomputed(
             part,

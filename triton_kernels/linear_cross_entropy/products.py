@@ -10,18 +10,35 @@ from fastplm.triton_kernels._launch import cdiv
 _VECTOR = 8
 
 
-def padded(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """W in ``dtype``, with rows of 0 up to a multiple of 8.
+def weight_of(
+    weight: torch.Tensor, slots: torch.Tensor, kept_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(W as products read it, the slots): ``slots`` may begin with a copy of W, see ``copy_to``."""
+    copied = slots.shape[0] - kept_rows
+    return slots[:copied] if copied else weight, slots[copied:]
+
+
+def copied(weight: torch.Tensor, dtype: torch.dtype, whole: bool) -> torch.Tensor:
+    """W in ``dtype``, and with ``whole`` as products need it."""
+    vocab, width = weight.shape
+    rows = whole_vectors(vocab) if whole else vocab
+    if weight.dtype is dtype and rows == vocab:
+        return weight
+    copy = weight.new_empty(rows, width, dtype=dtype)
+    copy_to(copy, weight)
+    return copy
+
+
+def copy_to(copy: torch.Tensor, weight: torch.Tensor) -> None:
+    """Write W into a copy of it, if it is one, with rows of 0 up to a multiple of 8.
 
     The kernels of cuBLAS need each dimension of a matrix in whole vectors of 16 bytes.
     """
-    vocab, width = weight.shape
-    if vocab % _VECTOR == 0:
-        return weight.to(dtype)
-    padded = weight.new_empty(whole_vectors(vocab), width, dtype=dtype)
-    padded[:vocab] = weight
-    padded[vocab:] = 0.0
-    return padded
+    if copy is weight:
+        return
+    vocab = weight.shape[0]
+    copy[:vocab] = weight
+    copy[vocab:] = 0.0
 
 
 def whole_vectors(columns: int) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fastplm.triton_kernels._launch import cdiv
+from fastplm.triton_kernels.linear_cross_entropy.products import whole_vectors
 from fastplm.triton_kernels.linear_cross_entropy.rows import mean
 from fastplm.triton_kernels.linear_cross_entropy.tiles import ORDER_START
 from fastplm.triton_kernels.linear_distillation.launch import (
@@ -65,7 +66,8 @@ def meta_case(
     statistics = meta(7, rows)
     columns = cdiv(vocab, 64) * 64
     grad_logits = meta(kept_rows, columns, dtype=dtype) if kept_rows else meta(0, dtype=dtype)
-    slots = meta(kept_rows, width, dtype=dtype)
+    copied = whole_vectors(vocab) if kept_rows else 0
+    slots = meta(copied + kept_rows, width, dtype=dtype)
     order = meta(ORDER_START + rows, dtype=torch.int64)
     given = divergence == "given"
     same: dict[str, Any] = dict(

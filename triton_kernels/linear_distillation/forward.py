@@ -472,6 +472,7 @@ def forward_kept(
     part: Part,
     student: dict[str, Any],
     teacher: dict[str, Any],
+    weights: tuple[torch.Tensor, torch.Tensor],
     setting: dict[str, Any],
     results: dict[str, Any],
     grad_logits: torch.Tensor,
@@ -487,9 +488,8 @@ def forward_kept(
         teacher_slots = taught.new_empty(part.rows, taught.shape[1])
         teacher_logits = taught.new_empty(part.rows, grad_logits.shape[1])
         sides.append((teacher, teacher_slots, teacher_logits))
-    for side, rows, logits in sides:
+    for (side, rows, logits), weight in zip(sides, weights, strict=False):
         fill_slots(part, side, rows)
-        weight = products.padded(side["w_ptr"], rows.dtype)
         products.multiply(rows, weight.t(), logits[:, :columns])
     if given is not None:
         picked = pick_logits(part, student, given, setting, results, grad_logits)

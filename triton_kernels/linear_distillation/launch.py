@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fastplm.triton_kernels._launch import cdiv, launch
+from fastplm.triton_kernels.linear_cross_entropy import products
 from fastplm.triton_kernels.linear_cross_entropy.backward import (
     Logits,
     backward_kept,
@@ -29,18 +30,23 @@ from fastplm.triton_kernels.linear_distillation.tiles import DIVERGENCES
 
 def _teacher_of(
     student: dict[str, Any],
-    parts: list[Part],
+    whole: bool | None,
     input: torch.Tensor | None,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     indices: torch.Tensor | None,
     probabilities: torch.Tensor | None,
 ) -> tuple[dict[str, Any], Given | None]:
-    """The teacher's operands, or rows of width 0 in their place with the given probabilities."""
+    """The teacher's operands, or rows of width 0 in their place with the given probabilities.
+
+    ``whole``: whether whole products read its weight; None: nothing reads it.
+    """
     if input is None or weight is None:
         assert indices is not None and probabilities is not None
         return student | dict(E=0, HAS_BIAS=False), Given(indices, probabilities)
-    return operands_of(input, weight, bias, parts), None
+    if whole is not None:
+        weight = products.copied(weight, input.dtype, whole)
+    return operands_of(input, weight, bias), None
 
 
 def _setting(
@@ -96,12 +102,14 @@ def linear_distillation_fwd(
     Loss and its parts fp32 [N]; statistics fp32 [7, N]; the others as in ``linear_cross_entropy``.
     Without a teacher's rows: teacher_indices int64 and teacher_probabilities fp32, both [N, K].
     """
+    weight, kept = products.weight_of(linear_weight, slots, kept_rows)
+    products.copy_to(weight, linear_weight)
     write_order(target, ignore_index, kept_rows, order)
     parts = parts_of(order, kept_rows)
-    student = operands_of(input, linear_weight, linear_bias, parts)
+    student = operands_of(input, weight[: linear_weight.shape[0]], linear_bias)
     teacher, given = _teacher_of(
         student,
-        parts,
+        kept_rows > 0,
         teacher_input,
         teacher_weight,
         teacher_bias,
@@ -124,7 +132,10 @@ def linear_distillation_fwd(
     )
     for part in parts:
         if part.kept:
-            forward_kept(part, student, teacher, setting, results, grad_logits, slots, given)
+            weights = weight, teacher["w_ptr"]
+            forward_kept(
+                part, student, teacher, weights, setting, results, grad_logits, kept, given
+            )
         else:
             forward_recomputed(part, student, teacher, setting, results, given)
 
@@ -166,10 +177,11 @@ def linear_distillation_bwd(
         grad_weight.zero_()
         grad_bias.zero_()
         return
-    student = operands_of(input, linear_weight, linear_bias, parts)
+    weight, kept = products.weight_of(linear_weight, slots, grad_logits.shape[0])
+    student = operands_of(input, weight[: linear_weight.shape[0]], linear_bias)
     teacher, given = _teacher_of(
         student,
-        parts,
+        None if parts[-1].kept else False,
         teacher_input,
         teacher_weight,
         teacher_bias,
@@ -191,9 +203,7 @@ def linear_distillation_bwd(
     config = tile_config("dz", input, teacher_input)
     for number, part in enumerate(parts):
         if part.kept:
-            backward_kept(
-                part, student, slots, **grads, w=linear_weight, g=grad_loss, d=grad_logits
-            )
+            backward_kept(part, student, kept, **grads, w=weight, g=grad_loss, d=grad_logits)
             continue
         picked = None if given is None else pick_logits(part, student, given, setting)
 
