@@ -42,6 +42,7 @@ _PLAIN = frozenset((*_TENSORS, type(None), bool, int, float, str))
 # autograd.grad(…, is_grads_batched=True).
 is_batched = torch._C._functorch.is_legacy_batchedtensor
 _is_tracing, _dispatch_modes = torch._C._is_tracing, torch._C._len_torch_dispatch_stack
+_alive = torch._C._functorch.unwrap_if_dead
 _transforms, _profiler = torch._C._functorch.peek_interpreter_stack, torch.autograd.profiler
 #: Every op by name, in the order of definition.
 OPS: dict[str, Op] = {}
@@ -115,7 +116,7 @@ class Op:
         # This fills the cached property: torch.compile, which traces the reference, cannot.
         assert self.backends["eager"].forward is eager
         self._extra_checks, self._may_be_packed = hasattr(call, "check"), hasattr(call, "packed")
-        self._formula: type[torch.autograd.Function] | None = None
+        self._formula: Callable[..., Any] | None = None
 
         def fake_forward(*arguments: Any) -> Any:
             call, backend = self.call(*arguments[:-1]), arguments[-1]
@@ -209,7 +210,9 @@ class Op:
             and not torch.is_inference_mode_enabled()  # inside of it gradients may be "enabled"
             and torch._C._any_requires_grad(*call)
         ):
-            return self._formula.apply(*call, backend)
+            # A tensor may come from inside of a transform that has ended.
+            tensors = [_alive(one) if isinstance(one, torch.Tensor) else one for one in call]
+            return self._formula(*tensors, backend)
         return self.backends[backend].forward(call)
 
     def check(self, call: Any, where: str = "") -> None:
@@ -404,7 +407,7 @@ class _Formula:
         if self.has_grads:
             ctx.first = outputs[0].shape, outputs[0].dtype, outputs[0].device
         if not self.single:
-            ctx.mark_non_differentiable(*(outputs[at] for at in self.constant))
+            ctx.mark_non_differentiable(*map(outputs.__getitem__, self.constant))
             # Otherwise autograd would allocate zeros as the gradient of each such output.
             ctx.set_materialize_grads(False)
 
@@ -423,19 +426,20 @@ class _Formula:
         if self.second is None and torch.is_grad_enabled():  # create_graph=True
             return self._once(ctx, tensors, grad, *others)
         op, backend = self.op, ctx.backend
-        saved = self.order(tensors + ctx.others + further)
+        values = self.order(tensors + ctx.others + further)
+        saved = op.saved.build(values)
         if self.second is not None and torch.is_grad_enabled():
-            grads = self.second(grad, op.saved.build(saved), backend)
-        elif needs_dispatch((grad, *saved)) or any(
-            is_batched(one) for one in (grad, *further) if one is not None
+            grads = self.second(grad, saved, backend)
+        elif (
+            needs_dispatch((grad, *values))
+            or is_batched(grad)
+            or (further and any(is_batched(one) for one in further if one is not None))
         ):
-            grads = op._backward_operator(grad, *saved, backend)
-        elif torch._C._is_any_autocast_enabled():
-            grads = op._run_backward(grad, *saved, backend)
+            grads = op._backward_operator(grad, *values, backend)
         else:
-            grads = op.backends[backend].backward(grad, op.saved.build(saved))
+            grads = _outside_autocast(op.backends[backend].backward, grad, saved)
         if op.finish is not None:
-            grads = op.finish(grads, op.saved.build(saved))
+            grads = op.finish(grads, saved)
         if len(self.gradients) == 1:
             grads = (grads,)
         needs = ctx.needs_input_grad
@@ -495,7 +499,7 @@ def needs_dispatch(arguments: tuple[Any, ...]) -> bool:
     It must while operators are traced, profiled, transformed or intercepted.
     """
     return (
-        torch.compiler.is_compiling()
+        torch.compiler.is_dynamo_compiling()  # where others compile, there is a mode
         or _is_tracing()
         or _dispatch_modes() > 0
         or _profiler._is_profiler_enabled
@@ -550,9 +554,24 @@ class _Once(torch.autograd.Function):
         )
 
 
+def applied(kind: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``kind.apply`` where no transform of ``torch.func`` is, in half of the time."""
+    return super(torch.autograd.Function, kind).apply  # type: ignore[misc]
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Any:
+    """PyTorch's, which enters ``torch.no_grad`` even where no gradient is differentiated."""
+    wrapped = torch.autograd.function.once_differentiable(backward)
+
+    def call(ctx: Any, *grads: Any) -> Any:
+        return wrapped(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+
+    return call
+
+
 def _direct_formula(
     op: Op, save: Callable[..., None], backward: Callable[..., Any]
-) -> type[torch.autograd.Function]:
+) -> Callable[..., Any]:
     """The formula of ``_autograd_kernel``, with a forward that calls the backend directly."""
 
     class Direct(torch.autograd.Function):
@@ -564,7 +583,7 @@ def _direct_formula(
             return output
 
     Direct.backward = staticmethod(backward)  # type: ignore[method-assign]
-    return Direct
+    return applied(Direct)
 
 
 def _autograd_kernel(
@@ -610,14 +629,17 @@ def _autograd_kernel(
 
 
 def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Cast floating tensors as autocast does for ``nn.Linear``, if autocast is on."""
+    """Cast floating tensors as autocast does for ``nn.Linear``, if autocast is on.
+
+    The first one is never None.
+    """
     if not torch._C._is_any_autocast_enabled():
         return tensors
-    device = next(tensor.device.type for tensor in tensors if tensor is not None)
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    device = tensors[0].device.type  # type: ignore[union-attr]
+    if not (torch._C._is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(
-        tensor.to(dtype) if tensor is not None and tensor.is_floating_point() else tensor
-        for tensor in tensors
-    )
+    dtype, cast = torch.get_autocast_dtype(device), list(tensors)
+    for at, tensor in enumerate(tensors):
+        if tensor is not None and tensor.is_floating_point():
+            cast[at] = tensor.to(dtype)
+    return tuple(cast)
