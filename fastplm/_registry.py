@@ -436,8 +436,10 @@ class _Formula:
             or (further and any(is_batched(one) for one in further if one is not None))
         ):
             grads = op._backward_operator(grad, *values, backend)
-        else:
+        elif torch._C._is_any_autocast_enabled():
             grads = _outside_autocast(op.backends[backend].backward, grad, saved)
+        else:
+            grads = op.backends[backend].backward(grad, saved)
         if op.finish is not None:
             grads = op.finish(grads, saved)
         if len(self.gradients) == 1:
