@@ -508,11 +508,12 @@ def _not_cpu(device: torch.device) -> str:
 def needs_nvidia(device: torch.device) -> str | None:
     """Why a CUDA kernel cannot run on this device; None for an NVIDIA GPU from sm_80 on."""
     index = device.index or 0
-    if torch.compiler.is_compiling():  # it traces the properties of a device, but not the cache
-        return _why_not_nvidia(index)
-    if index not in _WHY_NOT_NVIDIA:
-        _WHY_NOT_NVIDIA[index] = _why_not_nvidia(index)
-    return _WHY_NOT_NVIDIA[index]
+    if index in _WHY_NOT_NVIDIA:
+        return _WHY_NOT_NVIDIA[index]
+    found = _why_not_nvidia(index)
+    if not torch.compiler.is_compiling():  # it traces the properties of a device, but no change
+        _WHY_NOT_NVIDIA[index] = found
+    return found
 
 
 _WHY_NOT_NVIDIA: dict[int, str | None] = {}
@@ -542,7 +543,7 @@ def needs_triton(tensor: torch.Tensor, forced: bool) -> str | None:
     reason = None if tensor.device.type == "cpu" else needs_nvidia(tensor.device)
     if reason is None and not triton_installed():
         reason = "triton is not installed (pip install triton)"
-    return warn_unless_forced(reason, forced)
+    return None if reason is None else warn_unless_forced(reason, forced)
 
 
 def warn_unless_forced(reason: str | None, forced: bool) -> str | None:

@@ -238,7 +238,7 @@ def check_number(
 
     Inside of ``torch.jit.trace`` sizes are tensors, and what is computed from them.
     """
-    if torch.jit.is_tracing() and isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and torch.jit.is_tracing():
         value = value.item()
     if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         raise ArgumentTypeError(message(where, argument, shown(value), expected, fix))

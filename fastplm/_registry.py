@@ -39,9 +39,11 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter)
 #: Argument types that need no dispatch: no tensor subclasses and no symbolic sizes.
 _PLAIN = frozenset((*_TENSORS, type(None), bool, int, float, str))
 
-# Every call uses these, so they are looked up once.
-_is_batched = torch._C._functorch.is_legacy_batchedtensor
+# Every call uses these, so they are looked up once. A tensor is "batched" inside of
+# autograd.grad(…, is_grads_batched=True).
+is_batched = torch._C._functorch.is_legacy_batchedtensor
 _is_tracing, _dispatch_modes = torch._C._is_tracing, torch._C._len_torch_dispatch_stack
+_alive = torch._C._functorch.unwrap_if_dead
 _transforms, _profiler = torch._C._functorch.peek_interpreter_stack, torch.autograd.profiler
 #: Every op by name, in the order of definition.
 OPS: dict[str, Op] = {}
@@ -115,7 +117,7 @@ class Op:
         # This fills the cached property: torch.compile, which traces the reference, cannot.
         assert self.backends["eager"].forward is eager
         self._extra_checks, self._may_be_packed = hasattr(call, "check"), hasattr(call, "packed")
-        self._formula: type[torch.autograd.Function] | None = None
+        self._formula: Callable[..., Any] | None = None
 
         def fake_forward(*arguments: Any) -> Any:
             call, backend = self.call(*arguments[:-1]), arguments[-1]
@@ -209,7 +211,9 @@ class Op:
             and not torch.is_inference_mode_enabled()  # inside of it gradients may be "enabled"
             and torch._C._any_requires_grad(*call)
         ):
-            return self._formula.apply(*call, backend)
+            # A tensor may come from inside of a transform that has ended.
+            tensors = [_alive(one) if isinstance(one, torch.Tensor) else one for one in call]
+            return self._formula(*tensors, backend)
         return self.backends[backend].forward(call)
 
     def check(self, call: Any, where: str = "") -> None:
@@ -234,7 +238,7 @@ class Op:
 
     def gradients(self, grad: torch.Tensor, saved: Any, backend: str) -> Any:
         """The gradients of a call that ``run`` ran, from what its backward reads."""
-        if needs_dispatch((grad, *saved)) or is_batched(grad, *saved):
+        if needs_dispatch((grad, *saved)):
             return self._backward_operator(grad, *saved, backend)
         return self.backends[backend].backward(grad, saved)
 
@@ -404,7 +408,7 @@ class _Formula:
         if self.has_grads:
             ctx.first = outputs[0].shape, outputs[0].dtype, outputs[0].device
         if not self.single:
-            ctx.mark_non_differentiable(*(outputs[at] for at in self.constant))
+            ctx.mark_non_differentiable(*map(outputs.__getitem__, self.constant))
             # Otherwise autograd would allocate zeros as the gradient of each such output.
             ctx.set_materialize_grads(False)
 
@@ -423,17 +427,22 @@ class _Formula:
         if self.second is None and torch.is_grad_enabled():  # create_graph=True
             return self._once(ctx, tensors, grad, *others)
         op, backend = self.op, ctx.backend
-        saved = self.order(tensors + ctx.others + further)
+        values = self.order(tensors + ctx.others + further)
+        saved = op.saved.build(values)
         if self.second is not None and torch.is_grad_enabled():
-            grads = self.second(grad, op.saved.build(saved), backend)
-        elif needs_dispatch((grad, *saved)) or is_batched(grad, *further):
-            grads = op._backward_operator(grad, *saved, backend)
+            grads = self.second(grad, saved, backend)
+        elif (
+            needs_dispatch((grad, *values))
+            or is_batched(grad)
+            or (further and any(is_batched(one) for one in further if one is not None))
+        ):
+            grads = op._backward_operator(grad, *values, backend)
         elif torch._C._is_any_autocast_enabled():
-            grads = op._run_backward(grad, *saved, backend)
+            grads = _outside_autocast(op.backends[backend].backward, grad, saved)
         else:
-            grads = op.backends[backend].backward(grad, op.saved.build(saved))
+            grads = op.backends[backend].backward(grad, saved)
         if op.finish is not None:
-            grads = op.finish(grads, op.saved.build(saved))
+            grads = op.finish(grads, saved)
         if len(self.gradients) == 1:
             grads = (grads,)
         needs = ctx.needs_input_grad
@@ -444,10 +453,10 @@ class _Formula:
 
     def _once(self, ctx: Any, tensors: tuple[Any, ...], *grads: Any) -> tuple[Any, ...]:
         compute = partial(self.backward, ctx, *grads, tensors=tensors)
-        return once(self.op.name, compute, (*grads, *tensors))
+        return _once(self.op.name, compute, (*grads, *tensors))
 
 
-def once(op: str, compute: Callable[[], Any], read: Iterable[Any]) -> tuple[Any, ...]:
+def _once(op: str, compute: Callable[[], Any], read: Iterable[Any]) -> tuple[Any, ...]:
     """Gradients that raise an error, naming ``op``, if they are differentiated.
 
     Otherwise autograd would treat them as constants, and a gradient penalty as 0.
@@ -500,7 +509,7 @@ def needs_dispatch(arguments: tuple[Any, ...]) -> bool:
     It must while operators are traced, profiled, transformed or intercepted.
     """
     return (
-        torch.compiler.is_compiling()
+        torch.compiler.is_dynamo_compiling()  # where others compile, there is a mode
         or _is_tracing()
         or _dispatch_modes() > 0
         or _profiler._is_profiler_enabled
@@ -509,11 +518,6 @@ def needs_dispatch(arguments: tuple[Any, ...]) -> bool:
         or not _PLAIN.issuperset(map(type, arguments))
         or arguments[0].is_meta  # then all are: the tensors of a call are on one device
     )
-
-
-def is_batched(*values: Any) -> bool:
-    """Whether a tensor is "batched", inside of ``autograd.grad(…, is_grads_batched=True)``."""
-    return any(isinstance(one, torch.Tensor) and _is_batched(one) for one in values)
 
 
 def is_eager(*tensors: torch.Tensor) -> bool:
@@ -560,9 +564,53 @@ class _Once(torch.autograd.Function):
         )
 
 
+def applied(kind: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``kind.apply`` where no transform of ``torch.func`` is, in half of the time."""
+    return super(torch.autograd.Function, kind).apply  # type: ignore[misc]
+
+
+def once_differentiable(op: str) -> Callable[[Callable[..., Any]], Any]:
+    """For ``backward(ctx, saved tensors, *gradients)``: its results have no gradient, and to ask
+    for one is an error that names ``op``; batched gradients are computed one by one."""
+
+    def decorate(backward: Callable[..., Any]) -> Any:
+        def call(ctx: Any, *grads: Any) -> Any:
+            saved = ctx.saved_tensors
+            for grad in grads:
+                if grad is not None and is_batched(grad):
+                    return _each_of_batch(partial(backward, ctx, saved), grads)
+            if torch.is_grad_enabled():
+                return _once(op, partial(backward, ctx, saved, *grads), (*grads, *saved))
+            return backward(ctx, saved, *grads)
+
+        return call
+
+    return decorate
+
+
+def _each_of_batch(backward: Callable[..., Any], grads: Sequence[Any]) -> tuple[Any, ...]:
+    """``backward`` of each of batched gradients, some of which are None or not batched."""
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    batched = [one is not None and is_batched(one) for one in grads]
+    given = [
+        torch._remove_batch_dim(one, level, 1, 0) if many else one
+        for one, many in zip(grads, batched, strict=True)
+    ]
+    count = given[batched.index(True)].shape[0]
+    results = [
+        backward(*(one[at] if many else one for one, many in zip(given, batched, strict=True)))
+        for at in range(count)
+    ]
+    return tuple(
+        None if each[0] is None else torch._add_batch_dim(torch.stack(each), 0, level)
+        for each in zip(*results, strict=True)
+    )
+
+
 def _direct_formula(
     op: Op, save: Callable[..., None], backward: Callable[..., Any]
-) -> type[torch.autograd.Function]:
+) -> Callable[..., Any]:
     """The formula of ``_autograd_kernel``, with a forward that calls the backend directly."""
 
     class Direct(torch.autograd.Function):
@@ -574,7 +622,7 @@ def _direct_formula(
             return output
 
     Direct.backward = staticmethod(backward)  # type: ignore[method-assign]
-    return Direct
+    return applied(Direct)
 
 
 def _autograd_kernel(
@@ -619,23 +667,18 @@ def _autograd_kernel(
     return kernel
 
 
-def autocast_dtype(device: str) -> torch.dtype | None:
-    """The dtype of autocast on a type of device; None if it is off, or "meta", which has none."""
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-        return None
-    return torch.get_autocast_dtype(device)
-
-
 def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Cast floating tensors as autocast does for ``nn.Linear``, if autocast is on."""
+    """Cast floating tensors as autocast does for ``nn.Linear``, if autocast is on.
+
+    The first one is never None.
+    """
     if not torch._C._is_any_autocast_enabled():
         return tensors
-    dtype = autocast_dtype(next(one.device.type for one in tensors if one is not None))
-    if dtype is None:
+    device = tensors[0].device.type  # type: ignore[union-attr]
+    if not (torch._C._is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return tensors
-    return tuple(
-        one.to(dtype)
-        if one is not None and one.is_floating_point() and one.dtype is not torch.float64
-        else one
-        for one in tensors
-    )
+    dtype, cast = torch.get_autocast_dtype(device), list(tensors)
+    for at, tensor in enumerate(tensors):
+        if tensor is not None and tensor.is_floating_point() and tensor.dtype is not torch.float64:
+            cast[at] = tensor.to(dtype)
+    return tuple(cast)

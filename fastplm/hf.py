@@ -284,7 +284,7 @@ def fastplm_attention_forward(
     if lengths is None:
         return attention(query, key, value, attn_mask=attn_mask, **options).transpose(1, 2), None
     # Not query[0]: its backward copies the gradient into a tensor of zeros.
-    query, key, value = (one.squeeze(0).transpose(0, 1) for one in (query, key, value))
+    query, key, value = [one.squeeze(0).transpose(0, 1) for one in (query, key, value)]
     return attention_varlen(query, key, value, *lengths, **options)[None], None
 
 

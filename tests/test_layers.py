@@ -99,7 +99,7 @@ BERT = dict(hidden_size=64, num_hidden_layers=1, num_attention_heads=2)
 MODELS = {
     "Albert": (BERT | dict(embedding_size=16, intermediate_size=256), "bias_gelu", 1),
     "GPT2": (GPT, "gelu", 1),
-    "OpenAIGPT": (GPT, "gelu", 1),
+    "OpenAIGPT": (GPT, "bias_gelu", 1),
     "T5, gated": (T5 | dict(d_ff=256, feed_forward_proj="gated-gelu"), "bias_gelu", 1),
     # The encoder has two blocks. The decoder makes a cache, so its modules run.
     "T5": (T5 | dict(d_ff=96), "dropout_add_layer_norm", 2),

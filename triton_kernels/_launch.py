@@ -14,11 +14,10 @@ import contextlib
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import repeat
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ import triton.language as tl
 from triton import knobs
 from triton._C import libtriton
 from triton.compiler import CompiledKernel
-from triton.runtime import driver
 
 #: Whether Triton interprets the kernels of this process: ``triton.jit`` decides when it decorates.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
@@ -64,6 +62,24 @@ def is_recording() -> bool:
     return _Recorder.launches is not None
 
 
+class _Compiled:
+    """How a compiled kernel is launched: ``launch(x, y, z, stream, *place, …)``, and then the
+    arguments of the kernel, or if ``packed`` a tuple of them."""
+
+    def __init__(self, kernel: CompiledKernel) -> None:
+        # No launch metadata, and no hooks before and after a launch.
+        self.launch, nothing, self.packed = kernel.run, (None, None, None), False
+        self.place = kernel.function, kernel.packed_metadata, *nothing
+        own = self.launch
+        if _release(triton.__version__)[:2] == (3, 7) and type(own).__name__ == "CudaLauncher":
+            if own.global_scratch_size == own.profile_scratch_size == 0:
+                # All that Triton's launcher does then is to call a C function.
+                self.launch, self.packed = own.launch, True
+                head = kernel.function, own.launch_cooperative_grid, own.launch_pdl
+                metadata = kernel.packed_metadata, *nothing
+                self.place = *head, *metadata, None, None, own.arg_annotations, own.kernel_signature
+
+
 class Fixed(dict[str, Any]):
     """The arguments, without pointers, of repeated launches of one kernel. Do not change it.
 
@@ -73,7 +89,7 @@ class Fixed(dict[str, Any]):
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(arguments)
-        self.compiled: dict[tuple[Any, ...], CompiledKernel] = {}
+        self.compiled: dict[tuple[Any, ...], _Compiled] = {}
 
 
 def launch(
@@ -95,44 +111,39 @@ def launch(
         kernel[grid](**every)
         return
     index = device.index
-    if index != torch.cuda.current_device():
+    if index != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
             launch(kernel, grid, device, fixed=fixed, **arguments)
         return
-    kernels = None if _needs_jit(kernel) else _compiled_kernels(kernel, index, tuple(arguments))
-    if kernels is None:
+    place = (kernel.fn, index, *arguments)  # the hash of a kernel itself is Python code
+    if place not in _KERNELS:
+        _KERNELS[place] = _compiled_kernels(kernel, index, tuple(arguments))
+    kernels = _KERNELS[place]
+    runtime = knobs.runtime
+    before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
+    if (  # hooks, debugging or instrumentation ask for a launch by Triton's JIT
+        kernels is None
+        or getattr(before, "calls", before)
+        or getattr(after, "calls", after)
+        or runtime.debug
+        or knobs.compilation.instrumentation_mode
+        or getattr(runtime, "add_stages_inspection_hook", None)
+        or getattr(kernel, "pre_run_hooks", None)
+    ):
         kernel[grid](**every)
         return
     known = kernels.compiled if fixed is None else fixed.compiled
     key = kernels.key(arguments)
     compiled = known.get(key)
     if compiled is None:
-        compiled = kernel[grid](**every)
-        if isinstance(compiled, CompiledKernel) and kernels.agrees(key, every):
-            known[key] = compiled
+        new = kernel[grid](**every)
+        if isinstance(new, CompiledKernel) and kernels.agrees(key, every):
+            known[key] = _Compiled(new)
         return
-    x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
-    stream = driver.active.get_current_stream(index)
-    place = (x, y, z, stream, compiled.function, compiled.packed_metadata)
-    compiled.run(*place, *_NO_HOOKS, *kernels.parameters(every))
-
-
-#: No launch metadata, and no hooks before and after a launch.
-_NO_HOOKS = (None, None, None)
-
-
-def _needs_jit(kernel: Any) -> bool:
-    """Whether hooks, debugging or instrumentation ask for a launch by Triton's JIT."""
-    runtime = knobs.runtime
-    before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool(
-        getattr(before, "calls", before)
-        or getattr(after, "calls", after)
-        or runtime.debug
-        or knobs.compilation.instrumentation_mode
-        or getattr(runtime, "add_stages_inspection_hook", None)
-        or getattr(kernel, "pre_run_hooks", None)
-    )
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    x, y, z = (*grid, 1, 1)[:3]
+    given = tuple(map(every.__getitem__, kernels.places))
+    compiled.launch(x, y, z, stream, *compiled.place, *((given,) if compiled.packed else given))
 
 
 class _CompiledKernels:
@@ -157,19 +168,17 @@ class _CompiledKernels:
         self.is_const = [parameter.is_const for parameter in changing]
         self.specialized = [not parameter.do_not_specialize for parameter in changing]
         self.aligned = [not parameter.do_not_specialize_on_alignment for parameter in changing]
-        self.parameters = _getter(list(parameters))
-        self.values = _getter(self.names)
-        self.constants = _getter([name for name in names if name not in self.names])
-        self.compiled: dict[tuple[Any, ...], CompiledKernel] = {}
+        self.constants = [name for name in names if name not in self.names]
+        self.compiled: dict[tuple[Any, ...], _Compiled] = {}
 
     def key(self, arguments: dict[str, Any]) -> tuple[Any, ...]:
         return (
             self,
-            self.constants(arguments),
+            *map(arguments.__getitem__, self.constants),
             *map(
                 libtriton.native_specialize_impl,
                 repeat(self.backend),
-                self.values(arguments),
+                map(arguments.__getitem__, self.names),
                 self.is_const,
                 self.specialized,
                 self.aligned,
@@ -179,17 +188,11 @@ class _CompiledKernels:
     def agrees(self, key: tuple[Any, ...], arguments: dict[str, Any]) -> bool:
         """Whether the JIT specialises the arguments of a launch as the key does."""
         _, specialization, _ = self.binder(**arguments)
-        return key[2:] == tuple(specialization[self.places[name]] for name in self.names)
+        return key[1 + len(self.constants) :] == tuple(
+            specialization[self.places[name]] for name in self.names
+        )
 
 
-def _getter(names: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    """Like ``itemgetter``, but always returns a tuple, also for one name or none."""
-    if len(names) > 1:
-        return itemgetter(*names)
-    return lambda arguments: tuple(arguments[name] for name in names)
-
-
-@cache
 def _compiled_kernels(kernel: Any, index: int, names: tuple[str, ...]) -> _CompiledKernels | None:
     """None if the JIT must launch this kernel, as this file does not know its type."""
     if type(kernel) is not triton.JITFunction or not hasattr(libtriton, "native_specialize_impl"):
@@ -198,6 +201,9 @@ def _compiled_kernels(kernel: Any, index: int, names: tuple[str, ...]) -> _Compi
         return _CompiledKernels(kernel, index, names)
     except (AttributeError, TypeError, ValueError):  # this file does not know this Triton
         return None
+
+
+_KERNELS: dict[tuple[Any, ...], _CompiledKernels | None] = {}
 
 
 def cdiv(a: int, b: int) -> int:

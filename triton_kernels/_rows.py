@@ -57,6 +57,7 @@ def tile_of(width: int) -> Tile:
     return Tile(part, cdiv(width, part), min(_ROWS, max(1, rows)), warps)
 
 
+@lru_cache(maxsize=1024)
 def groups_of(rows: int) -> tuple[int, int]:
     """(number of groups, rows of each); without rows there is one group, which finds none."""
     blocks = max(1, cdiv(rows, _ROWS))
@@ -252,17 +253,23 @@ def _add_groups_kernel(
     _store_sum(sum3_ptr, total, offs_e, mask_e & (which == 3))
 
 
+@lru_cache(maxsize=1024)
+def _block_r(groups: int) -> int:
+    return max(128, next_power_of_2(groups))
+
+
 def add_groups(partial: torch.Tensor, sums: Sequence[torch.Tensor | None]) -> None:
     """Write sums over R of fp32 partials [R, K, E] into K <= 4 vectors [E]; None: not wanted."""
     groups, count, width = partial.shape
-    wanted = [k for k in range(count) if sums[k] is not None]
-    if not wanted:
-        return
-    block_r = max(128, next_power_of_2(groups))
-    pointers = {f"sum{k}_ptr": sums[k] if k in wanted else None for k in range(4)}
+    wanted = count
+    while wanted and sums[wanted - 1] is None:
+        wanted -= 1
+    block_r = _block_r(groups)
+    names = ("sum0_ptr", "sum1_ptr", "sum2_ptr", "sum3_ptr")
+    pointers = dict(zip(names, (*sums[:count], None, None, None), strict=False))
     launch(
         _add_groups_kernel,
-        (cdiv(width, 16), wanted[-1] + 1),
+        (-(-width // 16), wanted),
         partial.device,
         partial_ptr=partial,
         **pointers,

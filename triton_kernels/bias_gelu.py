@@ -17,13 +17,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from fastplm.triton_kernels._launch import INTERPRETED, cast, cdiv, launch, next_power_of_2
+from fastplm.triton_kernels._launch import (
+    INTERPRETED,
+    Fixed,
+    cast,
+    cdiv,
+    launch,
+    next_power_of_2,
+)
 from fastplm.triton_kernels._rows import add_groups
 
 # A thread loads 16 bytes of each row of a tile. So a tile has as many columns as its warps take.
@@ -177,6 +184,25 @@ def _tile(width: int, itemsize: int) -> _Tile:
     return _Tile(min(_ROWS, rows * full // columns), columns, cdiv(width, columns), warps)
 
 
+@lru_cache(maxsize=1024)
+def _fixed(
+    width: int, dtype: torch.dtype, has_bias: bool, approximate: str, **more: Any
+) -> tuple[_Tile, Fixed]:
+    """What the launches for rows of one kind share."""
+    tile = _tile(width, dtype.itemsize)
+    return tile, Fixed(
+        WIDTH=width,
+        BLOCK_N=tile.rows,
+        BLOCK_F=tile.columns,
+        HAS_BIAS=has_bias,
+        TANH=approximate == "tanh",
+        UPCAST=INTERPRETED and dtype is torch.bfloat16,
+        num_warps=tile.warps,
+        **more,
+    )
+
+
+@lru_cache(maxsize=1024)
 def _groups(rows: int) -> tuple[int, int]:
     """(number of groups, rows of each); without rows there is one group, which finds none."""
     blocks = max(1, cdiv(rows, _ROWS))
@@ -184,31 +210,21 @@ def _groups(rows: int) -> tuple[int, int]:
     return cdiv(blocks, blocks_per_group), blocks_per_group * _ROWS
 
 
-def _upcast(dtype: torch.dtype) -> bool:
-    return INTERPRETED and dtype is torch.bfloat16
-
-
 def bias_gelu_fwd(input: torch.Tensor, bias: torch.Tensor | None, approximate: str) -> torch.Tensor:
     """Launch the forward for rows [N, F]."""
     rows, width = input.shape
-    tile = _tile(width, input.element_size())
+    tile, fixed = _fixed(width, input.dtype, bias is not None, approximate)
     out = input.new_empty(rows, width)
     launch(
         _bias_gelu_fwd_kernel,
-        (cdiv(rows, tile.rows) * tile.tiles,),
+        (-(-rows // tile.rows) * tile.tiles,),
         input.device,
+        fixed=fixed,
         x_ptr=input,
         b_ptr=input if bias is None else bias,
         y_ptr=out,
         num_rows=rows,
         stride_xn=input.stride(0),
-        WIDTH=width,
-        BLOCK_N=tile.rows,
-        BLOCK_F=tile.columns,
-        HAS_BIAS=bias is not None,
-        TANH=approximate == "tanh",
-        UPCAST=_upcast(input.dtype),
-        num_warps=tile.warps,
     )
     return out
 
@@ -222,15 +238,17 @@ def bias_gelu_bwd(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the backward: gradients of input [N, F] and bias [F]; empty if not needed."""
     rows, width = input.shape
-    tile = _tile(width, input.element_size())
     groups, rows_per_group = _groups(rows)
     grad_input = input.new_empty(rows, width)
     need_bias = need_bias and bias is not None
     partial = input.new_empty((groups, 1, width) if need_bias else 0, dtype=torch.float32)
+    form = (width, input.dtype, bias is not None, approximate)
+    tile, fixed = _fixed(*form, NEED_DB=need_bias)
     launch(
         _bias_gelu_bwd_kernel,
         (groups * tile.tiles,),
         input.device,
+        fixed=fixed,
         dy_ptr=grad,
         x_ptr=input,
         b_ptr=input if bias is None else bias,
@@ -240,14 +258,6 @@ def bias_gelu_bwd(
         rows_per_group=rows_per_group,
         stride_dyn=grad.stride(0),
         stride_xn=input.stride(0),
-        WIDTH=width,
-        BLOCK_N=tile.rows,
-        BLOCK_F=tile.columns,
-        HAS_BIAS=bias is not None,
-        NEED_DB=need_bias,
-        TANH=approximate == "tanh",
-        UPCAST=_upcast(input.dtype),
-        num_warps=tile.warps,
     )
     if not need_bias:
         return grad_input, input.new_empty(0)

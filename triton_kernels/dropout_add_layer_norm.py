@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fastplm.triton_kernels._launch import arch_of, cdiv, launch
+from fastplm.triton_kernels._launch import arch_of, launch
 from fastplm.triton_kernels._rows import (
     add_groups,
     draws_of,
@@ -225,7 +225,7 @@ def dropout_add_layer_norm_fwd(
     out, sum = input.new_empty(rows, width), residual.new_empty(rows, width)
     launch(
         _dropout_add_layer_norm_fwd_kernel,
-        (cdiv(rows, tile.rows),),
+        (-(-rows // tile.rows),),
         input.device,
         x_ptr=input,
         residual_ptr=residual,

@@ -8,8 +8,6 @@ The classes are mixins in front of Transformers' classes. The parent's forward r
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -21,7 +19,7 @@ from transformers.utils.generic import ModelOutput, can_return_tuple
 from fastplm import ops
 from fastplm._backends import is_written_down, needs_triton, note, requested
 from fastplm._checks import check_shape, values_are_known
-from fastplm._registry import autocast_dtype, is_eager, is_fake
+from fastplm._registry import is_eager, is_fake
 from fastplm.hf import of_batch
 from fastplm.models._base import (
     FastplmModel,
@@ -38,7 +36,8 @@ from fastplm.models._layer import (
     FeedForward,
     Join,
     Layer,
-    has_own,
+    have_own,
+    is_none,
     is_patched,
     nothing_hides_modules,
     of_one_forward,
@@ -62,13 +61,12 @@ from fastplm.models._ragged import (
     unpadded,
 )
 from fastplm.nn import Dropout
-from fastplm.nn._rows import is_plain
+from fastplm.nn._rows import are_plain, is_plain
 from fastplm.nn.dropout import on_rows, rows_now
 from fastplm.ops.embedding_layer_norm import OP as EMBEDDINGS
 
 # If the head reads a larger share of the rows than this, the last layer computes all rows.
 _WORTH_CUTTING = 0.75
-_is_none = functools.partial(operator.is_, None)
 _STATES = ("last_hidden_state", "pooler_output")
 _RECORDED = {"output_hidden_states", "output_attentions"}
 _TABLES = ("word_embeddings", "position_embeddings", "token_type_embeddings")
@@ -212,7 +210,7 @@ class EncoderModel(FastplmModel):
         """All of the forward in one call, of ids, mask and types; None if the modules must run."""
         if not kwargs.keys() <= _RECORDED or any(kwargs.values()):
             return None
-        if not self._is_ours() or not all(map(_is_none, others)):
+        if not self._is_ours() or not all(map(is_none, others)):
             return None
         first_only = isinstance(output_rows, str) and output_rows == "first"
         if output_rows is not None and not first_only:
@@ -563,7 +561,7 @@ class EncoderEmbeddings:
         return (
             all(looks_up_alone(own[name]) for name in _TABLES)
             and is_plain(norm, nn.LayerNorm)
-            and has_own(norm)
+            and have_own((norm,))
             and is_plain(own["dropout"], nn.Dropout, Dropout)
             and own["word_embeddings"].weight.dtype is not torch.float64
             and needs_triton(ids, forced) is None
@@ -572,9 +570,11 @@ class EncoderEmbeddings:
     def _in_one_call(
         self: Any, ids: Tensor, types: Tensor | None, positions: Tensor, rows: Tensor | None = None
     ) -> Tensor:
-        own = self._modules
+        own, device = self._modules, ids.device
         words, places, kinds = (own[name] for name in _TABLES)
-        norm, dropout, dtype = own["LayerNorm"], own["dropout"], autocast_dtype(ids.device.type)
+        norm, dropout, dtype = own["LayerNorm"], own["dropout"], None
+        if torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
         options: dict[str, Any] = {"dropout_p": dropout.p if dropout.training else 0.0}
         if options["dropout_p"] and (numbers := rows_now(ids.numel())) is not None:
             options |= {"sample_index": numbers.sample_index, "position": numbers.position}
@@ -616,7 +616,7 @@ class EncoderLayer(OnRows):
     ) -> Tensor:
         rows: Rows | None = kwargs.get("rows")
         last = None if rows is None else self._last(rows)
-        if not any(one is not None for one in (*others, *map(kwargs.get, _OF_DECODERS))):
+        if all(map(is_none, (*others, *map(kwargs.get, _OF_DECODERS)))):
             made = ready_layer(self, rows, hidden_states)
             if made is not None:
                 for name in _OF_DECODERS:
@@ -638,14 +638,18 @@ class EncoderLayer(OnRows):
         attention, inner, outer = own["attention"], own["intermediate"], own["output"]
         within = attention._modules
         around = (attention, within.get("self"), within.get("output"), inner, outer)
-        if not self._is_known(around):
+        plain = are_plain(around, *self._around)
+        if not self._is_known(around, plain):
             return None
-        # With a hook around a block, its modules run: a module that is not linear stands in.
-        hooked = [not is_plain(one, type(one)) for one in around]
-        itself, join, inner, outer = (one._modules for one in around[1:])
-        after = around[2] if hooked[2] else join["dense"]
-        first = around[3] if hooked[3] else inner["dense"]
-        second = around[4] if hooked[4] else outer["dense"]
+        itself, join = around[1]._modules, around[2]._modules
+        mid, end = inner._modules, outer._modules
+        after, first, second = join["dense"], mid["dense"], end["dense"]
+        if not plain:
+            # With a hook around a block, its modules run: a module that is not linear stands in.
+            after, first, second = (
+                dense if is_plain(one, type(one)) else one
+                for one, dense in zip(around[2:], (after, first, second), strict=True)
+            )
         attention = Attention(
             module=around[1],
             head_size=around[1].attention_head_size,
@@ -654,23 +658,24 @@ class EncoderLayer(OnRows):
             join=Join(after, join["LayerNorm"], join["dropout"]),
             by_modules=around[2],
         )
-        ends = Join(second, outer["LayerNorm"], outer["dropout"])
-        activation = inner["intermediate_act_fn"]
+        ends = Join(second, end["LayerNorm"], end["dropout"])
+        activation = mid["intermediate_act_fn"]
         feed_forward = FeedForward(first, activation, ends, self.feed_forward_chunk)
         return Layer((attention,), feed_forward, self.training)
 
     def attends_as_made(self: Any) -> bool:
-        attention = getattr(self, "attention", None)
-        return (type(attention), type(getattr(attention, "self", None))) == self._around[:2]
+        attention = self._modules.get("attention")
+        own = None if attention is None else attention._modules.get("self")
+        return (type(attention), type(own)) == self._around[:2]
 
-    def _is_known(self: Any, around: tuple[Any, ...]) -> bool:
+    def _is_known(self: Any, around: tuple[Any, ...], plain: bool = False) -> bool:
         """Whether the layer and the modules around those that run are as they were made; others
-        than those of the attention may have hooks."""
+        than those of the attention may have hooks, so not all of them are ``plain``."""
         own, feeds = vars(self), getattr(type(self), self._feeds, None)
         return (
             tuple(map(type, around)) == self._around
-            and all(map(is_plain, around[:2], self._around))
-            and not any("forward" in vars(one) for one in around)
+            and (plain or are_plain(around[:2], *self._around))
+            and (plain or not any("forward" in vars(one) for one in around))
             and nothing_hides_modules(self, *around)
             and not own["chunk_size_feed_forward"]
             and self._feeds not in own

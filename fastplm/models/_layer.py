@@ -22,6 +22,7 @@ class the modules run themselves, which are the specification.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,12 +37,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastplm import ops
 from fastplm._backends import requested
-from fastplm._registry import Op, autocast_dtype, is_batched, is_eager, is_fake, once
+from fastplm._registry import Op, applied, is_eager, is_fake, once_differentiable
 from fastplm.hf import NAME, ROWS
 from fastplm.models._base import Conv1D, GELUTanh, NewGELUActivation, wants_output
 from fastplm.models._ragged import LastRows, Rows
 from fastplm.nn import Dropout, Linear
-from fastplm.nn._rows import is_plain
+from fastplm.nn._rows import are_plain
 from fastplm.nn.dropout import RowNumbers, dropout, on_rows
 from fastplm.ops._common import seed_tensor
 from fastplm.ops.bias_gelu import OP as BIAS_GELU
@@ -53,11 +54,13 @@ from fastplm.ops.dropout_add_layer_norm import Saved as SavedNorm
 from fastplm.ops.linear import product
 from fastplm.reference.dropout import dropout_scale, dropout_threshold
 
+is_none = partial(operator.is_, None)
 _has_global_hook = torch.nn.modules.module._has_any_global_hook
 PARAMETER = (nn.Parameter, FakeTensor)
+#: Their weights are turned: [K, M] instead of [M, K].
 _CONV1D = (Conv1D, transformers.pytorch_utils.Conv1D)
 _TANH = (NewGELUActivation, transformers.activations.NewGELUActivation, GELUTanh)
-_LINEAR, _DROPOUT = (Linear, nn.Linear, *_CONV1D), (Dropout, nn.Dropout)
+_LINEAR, _DROPOUT = (Linear, nn.Linear), (Dropout, nn.Dropout)
 
 
 #: The copies of a forward by the ``id`` of a parameter. In memory, the copies
@@ -80,10 +83,10 @@ class Join(NamedTuple):
         """Whether the modules are as they were made."""
         dense, norm, dropout, rms = self
         return (
-            _is_linear(dense)
-            and is_plain(norm, rms or nn.LayerNorm)
-            and has_own(norm, biased=rms is None)
-            and norm._parameters["weight"].shape == _size(dense)[:1]
+            _are_alike((dense,))
+            and are_plain((norm,), rms or nn.LayerNorm)
+            and have_own((norm,), biased=rms is None)
+            and norm._parameters["weight"].shape == (_outputs(dense),)
             and _is_dropout(dropout)
         )
 
@@ -145,20 +148,20 @@ def form_of(x: Tensor, layer: Layer) -> Form | None:
     block = layer.feed_forward
     inner, norm = block.inner._parameters, block.outer.norm._parameters
     weight, outer = inner.get("weight"), block.outer.dense._parameters.get("weight")
-    if weight is None or weight.device != x.device or _has_global_hook():
+    if weight is None or x.is_meta or weight.device != x.device or _has_global_hook():
         return None
     if not (is_eager(x) or is_fake(x)) or requested("attention") == "eager":
         return None
     dtype, device = x.dtype, x.device.type
-    if (cast := autocast_dtype(device)) is not None:
-        dtype = cast
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
         # In fp16 the gradients between layers would need more range; on a CPU, where little is won,
         # hidden states stay as exact as the parent's, unless a backend is asked for.
         if dtype is not torch.bfloat16 or (device == "cpu" and requested(NORM.name) == "auto"):
             return None
     elif weight.dtype is not dtype or (outer is not None and outer.dtype is not dtype):
         return None
-    rows = x.new_empty(0, _size(block.inner)[1], dtype=dtype)
+    rows = x.new_empty(0, weight.shape[type(block.inner) not in _CONV1D], dtype=dtype)
     nothing, is_rms = (None, None, None, None, 0.0, 0.0), block.outer.rms is not None
     calls = (
         (NORM, Norm(rows, rows, norm.get("weight"), norm.get("bias"), *nothing, is_rms)),
@@ -177,16 +180,20 @@ def _backend_of(op: Op, call: Any, usual: str) -> str | None:
     return None if op.backends[name].rejects(call, forced=wanted != "auto") else name
 
 
-def has_own(module: Any, biased: bool = True) -> bool:
-    """Whether a module has a weight and, or not, a bias, and reads them from nowhere else."""
-    own, parameters = vars(module), module._parameters
-    bias = parameters.get("bias")
-    return (
-        type(parameters.get("weight")) in PARAMETER
-        and (type(bias) in PARAMETER if biased else bias is None)
-        and "weight" not in own
-        and "bias" not in own
-    )
+def have_own(modules: Iterable[Any], biased: bool = True) -> bool:
+    """Whether modules have a weight and, or not, a bias, and read them from nowhere else."""
+    for module in modules:
+        own, parameters = module.__dict__, module._parameters
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        if (
+            type(weight) not in PARAMETER
+            or weight.layout is not torch.strided
+            or (type(bias) not in PARAMETER if biased else bias is not None)
+            or "weight" in own
+            or "bias" in own
+        ):
+            return False
+    return True
 
 
 def nothing_hides_modules(*modules: Any) -> bool:
@@ -201,7 +208,8 @@ def nothing_hides_modules(*modules: Any) -> bool:
 
 #: Classes whose modules these functions stand for, and their methods ``forward`` as they were made.
 _STANDS_FOR: dict[Any, Any] = {
-    kind: kind.forward for kind in (*_LINEAR, *_DROPOUT, nn.LayerNorm, GELUActivation, *_TANH)
+    kind: kind.forward
+    for kind in (*_LINEAR, *_CONV1D, *_DROPOUT, nn.LayerNorm, GELUActivation, *_TANH)
 }
 
 
@@ -218,78 +226,57 @@ def is_patched() -> bool:
     return False
 
 
-def _is_biased(module: Any) -> bool:
-    return module._parameters.get("bias") is not None
-
-
-def _is_turned(module: Any) -> bool:
-    """Whether the weight of a linear module is [K, M] instead of [M, K]."""
-    return type(module) in _CONV1D
-
-
-def _size(module: Any) -> tuple[int, ...]:
-    """(M, K) of a linear module with M outputs and K inputs."""
-    size = module._parameters["weight"].shape
-    return size[::-1] if _is_turned(module) else size
+def _outputs(module: Any) -> int:
+    """The number of outputs of a linear module."""
+    return module._parameters["weight"].shape[type(module) in _CONV1D]
 
 
 def _read(module: Any, copies: Copies) -> Tensor:
     """The weight [M, K] that a product reads."""
     weight = module._parameters["weight"]
     weight = copies.get(id(weight), weight)
-    return weight.t() if _is_turned(module) else weight
-
-
-def _is_linear(module: Any) -> bool:
-    return (
-        is_plain(module, *_LINEAR)
-        and has_own(module, _is_biased(module))
-        and module._parameters["weight"].layout is torch.strided
-    )
+    return weight.t() if type(module) in _CONV1D else weight
 
 
 def _probability(dropout: Any, training: bool) -> float:
     """What is dropped with: a module knows by itself whether it trains, a layer's number not."""
-    if isinstance(dropout, (float, int)):
+    if isinstance(dropout, float):
         return dropout if training else 0.0
     return dropout.p if dropout.training else 0.0
 
 
 def _is_dropout(one: Any) -> bool:
-    return isinstance(one, float) or is_plain(one, *_DROPOUT)
+    return isinstance(one, float) or are_plain((one,), *_DROPOUT)
 
 
-def _are_alike(modules: Iterable[Any]) -> bool:
+def _are_alike(modules: Sequence[Any]) -> bool:
     """Whether all are linear of one kind, and all or none of them have a bias."""
-    return (
-        all(map(_is_linear, modules))
-        and len({(_is_biased(one), _is_turned(one)) for one in modules}) == 1
-    )
-
-
-def _expands(block: FeedForward) -> bool:
-    """Whether ``expand`` runs a feed-forward up to its second product."""
-    form = activation_of(block.activation)
-    inner = [block.inner] if block.factor is None else [block.inner, block.factor]
-    alone = form != RELU and block.factor is None
-    return (
-        form is not None
-        and _are_alike(inner)
-        and (alone or not _is_biased(block.inner))
-        and _is_dropout(block.dropout)
-    )
+    kinds = _CONV1D if type(modules[0]) in _CONV1D else _LINEAR
+    if not are_plain(modules, *kinds):
+        return False
+    return have_own(modules, modules[0]._parameters.get("bias") is not None)
 
 
 RELU = "relu"
 
 
+def _expands(block: FeedForward) -> str | None:
+    """The form of the activation, if ``expand`` runs a feed-forward up to its second product."""
+    form = activation_of(block.activation)
+    inner = [block.inner] if block.factor is None else [block.inner, block.factor]
+    if form is None or not _are_alike(inner) or not _is_dropout(block.dropout):
+        return None
+    alone = form != RELU and block.factor is None
+    return form if alone or block.inner._parameters.get("bias") is None else None
+
+
 def activation_of(activation: Any) -> str | None:
     """The form of a GELU, as ``ops.gelu`` calls it, or ``RELU``; None for another activation."""
-    if is_plain(activation, GELUActivation):
+    if not are_plain((activation,), GELUActivation, nn.ReLU, *_TANH):
+        return None
+    if isinstance(activation, GELUActivation):
         return "none" if activation.act is torch.nn.functional.gelu else None
-    if is_plain(activation, nn.ReLU):
-        return RELU
-    return "tanh" if is_plain(activation, *_TANH) else None
+    return RELU if isinstance(activation, nn.ReLU) else "tanh"
 
 
 # --- a layer --------------------------------------------------------------------------------------
@@ -301,35 +288,52 @@ class Ready(NamedTuple):
 
     layer: Layer
     form: Form
-    copies: Copies
-    projects: tuple[bool, ...]  # of each attention, whether its function runs
-    joins: tuple[bool, ...]
-    feeds: bool  # whether the function of the feed-forward runs
+    copies: Copies  # of all layers
+    projects: list[bool]  # of each attention, whether its function runs
+    joins: list[bool]
+    feeds: str | None  # the activation's form, if the function of the feed-forward runs
 
 
 def ready(layers: Iterable[Layer], x: Tensor) -> list[Ready]:
     """Layers that get rows like ``x``."""
-    made = []
+    made: list[Ready] = []
+    copies: Copies = {}
+    forms: dict[Any, Form | None] = {}  # most layers of a model are alike
     for layer in layers:
-        form = form_of(x, layer)
-        blocks, feed = layer.attentions, layer.feed_forward
-        if form is None:
-            none = (False,) * len(blocks)
-            made.append(Ready(layer, _BY_MODULES, {}, none, none, False))
-            continue
-        projects = tuple(_are_alike(one.projections) for one in blocks)
-        joins = tuple(one.join.is_plain() for one in blocks)
-        feeds = _expands(feed) and feed.outer.is_plain()
-        made.append(Ready(layer, form, {}, projects, joins, feeds))
-    copies = copies_of(made)
-    return [one._replace(copies=copies) for one in made] if copies else made
+        kind = _kind_of(layer.feed_forward)
+        if kind not in forms:
+            forms[kind] = form_of(x, layer)
+        form, feed = forms[kind], layer.feed_forward
+        projects, joins, feeds = [], [], None
+        for block in layer.attentions:
+            projects.append(form is not None and _are_alike(block.projections))
+            joins.append(form is not None and block.join.is_plain())
+        if form is not None and feed.outer.is_plain():
+            feeds = _expands(feed)
+        made.append(Ready(layer, form or _BY_MODULES, copies, projects, joins, feeds))
+    copies.update(copies_of(made))
+    return made
+
+
+def _kind_of(block: FeedForward) -> tuple[Any, ...]:
+    """What ``form_of`` depends on in a layer."""
+    inner, end = block.inner._parameters, block.outer
+    outer, norm = end.dense._parameters, end.norm._parameters
+    read = (*map(inner.get, _NAMES), outer.get("weight"), *map(norm.get, _NAMES))
+    kinds = [None if one is None else (one.dtype, one.device, one.shape) for one in read]
+    return type(block.inner), end.rms, *kinds
+
+
+_NAMES = ("weight", "bias")
 
 
 def all_ready(layers: list[Layer], x: Tensor) -> list[Ready] | None:
     """``ready``; None unless all layers run in one way."""
-    if is_patched() or not all(map(_attends_by_name, layers)):
+    named: dict[int, bool] = {}
+    if is_patched() or not all(_attends_by_name(one, named) for one in layers):
         return None
-    return None if any(form_of(x, one) is None for one in layers) else ready(layers, x)
+    made = ready(layers, x)
+    return made if all(one.form.backend for one in made) else None
 
 
 def of_one_forward(layers: Iterable[Any], given: Tensor, dtype: torch.dtype) -> dict[int, Ready]:
@@ -346,7 +350,8 @@ def of_one_forward(layers: Iterable[Any], given: Tensor, dtype: torch.dtype) -> 
         return {}  # there is nothing to copy
     if is_patched():
         return {}
-    parts = {id(one): _parts_of(one) for one in layers if hasattr(one, "_parts")}
+    named: dict[int, bool] = {}
+    parts = {id(one): _parts_of(one, named) for one in layers if hasattr(one, "_parts")}
     known = {key: one for key, one in parts.items() if one is not None}
     made = ready(known.values(), given.new_empty(0, dtype=dtype))
     return {key: one for key, one in zip(known, made, strict=True) if one.form.backend}
@@ -355,46 +360,61 @@ def of_one_forward(layers: Iterable[Any], given: Tensor, dtype: torch.dtype) -> 
 def ready_layer(layer: Any, rows: Rows | None, hidden: Tensor) -> Ready | None:
     """A layer with a method ``_parts``; None if its own forward must run."""
     made = None if rows is None else rows.layers.get(id(layer))
-    if made is None and not is_patched() and (parts := _parts_of(layer)) is not None:
+    if made is None and not is_patched() and (parts := _parts_of(layer, {})) is not None:
         made = ready([parts], hidden)[0]
     return made
 
 
-def _parts_of(layer: Any) -> Layer | None:
+def _parts_of(layer: Any, named: dict[int, bool]) -> Layer | None:
     parts = layer._parts()
-    return parts if parts is not None and _attends_by_name(parts) else None
+    return parts if parts is not None and _attends_by_name(parts, named) else None
 
 
-def _attends_by_name(layer: Layer) -> bool:
-    """Whether the attention of a layer is fastplm's. GPT has no choice: there it always is."""
-    configs = [vars(one.module).get("config") for one in layer.attentions]
-    return all(one is None or one._attn_implementation == NAME for one in configs)
+def _attends_by_name(layer: Layer, named: dict[int, bool]) -> bool:
+    """Whether the attention of a layer is fastplm's. GPT has no choice: there it always is.
+
+    ``named``: what is known of configurations, by their ``id``: a model has one for all layers.
+    """
+    for one in layer.attentions:
+        config = vars(one.module).get("config")
+        if config is not None:
+            if id(config) not in named:
+                named[id(config)] = config._attn_implementation == NAME
+            if not named[id(config)]:
+                return False
+    return True
 
 
 def copies_of(made: list[Ready]) -> Copies:
     """Copies, in one launch, of what products read in another dtype or place than it has."""
-    sources: list[Tensor] = []
+    sources: list[Any] = []
     for layer, form, _, projects, joins, feeds in made:
-        others: list[Any] = []
+        dense: list[Any] = []
         for block, projected, joined in zip(layer.attentions, projects, joins, strict=True):
             if projected:
-                parameters = [one._parameters for one in block.projections]
-                weights: list[Any] = [one["weight"] for one in parameters]
-                apart = len(weights) == 3 and form.backend != "cpp"
-                if apart or weights[0].dtype is not form.dtype:
-                    biases = [one["bias"] for one in parameters]
-                    sources += weights + [one for one in biases if one is not None]
-            others += [block.join.dense] * joined
-        feed = layer.feed_forward
-        inner = [feed.inner] if feed.factor is None else [feed.inner, feed.factor]
-        others += [*inner, feed.outer.dense] * feeds
-        weights = [one._parameters["weight"] for one in others]
-        sources += [one for one in weights if one.dtype is not form.dtype]
+                first = block.projections[0]._parameters["weight"]
+                apart = len(block.projections) == 3 and form.backend != "cpp"
+                if apart or first.dtype is not form.dtype:
+                    for name in _NAMES:
+                        for one in block.projections:
+                            if one._parameters[name] is not None:
+                                sources.append(one._parameters[name])
+            if joined:
+                dense.append(block.join.dense)
+        if feeds:
+            feed = layer.feed_forward
+            dense += (feed.inner, feed.outer.dense)
+            if feed.factor is not None:
+                dense.append(feed.factor)
+        for one in dense:
+            weight = one._parameters["weight"]
+            if weight.dtype is not form.dtype:
+                sources.append(weight)
     if not sources:
         return {}
     with torch.no_grad():
         dtype = next(one.form.dtype for one in made if one.form.dtype is not None)
-        flat = sources[0].new_empty(sum(one.numel() for one in sources), dtype=dtype)
+        flat = sources[0].new_empty(sum(map(Tensor.numel, sources)), dtype=dtype)
         copies = torch._utils._unflatten_dense_tensors(flat, sources)
         torch._foreach_copy_(copies, sources)
     return dict(zip(map(id, sources), copies, strict=True))
@@ -496,13 +516,17 @@ def attend(
         others = states.reshape(-1, states.shape[-1]).to(form.dtype)
         key, value, others = project(others, block.projections[1:], copies, 2)
         states, heads = others.view(states.shape), [query, key, value]
-    query, key, value = (
+    query, key, value = [
         # Not view(…, -1, …), which no batch of 0 can take.
         one.view(*where, one.shape[-1] // block.head_size, block.head_size).transpose(1, 2)
         for one, where in zip(heads, (shape, keys, keys), strict=True)
-    )
+    ]
     module = block.module
-    dropout = _probability(block.dropout, module.training)
+    drop: Any = block.dropout
+    training = module.training
+    if isinstance(drop, nn.Module):
+        drop, training = drop.p, drop.training
+    dropout = drop if training else 0.0
     context, _ = ALL_ATTENTION_FUNCTIONS[NAME](
         module, query, key, value, mask, dropout=dropout, scaling=module.scaling, **kwargs
     )
@@ -539,7 +563,7 @@ def feed(made: Ready, hidden: Tensor, residual: Any, of: Of) -> tuple[Tensor, An
             return _like(out, made.form), None
         return block.outer.added(out, residual)
     within = Drawn(_probability(block.dropout, training), None, of.numbers)
-    active, given = expand(hidden.flatten(0, -2), block, within, copies, made.form)
+    active, given = expand(hidden.flatten(0, -2), block, made.feeds, within, copies, made.form)
     drawn = of.drawn(block.outer.dropout, training, hidden)
     before = given if residual is None else residual.reshape(given.shape)
     out, sum = join(active, before, block.outer, drawn, copies, made.form)
@@ -637,22 +661,9 @@ def run_blocks(
 # --- products and weights -------------------------------------------------------------------------
 
 
-def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """``backward(ctx, saved tensors, *gradients)``, whose results have no gradient: to ask for it
-    is an error, that of the op without which the modules run."""
-
-    def checked(ctx: Any, *grads: Any) -> Any:
-        saved = ctx.saved_tensors
-        if not torch.is_grad_enabled():
-            return backward(ctx, saved, *grads)
-        return once(NORM.name, partial(backward, ctx, saved, *grads), (*grads, *saved))
-
-    return checked
-
-
 def _multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """[M, K], [K, N], [N] -> [M, N], ``a b + bias``."""
-    if a.device.type == "cpu" and not is_batched(a, b):
+    if a.device.type == "cpu":
         return product(a, b, bias, forced=requested("linear") == "cpp")
     return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
 
@@ -661,8 +672,8 @@ def _add_product(sum: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """``sum + a b``, written over ``sum``, which nobody else holds."""
     if sum is None:
         return _multiply(a, b)
-    alone = not (sum.requires_grad or is_batched(sum, a))  # else a view, or of another shape
-    return sum.addmm_(a, b) if alone else sum + torch.mm(a, b)
+    # What must have no gradient is a view: see ``once_differentiable``.
+    return sum + torch.mm(a, b) if sum.requires_grad else sum.addmm_(a, b)
 
 
 def _of_weight(grad: Tensor, input: Tensor, dtype: torch.dtype, turned: bool) -> Tensor:
@@ -693,11 +704,11 @@ class _Project(torch.autograd.Function):
         products = zip(read[::2], read[1::2], strict=True)
         outs = [_multiply(x, weight.t(), bias) for weight, bias in products]
         if count < len(sizes):
-            outs = outs[0].split(sizes, 1)
+            outs = [*outs[0].split_with_sizes(sizes, 1)]
         return *outs, x.view_as(x)
 
     @staticmethod
-    @_once
+    @once_differentiable(NORM.name)
     def backward(ctx: Any, saved: Any, *grads: Any) -> Any:
         (x, *weights), needs, of_x = saved, ctx.needs_input_grad, grads[-1]
         count, sizes, pairs = len(weights), ctx.sizes, ctx.pairs
@@ -705,18 +716,18 @@ class _Project(torch.autograd.Function):
         each, own = len(sizes) // count, pairs // count  # outputs and parameters of one product
         for at, weight in enumerate(weights):
             part = slice(at * each, (at + 1) * each)
-            if all(one is None for one in grads[part]):
+            if all(map(is_none, grads[part])):
                 continue
             grad = _side_by_side(grads[part], sizes[part], x)
             begin, end = 2 * at * own, 2 * (at + 1) * own
             places = slice(begin, end, 2), slice(begin + 1, end, 2)
-            rows = sizes[part] if own > 1 else grad.shape[1]
+            rows = sizes[part] if own > 1 else [grad.shape[1]]
             if any(needs[first:][places[0]]):
                 of_weight = _of_weight(grad, x, ctx.dtypes[0], ctx.turned)
-                found[places[0]] = of_weight.split(rows, int(ctx.turned))
+                found[places[0]] = of_weight.split_with_sizes(rows, int(ctx.turned))
             if any(needs[first:][places[1]]):
                 sums = grad.sum(0, dtype=torch.float32).to(ctx.dtypes[1])
-                found[places[1]] = sums.split(rows)
+                found[places[1]] = sums.split_with_sizes(rows)
             if needs[0]:
                 of_x = _add_product(of_x, grad, weight)
         return of_x, None, None, None, *[None] * 2 * count, *found
@@ -726,23 +737,21 @@ def _side_by_side(grads: Sequence[Any], sizes: list[int], x: Tensor) -> Tensor:
     """[N, M] of gradients of its columns. Attention on a GPU has written them side by side."""
     if len(grads) == 1:
         return grads[0]
-    grads = [x.new_zeros(len(x), n) if g is None else g for g, n in zip(grads, sizes, strict=True)]
+    grads, rows = list(grads), x.shape[0]
+    for at, size in enumerate(sizes):
+        if grads[at] is None:
+            grads[at] = x.new_zeros(rows, size)
     first, width = grads[0], sum(sizes)
-    at = first.storage_offset()
+    place, storage = first.storage_offset(), first.untyped_storage()._cdata
     for one, size in zip(grads, sizes, strict=True):
         if (
-            is_batched(one)
-            or _storage(one) != _storage(first)
+            one.untyped_storage()._cdata != storage
             or one.stride() != (width, 1)
-            or one.storage_offset() != at
+            or one.storage_offset() != place
         ):
             return torch.cat(grads, 1)
-        at += size
-    return first.as_strided((len(x), width), (width, 1))
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+        place += size
+    return first.as_strided((rows, width), (width, 1))
 
 
 # --- the ends of blocks ---------------------------------------------------------------------------
@@ -822,7 +831,7 @@ class _Join(torch.autograd.Function):
         return out, sum
 
     @staticmethod
-    @_once
+    @once_differentiable(NORM.name)
     def backward(ctx: Any, saved: Any, grad: Tensor | None, grad_sum: Tensor | None) -> Any:
         x, read, sum, *norm = saved
         needs = ctx.needs_input_grad
@@ -832,8 +841,9 @@ class _Join(torch.autograd.Function):
         )
         of_x = _multiply(of_product, read) if needs[0] else None
         of_weight = _of_weight(of_product, x, ctx.dtype, ctx.turned) if needs[3] else None
-        of_weights = (of_weight, of_norm[2], of_norm[0], of_norm[1])
-        return of_x, of_residual, None, *_wanted(of_weights, needs[3:7]), *[None] * 4
+        others = zip((of_norm[2], of_norm[0], of_norm[1]), needs[4:7], strict=True)
+        of_weights = [of_weight, *[one if need else None for one, need in others]]
+        return of_x, of_residual, None, *of_weights, *[None] * 4
 
 
 # --- between the products of a feed-forward -------------------------------------------------------
@@ -855,7 +865,7 @@ class _Expand(torch.autograd.Function):
         """x [N, E]; ``count`` weights [F, E] that products read, and those of which they are
         copies; -> (what the second product reads [N, F], ``x`` as the residual)."""
         read, parameters = given[:count], given[count:]
-        first, *factor = (_multiply(x, one.t()) for one in read)
+        first, *factor = [_multiply(x, one.t()) for one in read]
         if activation == RELU:
             active = first.relu_()
         else:
@@ -872,7 +882,7 @@ class _Expand(torch.autograd.Function):
         return out, x.view_as(x)
 
     @staticmethod
-    @_once
+    @once_differentiable(NORM.name)
     def backward(ctx: Any, saved: Any, grad: Tensor | None, of_x: Tensor | None) -> Any:
         (x, *saved), needs, of_bias = saved, ctx.needs_input_grad, None
         (activation, drawn, backend), count = ctx.others, len(ctx.dtypes)
@@ -924,13 +934,8 @@ def _scale(drawn: Drawn, x: Tensor) -> float:
     return dropout_scale(dropout_threshold(drawn.p))
 
 
-def _wanted(gradients: tuple[Any, ...], needs: tuple[bool, ...]) -> list[Any]:
-    return [one if need else None for one, need in zip(gradients, needs, strict=True)]
-
-
 def _applied(kind: Any) -> Callable[..., Any]:
-    """``Function.apply`` where no transform of ``torch.func`` is, in half of the time."""
-    apply = super(torch.autograd.Function, kind).apply
+    apply = applied(kind)
 
     def call(*given: Any) -> Any:
         if torch.is_inference_mode_enabled():  # inside of it gradients may be "enabled"
@@ -950,23 +955,23 @@ def project(
     """The outputs [N, M] of linear modules, or the parts of that of one module, and ``x`` [N, E] as
     the residual of what follows."""
     parameters: list[Any] = []
+    sizes, turned = [], type(modules[0]) in _CONV1D
     for module in modules:
-        parameters += (module._parameters["weight"], module._parameters["bias"])
-    sizes, turned = [_size(one)[0] for one in modules], _is_turned(modules[0])
+        own = module._parameters
+        parameters += (own["weight"], own["bias"])
+        sizes.append(own["weight"].shape[turned])
     if len(sizes) < outputs:
         sizes = [sizes[0] // outputs] * outputs
     read: list[Any] = [copies.get(id(one), one) for one in parameters]
     if turned:
         read[::2] = [one.t() for one in read[::2]]
     elif id(parameters[0]) in copies:
-        read = [_joined([one for one in read[at::2] if one is not None]) for at in (0, 1)]
+        read = [_joined(read[::2]), None if read[1] is None else _joined(read[1::2])]
     return _project(x, sizes, turned, len(read) // 2, *read, *parameters)
 
 
-def _joined(copies: list[Tensor]) -> Tensor | None:
+def _joined(copies: list[Tensor]) -> Tensor:
     """Copies one below the other, as which they were made unless modules share a parameter."""
-    if not copies:
-        return None
     first, rows, at = copies[0], 0, copies[0].storage_offset()
     for one in copies:
         if one.storage_offset() != at:
@@ -982,18 +987,25 @@ def join(
     own, norm = end.dense._parameters, end.norm._parameters
     return _join(
         *(x, residual, _read(end.dense, copies), own["weight"], own["bias"]),
-        *(norm["weight"], norm.get("bias"), drawn, end.eps, form.backend, _is_turned(end.dense)),
+        *(
+            norm["weight"],
+            norm.get("bias"),
+            drawn,
+            end.eps,
+            form.backend,
+            type(end.dense) in _CONV1D,
+        ),
     )
 
 
 def expand(
-    x: Tensor, block: FeedForward, drawn: Drawn, copies: Copies, form: Form
+    x: Tensor, block: FeedForward, activation: str, drawn: Drawn, copies: Copies, form: Form
 ) -> tuple[Tensor, Tensor]:
     """What the outer product reads: [N, E] -> [N, F]; and ``x`` as the residual of what follows."""
     modules = [block.inner] if block.factor is None else [block.inner, block.factor]
     weights = [one._parameters["weight"] for one in modules]
     return _expand(
-        *(x, activation_of(block.activation), drawn, form.backend, block.inner._parameters["bias"]),
-        *(_is_turned(block.inner), len(weights)),
-        *(*(_read(one, copies) for one in modules), *weights),
+        *(x, activation, drawn, form.backend, block.inner._parameters["bias"]),
+        *(type(block.inner) in _CONV1D, len(weights)),
+        *(*[_read(one, copies) for one in modules], *weights),
     )

@@ -22,7 +22,6 @@ from transformers.modeling_outputs import Seq2SeqModelOutput
 from transformers.models.t5 import modeling_t5
 
 from fastplm import ops
-from fastplm._registry import autocast_dtype
 from fastplm.hf import NAME, NO_BIAS, says_only_keys
 from fastplm.models._base import FastplmModel, check_parts, drop_in, wants_output
 from fastplm.models._decoder_call import t5_layer_call
@@ -62,12 +61,16 @@ class T5LayerNorm(modeling_t5.T5LayerNorm):
         return super().forward(hidden_states)
 
 
+def _is_under_autocast(x: Tensor) -> bool:
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)  # "meta" has none
+
+
 @drop_in
 class T5DenseActDense(modeling_t5.T5DenseActDense):
     """Without the parent's copy in the dtype of ``wo`` under autocast, which casts it back."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if autocast_dtype(hidden_states.device.type) is not None:
+        if _is_under_autocast(hidden_states):
             return self.wo(self.dropout(self.act(self.wi(hidden_states))))
         return super().forward(hidden_states)
 
@@ -77,7 +80,7 @@ class T5DenseGatedActDense(modeling_t5.T5DenseGatedActDense):
     """The same of a gated layer."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if autocast_dtype(hidden_states.device.type) is not None:
+        if _is_under_autocast(hidden_states):
             gate = self.act(self.wi_0(hidden_states))
             return self.wo(self.dropout(gate * self.wi_1(hidden_states)))
         return super().forward(hidden_states)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, overload
 
 import torch
@@ -160,14 +160,22 @@ def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     Only then may its weights be used without calling it. Adapters, hooks and wrappers that shard
     the weight need the call.
     """
-    return (
-        type(module) in kinds
-        and "forward" not in vars(module)
-        and not module._forward_pre_hooks
-        and not module._forward_hooks
-        and not module._backward_hooks
-        and not module._backward_pre_hooks
-    )
+    return are_plain((module,), *kinds)
+
+
+def are_plain(modules: Iterable[nn.Module], *kinds: type[nn.Module]) -> bool:
+    """``is_plain`` of all."""
+    for module in modules:
+        if (
+            type(module) not in kinds
+            or "forward" in module.__dict__
+            or module._forward_pre_hooks
+            or module._forward_hooks
+            or module._backward_hooks
+            or module._backward_pre_hooks
+        ):
+            return False
+    return True
 
 
 def vocabulary_loss(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Annotated, Any, NamedTuple
 
@@ -15,6 +16,7 @@ from fastplm._registry import needs_dispatch
 from fastplm.errors import fail
 from fastplm.reference.attention import T5RelativeBias, dropout_threshold, t5_buckets
 
+_threshold = functools.lru_cache(dropout_threshold)
 #: Limits of the dropout's counter layout (``reference.attention.dropout_keep_mask``).
 _MAX_DROPOUT_KEYS = 2**20
 _MAX_DROPOUT_HEADS = 2**12
@@ -67,13 +69,18 @@ class Call(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether there is nothing but scores: nothing is hidden, added or dropped."""
+        causal = self.is_causal and self.query.shape[2] != 1  # the last query sees every key
+        return not causal and self.is_at_most_causal
+
+    @property
+    def is_at_most_causal(self) -> bool:
+        """Whether nothing else than later keys is hidden, and nothing added or dropped."""
         return (
             self.key_mask is None
             and self.attn_mask is None
             and self.cu_seqlens_q is None
             and self.bias_weight is None
             and self.seed is None
-            and (not self.is_causal or self.query.shape[2] == 1)  # the last query sees every key
         )
 
     @property
@@ -146,7 +153,7 @@ class Call(NamedTuple):
     @property
     def dropout_threshold(self) -> int:
         """Random bytes below it drop a probability."""
-        return 0 if self.seed is None else dropout_threshold(self.dropout_p)
+        return 0 if self.seed is None else _threshold(self.dropout_p)
 
     @property
     def buckets(self) -> Tensor | None:
@@ -242,8 +249,12 @@ def lie_side_by_side(query: Tensor, key: Tensor, value: Tensor) -> bool:
         return False
     begin = query.storage_offset()
     places = (key.storage_offset() - begin, value.storage_offset() - begin)
-    storages = {one.untyped_storage()._cdata for one in (query, key, value)}
-    return places == (width, 2 * width) and len(storages) == 1
+    storage = query.untyped_storage()._cdata
+    return (
+        places == (width, 2 * width)
+        and key.untyped_storage()._cdata == storage
+        and value.untyped_storage()._cdata == storage
+    )
 
 
 def parts_of(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -21,6 +21,12 @@ def last_dim_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
+def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+    """[..., E] -> [N, E], neighbours in a row side by side."""
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
 @functools.cache
 def kernels(op: str) -> ModuleType:
     """``triton_kernels/<op>.py``, imported when a kernel is first called: Triton need not be there.

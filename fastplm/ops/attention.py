@@ -629,7 +629,7 @@ def _cudnn_rejects(call: Call, *, forced: bool) -> str | None:
     query, key, value = call[:3]
     if query.device.type != "cuda":
         return f"it runs on CUDA tensors, not {query.device}"
-    if not call._replace(is_causal=False).is_plain:
+    if not call.is_at_most_causal:
         return "cuDNN is taken without masks, packing, bias and dropout alone"
     if call.is_causal and query.shape[2] not in (1, key.shape[2]):
         return "cuDNN aligns causality at the first key"

@@ -10,7 +10,7 @@ from torch import Tensor
 from fastplm._declare import Arg, from_fields
 from fastplm._registry import Op
 from fastplm.errors import check_choice
-from fastplm.ops._common import csrc_rejects, kernels, last_dim_contiguous, triton_rejects
+from fastplm.ops._common import csrc_rejects, kernels, rows_of, triton_rejects
 from fastplm.ops.gelu import FORMS
 from fastplm.reference.bias_gelu import bias_gelu_ref
 
@@ -104,25 +104,18 @@ def _triton_rejects(call: Call, *, forced: bool) -> str | None:
     return triton_rejects(call, forced=forced)
 
 
-def _rows(tensor: Tensor) -> Tensor:
-    """[..., F] -> [N, F], any stride between rows."""
-    return last_dim_contiguous(tensor.reshape(-1, tensor.shape[-1]))
-
-
-def _dense(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.contiguous()
-
-
 def _triton_forward(call: Call) -> Tensor:
     input, bias, approximate = call
-    out = kernels("bias_gelu").bias_gelu_fwd(_rows(input), _dense(bias), approximate)
+    bias = None if bias is None else bias.contiguous()
+    out = kernels("bias_gelu").bias_gelu_fwd(rows_of(input), bias, approximate)
     return out.view(input.shape)
 
 
 def _triton_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor]:
-    input, bias, approximate, need_bias = saved
+    input, bias, *others = saved
+    bias = None if bias is None else bias.contiguous()
     grad_input, grad_bias = kernels("bias_gelu").bias_gelu_bwd(
-        _rows(grad), _rows(input), _dense(bias), approximate, need_bias
+        rows_of(grad), rows_of(input), bias, *others
     )
     return grad_input.view(input.shape), grad_bias
 

@@ -5,6 +5,7 @@ One op: T5's norm is the layer norm without the mean and the bias.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Annotated, Any, NamedTuple
 
@@ -18,7 +19,7 @@ from fastplm.errors import fail
 from fastplm.ops._common import (
     csrc_rejects,
     kernels,
-    last_dim_contiguous,
+    rows_of,
     seed_tensor,
     triton_rejects,
 )
@@ -201,10 +202,11 @@ def _run(where: str, call: Call, return_sum: bool) -> Any:
     return (out, sum) if return_sum else out
 
 
-def _settings(call: Call | Saved) -> dict[str, Any]:
-    threshold = dropout_threshold(call.dropout_p)
+@functools.lru_cache(typed=True)
+def _settings(dropout_p: float, eps: float, is_rms: bool) -> dict[str, Any]:
+    threshold = dropout_threshold(dropout_p)
     scale = dropout_scale(threshold)
-    return dict(threshold=threshold, keep_scale=scale, eps=call.eps, is_rms=call.is_rms)
+    return dict(threshold=threshold, keep_scale=scale, eps=eps, is_rms=is_rms)
 
 
 def _has_fp64(call: Call) -> bool:
@@ -224,7 +226,9 @@ def _cpp_rejects(call: Call, *, forced: bool) -> str | None:
 
 def _cpp_forward(call: Call) -> tuple[Tensor, Tensor]:
     out, sum = _fake(call, "cpp")
-    torch.ops.fastplm_C.dropout_add_layer_norm(*call[:8], **_settings(call), out=out, sum=sum)
+    torch.ops.fastplm_C.dropout_add_layer_norm(
+        *call[:8], **_settings(*call[8:11]), out=out, sum=sum
+    )
     return out, sum
 
 
@@ -233,7 +237,7 @@ def _cpp_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, ...]:
     of_input, of_residual, of_weight, of_bias, of_linear_bias = found
     torch.ops.fastplm_C.dropout_add_layer_norm_backward(
         *(grad, saved.sum, saved.weight, *saved[4:8]),
-        **_settings(saved),
+        **_settings(*saved[8:11]),
         grad_input=of_input,
         grad_residual=of_residual,
         grad_weight=of_weight,
@@ -254,30 +258,21 @@ def _triton_rejects(call: Call, *, forced: bool) -> str | None:
     return triton_rejects(call, forced=forced)
 
 
-def _rows(tensor: Tensor) -> Tensor:
-    """[..., E] -> [N, E], neighbours in a row side by side."""
-    return last_dim_contiguous(tensor.reshape(-1, tensor.shape[-1]))
-
-
-def _dense(*vectors: Tensor | None) -> tuple[Tensor | None, ...]:
-    return tuple(None if one is None else one.contiguous() for one in vectors)
-
-
 def _triton_forward(call: Call) -> tuple[Tensor, Tensor]:
     input, residual = call.input, call.residual
+    others = [None if one is None else one.contiguous() for one in call[2:8]]
     out, sum = kernels("dropout_add_layer_norm").dropout_add_layer_norm_fwd(
-        _rows(input), _rows(residual), *_dense(*call[2:8]), **_settings(call)
+        rows_of(input), rows_of(residual), *others, **_settings(*call[8:11])
     )
     return out.view(input.shape), sum.view(input.shape)
 
 
 def _triton_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, ...]:
-    sum, weight, bias, linear_bias, grad_sum, *random = saved[:8]
+    sum, dense = saved.sum, [None if one is None else one.contiguous() for one in saved[1:8]]
+    if dense[3] is not None:
+        dense[3] = rows_of(dense[3])  # the sum's gradient
     of_input, of_residual, *others = kernels("dropout_add_layer_norm").dropout_add_layer_norm_bwd(
-        *(_rows(grad), _rows(sum), *_dense(weight, bias, linear_bias)),
-        *(None if grad_sum is None else _rows(grad_sum), *_dense(*random)),
-        needs=saved[-5:],
-        **_settings(saved),
+        rows_of(grad), rows_of(sum), *dense, needs=saved[-5:], **_settings(*saved[8:11])
     )
     of_input = of_input.view(sum.shape) if saved.need_input else of_input
     of_residual = of_residual.view(sum.shape) if saved.need_residual else of_residual

@@ -109,6 +109,7 @@ class Shape:
     ) -> None:
         self.dtype, self.device, self.has_bias = dtype, device, has_bias
         self.seqlen_q, self.seqlen_k = max_seqlen_q, max_seqlen_k
+        self.words = cdiv(max_seqlen_k, 64)
         self.ragged = num_seqs is not None
         if num_seqs is not None:
             self.batch, (self.rows_q, self.heads, self.head_dim) = num_seqs, query_shape
@@ -284,7 +285,7 @@ def _key_bits(call: Call, shape: Shape) -> dict[str, Any]:
     """
     if call.key_mask is None:
         return dict(mask_ptr=None, stride_mb=0)
-    words = cdiv(shape.seqlen_k, 64)
+    words = shape.words
     shared = getattr(call.key_mask, "_fastplm_bits", {})
     if (shape.batch, words) in shared:
         return dict(mask_ptr=shared[shape.batch, words], stride_mb=words)
