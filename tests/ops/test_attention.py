@@ -1179,6 +1179,7 @@ def operator_arguments(inputs: dict, backend: str) -> tuple:
         0.5,
         False,
         False,
+        False,
         backend,
     )
 
