@@ -125,6 +125,7 @@ class GraphedStep:
         So several calls before ``update`` accumulate gradients. A batch may be on the CPU.
         """
         _check_capacity(inputs)
+        self._clipped = False  # of a gradient that was not used
         state = _State(self.model)
         device, kind, given = state.device, *_split(inputs)
         reason = state.reason or self._why_not(inputs, given, device)
@@ -237,7 +238,8 @@ class GraphedStep:
         if self._scale is None:
             self._scale = torch.ones((), device=grads[0].device)
         norm = functools.partial(self._norm, grads, self.max_grad_norm, self._scale)
-        return self._replayed("norm", tuple(map(_place, grads)), norm).clone()
+        places = (self.max_grad_norm, *map(_place, grads))
+        return self._replayed("norm", places, norm).clone()
 
     def update(self) -> None:
         """The step of the optimizer, with the gradient clipped."""
@@ -249,7 +251,7 @@ class GraphedStep:
         if not self._is_graphed():
             self.optimizer.step()
             return
-        groups, places = self.optimizer.param_groups, []
+        groups, places = self.optimizer.param_groups, [_place(self.max_grad_norm is None)]
         if len(self._rates) != len(groups):
             device = groups[0]["params"][0].device
             self._rates = [torch.zeros((), device=device) for _ in groups]
@@ -300,7 +302,7 @@ class GraphedStep:
         before = [(group["lr"], group["capturable"]) for group in optimizer.param_groups]
         for rate, group in zip(self._rates, optimizer.param_groups, strict=True):
             group["lr"], group["capturable"] = rate, True
-        if self._scale is not None:
+        if self._scale is not None and self.max_grad_norm is not None:
             optimizer.grad_scale, optimizer.found_inf = self._scale, torch.zeros_like(self._scale)
         try:
             optimizer.step()

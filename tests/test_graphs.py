@@ -112,6 +112,42 @@ def test_gradients_are_clipped(recorded):
     check_equal(both(kinds="aaaa", max_grad_norm=0.1), exact=False)
 
 
+@pytest.mark.parametrize("norms", [(0.1, None), (0.1, 0.01), (0.01, 100.0), (None, 0.1)])
+def test_another_max_grad_norm_is_used(recorded, norms):
+    found = []
+    for graphed in (True, False):
+        model, optimizer = built()
+        step = GraphedStep(model, optimizer, max_grad_norm=norms[0]) if graphed else None
+        torch.manual_seed(1)
+        losses = []
+        for number in range(8):
+            norm, given = norms[number >= 4], batch("a", number)
+            if step is None:
+                losses += eager(model, optimizer, given, norm=norm)
+            else:
+                step.max_grad_norm = norm
+                losses.append(step(**given))
+        found.append(torch.stack(losses))
+    torch.testing.assert_close(*found)
+
+
+def test_a_clipped_gradient_that_is_not_used_changes_no_later_step(recorded):
+    """As where its norm is not finite."""
+    found = []
+    for skips in (True, False):
+        model, optimizer = built()
+        step = GraphedStep(model, optimizer, max_grad_norm=0.1)
+        for number in range(8):
+            if skips and number == 5:
+                step.backward(**batch("a", 50))
+                step.clip()
+                model.zero_grad()
+            torch.manual_seed(number)
+            loss = step(**batch("a", number))
+        found.append((loss, [*model.parameters()]))
+    check_equal(found)
+
+
 def test_results_are_not_overwritten_by_later_steps(recorded):
     model, optimizer = built()
     step = GraphedStep(model, optimizer)
