@@ -25,6 +25,7 @@ tiny.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import itertools
 import os
@@ -145,9 +146,8 @@ class Measured:
     def products(self) -> Rows:
         """The products of a layer of BERT-base at 256 x 128, forward, and of the gradients."""
         n, widths = (32768, (768, 2304, 3072)) if self.on_gpu else (64, (16, 48, 64))
-        draw = lambda *shape: self.torch.randn(  # noqa: E731
-            *shape, device=self.device, dtype=self.torch.bfloat16
-        )
+        of = dict(device=self.device, dtype=self.torch.bfloat16)
+        draw = functools.partial(self.torch.randn, **of)
         narrow, *wides = widths
         for first, second in ((narrow, wides[0]), (narrow, narrow), (narrow, wides[1])):
             for k, m in {(first, second), (second, first)}:
@@ -509,7 +509,7 @@ def report(options: argparse.Namespace) -> Path:
     watch = threading.Timer(options.seconds + GRACE - clock.now(), end)
     watch.daemon = True
     watch.start()
-    write = lambda row: _append(of, options.results, row)  # noqa: E731
+    write = functools.partial(_append, of, options.results)
     try:
         run(pieces[done:], clock, options.seconds, write, said)
     finally:

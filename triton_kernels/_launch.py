@@ -71,7 +71,8 @@ class _Compiled:
         self.launch, nothing, self.packed = kernel.run, (None, None, None), False
         self.place = kernel.function, kernel.packed_metadata, *nothing
         own = self.launch
-        if _release(triton.__version__)[:2] == (3, 7) and type(own).__name__ == "CudaLauncher":
+        # The order of the C function's arguments is that of one release.
+        if _release(triton.__version__) == (3, 7, 1) and type(own).__name__ == "CudaLauncher":
             if own.global_scratch_size == own.profile_scratch_size == 0:
                 # All that Triton's launcher does then is to call a C function.
                 self.launch, self.packed = own.launch, True
