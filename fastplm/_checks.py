@@ -223,7 +223,7 @@ def check_scalar(where: str, argument: str, value: object, kind: type) -> None:
     if kind is bool:
         check_bool(where, argument, value)
     elif kind is int:
-        if not is_int(value):
+        if type(value) is not int and not is_int(value):
             fail(where, argument, shown(value), "an int", "Pass an int.", ArgumentTypeError)
         if isinstance(value, int) and not _LEAST_INT <= value <= _LARGEST_INT:
             fail(where, argument, value, "an int of 64 bits", "Pass a smaller one.")

@@ -28,16 +28,14 @@ from fastplm._checks import (
     check_same_device,
     check_scalar,
     check_tensor,
-    is_bool,
-    is_int,
-    is_number,
     same_size,
 )
-from fastplm.errors import ArgumentValueError, message
+from fastplm.errors import fail
 
 #: An int that torch.compile may trace as a symbol.
 Size = Annotated[int, "SymInt"]
 
+_STRIDED = torch.strided
 _SCHEMA: dict[Any, str] = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
@@ -87,21 +85,6 @@ class _TensorArgument(NamedTuple):
         return None if self.shape is None else len(self.shape.sizes)
 
 
-class _Scalar(NamedTuple):
-    place: int
-    name: str
-    kind: type
-
-
-#: For each kind of scalar, whether a value that is not just of this type fits all the same.
-#: A str is one of some choices, which each op checks itself.
-_FITS_TOO: dict[type, str] = {
-    bool: "is_bool(a{0})",
-    int: "is_int(a{0})",
-    float: "is_number(a{0})",
-}
-
-
 class Signature:
     """The arguments of an operator, as a ``NamedTuple`` declares them.
 
@@ -126,19 +109,13 @@ class Signature:
                 self.types.append(_SCHEMA[hint if arg is None else get_args(hint)[0]])
         #: What to check of the tensors, in calls of padded and of packed rows.
         self.tensors = tuple(_tensor_arguments(hints, packed) for packed in (False, True))
-        kinds = {**{kind: kind for kind in _FITS_TOO}, Size: int}
-        #: What to check of the other arguments.
+        kinds = {bool: bool, int: int, float: float, Size: int}
+        #: What to check of the other arguments; each op checks a str, one of some choices, itself.
         self.scalars = tuple(
-            _Scalar(place, name, kinds[hint])
+            (place, name, kinds[hint])
             for place, (name, hint) in enumerate(hints.items())
             if hint in kinds
         )
-        self._fits, self._fits_traced = (
-            [_compiled(len(hints), tensors, self.scalars, traced) for tensors in self.tensors]
-            for traced in (False, True)
-        )
-        shaped = [one for one in self.tensors[0] if one.shape is not None]
-        self._dimensions = {one.name: (one.place, one.optional, one.dimensions) for one in shaped}
         self._rows = tuple(one.place for one in self.tensors[0] if one.dimensions != 0)
 
     @property
@@ -166,17 +143,32 @@ class Signature:
         Raises:
             ArgumentValueError, ArgumentTypeError: with the name of the argument.
         """
-        fits = self._fits_traced if torch.compiler.is_compiling() else self._fits
-        if not fits[1 if packed else 0](call):  # torch 2.11 cannot trace a bool as an index
-            self._explain(where, call, packed)
+        sizes: dict[str, int] = {}
+        for place, name, optional, dtypes, dtype_of, shape, fix in self.tensors[1 if packed else 0]:
+            tensor = call[place]
+            if tensor is None and optional:
+                continue
+            if not isinstance(tensor, Tensor) or tensor.layout is not _STRIDED or tensor.is_nested:
+                check_tensor(where, name, tensor)
+            if shape is not None:
+                _check_shape(where, name, tensor, shape, sizes, fix)
+            if dtype_of is None:
+                if tensor.dtype not in dtypes:
+                    check_dtype(where, name, tensor, dtypes, fix or "Convert it with .to(dtype).")
+            elif tensor.dtype is not call[dtype_of].dtype:
+                check_same(where, **{self.names[dtype_of]: call[dtype_of], name: tensor})
+            if place and tensor.device != call[0].device:
+                check_same_device(where, **{self.names[0]: call[0], name: tensor})
+        for place, name, kind in self.scalars:
+            if kind is int or type(call[place]) is not kind:
+                check_scalar(where, name, call[place], kind)
 
     def check_dimensions(self, where: str, call: Any, *names: str) -> None:
         """These arguments are tensors of as many dimensions as declared: what code may rely on that
         looks at them before the other checks."""
-        for name in names:
-            place, optional, dimensions = self._dimensions[name]
-            if call[place] is not None or not optional:
-                check_tensor(where, name, call[place], ndim=dimensions)
+        for one in self.tensors[0]:
+            if one.name in names and (call[one.place] is not None or not one.optional):
+                check_tensor(where, one.name, call[one.place], ndim=one.dimensions)
 
     def laid_out(self, call: Any) -> Any:
         """The call with tensors whose last stride is 1: the one layout that kernels ask for."""
@@ -185,24 +177,6 @@ class Signature:
             if tensor is not None and tensor.stride(-1) != 1:
                 call = call._replace(**{self.names[place]: tensor.contiguous()})
         return call
-
-    def _explain(self, where: str, call: Any, packed: bool) -> None:
-        """Raise the error of a call that does not fit."""
-        sizes: dict[str, int] = {}
-        for place, name, optional, dtypes, dtype_of, shape, fix in self.tensors[packed]:
-            tensor = call[place]
-            if tensor is None and optional:
-                continue
-            check_tensor(where, name, tensor)
-            if shape is not None:
-                _check_shape(where, name, tensor, shape, sizes, fix)
-            if dtype_of is not None:
-                check_same(where, **{self.names[dtype_of]: call[dtype_of], name: tensor})
-            else:
-                check_dtype(where, name, tensor, dtypes, fix or "Convert it with .to(dtype).")
-            check_same_device(where, **{self.names[0]: call[0], name: tensor})
-        for place, name, kind in self.scalars:
-            check_scalar(where, name, call[place], kind)
 
 
 def from_fields(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -214,71 +188,6 @@ def from_fields(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(**fields, **others)
 
     return run
-
-
-def _compiled(
-    count: int, tensors: Sequence[_TensorArgument], scalars: Sequence[_Scalar], traced: bool
-) -> Callable[[Any], bool]:
-    """``fits(call)``: whether ``_explain`` would find no error in a call of so many fields.
-
-    It is source code written for these arguments, as ``NamedTuple`` writes its own: a loop over
-    their declarations would cost several microseconds in each call. In traced code a size may be
-    unknown: the graph asserts what cannot be compared.
-    """
-    lines = [f"{', '.join(f'a{at}' for at in range(count))}, = call"]
-    sure: set[str] = set()  # letters whose size is known, and those of an optional tensor
-    maybe = {letter for one in tensors if one.shape for letter, _ in one.shape.sizes}
-    lines += [f"{letter} = None" for letter in sorted(maybe)]
-    for at, (place, _, optional, _, dtype_of, shape, _) in enumerate(tensors):
-        tensor = f"a{place}"
-        wrong = [f"not isinstance({tensor}, Tensor)", f"{tensor}.layout is not strided"]
-        wrong.append(
-            f"{tensor}.dtype not in dtypes[{at}]"
-            if dtype_of is None
-            else f"{tensor}.dtype is not a{dtype_of}.dtype"
-        )
-        if place:
-            wrong.append(f"{tensor}.device != device")
-        if shape is None:
-            wrong.append(f"{tensor}.is_nested")  # else its shape is asked for, which raises
-        body = [f"if {' or '.join(wrong)}: return False"]
-        if not place and len(tensors) > 1:
-            body.append("device = a0.device")
-        if shape is not None:
-            body.append(f"shape = {tensor}.shape")
-            count = len(shape.sizes)
-            body.append(f"if len(shape) {'<' if shape.leading else '!='} {count}: return False")
-            for dimension, (letter, more) in enumerate(shape.sizes):
-                size = f"shape[{dimension - count}]"
-                if dimension in shape.positive:
-                    none = f"guard_or_false({size} == 0)" if traced else f"{size} == 0"
-                    body.append(f"if {none}: return False")
-                size += f" - {more}" if more else ""
-                if letter not in sure:
-                    body.append(f"if {letter} is None: {letter} = {size}")
-                differs = f"not same_size({letter}, {size})" if traced else f"{letter} != {size}"
-                body.append(f"if {differs}: return False")
-                if not optional:
-                    sure.add(letter)
-        if optional:
-            body = [f"if {tensor} is not None:", *(f"    {line}" for line in body)]
-        lines += body
-    for place, _, kind in scalars:
-        value, fits = f"a{place}", _FITS_TOO[kind].format(place)
-        lines.append(f"if type({value}) is not {kind.__name__} and not {fits}: return False")
-        if kind is int and not traced:
-            lines.append(
-                f"if type({value}) is int and not {-(2**63)} <= {value} < {2**63}: return False"
-            )
-    lines.append("return True")
-    if not traced:  # a nested tensor raises where its shape is asked for
-        lines = ["try:", *(f"    {line}" for line in lines), "except RuntimeError: return False"]
-    source = "\n    ".join(["def fits(call):", *lines])
-    names: dict[str, Any] = {"Tensor": Tensor, "dtypes": [frozenset(one.dtypes) for one in tensors]}
-    names |= {"same_size": same_size, "guard_or_false": guard_or_false, "strided": torch.strided}
-    names |= {"is_bool": is_bool, "is_int": is_int, "is_number": is_number}
-    exec(source, names)  # of this file's own words and the letters of declarations
-    return names["fits"]
 
 
 def _arg_of(hint: Any) -> Arg | None:
@@ -317,19 +226,28 @@ def _shape(text: str | None) -> _Shape | None:
 def _check_shape(
     where: str, name: str, tensor: Tensor, shape: _Shape, sizes: dict[str, int], fix: str
 ) -> None:
-    """The tensor has this shape, whose letters are added to ``sizes``."""
-    found, letters = tensor.shape, shape.sizes
-    if len(found) > len(letters) and shape.leading:
-        found = found[len(found) - len(letters) :]
-    got, known = f"shape {tuple(tensor.shape)}", ""
-    if len(found) != len(letters):
-        if not shape.leading:
-            got = f"{tensor.dim()} dimensions {tuple(tensor.shape)}"
-    elif all(found[at] > 0 for at in shape.positive):
-        pairs = [(letter, size - more) for size, (letter, more) in zip(found, letters, strict=True)]
-        before = {letter: sizes[letter] for letter, _ in pairs if letter in sizes}
-        if all(sizes.setdefault(letter, size) == size for letter, size in pairs):
+    """The tensor has this shape, whose letters are added to ``sizes``.
+
+    In traced code a size may be unknown: the graph asserts what cannot be compared.
+    """
+    traced, found, letters = torch.compiler.is_compiling(), tensor.shape, shape.sizes
+    extra, before, known = len(found) - len(letters), len(sizes), ""
+    if extra == 0 or (extra > 0 and shape.leading):
+        for at, (letter, more) in enumerate(letters):
+            size = found[extra + at]
+            if at in shape.positive and (guard_or_false(size == 0) if traced else size == 0):
+                break
+            size = size - more if more else size
+            expected = sizes.setdefault(letter, size)
+            if not (same_size(expected, size) if traced else expected == size):
+                names = dict.fromkeys(letter for letter, _ in letters)
+                said = [f"{key} = {sizes[key]}" for key in list(sizes)[:before] if key in names]
+                known = " with " * bool(said) + ", ".join(said)
+                break
+        else:
             return
-        known = " with " * bool(before) + ", ".join(f"{key} = {before[key]}" for key in before)
+    got = f"shape {tuple(found)}"
+    if extra != 0 and not shape.leading:
+        got = f"{tensor.dim()} dimensions {tuple(found)}"
     fix = fix or "Check the layout of the tensors of this call."
-    raise ArgumentValueError(message(where, name, got, shape.text + known, fix))
+    fail(where, name, got, shape.text + known, fix)
