@@ -22,6 +22,7 @@ on the backend of its forward, even after the ``use_backend`` block has ended.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import importlib.util
@@ -37,7 +38,6 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from fastplm import _measured
 from fastplm._measured import CallClass, slower
 from fastplm.errors import BackendError, check_choice
 
@@ -45,7 +45,6 @@ from fastplm.errors import BackendError, check_choice
 BACKENDS = ("cuda", "cpp", "cudnn", "triton", "stock", "torch", "eager")
 #: Backends in plain PyTorch: autograd differentiates them, without an operator of fastplm.
 DIFFERENTIABLE = ("stock", "eager")
-_CHOICES = ("auto", *BACKENDS)
 #: Every op is named after its file. ``_registry.OPS`` has the ops once ``fastplm.ops`` is imported.
 OP_NAMES = tuple(sorted(path.stem for path in (Path(__file__).parent / "ops").glob("[!_]*.py")))
 _TRANSFORMS = torch._C._functorch.TransformType
@@ -57,64 +56,43 @@ class Backend:
 
     Args:
         name: one of ``BACKENDS``.
+        forward, backward: ``forward(call)`` and ``backward(grad, saved)``, the implementations of
+            ``fastplm::<op>_fwd`` and ``fastplm::<op>_bwd``.
         rejects: ``rejects(call, forced=…)`` returns why this backend cannot run a call, or None if
             it can.
-        functions: returns ``forward(call)`` and ``backward(grad, saved)`` (None without one), the
-            implementations of ``fastplm::<op>_fwd`` and ``fastplm::<op>_bwd``. It runs at the first
-            call of the op, so it may import an optional module.
         measured: ``measured(*call)`` returns the sizes and the dtype on which the speed of a call
-            depends. The backend runs a call if the table of ``_measured.py`` says that it is
-            faster. Without ``measured``, or if it returns None, it runs every call that it can.
-        measured_for_layers: use ``measured`` only in ``Op.layer``: a layer can call PyTorch's
-            function instead, while the op itself has no faster backend.
+            depends. The backend runs a call if it is faster than PyTorch's own function by what was
+            measured. Without ``measured``, or if it returns None, it runs every call that it can.
         compiled: ``compiled(dtype)`` returns why a compiled program, which serves calls of any
             size, should not use this backend, or None. See ``of_any_size``.
     """
 
     name: str
+    forward: Callable[..., Any]
+    backward: Any  # None without one
     rejects: Callable[..., str | None]
-    functions: Callable[[], tuple[Callable[..., Any], Callable[..., Any] | None]]
     measured: Callable[..., CallClass | None] | None = None
-    measured_for_layers: bool = False
     compiled: Callable[[torch.dtype], str | None] | None = None
 
-    @functools.cached_property
-    def forward(self) -> Callable[..., Any]:
-        return self.functions()[0]
-
-    @functools.cached_property
-    def backward(self) -> Any:
-        return self.functions()[1]
-
     def refuses(
-        self,
-        op: str,
-        call: Any,
-        *,
-        forced: bool,
-        dispatches: bool = True,
-        for_layer: bool = False,
+        self, op: str, call: Any, *, forced: bool, dispatches: bool = True, compares: bool = True
     ) -> str | None:
         """Why this backend does not run a call: it cannot, or PyTorch's own function is faster.
-
-        A compiled program serves calls of any size, so ``compiled`` decides, not ``measured``.
 
         Args:
             op: the name of the op.
             call: the arguments of the op.
             forced: whether the user chose this backend.
             dispatches: as in ``resolve``.
-            for_layer: whether ``Op.layer`` asks.
+            compares: whether PyTorch's own function may run instead.
         """
         if dispatches and self.name != "eager":
             reason = needs_plain_pytorch()
             if reason is not None:
                 return reason
         reason = self.rejects(call, forced=forced)
-        if reason is not None or self.measured is None or forced:
+        if reason is not None or self.measured is None or forced or not compares:
             return reason
-        if self.measured_for_layers and not for_layer:
-            return None
         if torch.compiler.is_compiling():
             return None if self.compiled is None else self.compiled(call[0].dtype)
         measured = self.measured(*call)
@@ -201,99 +179,95 @@ class _Choice:
 def _of_environment() -> str:
     """The choice of ``FASTPLM_BACKEND``; an empty one is as none."""
     given = os.environ.get("FASTPLM_BACKEND") or "auto"
-    check_choice("fastplm", "FASTPLM_BACKEND", given, _CHOICES)
+    check_choice("fastplm", "FASTPLM_BACKEND", given, ("auto", *BACKENDS))
     return given
 
 
-# The choices of the ``use_backend`` blocks that a thread or coroutine is in, the newest last.
-_CHOICES_HERE: ContextVar[tuple[_Choice, ...]] = ContextVar("fastplm.choices", default=())
-# torch.compile cannot trace a ContextVar, so traced code reads the blocks of its thread. Dynamo
-# guards on these values, so a compiled function is traced again when the choice changes.
-_OF_MAIN_THREAD = [_Choice(_of_environment(), {})]
-_OPEN: list[_Choice] = []  # all blocks of the process
-_thread = threading.local()
-if threading.current_thread() is threading.main_thread():
-    _thread.choices = _OF_MAIN_THREAD
-    _CHOICES_HERE.set((_OF_MAIN_THREAD[0],))  # what ``_elsewhere`` would find, in less time
+class _Block:
+    """A ``with`` block: its value, and the block around it."""
+
+    def __init__(self, value: Any, outer: _Block | None) -> None:
+        self.value, self.outer, self.is_open = value, outer, True
 
 
-def _elsewhere() -> _Choice:
-    """The choice of a thread or coroutine that is in no block.
+class _Blocks:
+    """The ``with`` blocks of one kind that the threads and coroutines of this process are in."""
 
-    A backward on a GPU runs in a thread of PyTorch, where a checkpoint must recompute on the
-    backend of the forward, in whichever thread that was.
-    """
-    thread = threading.current_thread()
-    if thread is threading.main_thread():
-        return _OF_MAIN_THREAD[0]
-    if isinstance(thread, threading._DummyThread) and _OPEN:  # Python did not start it
-        return _OPEN[-1]
-    return _OF_MAIN_THREAD[-1]
+    def __init__(self, name: str) -> None:
+        self.open: list[_Block] = []  # all of them, the newest last: most calls are in no block
+        self.of_main: list[_Block] = []  # those of the main thread, outside of coroutines
+        self.here: ContextVar[_Block | None] = ContextVar(f"fastplm.{name}", default=None)
+        # Dynamo cannot trace a ContextVar, so traced code reads the blocks of its thread. It guards
+        # on them: a compiled function is traced again when they change.
+        self.of_thread = threading.local()
+
+    def innermost(self) -> Any:
+        """The value of the block that this thread or coroutine is in; None if it is in none."""
+        if not self.open:
+            return None
+        if torch.compiler.is_compiling():
+            blocks = getattr(self.of_thread, "blocks", None) or self.of_main
+            return blocks[-1].value if blocks else None
+        block = self.here.get()
+        while block is not None and not block.is_open:  # coroutines end their blocks in any order
+            block = block.outer
+        return None if block is None else block.value
+
+    @contextlib.contextmanager
+    def block(self, value: Any) -> Iterator[Any]:
+        traced, blocks = torch.compiler.is_compiling(), getattr(self.of_thread, "blocks", None)
+        if blocks is None:
+            blocks = self.of_thread.blocks = []
+        block, among = _Block(value, None if traced else self.here.get()), [self.open, blocks]
+        if not traced:
+            self.here.set(block)
+            if threading.current_thread() is threading.main_thread() and not _is_coroutine():
+                among.append(self.of_main)
+        for blocks in among:
+            blocks.append(block)
+        try:
+            yield value
+        finally:
+            block.is_open = False
+            for blocks in among:
+                blocks.remove(block)
+
+
+def _is_coroutine() -> bool:
+    try:
+        return asyncio.get_running_loop() is not None
+    except RuntimeError:
+        return False
+
+
+_DEFAULT = _Choice(_of_environment(), {})
+_CHOICES, _DECISIONS, _NOTES = _Blocks("choices"), _Blocks("decisions"), _Blocks("notes")
 
 
 def _choice() -> _Choice:
-    if torch.compiler.is_compiling():
-        return (getattr(_thread, "choices", None) or _OF_MAIN_THREAD)[-1]
-    here = _CHOICES_HERE.get()
-    return here[-1] if here else _elsewhere()
+    """What counts for this thread or coroutine.
+
+    A thread without a block follows the main thread, but none of its coroutines. One that Python
+    did not start is PyTorch's: it runs a backward on a GPU, where a checkpoint must recompute on
+    the backend of the forward, in whichever thread that was.
+    """
+    if not _CHOICES.open:
+        return _DEFAULT
+    choice = _CHOICES.innermost()
+    if choice is not None or torch.compiler.is_compiling():
+        return choice or _DEFAULT
+    thread = threading.current_thread()
+    if isinstance(thread, threading._DummyThread):
+        return _CHOICES.open[-1].value
+    if thread is threading.main_thread() or not _CHOICES.of_main:
+        return _DEFAULT
+    return _CHOICES.of_main[-1].value
 
 
 def requested(op: str) -> str:
     """The backend that the user chose for ``op``, or "auto"."""
-    choice = _choice() if _OPEN else _OF_MAIN_THREAD[0]  # every layer asks, mostly of no block
+    choice = _choice()
     return choice.per_op.get(op, choice.default)
-
-
-class _Collector:
-    """What the blocks of ``collect`` gather, each in its thread or coroutine alone."""
-
-    def __init__(self, name: str) -> None:
-        self.here: ContextVar[list[Any] | None] = ContextVar(f"fastplm.{name}", default=None)
-        self.open: list[list[Any]] = []  # of the process: most calls are in no block
-        self.of_thread = threading.local()  # for traced code, as above
-
-    def innermost(self) -> list[Any] | None:
-        if not self.open:
-            return None
-        if torch.compiler.is_compiling():
-            blocks = getattr(self.of_thread, "blocks", None)
-            return blocks[-1] if blocks else None
-        return self.here.get()
-
-    @contextlib.contextmanager
-    def collect(self) -> Iterator[list[Any]]:
-        found: list[Any] = []
-        blocks = self.of_thread.blocks = getattr(self.of_thread, "blocks", [])
-        before = self.here.get()
-        self.here.set(found)
-        for among in (blocks, self.open):
-            among.append(found)
-        try:
-            yield found
-        finally:
-            self.here.set(before)
-            for among in (blocks, self.open):
-                among[:] = [one for one in among if one is not found]
-
-
-_DECISIONS, _NOTES = _Collector("decisions"), _Collector("notes")
-
-
-def is_recorded() -> bool:
-    """Whether ``record_decisions`` is active in this thread or coroutine."""
-    return bool(_DECISIONS.open) and _DECISIONS.innermost() is not None
-
-
-def takes_notes() -> bool:
-    """Whether this is inside ``record_notes``."""
-    return _NOTES.innermost() is not None
-
-
-def note(text: Callable[[], str]) -> None:
-    """Add a line for ``fastplm.explain``. ``text`` is only called inside ``record_notes``."""
-    notes = _NOTES.innermost() if _NOTES.open else None
-    if notes is not None:
-        notes.append(text())
 
 
 @contextlib.contextmanager
@@ -314,42 +288,45 @@ def use_backend(backend: str, *ops: str) -> Iterator[None]:
     backward follow the newest block. The environment variable ``FASTPLM_BACKEND`` sets the choice
     outside of all blocks; an empty one is as none.
     """
-    check_choice("use_backend", "backend", backend, _CHOICES)
+    check_choice("use_backend", "backend", backend, ("auto", *BACKENDS))
     for op in ops:
         check_choice("use_backend", "ops", op, OP_NAMES)
     choice = _Choice(backend, {})
     if ops:
         outer = _choice()
         choice = _Choice(outer.default, {**outer.per_op, **dict.fromkeys(ops, backend)})
-    traced, choices = torch.compiler.is_compiling(), getattr(_thread, "choices", None)
-    if choices is None:
-        is_main = not traced and threading.current_thread() is threading.main_thread()
-        choices = _thread.choices = _OF_MAIN_THREAD if is_main else []
-    choices.append(choice)
-    _OPEN.append(choice)
-    if not traced:
-        _CHOICES_HERE.set((*_CHOICES_HERE.get(), choice))
-    try:
+    with _CHOICES.block(choice):
         yield
-    finally:
-        # Blocks in coroutines may end in any order, and generators in another context.
-        choices.remove(choice)
-        _OPEN.remove(choice)
-        if not traced:
-            _CHOICES_HERE.set(tuple(one for one in _CHOICES_HERE.get() if one is not choice))
+
+
+def is_recorded() -> bool:
+    """Whether ``record_decisions`` is active in this thread or coroutine."""
+    return _DECISIONS.innermost() is not None
+
+
+def takes_notes() -> bool:
+    """Whether this is inside ``record_notes``."""
+    return _NOTES.innermost() is not None
+
+
+def note(text: Callable[[], str]) -> None:
+    """Add a line for ``fastplm.explain``. ``text`` is only called inside ``record_notes``."""
+    notes = _NOTES.innermost()
+    if notes is not None:
+        notes.append(text())
 
 
 @contextlib.contextmanager
 def record_notes() -> Iterator[list[str]]:
     """Collect the lines that models leave inside the block (``note``)."""
-    with _NOTES.collect() as notes:
+    with _NOTES.block([]) as notes:
         yield notes
 
 
 @contextlib.contextmanager
 def record_decisions() -> Iterator[list[Decision]]:
     """Collect a ``Decision`` for every op that this thread or coroutine calls inside the block."""
-    with _DECISIONS.collect() as record:
+    with _DECISIONS.block([]) as record:
         yield record
 
 
@@ -364,13 +341,15 @@ def resolve(op: str, backends: dict[str, Backend], call: Any, dispatches: bool =
         BackendError: the requested backend cannot run it.
     """
     wanted = requested(op)
-    record = _DECISIONS.innermost() if _DECISIONS.open else None
+    record = _DECISIONS.innermost()
     if record is not None:
         record.append(_decide(op, backends, call, wanted))
     if wanted == "auto":
-        for backend in backends.values():
-            if backend.refuses(op, call, forced=False, dispatches=dispatches) is None:
-                return backend.name
+        compares = "stock" in backends
+        for name, backend in backends.items():
+            if backend.refuses(op, call, forced=False, dispatches=dispatches, compares=compares):
+                continue
+            return name
     elif wanted in backends and backends[wanted].refuses(op, call, forced=True) is None:
         return wanted
     raise _refusal(op, backends, call, wanted)
@@ -380,7 +359,7 @@ def _reasons(
     op: str, backends: dict[str, Backend], call: Any, wanted: str
 ) -> dict[str, str | None]:
     return {
-        name: backends[name].refuses(op, call, forced=name == wanted)
+        name: backends[name].refuses(op, call, forced=name == wanted, compares="stock" in backends)
         if name in backends
         else "no implementation of this op"
         for name in BACKENDS
@@ -427,58 +406,11 @@ def _describe(call: Any) -> str:
     return ", ".join(parts)
 
 
-class Short:
-    """The fast path of plain calls on a CPU without gradients, the same for all ops.
-
-    It gives the result of ``Op.__call__`` with less Python code. Python code is most of the time of
-    a small call: between the layers of a model, it is not in the CPU's caches.
-
-    Args:
-        op: the name of the op.
-        csrc: ``csrc(*arguments)`` returns the result by csrc/, or None for a call that is not
-            plain, such as one with a gradient.
-        fits: ``fits(*arguments)`` returns whether a call is correct, on a CPU and not traced.
-            Default: ``csrc`` checks that itself.
-        measured, stock: functions of the arguments that return what ``Backend.measured`` returns,
-            and the result by PyTorch's own function. Without them csrc/ runs wherever it can.
-    """
-
-    def __init__(
-        self,
-        op: str,
-        *,
-        csrc: Callable[..., Any],
-        fits: Callable[..., bool] | None = None,
-        measured: Callable[..., CallClass] | None = None,
-        stock: Callable[..., Any] | None = None,
-    ) -> None:
-        self.op, self.csrc, self.fits = op, csrc, fits
-        self.measured, self.stock = measured, stock
-
-    def __call__(self, *arguments: Any) -> Any:
-        """The result; None if ``Op.__call__`` must choose the backend or raise an error."""
-        if not arguments[0].is_cpu:
-            return None
-        wanted = requested(self.op)
-        if (
-            (wanted != "auto" and wanted != "cpp")
-            or is_recorded()
-            or (self.fits is not None and not self.fits(*arguments))
-        ):
-            return None
-        if (
-            wanted == "auto"
-            and self.measured is not None
-            and _measured.table().slower(self.op, *self.measured(*arguments)) is not None
-        ):
-            return self.stock(*arguments)  # type: ignore[misc]
-        return self.csrc(*arguments)
-
-    def by_csrc(self, *arguments: Any) -> Any:
-        """The result by csrc/, for a caller that has read the table; None as in ``__call__``."""
-        if is_recorded() or (self.fits is not None and not self.fits(*arguments)):
-            return None
-        return self.csrc(*arguments)
+def fast_choice(op: str) -> str | None:
+    """What the user chose for an op, for the fast path of its plain calls on a CPU: "auto" or
+    "cpp"; None if ``Op.__call__`` must choose."""
+    wanted = requested(op)
+    return None if is_recorded() or wanted not in ("auto", "cpp") else wanted
 
 
 def is_traced() -> bool:

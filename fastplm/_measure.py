@@ -30,7 +30,6 @@ import torch.nn.functional as F
 from fastplm import _machine, _measured, ops
 from fastplm._backends import OP_NAMES, use_backend
 from fastplm.errors import DataError, check_choice, message
-from fastplm.ops.attention import plain_attention
 from fastplm.ops.linear import has_bf16x3
 
 Call = Callable[[], Any]
@@ -274,10 +273,9 @@ def _attention(dtype: torch.dtype) -> Iterator[Plan]:
                 .transpose(1, 2)
                 for length in (seqlen_q, seqlen_k, seqlen_k)
             )
-            call = plain_attention.csrc if form == "forward" else ops.attention
             return _both(
                 form,
-                lambda: call(q, k, v),
+                lambda: ops.attention(q, k, v),
                 lambda: F.scaled_dot_product_attention(q, k, v),
                 q,
                 k,

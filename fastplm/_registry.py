@@ -8,7 +8,6 @@ operator: ``ops.<op>`` calls the reference itself, so it stays ordinary differen
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -18,20 +17,19 @@ from torch._functorch.autograd_function import enable_single_level_autograd_func
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
-from fastplm import _measured
 from fastplm._backends import (
-    _DECISIONS,
     BACKENDS,
     DIFFERENTIABLE,
     OP_NAMES,
     Backend,
-    Short,
     accepts_all,
+    is_recorded,
     is_traced,
     requested,
     resolve,
 )
-from fastplm._declare import Signature
+from fastplm._declare import Signature, from_fields
+from fastplm._measured import slower
 from fastplm.errors import UnsupportedError
 
 _LIBRARY = torch.library.Library("fastplm", "DEF")
@@ -63,9 +61,10 @@ class Op:
         reference: the eager reference, ``<op>_ref``.
         smoke: runs the op once on tiny inputs of a device (``smoke(device)``); used by
             ``fastplm info`` to say what works by trying it.
-        eager: ``eager(call)`` runs the reference. Default: ``reference(*call)``.
+        eager: ``eager(call)`` runs the reference. Default: with the fields of its names.
         public: ``public(*call)``, with which ``layer`` runs a call. Default: run ``call`` itself.
-        short: the fast path of plain calls, which ``layer`` tries, too.
+        fast: ``fast(*arguments)``, the fast path of plain calls on a CPU, which has the same result
+            with less Python code; None for other calls. The public function and ``layer`` try it.
 
     An op with a gradient also has
 
@@ -95,7 +94,7 @@ class Op:
         smoke: Callable[[torch.device], Any],
         eager: Callable[..., Any] | None = None,
         public: Callable[..., Any] | None = None,
-        short: Short | None = None,
+        fast: Callable[..., Any] | None = None,
         saved: Any = None,
         gradients: tuple[str, ...] = (),
         fake_backward: Callable[..., Any] | None = None,
@@ -110,12 +109,9 @@ class Op:
         self.name, self.reference, self.smoke = name, reference, smoke
         self.finish = finish
         self.call, self.arguments = call, Signature(call)
-        self._cpp: Any = None  # the backend that ``layer`` may choose
-        self.short, self.public = short, public or (lambda *arguments: self(call(*arguments)))
-        eager = eager or (lambda call: reference(*call))
-        self.backends = {"eager": Backend("eager", accepts_all, lambda: (eager, None))}
-        # This fills the cached property: torch.compile, which traces the reference, cannot.
-        assert self.backends["eager"].forward is eager
+        self.fast, self.public = fast, public or (lambda *arguments: self(call(*arguments)))
+        self.backends: dict[str, Backend] = {}
+        self.backend("eager", forward=eager or from_fields(reference))
         self._extra_checks, self._may_be_packed = hasattr(call, "check"), hasattr(call, "packed")
         self._formula: Callable[..., Any] | None = None
 
@@ -154,30 +150,15 @@ class Op:
         name: str,
         *,
         forward: Callable[..., Any],
-        rejects: Callable[..., str | None],
         backward: Callable[..., Any] | None = None,
+        rejects: Callable[..., str | None] = accepts_all,
         **options: Any,
     ) -> None:
-        """Add an implementation: ``forward(call)`` and ``backward(grad, saved)``.
+        """Add an implementation, see ``Backend``. "stock" calls PyTorch's own function for the op.
 
-        ``resolve`` tries the backends in the order of ``BACKENDS``; see ``Backend``, also for the
-        other options.
+        ``resolve`` tries the backends in the order of ``BACKENDS``.
         """
-        self.add(Backend(name, rejects, lambda: (forward, backward), **options))
-
-    def stock(
-        self, function: Callable[..., Any], rejects: Callable[..., str | None] = accepts_all
-    ) -> None:
-        """Add ``function(call)``, which calls PyTorch's own function, as the backend "stock"."""
-        self.add(Backend("stock", rejects, lambda: (function, None)))
-        # As for "eager": torch.compile traces it and cannot enter the property.
-        assert self.backends["stock"].forward is function
-
-    def add(self, backend: Backend) -> None:
-        """Add a backend. It may import its functions later (see ``Backend``)."""
-        self.backends[backend.name] = backend
-        if backend.name == "cpp" and backend.measured is not None:
-            self._cpp = backend
+        self.backends[name] = Backend(name, forward, backward, rejects, **options)
         self.backends = {
             known: self.backends[known] for known in BACKENDS if known in self.backends
         }
@@ -230,7 +211,7 @@ class Op:
     def run(self, call: Any, backend: str) -> Any:
         """The outputs of a checked call, as constants: for functions with a gradient of their own,
         which runs ``gradients``."""
-        if _DECISIONS.open:
+        if is_recorded():
             self.resolve(call)  # which records it
         if needs_dispatch(call):
             return self._operator(*call, backend)
@@ -247,12 +228,13 @@ class Op:
 
         A layer calls PyTorch's function if this returns None. It does so, too, if a call is
         transformed, or traced (unless the backend has ``compiled``). PyTorch's function is the
-        faster one for most calls of a model, so the table is read first; on another device than a
-        CPU nothing is.
+        faster one for most calls of a model, so this is asked first; on another device than a CPU
+        nothing is.
         """
-        cpp = self._cpp
+        cpp = self.backends.get("cpp")
         if (
             cpp is None
+            or cpp.measured is None
             or type(arguments[0]) not in _TENSORS  # whose sizes may be unknown
             or not arguments[0].is_cpu
         ):
@@ -261,11 +243,10 @@ class Op:
         if wanted != "auto" and wanted != "cpp":
             return None
         if not is_traced():
-            if wanted == "auto":
-                measured = cpp.measured(*arguments)
-                if measured and _measured.table().slower(self.name, *measured) is not None:
-                    return None
-            out = None if self.short is None else self.short.by_csrc(*arguments)
+            measured = cpp.measured(*arguments) if wanted == "auto" else None
+            if measured and slower(self.name, measured) is not None:
+                return None
+            out = None if self.fast is None else self.fast(*arguments)
             if out is not None:
                 return out
             if is_transformed():
@@ -275,7 +256,7 @@ class Op:
         call = self.call(*arguments)
         if (
             any(isinstance(one, torch.Tensor) and type(one) not in _TENSORS for one in arguments)
-            or cpp.refuses(self.name, call, forced=wanted == "cpp", for_layer=True) is not None
+            or cpp.refuses(self.name, call, forced=wanted == "cpp") is not None
         ):
             return None
         return self.public(*arguments)
@@ -342,16 +323,6 @@ def _outside_autocast(function: Any, *arguments: Any) -> Any:
     return function(*arguments)
 
 
-def _picker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
-    """A function that returns the values at these indices of a tuple, as a tuple."""
-    if not places:
-        return lambda values: ()
-    if len(places) == 1:  # ``itemgetter`` of one index does not return a tuple
-        (only,) = places
-        return lambda values: (values[only],)
-    return operator.itemgetter(*places)
-
-
 class _Formula:
     """The autograd formula that follows from the declaration of an op."""
 
@@ -364,92 +335,74 @@ class _Formula:
         tracked: tuple[str, ...],
         second: Callable[..., Any] | None,
     ) -> None:
-        self.op, self.unused, self.second = op, unused, second
+        self.op, self.gradients, self.unused, self.second = op, gradients, unused, second
         arguments, saved = op.arguments.names, op.saved
-        self.count = len(arguments) + 1  # the arguments and the backend
-        forward = [*arguments, "backend", *results]
-        needs = [f"need_{name}" for name in arguments]
-        further = {f"grad_{name}": at for at, name in enumerate(results[1:])}
-        #: The properties of the call that are saved; then the index of each value to save.
-        known = (*forward, *needs, *further)
-        self.properties = [name for name in saved.names if name not in known]
-        values = [*forward, *self.properties, *needs]
-        grads = [at for at, name in enumerate(saved.names) if name in further]
-        kept = [at for at in range(len(saved.names)) if at not in grads]
-        tensors = [at for at in kept if saved.types[at].startswith("Tensor")]
-        others = [at for at in kept if at not in tensors]
-        self.tensors = _picker([values.index(saved.names[at]) for at in tensors])
-        self.others = _picker([values.index(saved.names[at]) for at in others])
-        self.grads = _picker([further[saved.names[at]] for at in grads])
-        #: Sorts the tensors, then the other values and the gradients, into the order of the fields.
-        self.order = _picker(
-            [[*tensors, *others, *grads].index(at) for at in range(len(saved.names))]
-        )
-        self.tensor_names = [saved.names[at] for at in tensors]
-        self.gradients = [arguments.index(name) for name in gradients]
-        tracked = (results[0], *tracked, *(saved.names[at].removeprefix("grad_") for at in grads))
-        self.constant = [at for at, name in enumerate(results) if name not in tracked]
-        self.single, self.has_grads = len(results) == 1, bool(grads)
+        self.results, self.needs = results, tuple(f"need_{name}" for name in arguments)
+        #: The names of the values that a forward has, and of the gradients that a backward gets.
+        self.values = (*arguments, "backend", *results, *self.needs)
+        self.grads = tuple(f"grad_{name}" for name in results[1:])
+        self.properties = [name for name in saved.names if name not in (*self.values, *self.grads)]
+        of_forward = [
+            pair for pair in zip(saved.names, saved.types, strict=True) if pair[0] not in self.grads
+        ]
+        self.tensors = [name for name, kind in of_forward if kind.startswith("Tensor")]
+        self.others = [name for name, kind in of_forward if not kind.startswith("Tensor")]
+        self.reads_grads = any(name in self.grads for name in saved.names)
+        tracked = (results[0], *tracked)
+        self.constant = [
+            at
+            for at, name in enumerate(results)
+            if name not in tracked and f"grad_{name}" not in saved.names
+        ]
 
     def save(self, ctx: Any, call: Any, backend: str, output: Any) -> None:
-        outputs = (output,) if self.single else output
+        outputs = (output,) if len(self.results) == 1 else output
         needs = ctx.needs_input_grad
-        if self.properties:
-            needs = (*[getattr(call, name) for name in self.properties], *needs)
-        values = (*call, backend, *outputs, *needs)
-        tensors, others = self.tensors(values), self.others(values)
+        values = dict(zip(self.values, (*call, backend, *outputs, *needs), strict=False))
+        values |= {name: getattr(call, name) for name in self.properties}
         if self.unused is not None:
-            kept = list(tensors)
-            for name in self.unused(call, outputs, ctx.needs_input_grad, backend):
-                kept[self.tensor_names.index(name)] = None
-            tensors = tuple(kept)
-        ctx.save_for_backward(*tensors)
-        ctx.others, ctx.backend = others, backend
-        if self.has_grads:
+            values |= dict.fromkeys(self.unused(call, outputs, needs, backend))
+        ctx.save_for_backward(*[values[name] for name in self.tensors])
+        ctx.others, ctx.backend = [values[name] for name in self.others], backend
+        if self.reads_grads:
             ctx.first = outputs[0].shape, outputs[0].dtype, outputs[0].device
-        if not self.single:
-            ctx.mark_non_differentiable(*map(outputs.__getitem__, self.constant))
+        if len(outputs) > 1:
+            ctx.mark_non_differentiable(*[outputs[at] for at in self.constant])
             # Otherwise autograd would allocate zeros as the gradient of each such output.
             ctx.set_materialize_grads(False)
 
     def backward(
-        self, ctx: Any, grad: torch.Tensor | None, *others: Any, tensors: Any = None
+        self, ctx: Any, grad: torch.Tensor | None, *further: Any, tensors: Any = None
     ) -> tuple[Any, ...]:
-        found: list[Any] = [None] * self.count
-        further = self.grads(others)
+        op, backend = self.op, ctx.backend
+        values = dict(zip(self.grads, further, strict=True))
         if grad is None:
-            if all(one is None for one in further):
-                return tuple(found)
+            if all(values[name] is None for name in op.saved.names if name in values):
+                return (None,) * (len(op.arguments.names) + 1)
             shape, dtype, device = ctx.first
             grad = torch.zeros(shape, dtype=dtype, device=device)
         # Unpacked only once: inside a checkpoint, a second ``ctx.saved_tensors`` is an error.
         tensors = ctx.saved_tensors if tensors is None else tensors
         if self.second is None and torch.is_grad_enabled():  # create_graph=True
-            return self._once(ctx, tensors, grad, *others)
-        op, backend = self.op, ctx.backend
-        values = self.order(tensors + ctx.others + further)
-        saved = op.saved.build(values)
+            return self._once(ctx, tensors, grad, *further)
+        values |= zip(self.tensors, tensors, strict=True)
+        values |= zip(self.others, ctx.others, strict=True)
+        arguments = [values[name] for name in op.saved.names]
+        saved = op.saved.build(arguments)
         if self.second is not None and torch.is_grad_enabled():
             grads = self.second(grad, saved, backend)
-        elif (
-            needs_dispatch((grad, *values))
-            or is_batched(grad)
-            or (further and any(is_batched(one) for one in further if one is not None))
+        elif needs_dispatch((grad, *arguments)) or any(
+            one is not None and is_batched(one) for one in (grad, *further)
         ):
-            grads = op._backward_operator(grad, *values, backend)
-        elif torch._C._is_any_autocast_enabled():
-            grads = _outside_autocast(op.backends[backend].backward, grad, saved)
+            grads = op._backward_operator(grad, *arguments, backend)
         else:
-            grads = op.backends[backend].backward(grad, saved)
+            grads = _outside_autocast(op.backends[backend].backward, grad, saved)
         if op.finish is not None:
             grads = op.finish(grads, saved)
-        if len(self.gradients) == 1:
-            grads = (grads,)
-        needs = ctx.needs_input_grad
-        for at, one in zip(self.gradients, grads, strict=True):
-            if needs[at]:
-                found[at] = one
-        return tuple(found)
+        grads = (grads,) if len(self.gradients) == 1 else grads
+        found = dict(zip(self.gradients, grads, strict=True))
+        needed = zip(op.arguments.names, ctx.needs_input_grad, strict=False)
+        return (*[found.get(name) if need else None for name, need in needed], None)
 
     def _once(self, ctx: Any, tensors: tuple[Any, ...], *grads: Any) -> tuple[Any, ...]:
         compute = partial(self.backward, ctx, *grads, tensors=tensors)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,8 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 import fastplm
 import fastplm.models.t5  # registers the drop-in class of T5's layer norm
-from fastplm import _backends, _extension, _measured, _registry, hf, models, ops
-from fastplm._backends import Short
+from fastplm import _extension, _measured, _registry, hf, models, ops
 from fastplm.models._base import drop_in_for, restore_modules, switch_modules
 from fastplm.nn import Dropout
 from fastplm.testing import assert_within_budget
@@ -75,14 +76,12 @@ def test_on_another_device_a_layer_reads_no_table_and_no_choice(monkeypatch, nam
     assert holder(torch.randn(LARGE, device="meta")).is_meta
 
 
-def test_on_another_device_no_short_path_is_tried(monkeypatch):
-    """Neither by attention nor, before it, by the attention of Transformers' models."""
-    monkeypatch.setattr(_backends, "requested", lambda op: pytest.fail("it is of a CPU"))
+def test_on_another_device_no_fast_path_asks_anything(monkeypatch):
+    """Neither that of attention nor, before it, that of the attention of Transformers' models."""
     query = torch.randn(2, 3, 8, 16, device="meta")
-    short = Short("attention", csrc=lambda *_: pytest.fail("it is of a CPU"))
-    assert short(query, query, query) is None
-    monkeypatch.undo()
-    monkeypatch.setattr(Short, "__call__", lambda *_: pytest.fail("it is of a CPU"))
+    for module in ("fastplm.ops.attention", "fastplm.ops.linear"):
+        monkeypatch.setattr(sys.modules[module], "fast_choice", lambda op: pytest.fail("on a CPU"))
+    ops.linear(query, query[0, 0])
     starts = torch.tensor([0, 4, 8], dtype=torch.int32, device="meta")
     with fastplm.use_backend("eager"):
         hf.fastplm_attention_forward(nn.Identity(), query, query, query, None, is_causal=False)

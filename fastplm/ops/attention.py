@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fastplm._backends import DIFFERENTIABLE, Backend, Short, is_traced, is_vmapped, requested
+from fastplm._backends import DIFFERENTIABLE, fast_choice, is_traced, is_vmapped, requested
 from fastplm._checks import (
     FLOATING,
     are_dense,
@@ -22,7 +22,7 @@ from fastplm._checks import (
     check_seed_form,
     check_tensor,
 )
-from fastplm._measured import ALONE, CallClass, training
+from fastplm._measured import ALONE, CallClass, slower, training
 from fastplm._registry import Op, autocast, is_transformed, needs_dispatch
 from fastplm.errors import ArgumentTypeError, fail
 from fastplm.ops import _attention_torch
@@ -239,7 +239,7 @@ def attention_varlen(
         and isinstance(dropout_p, _NUMBER)
         and dropout_p == 0.0
     ):
-        out = _SHORT_VARLEN(
+        out = _fast_varlen(
             query,
             key,
             value,
@@ -402,9 +402,15 @@ def _is_plain(query: Tensor, key: Tensor, value: Tensor, scale: float | None) ->
     )
 
 
-def _plain_by_csrc(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None = None
+def plain_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None
 ) -> Tensor | None:
+    """The fast path of 4-D tensors without mask, bias and dropout on a CPU; None for others."""
+    wanted = fast_choice("attention") if query.is_cpu else None
+    if wanted is None or not _is_plain(query, key, value, scale):
+        return None
+    if wanted == "auto" and slower("attention", _class_of(query, key)) is not None:
+        return _sdpa(query, key, value, scale)
     if (
         training(query, key, value) == "training"
         or needs_dispatch((query, key, value))
@@ -423,9 +429,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Ten
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scale)
 
 
-def _class_of(
-    query: Tensor, key: Tensor, value: Tensor | None = None, scale: float | None = None
-) -> CallClass:
+def _class_of(query: Tensor, key: Tensor) -> CallClass:
     batch, heads, seqlen_q, dim = query.shape
     form = training(query, key)
     if torch.get_num_threads() == 1:
@@ -433,13 +437,7 @@ def _class_of(
     return form, query.dtype, (seqlen_q, key.shape[2], batch * heads, dim)
 
 
-#: ``plain_attention(query, key, value, scale)``: 4-D tensors without mask, bias and dropout.
-plain_attention = Short(
-    "attention", fits=_is_plain, csrc=_plain_by_csrc, measured=_class_of, stock=_sdpa
-)
-
-
-def _ragged_by_csrc(
+def _fast_varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -452,6 +450,8 @@ def _ragged_by_csrc(
     scale: float | None,
 ) -> Tensor | None:
     """The output by csrc/ of a correct call without gradients, bias and dropout; else None."""
+    if not query.is_cpu or fast_choice("attention") is None:
+        return None
     rows, heads, dim = key.shape
     if (
         needs_dispatch((query, key, value, cu_seqlens_q, cu_seqlens_k, key_mask))
@@ -487,9 +487,6 @@ def _ragged_by_csrc(
     except (RuntimeError, ValueError):  # wrong lengths: ``_prepared`` raises an error about them
         return None
     return out
-
-
-_SHORT_VARLEN = Short("attention", csrc=_ragged_by_csrc)
 
 
 def _measured(
@@ -554,6 +551,10 @@ def _stock_rejects(call: Call, *, forced: bool) -> str | None:
     return None if forced else torch_rejects(call, forced=forced)
 
 
+def _stock(call: Call) -> tuple[Tensor, None]:
+    return _sdpa(call.query, call.key, call.value, call.scale), None
+
+
 # --- backend "torch" ------------------------------------------------------------------------------
 
 
@@ -580,9 +581,12 @@ def _triton_rejects(call: Call, *, forced: bool) -> str | None:
     return triton_rejects(call, forced=forced)
 
 
-def _launchers() -> tuple[Any, Any]:
-    module = kernels("attention")
-    return module.attention_fwd, module.attention_bwd
+def _triton_forward(call: Call) -> tuple[Tensor, Tensor]:
+    return kernels("attention").attention_fwd(call)
+
+
+def _triton_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return kernels("attention").attention_bwd(grad, saved)
 
 
 # --- backend "cudnn": the forward of PyTorch's cuDNN kernel, mostly with the backward of "triton"
@@ -666,7 +670,7 @@ def _cudnn_forward(call: Call) -> tuple[Tensor, Tensor]:
 def _cudnn_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call, out, logsumexp, _ = saved
     if not call.reorders:
-        return _launchers()[1](grad, saved)
+        return _triton_backward(grad, saved)
     query, key, value = call[:3]
     causal, drawn = call.is_causal and query.shape[2] > 1, query.new_empty((), dtype=torch.int64)
     grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
@@ -746,6 +750,6 @@ OP.backend(
     measured=_measured,
 )
 OP.backend("torch", forward=_torch_forward, backward=_torch_backward, rejects=torch_rejects)
-OP.add(Backend("triton", _triton_rejects, _launchers))
-OP.add(Backend("cudnn", _cudnn_rejects, lambda: (_cudnn_forward, _cudnn_backward)))
-OP.stock(lambda call: (_sdpa(call.query, call.key, call.value, call.scale), None), _stock_rejects)
+OP.backend("triton", forward=_triton_forward, backward=_triton_backward, rejects=_triton_rejects)
+OP.backend("cudnn", forward=_cudnn_forward, backward=_cudnn_backward, rejects=_cudnn_rejects)
+OP.backend("stock", forward=_stock, rejects=_stock_rejects)

@@ -164,13 +164,6 @@ OP = Op(
     Call,
     fake=_fake,
     reference=dropout_ref,
-    eager=lambda call: dropout_ref(
-        call.input,
-        call.p,
-        seed=call.seed,
-        sample_index=call.sample_index,
-        position=call.position,
-    ),
     smoke=_smoke,
     public=lambda input, p, *_: dropout(input, p),
     saved=Saved,
@@ -184,6 +177,5 @@ OP.backend(
     backward=_cpp_backward,
     rejects=csrc_rejects("dropout", fp64=False),
     measured=_measured,
-    measured_for_layers=True,
     compiled=of_any_size("dropout", lambda dtype: ("training", dtype, (_MANY,))),
 )

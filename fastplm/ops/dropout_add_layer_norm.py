@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastplm._checks import check_bool, check_number, check_probability, check_shape, check_tensor
-from fastplm._declare import Arg, from_fields
+from fastplm._declare import Arg
 from fastplm._registry import Op, needs_dispatch
 from fastplm.errors import fail
 from fastplm.ops._common import (
@@ -344,7 +344,6 @@ OP = Op(
     results=("out", "sum"),
     fake=_fake,
     reference=dropout_add_layer_norm_ref,
-    eager=from_fields(dropout_add_layer_norm_ref),
     smoke=_smoke,
     saved=Saved,
     gradients=("input", "residual", "weight", "bias", "linear_bias"),

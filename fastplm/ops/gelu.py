@@ -89,6 +89,13 @@ def _cpp_backward(grad: Tensor, saved: Call) -> Tensor:
     return grad_input
 
 
+# --- backend "stock" ------------------------------------------------------------------------------
+
+
+def _stock(call: Call) -> Tensor:
+    return torch.nn.functional.gelu(call.input, approximate=call.approximate)
+
+
 # --- registration ---------------------------------------------------------------------------------
 
 
@@ -106,7 +113,6 @@ OP = Op(
     Call,
     fake=lambda call, backend: torch.empty_like(call.input, memory_format=torch.contiguous_format),
     reference=gelu_ref,
-    eager=lambda call: gelu_ref(call.input, approximate=call.approximate),
     smoke=_smoke,
     saved=Call,
     gradients=("input",),
@@ -115,7 +121,7 @@ OP = Op(
     ),
     second=_second,
 )
-OP.stock(lambda call: torch.nn.functional.gelu(call.input, approximate=call.approximate))
+OP.backend("stock", forward=_stock)
 OP.backend(
     "cpp",
     forward=_cpp_forward,

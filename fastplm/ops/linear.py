@@ -9,7 +9,7 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from fastplm._backends import DIFFERENTIABLE, Short, is_traced, of_any_size, requested
+from fastplm._backends import DIFFERENTIABLE, fast_choice, is_traced, of_any_size, requested
 from fastplm._checks import FLOATING, check_same, check_shape, check_tensor
 from fastplm._declare import Arg
 from fastplm._measured import ALONE, LONGEST, SQUARE, CallClass, aspect, slower
@@ -117,7 +117,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     ):
         _check_tensors(input, weight, bias)
     try:
-        out = _SHORT(input, weight, bias)
+        out = _fast(input, weight, bias)
     except RuntimeError:  # a nested tensor raises where its shape is asked for
         _check_tensors(input, weight, bias)
         raise
@@ -252,8 +252,13 @@ def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
-def _by_csrc(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """A correct call that needs no gradient, and copies nothing."""
+def _fast(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """The fast path: PyTorch's, or csrc/ for a call that needs no gradient and copies nothing."""
+    wanted = fast_choice("linear") if input.is_cpu else None
+    if wanted is None or not _fits(input, weight, bias):
+        return None
+    if wanted == "auto" and slower("linear", _measured(input, weight)) is not None:
+        return torch.nn.functional.linear(input, weight, bias)
     if (
         not _BUILT
         or weight.dtype not in _DTYPES
@@ -268,11 +273,6 @@ def _by_csrc(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | Non
     operators = torch.ops.fastplm_C
     split = is_split(input.numel() // weight.shape[1], weight.dtype)
     return (operators.linear_bf16x3 if split else operators.linear).default(input, weight, bias)
-
-
-_SHORT = Short(
-    "linear", fits=_fits, csrc=_by_csrc, measured=_measured, stock=torch.nn.functional.linear
-)
 
 
 def _cpp_forward(call: Call) -> Tensor:
@@ -324,7 +324,7 @@ OP = Op(
     reference=linear_ref,
     smoke=_smoke,
     public=linear,
-    short=_SHORT,
+    fast=_fast,
     saved=Saved,
     gradients=("input", "weight", "bias"),
     fake_backward=_fake_backward,
@@ -339,4 +339,4 @@ OP.backend(
     # For few rows less is won than the operator's call costs.
     compiled=of_any_size("linear", _many),
 )
-OP.stock(lambda call: torch.nn.functional.linear(*call))
+OP.backend("stock", forward=lambda call: torch.nn.functional.linear(*call))

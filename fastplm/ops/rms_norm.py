@@ -145,7 +145,6 @@ OP = Op(
     Call,
     fake=lambda call, backend: call.input.new_empty(call.input.shape, dtype=call.weight.dtype),
     reference=rms_norm_ref,
-    eager=lambda call: rms_norm_ref(call.input, call.weight, eps=call.eps),
     smoke=_smoke,
     saved=Call,
     gradients=("input", "weight"),
@@ -155,7 +154,7 @@ OP = Op(
     ),
     second=_second,
 )
-OP.stock(_stock, _stock_rejects)
+OP.backend("stock", forward=_stock, rejects=_stock_rejects)
 OP.backend(
     "cpp",
     forward=_cpp_forward,

@@ -121,19 +121,19 @@ def test_linear_layers_in_csrc_equal_the_parents(hold, family):
 @pytest.mark.parametrize("family", ["bart", "gpt2", "t5"])
 def test_generation_by_few_rows_gives_the_parents_tokens(family, beams, monkeypatch, measured):
     """Every layer makes one pass over its weight, as on a CPU where that is faster."""
-    short = OPS["linear"].short
     measured.ours = lambda op, form, dtype, sizes: op == "linear"
     ours, parent = pair(LANGUAGE_MODELS[family])
     options = dict(max_new_tokens=5, min_new_tokens=5, num_beams=beams, do_sample=False)
     ids, taken = torch.randint(4, 37, (3, 6)), []
-    by_csrc = short.csrc
+    linear = OPS["linear"]
+    fast = linear.fast
 
     def recorded(*given):
-        out = by_csrc(*given)
+        out = fast(*given)
         taken.append(out is not None)
         return out
 
-    monkeypatch.setattr(short, "csrc", recorded)
+    monkeypatch.setattr(linear, "fast", recorded)
     tokens = ours.generate(ids, attention_mask=torch.ones_like(ids), **options)
     # T5's encoder, and GPT-2 without a cache, multiply in functions, which ask by themselves.
     steps = {"bart": 4, "gpt2": 0, "t5": 3}[family]

@@ -25,7 +25,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 import fastplm
 from fastplm import _backends, ops
-from fastplm._backends import Backend, accepts_all
+from fastplm._backends import accepts_all
 from fastplm._registry import OPS
 from fastplm.reference.attention import (
     attention_ref,
@@ -1453,7 +1453,7 @@ def cudnn(monkeypatch):
     monkeypatch.setattr(attention, "of_cudnn", backward, raising=False)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
     backends = OPS["attention"].backends
-    made = Backend("cudnn", accepts_all, backends["cudnn"].functions)
+    made = dataclasses.replace(backends["cudnn"], rejects=accepts_all)
     monkeypatch.setitem(backends, "cudnn", made)
     return attention
 
