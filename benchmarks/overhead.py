@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from fastplm import ops
-from fastplm._backends import Backend, record_decisions
+from fastplm._backends import record_decisions
 from fastplm._registry import OPS
 from harness import Row, default_device, machine_line, write_rows
 
@@ -85,18 +85,10 @@ def work_of(name: str, call: Call, attribute: str) -> Call:
 
         return run
 
-    def functions_of(backend: Backend) -> Callable[[], Any]:
-        def functions() -> tuple[Any, Any]:
-            found = {"forward": backend.forward, "backward": backend.backward}
-            found[attribute] = recorded(found[attribute])
-            return found["forward"], found["backward"]
-
-        return functions
-
     backends = dict(op.backends)
     op.backends |= {
-        backend.name: dataclasses.replace(backend, functions=functions_of(backend))
-        for backend in backends.values()
+        name: dataclasses.replace(backend, **{attribute: recorded(getattr(backend, attribute))})
+        for name, backend in backends.items()
     }
     try:
         with record_decisions():  # makes the call go through its backend, without a short way

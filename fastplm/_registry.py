@@ -337,11 +337,15 @@ class _Formula:
     ) -> None:
         self.op, self.gradients, self.unused, self.second = op, gradients, unused, second
         arguments, saved = op.arguments.names, op.saved
-        self.results, self.needs = results, tuple(f"need_{name}" for name in arguments)
+        self.results = results
         #: The names of the values that a forward has, and of the gradients that a backward gets.
-        self.values = (*arguments, "backend", *results, *self.needs)
+        self.values = (*arguments, "backend", *results)
+        needs = {f"need_{name}": at for at, name in enumerate(arguments)}
+        self.needs = [(name, at) for name, at in needs.items() if name in saved.names]
         self.grads = tuple(f"grad_{name}" for name in results[1:])
-        self.properties = [name for name in saved.names if name not in (*self.values, *self.grads)]
+        self.properties = [
+            name for name in saved.names if name not in (*self.values, *needs, *self.grads)
+        ]
         of_forward = [
             pair for pair in zip(saved.names, saved.types, strict=True) if pair[0] not in self.grads
         ]
@@ -358,8 +362,11 @@ class _Formula:
     def save(self, ctx: Any, call: Any, backend: str, output: Any) -> None:
         outputs = (output,) if len(self.results) == 1 else output
         needs = ctx.needs_input_grad
-        values = dict(zip(self.values, (*call, backend, *outputs, *needs), strict=False))
-        values |= {name: getattr(call, name) for name in self.properties}
+        values = dict(zip(self.values, (*call, backend, *outputs), strict=True))
+        for name, at in self.needs:
+            values[name] = needs[at]
+        for name in self.properties:
+            values[name] = getattr(call, name)
         if self.unused is not None:
             values |= dict.fromkeys(self.unused(call, outputs, needs, backend))
         ctx.save_for_backward(*[values[name] for name in self.tensors])
@@ -584,11 +591,8 @@ def _autograd_kernel(
     save: Callable[..., None],
     backward: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """The kernel that ``torch.library.register_autograd`` makes, for a schema without defaults.
-
-    PyTorch's kernel spends most of its time, 40 µs a call on the host, on filling in defaults.
-    """
-    assert not any(argument.has_default_value() for argument in operator._schema.arguments)
+    """The kernel that ``torch.library.register_autograd`` makes, which also runs inside of the
+    transforms of ``torch.func``: PyTorch's raises there."""
 
     def below_autograd(keyset: Any, arguments: tuple[Any, ...]) -> Any:
         with torch._C._AutoDispatchBelowAutograd():

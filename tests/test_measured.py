@@ -217,17 +217,6 @@ def test_products_are_measured_with_weights_in_turn_and_with_one_thread(monkeypa
 
 
 @needs_csrc
-def test_attention_is_measured_after_its_choice_and_with_one_thread(monkeypatch):
-    """The time before the choice is also spent if PyTorch's kernel is chosen."""
-    monkeypatch.setattr(ops, "attention", None)
-    plans = {plan.form: plan for plan in _measure._attention(torch.float32)}
-    assert list(plans) == ["forward", "forward, 1 thread", "training", "training, 1 thread"]
-    ours, stock = plans["forward"].make(4, 16, 24, 32)
-    torch.testing.assert_close(ours(), stock())
-    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
-        plans["training"].make(4, 16, 24, 32)[0]()
-
-
 @pytest.mark.parametrize("alone", [True, False])
 def test_attention_asks_for_the_figures_of_its_threads(monkeypatch, alone):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1 if alone else 2)
