@@ -50,7 +50,7 @@ def small_calls(device: torch.device, grad: bool) -> dict[str, Call]:
     replaced = target > 2
     positions = torch.tensor([2, -1], device=device)
     calls: dict[str, Call] = {
-        # Attention with a mask never takes the short way to PyTorch's SDPA.
+        # Attention with a mask never takes the fast path to PyTorch's SDPA.
         "attention": lambda: ops.attention(query, query, query, key_mask=seen),
         "attention_varlen": lambda: ops.attention_varlen(
             packed, packed, packed, starts, starts, 5, 5
@@ -91,7 +91,7 @@ def work_of(name: str, call: Call, attribute: str) -> Call:
         for name, backend in backends.items()
     }
     try:
-        with record_decisions():  # makes the call go through its backend, without a short way
+        with record_decisions():  # makes the call go through its backend, without a fast path
             call()
     finally:
         op.backends.update(backends)

@@ -105,7 +105,7 @@ MUTATIONS = (
     ),
     Mutation(
         "fastplm/_registry.py",
-        "if all(one is None for one in further):",
+        "if all(values[name] is None for name in op.saved.names if name in values):",
         "if True:",
         f"{NORMED} gradient_of_the_sum",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves
 
 import fastplm
+from fastplm import ops
 from fastplm._backends import BACKENDS, record_decisions
 from fastplm._registry import OPS
 from fastplm.errors import ArgumentTypeError, BackendError, UnsupportedError
@@ -484,3 +486,76 @@ def test_a_mode_leaves_nothing_behind(sample, backend, mode):
 
     with fastplm.use_backend(backend if backend in OPS[sample.op].backends else "auto"):
         check_mode(mode, call)
+
+
+# --- fast paths -----------------------------------------------------------------------------------
+
+
+def fast_calls():
+    """Calls for the fast path of an op (a function of its file), or just not for it."""
+    for dtype, other in ((torch.float32, torch.float64), (torch.bfloat16, torch.float16)):
+        rows, weight = torch.randn(6, 32).to(dtype), torch.randn(16, 32).to(dtype)
+        bias = torch.randn(16).to(dtype)
+        for name, arguments in {
+            "rows": (rows, weight, bias),
+            "one row": (rows[0], weight, bias),
+            "no row": (rows[:0], weight, bias),
+            "batch": (rows.view(2, 3, 32), weight),
+            "columns": (rows, weight.t().contiguous().t(), bias),
+            "strides": (rows, torch.randn(32, 32).to(dtype)[::2, :], bias),
+            "another width": (rows[:, 1:], weight, bias),
+            "another bias": (rows, weight, bias[1:]),
+            "another dtype": (rows, weight.to(other), bias),
+            "a gradient": (rows.clone().requires_grad_(), weight, bias),
+            "no tensor": (rows, None, bias),
+        }.items():
+            yield f"linear, {name}", "_fast", ops.linear, arguments, {}
+        q, k = torch.randn(2, 3, 7, 16).to(dtype), torch.randn(2, 3, 9, 16).to(dtype)
+        side = torch.randn(2, 7, 3, 3, 16).to(dtype).unbind(2)
+        for name, arguments in {
+            "full": (q, k, k),
+            "few": (q[:, :, :1], k, k),
+            "views": [one.transpose(1, 2) for one in side],
+            "no query": (q[:, :, :0], k, k),
+            "no key": (q, k[:, :, :0], k[:, :, :0]),
+            "another width": (q, k[..., 1:], k),
+            "another dtype": (q, k.to(other), k),
+            "a gradient": (q.clone().requires_grad_(), k, k),
+        }.items():
+            yield f"attention, {name}", "plain_attention", ops.attention, arguments, {}
+            yield (
+                f"attention, scaled {name}",
+                "plain_attention",
+                ops.attention,
+                arguments,
+                {"scale": 1},
+            )
+        rows, ends = torch.randn(9, 3, 16).to(dtype), torch.tensor([0, 4, 9], dtype=torch.int32)
+        for name, arguments in {
+            "rows": (rows, rows, rows, ends, ends, 5, 5),
+            "too long": (rows, rows, rows, ends, ends, 4, 5),
+            "64-bit offsets": (rows, rows, rows, ends.long(), ends, 5, 5),
+            "too far": (rows, rows, rows, ends + ends, ends, 10, 5),
+        }.items():
+            yield f"attention_varlen, {name}", "_fast_varlen", ops.attention_varlen, arguments, {}
+
+
+FAST = [pytest.param(*rest, id=f"{name}-{at}") for at, (name, *rest) in enumerate(fast_calls())]
+
+
+@pytest.mark.parametrize(("path", "function", "arguments", "options"), FAST)
+def test_a_fast_path_gives_what_the_op_gives(monkeypatch, path, function, arguments, options):
+    def outcome():
+        try:
+            return function(*arguments, **options).detach()
+        except (RuntimeError, TypeError, ValueError) as error:
+            return type(error), str(error)
+
+    fast = outcome()
+    monkeypatch.setattr(sys.modules[function.__module__], path, lambda *_: None)
+    slow = outcome()
+    if isinstance(slow, tuple):
+        assert fast == slow
+    else:
+        torch.testing.assert_close(fast, slow, atol=0, rtol=0, equal_nan=True)
+        assert fast.stride() == slow.stride()
