@@ -63,9 +63,6 @@ OF_ROWS = "triton_kernels/_rows.py"
 NORMED = "tests/ops/test_dropout_add_layer_norm.py -k"
 DISTIL = "fastplm/ops/_linear_distillation_torch.py"
 GIVEN = "triton_kernels/linear_distillation/given.py"
-SPLIT = "csrc/linear_bf16x3.h"
-HIGH = "tests/ops/test_linear.py -k 'two_bf16'"
-CPU = Path("/proc/cpuinfo")
 MAXSIM = "fastplm/ops/maxsim.py"
 CONTRASTIVE = "fastplm/nn/contrastive.py"
 COLLATE = "fastplm/data/_collate.py"
@@ -975,16 +972,6 @@ MUTATIONS = (
         "& 0xFFFF) - threshold - 1) >> 31",
         "tests/ops/test_dropout.py",
         5,
-    ),
-    *(
-        (
-            Mutation(SPLIT, "two = k + 1 < from.columns ? given : 0", "two = given", HIGH, 1),
-            Mutation(SPLIT, "_tile_loadd(6, &b0[s].lo,", "_tile_loadd(6, &b0[s].hi,", HIGH, 2),
-            Mutation(SPLIT, "left = from.columns - k;", "left = kStep;", HIGH, 3),
-            Mutation("fastplm/ops/linear.py", "or rows < _LEAST_SPLIT", "", HIGH),
-        )
-        if CPU.exists() and "amx_bf16" in CPU.read_text().split()
-        else ()
     ),
     # --- models: bugs that no test once caught
     Mutation(

@@ -37,7 +37,6 @@ from fastplm.models._plan import (
 )
 from fastplm.models._ragged import LastRows, RaggedBatch, Rows
 from fastplm.nn import Dropout, Linear, LinearInt8
-from fastplm.ops.linear import is_split
 
 _BUILT = BUILT and _extension.lacks("encoder", "CPU") is None
 _LINEAR = (Linear, LinearInt8)
@@ -398,7 +397,7 @@ def _is_faster(rows: int, inner: int, width: int) -> bool:
     wanted = requested("linear")
     if wanted == "cpp":
         return True
-    if wanted != "auto" or is_split(rows, torch.float32):
+    if wanted != "auto":
         return False
     alone = ALONE if torch.get_num_threads() == 1 else ""
     gain = _measured.table().gain("encoder", "forward" + alone, torch.float32, (rows, width))
