@@ -1,7 +1,11 @@
 // Attention of one head of one sequence on one CPU thread, forward and backward, by blocks of
-// queries; the formulas are those of fastplm/ops/_attention_torch.py. Included once a level, after
-// lanes.h.
+// queries; included once a level, after lanes.h.
 //
+//   S = scale * Q K^T + bias + mask      P = softmax(S)      O = c * drop(P) V
+//   dV = c * drop(P)^T dO     dP = c * drop(dO V^T)     dS = P * (dP - rowsum(P * dP))
+//   dQ = scale * dS K         dK = scale * dS^T Q       dbias = sums of dS over equal distances
+//
+//   c is 1 / (the probability of keeping)
 //   Tq/Tk query/key length    D head dim, padded with zeros to Dw, whole vectors    kBlock queries a block
 //
 // Everything is computed in fp32, whatever the dtype of the tensors. Rows of a matrix lie an odd number

@@ -51,7 +51,6 @@ ADDED = "csrc/dropout_add_layer_norm.h"
 LOSS = "tests/ops/test_linear_cross_entropy.py -k"
 CHOICES = "tests/train/test_finetune_choices.py -k"
 OPTIONS = "tests/train/test_pretrain_options.py -k"
-TORCH = "fastplm/ops/_attention_torch.py"
 HF = "fastplm/hf.py"
 RAGGED = "fastplm/models/_ragged.py"
 ROWS = "fastplm/nn/_rows.py"
@@ -107,66 +106,6 @@ MUTATIONS = (
         f"{NORMED} gradient_of_the_sum",
     ),
     # --- ops: attention
-    Mutation(
-        TORCH,
-        'torch.tensor([call.max_seqlen_k - call.max_seqlen_q], device="cpu")',
-        "torch.tensor([0])",
-        attention("cross_lengths"),
-    ),
-    Mutation(
-        TORCH,
-        "distance[None, None] <= shift[",
-        "distance[None, None] < shift[",
-        attention("every_combination"),
-    ),
-    Mutation(
-        TORCH,
-        "        out.masked_fill_(dead, 0.0)\n",
-        "        pass\n",
-        attention("hides_even_nan or dead_rows"),
-    ),
-    Mutation(
-        TORCH,
-        'additive.masked_fill_(~(allowed | dead), float("-inf"))',
-        "additive.masked_fill_(~(allowed | dead), -1.0)",
-        attention("every_combination"),
-    ),
-    Mutation(
-        TORCH,
-        "256 / max(256 - dropout_threshold(call.dropout_p), 1)",
-        "1 / max(1 - call.dropout_p, 1e-9)",
-        attention("every_combination"),
-    ),
-    Mutation(
-        TORCH,
-        "bias.unfold(-1, key.shape[2], 1).flip(-2)",
-        "bias.unfold(-1, key.shape[2], 1)",
-        attention("bias_equals or every_combination"),
-    ),
-    Mutation(
-        TORCH,
-        "lse = lse.index_select(1, batch.rows_q.slots)",
-        "lse = lse[:, : batch.rows_q.slots.numel()]",
-        attention("every_combination"),
-    ),
-    Mutation(
-        TORCH,
-        ".flatten(0, 1).index_select(0, rows.slots)",
-        ".flatten(0, 1)[: rows.slots.numel()]",
-        attention("every_combination"),
-    ),
-    Mutation(
-        TORCH,
-        "key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)",
-        "key = key.masked_fill(hidden, 0.0)",
-        attention("every_combination"),
-    ),
-    Mutation(
-        TORCH,
-        "allowed = attn_mask if allowed is None else attn_mask & allowed",
-        "allowed = attn_mask",
-        attention("dense_masks"),
-    ),
     Mutation(
         "triton_kernels/attention/backward.py",
         "            p = tl.where(pairs_allowed(head, at_k < head.length_k, at_q, at_k), p, 0.0)\n",

@@ -1,6 +1,6 @@
 """``ops.attention`` and ``ops.attention_varlen``: one op with two layouts, and its backends.
 
-``_attention_call.py`` declares its arguments, ``_attention_torch.py`` is the backend "torch".
+``_attention_call.py`` declares its arguments.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from fastplm._checks import (
 from fastplm._measured import ALONE, CallClass, training
 from fastplm._registry import Op, autocast, is_transformed, needs_dispatch
 from fastplm.errors import ArgumentTypeError, fail
-from fastplm.ops import _attention_torch
 from fastplm.ops._attention_call import (
     Call,
     Saved,
@@ -554,20 +553,6 @@ def _stock_rejects(call: Call, *, forced: bool) -> str | None:
     return None if forced else torch_rejects(call, forced=forced)
 
 
-# --- backend "torch" ------------------------------------------------------------------------------
-
-
-def _torch_forward(call: Call) -> tuple[Tensor, Tensor]:
-    return _attention_torch.attention_fwd(call, _statistics(call, "torch"))
-
-
-def _torch_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    call, out, stats, bias_grad = saved
-    grad = last_dim_contiguous(grad)
-    out = grad if out is None else out
-    return _returned(call, _attention_torch.attention_bwd(call, grad, out, stats, bias_grad))
-
-
 # --- backend "triton" -----------------------------------------------------------------------------
 
 
@@ -696,11 +681,7 @@ def _statistics(call: Call, backend: str) -> Tensor:
             query.dtype, query.shape[-1], *lengths, has_bias
         ):
             rows = 0
-    rebuilt = call.seed is not None or call.bias_weight is not None
-    if backend == "torch" and rebuilt:
-        rows = 0
-    dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
-    return query.new_empty((2, query.shape[1], rows), dtype=dtype)
+    return query.new_empty((2, query.shape[1], rows), dtype=torch.float32)
 
 
 def _fake_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, ...]:
@@ -745,7 +726,6 @@ OP.backend(
     rejects=_CSRC_REJECTS,
     measured=_measured,
 )
-OP.backend("torch", forward=_torch_forward, backward=_torch_backward, rejects=torch_rejects)
 OP.add(Backend("triton", _triton_rejects, _launchers))
 OP.add(Backend("cudnn", _cudnn_rejects, lambda: (_cudnn_forward, _cudnn_backward)))
 OP.stock(lambda call: (_sdpa(call.query, call.key, call.value, call.scale), None), _stock_rejects)
