@@ -28,10 +28,6 @@ class Mutation(NamedTuple):
     group: int = 0  # bugs of csrc/ in one group share a build
 
 
-def attention(cases: str) -> str:
-    return f"tests/ops/test_attention.py -k 'torch and ({cases}) and not half'"
-
-
 CALL = "fastplm/models/_encoder_call.py"
 PLAN = "fastplm/models/_plan.py"
 STEP = "fastplm/models/_decoder_call.py"
@@ -54,7 +50,6 @@ OPTIONS = "tests/train/test_pretrain_options.py -k"
 HF = "fastplm/hf.py"
 RAGGED = "fastplm/models/_ragged.py"
 ROWS = "fastplm/nn/_rows.py"
-RTD = "fastplm/ops/replaced_token_loss.py"
 CROSS = "fastplm/ops/_linear_cross_entropy_torch.py"
 DISTILLED = "tests/ops/test_linear_distillation.py -k"
 NORM = "triton_kernels/dropout_add_layer_norm.py"
@@ -145,18 +140,6 @@ MUTATIONS = (
         f"{EMBEDDED} does_not_have",
     ),
     # --- ops: gather_rows
-    Mutation(
-        "fastplm/ops/gather_rows.py",
-        "return out.index_fill_(0, (positions < 0).nonzero().squeeze(1), 0.0)",
-        "return out",
-        "tests/ops/test_gather_rows.py -k torch",
-    ),
-    Mutation(
-        "fastplm/ops/gather_rows.py",
-        "used = (saved.positions >= 0).nonzero().squeeze(1)",
-        "used = (saved.positions > 0).nonzero().squeeze(1)",
-        "tests/ops/test_gather_rows.py -k torch",
-    ),
     # --- ops: maxsim
     Mutation(
         MAXSIM,
@@ -214,30 +197,6 @@ MUTATIONS = (
         "tests/nn/test_contrastive.py -k all_similarities",
     ),
     # --- ops: losses
-    Mutation(
-        RTD,
-        "x = torch.where(replaced, -logit, logit)",
-        "x = torch.where(replaced, logit, -logit)",
-        f"{REPLACED} 'shapes and torch'",
-    ),
-    Mutation(
-        RTD,
-        "x.masked_fill_(~mask, -torch.inf)",
-        "x.masked_fill_(~mask, 0.0)",
-        f"{REPLACED} 'reductions and torch'",
-    ),
-    Mutation(
-        RTD,
-        "denominator = mask.sum().clamp_(min=1).to(slope.dtype)",
-        "denominator = slope.new_full((), max(1, len(slope)))",
-        f"{REPLACED} 'reductions and torch'",
-    ),
-    Mutation(
-        RTD,
-        "flagged, positive = flagged & mask, replaced & mask",
-        "flagged, positive = flagged, replaced & mask",
-        f"{REPLACED} 'counts and torch'",
-    ),
     Mutation(
         CROSS,
         "inside = (column >= 0) & (column < chunk.shape[1])",
