@@ -223,8 +223,8 @@ MUTATIONS = (
     ),
     Mutation(
         CROSS,
-        "likeliest.append(index + start)",
-        "likeliest.append(index)",
+        "likeliest.append(logits.argmax(1) + start)",
+        "likeliest.append(logits.argmax(1))",
         f"{LOSS} 'argmax and torch'",
     ),
     Mutation(

@@ -220,8 +220,7 @@ def _sums_weight(input: Tensor, backend: str) -> bool:
 def _fake(call: Call, backend: str) -> tuple[Tensor, ...]:
     rows, width = call.input.shape
     reduced = call.reduction != "none"
-    dtype = torch.float64 if call.input.dtype is torch.float64 else torch.float32
-    slope = call.input.new_empty(rows, dtype=dtype)
+    slope = call.input.new_empty(rows, dtype=torch.float32)
     return (
         slope.new_empty(() if reduced else (rows,)),
         slope,
