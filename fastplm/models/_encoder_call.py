@@ -43,7 +43,7 @@ _LINEAR = (Linear, LinearInt8)
 
 
 class _Ends(NamedTuple):
-    """What is before and after the layers of a model, see ``backbone`` in csrc/encoder.cpp."""
+    """What is before and after the layers, see ``backbone`` in csrc/layers/encoder.cpp."""
 
     embeddings: list[Tensor]
     projection: list[Tensor]
@@ -59,7 +59,7 @@ class _Plan(NamedTuple):
     known: Known  # of its layers, and of a model's configuration
     order: list[str]  # the names of the layers
     layers: dict
-    weights: list[Tensor]  # 16 of each layer, or 22 in 8 bits, see csrc/encoder.cpp
+    weights: list[Tensor]  # 16 of each layer, or 22 in 8 bits, see csrc/layers/encoder.cpp
     head_size: int
     eps: float
     tanh: bool

@@ -377,7 +377,7 @@ def _scale(where: str, scale: float | None, head_dim: int) -> float:
     return float(scale)
 
 
-# --- backend "cpp": csrc/attention.h, one head of one sequence a thread ---------------------------
+# --- backend "cpp": csrc/attention/attention.h, one head of one sequence a thread -----------------
 
 _CSRC_REJECTS = csrc_rejects("attention", fp64=False)
 

@@ -62,10 +62,10 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     csrc/ multiplies on a CPU where it was measured to be faster there (``fastplm measure``):
 
     - few rows, as in generation or of short sentences: PyTorch packs the weight, which costs
-      more than reading it; ``csrc/linear_few_rows.h`` and ``linear_in_place.h`` read it once;
+      more than reading it; ``csrc/gemm/linear_few_rows.h`` and ``linear_in_place.h`` read it once;
     - fp16 and bf16 on a CPU that does not compute in them: the same, for any number of rows;
     - fp32 on CPUs with AVX-512 that are not Intel's: MKL does not use it there,
-      ``csrc/linear.h`` does.
+      ``csrc/gemm/linear.h`` does.
 
     Everything else is PyTorch's. A program made by ``torch.compile`` takes any number of rows:
     where csrc/ is faster for many, it chooses when it runs. An exported program has PyTorch's

@@ -1,4 +1,4 @@
-"""csrc/<op>.h at each level of vector instructions, once with sanitizers; index.h, too.
+"""csrc/*/<op>.h at each level of vector instructions, once with sanitizers; index.h, too.
 
 The library has the code of all levels, but a machine runs only one.
 """
