@@ -94,7 +94,7 @@ def gencode(nvcc: str) -> list[str]:
 
 
 def build_cuda(nvcc: str, compiler: str, includes: list[str], temp: Path) -> tuple[Path, str]:
-    """csrc/cuda.cu as a library, and what nvcc or the linker says if it fails.
+    """csrc/index/cuda.cu as a library, and what nvcc or the linker says if it fails.
 
     It is the same whatever torch is here: CUDA's runtime is inside, and what it takes of torch is
     the stable ABI. Empty libraries stand for torch's, as not every torch has the one of CUDA.
@@ -110,9 +110,9 @@ def build_cuda(nvcc: str, compiler: str, includes: list[str], temp: Path) -> tup
         commands.append([compiler, *flags, "-o", str(empty)])
         link += [f"-L{temp}", f"-l{name}"]
     options = ["-std=c++20", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-ccbin", compiler]
-    options += ["-DUSE_CUDA", STABLE_ABI, *(f"-isystem={path}" for path in includes)]
+    options += ["-DUSE_CUDA", STABLE_ABI, "-Icsrc", *(f"-isystem={path}" for path in includes)]
     options += ["--threads=0", *gencode(nvcc)]
-    commands.append([nvcc, *options, *link, "csrc/cuda.cu", "-o", str(library)])
+    commands.append([nvcc, *options, *link, "csrc/index/cuda.cu", "-o", str(library)])
     for command in commands:
         code, said = run(*command)
         if code != 0:
@@ -173,11 +173,13 @@ def extension_arguments() -> dict:
             self.extensions = [each for each in self.extensions if each is not extension]
 
     flags = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", f"-Wframe-larger-than={MOST_FRAME}"]
+    sources = sorted(path for path in Path("csrc").glob("*/*.*") if path.parent.name != "python")
     extensions = [
         CppExtension(
             "fastplm._C",
-            [str(path) for path in sorted(Path("csrc").glob("*.cpp"))],
-            depends=[str(path) for path in sorted(Path("csrc").iterdir())],
+            [str(path) for path in sources if path.suffix == ".cpp"],
+            include_dirs=[str(Path("csrc").resolve())],
+            depends=[str(path) for path in sources],
             extra_compile_args={"cxx": [*flags, STABLE_ABI]},
             py_limited_api=True,
         ),

@@ -1,8 +1,8 @@
 """Scores of texts, against minicons: ``python benchmarks/scoring.py --model DIR --texts FILE``.
 
-fastplm is also run with ``torch.set_float32_matmul_precision("high")``. With ``--pairs FILE`` in
-place of ``--texts`` the texts are the sentences of minimal pairs, drawn evenly from the file, and a
-score is the sum of a sentence; the decoder reads the beginning of text first, in both libraries.
+With ``--pairs FILE`` in place of ``--texts`` the texts are the sentences of minimal pairs, drawn
+evenly from the file, and a score is the sum of a sentence; the decoder reads the beginning of text
+first, in both libraries.
 
 The texts and the weights are the same, and each run has its own process: first the tokenizer and
 the model are loaded and a short text is scored, then the clock starts. Memory is the highest
@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 METRICS = ("original", "within_word_l2r", "log-likelihood")
-HIGH = "fastplm, matmul precision high"
 _WARM_UP = "It is short."
 _VOCABULARY = 30_522
 
@@ -124,8 +123,6 @@ def child(settings: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(settings["threads"])
     texts = settings["texts"]
     make = minicons if settings["system"] == "minicons" else ours
-    if settings["system"] == HIGH:
-        torch.set_float32_matmul_precision("high")
     run = make(*(settings[name] for name in ("folder", "metric", "batch", "pairs")))
     run([_WARM_UP, _WARM_UP[:-2]])
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to VmRSS
@@ -204,7 +201,7 @@ def main() -> int:
         return 0
     if args.model is None or (args.texts is None) == (args.pairs is None):
         parser.error("--model is needed, and either --texts or --pairs")
-    systems = [("fastplm", 0), (HIGH, 0)]
+    systems = [("fastplm", 0)]
     if importlib.util.find_spec("minicons"):
         print(f"minicons {importlib.metadata.version('minicons')}")
         systems += [("minicons", size) for size in args.batches]

@@ -208,8 +208,6 @@ def case(label: str, shape: Shape, *targets: tuple[float, float], compiling: boo
         ours = on_backend("triton", fused)  # not cuDNN's forward
         variants |= {f"fastplm, {name}": on_tiles(name, ours) for name in TILES}
         variants["fastplm, triton"] = on_tiles(None, ours)
-    if not GPU and not compiling:
-        variants["fastplm, torch backend"] = on_backend("torch", fused)
     if shape.bias and not compiling:
         variants["fastplm, no bias"] = without_bias(fused)
     exact = over(replace(shape, dropout_p=0.0), attention_ref, attention_varlen_ref)

@@ -30,7 +30,6 @@ import torch.nn.functional as F
 from fastplm import _machine, _measured, ops
 from fastplm._backends import OP_NAMES, use_backend
 from fastplm.errors import DataError, check_choice, message
-from fastplm.ops.linear import has_bf16x3
 
 Call = Callable[[], Any]
 _HALF = (torch.bfloat16, torch.float16)
@@ -225,16 +224,13 @@ def _linear(dtype: torch.dtype) -> Iterator[Plan]:
     aspects = [_measured.SQUARE // 4, _measured.SQUARE, _measured.SQUARE * 4]  # so N, K are round
     if not _machine.computes_in(dtype):  # where PyTorch's takes seconds
         rows, weight = rows[:-1], weight[:-2]
-    forms = ["linear", "conv1d"]
-    if dtype is torch.float32 and has_bf16x3():
-        forms += ["linear bf16x3", "conv1d bf16x3"]
-    for form in forms:
+    for form in ("linear", "conv1d"):
 
         @functools.cache
         def weights_of(size: int, width: int, form: str = form) -> Iterator[torch.Tensor]:
             """[N, K] of each layer, again and again."""
             count = min(_WEIGHTS, max(2, _OF_WEIGHTS // (size * dtype.itemsize)))
-            if form.startswith("linear"):
+            if form == "linear":
                 return itertools.cycle(
                     torch.randn(count, size // width, width, device="cpu").to(dtype)
                 )
@@ -247,10 +243,8 @@ def _linear(dtype: torch.dtype) -> Iterator[Plan]:
             input = torch.randn(rows, width, device="cpu").to(dtype)
             bias = torch.randn(size // width, device="cpu").to(dtype)
             weights = weights_of(size, width)
-            operators = torch.ops.fastplm_C
-            product = operators.linear_bf16x3 if "bf16x3" in form else operators.linear
             return (
-                lambda: product.default(input, next(weights), bias),
+                lambda: torch.ops.fastplm_C.linear.default(input, next(weights), bias),
                 lambda: F.linear(input, next(weights), bias),
             )
 

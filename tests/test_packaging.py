@@ -62,8 +62,8 @@ def build(kind: str, tree: Path, out: Path, **environment: str) -> tuple[Path, s
 def small(tree: Path, copy: Path) -> Path:
     """A copy with one CPU op of csrc/, as an installation of all takes minutes."""
     shutil.copytree(tree, copy)
-    for source in (copy / "csrc").glob("*.cpp"):
-        if source.name != "gather_rows.cpp":
+    for source in (copy / "csrc").glob("*/*.cpp"):
+        if source.name not in ("gather_rows.cpp", "unchanged.cpp"):
             source.unlink()
     return copy
 
@@ -302,7 +302,7 @@ def test_sdist_has_all_it_takes_to_build(tree, tmp_path):
     archive, _ = build("build_sdist", tree, tmp_path)
     with tarfile.open(archive) as tar:
         names = {name.split("/", 1)[-1] for name in tar.getnames()}
-    assert {f"csrc/{path.name}" for path in (ROOT / "csrc").iterdir()} <= names
+    assert {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.*")} <= names
     assert {"setup.py", "pyproject.toml", "LICENSE", "constraints.txt"} <= names
     assert any(name.startswith("triton_kernels/") for name in names)
 

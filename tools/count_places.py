@@ -32,7 +32,7 @@ def files_of(op: str, tests: bool = False) -> list[Path]:
     """The files whose stem, or whose folder's, is the name of an op."""
     patterns = (
         *(f"fastplm/ops/{op}.py", f"fastplm/ops/_{op}_*.py", f"fastplm/reference/{op}.py"),
-        *(f"triton_kernels/{op}.py", f"triton_kernels/{op}/*.py", f"csrc/{op}.*"),
+        *(f"triton_kernels/{op}.py", f"triton_kernels/{op}/*.py", f"csrc/*/{op}.*"),
         *((f"tests/ops/test_{op}.py", f"benchmarks/test_{op}.py") if tests else ()),
     )
     found = {path for pattern in patterns for path in ROOT.glob(pattern)}

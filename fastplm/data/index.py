@@ -1,8 +1,8 @@
 """The indices of a corpus on disk: runs of sentences, and sequences packed into blocks.
 
-``sentence_chunks`` and ``pack_sequences`` run the operators of these names of ``csrc/index.cpp``
-and, where those were not built, the references ``<name>_ref``, which give the same numbers. Arrays
-may be memory maps.
+``sentence_chunks`` and ``pack_sequences`` run the operators of these names of
+``csrc/index/index.cpp`` and, where those were not built, the references ``<name>_ref``, which give
+the same numbers. Arrays may be memory maps.
 """
 
 from __future__ import annotations

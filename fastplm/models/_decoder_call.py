@@ -33,7 +33,7 @@ from fastplm.models._plan import (
 from fastplm.nn import Dropout, Linear, LinearInt8
 
 _BUILT = BUILT and _extension.lacks("decoder_layer", "CPU") is None
-#: What csrc/decoder.cpp calls activations.
+#: What csrc/layers/decoder.cpp calls activations.
 _RELU, _GELU, _GELU_TANH = range(3)
 
 
@@ -43,7 +43,7 @@ class _Plan(NamedTuple):
     kind: type
     known: Known
     order: dict | None  # the parts of a T5's layer, whose names are _PARTS
-    weights: list[Tensor]  # see csrc/decoder.cpp
+    weights: list[Tensor]  # see csrc/layers/decoder.cpp
     products: tuple[tuple[int, ...], ...]  # their outputs and inputs
     head_size: int
     eps: float

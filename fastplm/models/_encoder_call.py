@@ -37,14 +37,13 @@ from fastplm.models._plan import (
 )
 from fastplm.models._ragged import LastRows, RaggedBatch, Rows
 from fastplm.nn import Dropout, Linear, LinearInt8
-from fastplm.ops.linear import is_split
 
 _BUILT = BUILT and _extension.lacks("encoder", "CPU") is None
 _LINEAR = (Linear, LinearInt8)
 
 
 class _Ends(NamedTuple):
-    """What is before and after the layers of a model, see ``backbone`` in csrc/encoder.cpp."""
+    """What is before and after the layers, see ``backbone`` in csrc/layers/encoder.cpp."""
 
     embeddings: list[Tensor]
     projection: list[Tensor]
@@ -60,7 +59,7 @@ class _Plan(NamedTuple):
     known: Known  # of its layers, and of a model's configuration
     order: list[str]  # the names of the layers
     layers: dict
-    weights: list[Tensor]  # 16 of each layer, or 22 in 8 bits, see csrc/encoder.cpp
+    weights: list[Tensor]  # 16 of each layer, or 22 in 8 bits, see csrc/layers/encoder.cpp
     head_size: int
     eps: float
     tanh: bool
@@ -398,7 +397,7 @@ def _is_faster(rows: int, inner: int, width: int) -> bool:
     wanted = requested("linear")
     if wanted == "cpp":
         return True
-    if wanted != "auto" or is_split(rows, torch.float32):
+    if wanted != "auto":
         return False
     alone = ALONE if torch.get_num_threads() == 1 else ""
     gain = _measured.table().gain("encoder", "forward" + alone, torch.float32, (rows, width))

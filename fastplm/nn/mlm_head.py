@@ -15,38 +15,6 @@ if TYPE_CHECKING:
     from transformers import AlbertConfig, BertConfig, ElectraConfig, RobertaConfig
 
 
-def mlm_loss(
-    hidden: Tensor,
-    labels: Tensor,
-    transform: Callable[[Tensor], Tensor],
-    decoder: nn.Linear,
-    masked_positions: Tensor | None = None,
-    *,
-    normalizer: float | Tensor | None = None,
-    label_smoothing: float = 0.0,
-    return_statistics: bool = False,
-    logits_budget: int | None = None,
-    decoder_weight: Tensor | None = None,
-    where: str = "mlm_loss",
-) -> Any:
-    """``MLMHead`` as a function, for models whose submodules keep the names of their checkpoint.
-
-    ``decoder_weight`` is used instead of the decoder's weight, see ``tied_embedding``.
-    """
-    rows, targets, _ = gather_labelled(where, hidden, labels, masked_positions)
-    return ops.linear_cross_entropy(
-        transform(rows),
-        decoder.weight if decoder_weight is None else decoder_weight,
-        targets,
-        linear_bias=decoder.bias,
-        label_smoothing=label_smoothing,
-        normalizer=as_normalizer(normalizer, hidden.device),
-        return_statistics=return_statistics,
-        logits_budget=logits_budget,
-        expected_targets=None if masked_positions is None else masked_positions.shape[0],
-    )
-
-
 class MLMHead(nn.Module):
     """Transform, vocabulary projection and cross-entropy of the labelled rows.
 
@@ -102,17 +70,18 @@ class MLMHead(nn.Module):
         Raises:
             ArgumentValueError, ArgumentTypeError: shapes or dtypes that do not fit.
         """
-        return mlm_loss(
-            hidden,
-            labels,
-            self.transform_rows,
-            self.output_projection,
-            masked_positions,
-            normalizer=normalizer,
+        where, decoder = type(self).__name__, self.output_projection
+        rows, targets, _ = gather_labelled(where, hidden, labels, masked_positions)
+        return ops.linear_cross_entropy(
+            self.transform_rows(rows),
+            decoder.weight,
+            targets,
+            linear_bias=decoder.bias,
             label_smoothing=label_smoothing,
+            normalizer=as_normalizer(normalizer, hidden.device),
             return_statistics=return_statistics,
             logits_budget=logits_budget,
-            where=type(self).__name__,
+            expected_targets=None if masked_positions is None else masked_positions.shape[0],
         )
 
 

@@ -1,4 +1,5 @@
-"""The CPU's backend of ``ops.linear_cross_entropy``: stock matrix products on the rows that count.
+"""The CPU's backend of ``ops.linear_cross_entropy``: stock matrix products on the rows that count,
+and csrc/ for the softmax of their logits.
 
 Two data flows; the first ``kept_rows`` rows that count take the first, the others the second:
 
@@ -19,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastplm._extension import lacks
 from fastplm._machine import computes_in
+from fastplm.ops._common import csrc_rejects
 from fastplm.ops._linear_cross_entropy_call import Call, Gradients, Saved
 from fastplm.ops.linear import product as multiply
 from fastplm.reference.linear_cross_entropy import uniform_level
@@ -28,8 +29,8 @@ from fastplm.reference.linear_cross_entropy import uniform_level
 _CHUNK_ELEMENTS = 1 << 20  # logits worked on at once: fp32, they stay in the cache
 _CHUNK_COLUMNS = 512  # at least, or the products of a chunk get too narrow
 _LARGE = 1 << 23  # bytes, of which each page fault counts
-_HUGE_PAGES = lacks("ask_for_huge_pages", "CPU") is None
-_ROWS_IN_CPP = lacks("softmax_statistics", "CPU") is None
+#: For fp64, and where csrc/ is not built, the reference makes all logits of the rows that count.
+vocabulary_rejects = csrc_rejects("softmax_statistics", fp64=False)
 
 
 def torch_forward(call: Call, outputs: tuple[Tensor, ...]) -> None:
@@ -64,7 +65,7 @@ def torch_backward(
     ``recomputed`` is then its backward of rows without logits."""
     recomputed = recomputed or _backward_of_recomputed
     grads.input.zero_()
-    if _HUGE_PAGES and grads.weight.nbytes >= _LARGE:
+    if grads.weight.nbytes >= _LARGE:
         torch.ops.fastplm_C.ask_for_huge_pages(grads.weight)
     rows = cpu_positions(saved.target != saved.ignore_index)
     parts = parts_of_rows(rows, saved.grad_logits.shape[0])
@@ -92,7 +93,7 @@ class _Statistics:
 
     def __init__(self, call: Call, rows: Tensor) -> None:
         count = rows.shape[0]
-        values = call.input.new_empty(4, count, dtype=wide_dtype(call.input))
+        values = call.input.new_empty(4, count, dtype=torch.float32)
         self.m_i, self.l_i, self.picked, self.mean = values  # the last two relative to m_i
         self.argmax, self.sample = rows.new_zeros(2, count)
         self.level = rows.new_empty(0)
@@ -123,52 +124,33 @@ def _keep_logits(call: Call, rows: Tensor, statistics: _Statistics, grad_logits:
     target = call.target[rows, None]
     for here in row_blocks(*logits.shape):
         kept = logits[here]
-        z = kept if kept.dtype is wide_dtype(kept) else kept.to(wide_dtype(kept))
-        p = _row_block(call, z, target[here], statistics, here)
+        z = kept.float()
+        _softmax_of_block(call, z, target[here], statistics, here)
         grad_target = _grad_target(statistics.log_probability()[here], call, z.shape[1])
         if call.label_smoothing:
-            p.sub_(call.label_smoothing / z.shape[1])
-        p.scatter_(1, target[here], grad_target[:, None])
-        if p is not kept:
-            kept.copy_(p)
+            z.sub_(call.label_smoothing / z.shape[1])
+        z.scatter_(1, target[here], grad_target[:, None])
+        if z is not kept:
+            kept.copy_(z)
 
 
-def _row_block(
+def _softmax_of_block(
     call: Call, z: Tensor, target: Tensor, statistics: _Statistics, here: slice
-) -> Tensor:
+) -> None:
     """Statistics of whole rows of logits, which become their softmax, in place."""
-    cooled = call.seed is not None and call.temperature != 1.0
-    weights = None
-    if _ROWS_IN_CPP and z.dtype is torch.float32:
-        if call.need_argmax:
-            statistics.argmax[here] = z.argmax(1)
-        if cooled:
-            weights = ((z - z.amax(1, keepdim=True)) / call.temperature).exp_()
-        picked = z.gather(1, target).squeeze(1)
-        m_i, l_i, below, _ = torch.ops.fastplm_C.softmax_statistics.default(z, False, True, 0.0)
-        statistics.m_i[here], statistics.l_i[here] = m_i, l_i
-        statistics.picked[here] = picked.sub_(m_i)
-        if call.label_smoothing:
-            statistics.mean[here] = below / z.shape[1]
-        scale = None
-    else:
-        if call.need_argmax:
-            m_i, statistics.argmax[here] = z.max(1)
-        else:
-            m_i = z.amax(1)
-        z.sub_(m_i[:, None])
-        statistics.m_i[here] = m_i
-        statistics.picked[here] = z.gather(1, target).squeeze(1)
-        if call.label_smoothing:
-            statistics.mean[here] = z.mean(1)
-        if cooled:
-            weights = (z / call.temperature).exp_()
-        statistics.l_i[here] = z.exp_().sum(1)
-        scale = statistics.l_i[here, None].reciprocal()
+    if call.need_argmax:
+        statistics.argmax[here] = z.argmax(1)
+    weights = z
+    if call.seed is not None and call.temperature != 1.0:
+        weights = ((z - z.amax(1, keepdim=True)) / call.temperature).exp_()
+    picked = z.gather(1, target).squeeze(1)
+    m_i, l_i, below, _ = torch.ops.fastplm_C.softmax_statistics.default(z, False, True, 0.0)
+    statistics.m_i[here], statistics.l_i[here] = m_i, l_i
+    statistics.picked[here] = picked.sub_(m_i)
+    if call.label_smoothing:
+        statistics.mean[here] = below / z.shape[1]
     if call.seed is not None:
-        weights = z if weights is None else weights
         statistics.sample[here] = _inverse_cdf(weights, statistics.level[here])
-    return z if scale is None else z.mul_(scale)
 
 
 def _backward_of_kept(grad_loss: Tensor, saved: Any, rows: Tensor, grads: Gradients) -> None:
@@ -206,36 +188,21 @@ def _stream_logits(call: Call, rows: Tensor, statistics: _Statistics) -> None:
     picked = statistics.picked
     maxima, sums, means, sampled_sums, likeliest = [], [], [], [], []
     parameters = call.linear_weight, call.linear_bias
+    temperature = 0.0 if call.seed is None or call.temperature == 1.0 else call.temperature
     for start, _, logits, _ in logit_chunks(compact, *parameters, call.input.dtype):
         column, inside = locate(target, start, logits)
         picked = torch.where(inside, logits.gather(1, column).squeeze(1), picked)
-        if _ROWS_IN_CPP and logits.dtype is torch.float32:
-            if call.need_argmax:
-                likeliest.append(logits.argmax(1) + start)
-            temperature = 0.0 if call.seed is None or call.temperature == 1.0 else call.temperature
-            m_c, l_c, below, cooled = torch.ops.fastplm_C.softmax_statistics.default(
-                logits, True, False, temperature
-            )
-            maxima.append(m_c)
-            sums.append(l_c)
-            if call.label_smoothing:
-                means.append(below / vocab)
-            if temperature:
-                sampled_sums.append(cooled)
-            continue
         if call.need_argmax:
-            m_c, index = logits.max(1)
-            likeliest.append(index + start)
-        else:
-            m_c = logits.amax(1)
+            likeliest.append(logits.argmax(1) + start)
+        m_c, l_c, below, cooled = torch.ops.fastplm_C.softmax_statistics.default(
+            logits, True, False, temperature
+        )
         maxima.append(m_c)
-        # -inf - -inf is NaN: a row with nothing in this chunk keeps a reference point of 0.
-        logits.sub_(pivot(m_c)[:, None])
+        sums.append(l_c)
         if call.label_smoothing:
-            means.append(logits.sum(1) / vocab)
-        if call.seed is not None and call.temperature != 1.0:
-            sampled_sums.append((logits / call.temperature).exp_().sum(1))
-        sums.append(logits.exp_().sum(1))
+            means.append(below / vocab)
+        if temperature:
+            sampled_sums.append(cooled)
     m_c, l_c = torch.stack(maxima), torch.stack(sums)  # [chunks, rows]
     statistics.m_i, best = m_c.max(0)
     statistics.l_i = ((m_c - statistics.m_i).exp() * l_c).sum(0)
@@ -267,7 +234,7 @@ def _sample_in_chunks(
             bias = None if call.linear_bias is None else call.linear_bias[tile]
             logits = compact.new_empty(here.shape[0], columns)
             product(compact[here], call.linear_weight[tile], bias, logits, call.input.dtype)
-            z = logits.to(wide_dtype(logits)) - statistics.m_i[here, None]
+            z = logits.float() - statistics.m_i[here, None]
             # Its own maximum, or a tile far below the row's would underflow.
             z -= pivot(z.amax(1))[:, None]
             sample[here] = start + _inverse_cdf((z / call.temperature).exp_(), rest[here])
@@ -302,7 +269,7 @@ def backward_of_chunks(
     chunks: Iterable[Chunk], saved: Any, rows: Tensor, compact: Tensor, grads: Gradients
 ) -> None:
     """Write the gradients of rows from chunks whose logits became their gradients."""
-    grad_rows = compact.new_zeros(compact.shape, dtype=wide_dtype(compact))
+    grad_rows = compact.new_zeros(compact.shape, dtype=torch.float32)
     for start, weight, grad_logits, scratch in chunks:
         here = slice(start, start + weight.shape[0])
         if saved.need_linear_bias:
@@ -325,7 +292,7 @@ class Chunk(NamedTuple):
 
     start: int
     weight: Tensor  # its rows of these columns, in the dtype of the products
-    logits: Tensor  # fp32, or fp64 of fp64
+    logits: Tensor  # fp32
     scratch: Tensor  # in the dtype of the products
 
 
@@ -337,8 +304,8 @@ def logit_chunks(
     sizes = _chunk_sizes(count, vocab)
     products = rows.new_empty(count * sizes[0])
     logits = products
-    if rows.dtype is not wide_dtype(rows):
-        logits = products.new_empty(count * sizes[0], dtype=wide_dtype(rows))
+    if rows.dtype is not torch.float32:
+        logits = products.new_empty(count * sizes[0], dtype=torch.float32)
     start = 0
     for columns in sizes:
         tile = slice(start, start + columns)
@@ -428,8 +395,3 @@ def multiplies_in(tensor: Tensor) -> torch.dtype:
     """
     known = tensor.device.type != "cpu" or computes_in(tensor.dtype)
     return tensor.dtype if known else torch.float32
-
-
-def wide_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype of statistics: fp32, or fp64 of fp64."""
-    return torch.promote_types(tensor.dtype, torch.float32)

@@ -116,9 +116,8 @@ def empty_outputs(call: Call, backend: str) -> tuple[Tensor, ...]:
     ``linear_cross_entropy``.
     """
     rows = call.input.shape[0]
-    dtype = torch.promote_types(call.input.dtype, torch.float32)
     return (
-        *(call.input.new_empty(rows, dtype=dtype) for _ in range(3)),
-        call.input.new_empty(STATISTICS, rows, dtype=dtype),
+        *(call.input.new_empty(rows, dtype=torch.float32) for _ in range(3)),
+        call.input.new_empty(STATISTICS, rows, dtype=torch.float32),
         *empty_for_backward(call, backend),
     )

@@ -27,7 +27,6 @@ from fastplm.ops._linear_cross_entropy_torch import (
     pivot,
     product,
     row_blocks,
-    wide_dtype,
 )
 from fastplm.ops._linear_distillation_call import Call, Saved
 
@@ -38,7 +37,7 @@ _LARGEST_GAP = 80.0  # exp of it and of its negative are normal fp32 numbers
 
 
 class _Tile(NamedTuple):
-    """Logits of both sides, [rows, columns] in fp32 or fp64, from the column ``start`` on; without
+    """Logits of both sides, [rows, columns] in fp32, from the column ``start`` on; without
     a teacher's weight only the student's. Three pieces of memory of that shape."""
 
     start: int
@@ -152,9 +151,8 @@ def _tiles_of_rows(call: Call, rows: Tensor, logits: Tensor) -> Iterator[tuple[s
     """Blocks of whole rows, with their places; the student's logits are views of ``logits`` where
     these are not of 16 bits."""
     count, vocab = logits.shape
-    dtype = wide_dtype(logits)
     blocks = list(row_blocks(count, vocab))
-    memory = logits.new_empty(5, len(logits[blocks[0]]) * vocab, dtype=dtype)
+    memory = logits.new_empty(5, len(logits[blocks[0]]) * vocab, dtype=torch.float32)
     group, teacher = slice(0, 0), None
     for here in blocks:
         if call.teacher_input is not None and here.start >= group.stop:
@@ -172,11 +170,11 @@ def _tiles_of_rows(call: Call, rows: Tensor, logits: Tensor) -> Iterator[tuple[s
             product(compact, call.teacher_weight, call.teacher_bias, made, dtype_of_input)
         z, t = logits[here], None
         buffers = [piece[: z.numel()].view(z.shape) for piece in memory]
-        if z.dtype is not dtype:
+        if z.dtype is not torch.float32:
             z = buffers[3].copy_(z)
         if teacher is not None:
             t = teacher[here.start - group.start : here.stop - group.start][: z.shape[0]]
-            if t.dtype is not dtype:
+            if t.dtype is not torch.float32:
                 t = buffers[4].copy_(t)
         yield here, _Tile(0, z, t, tuple(buffers[:3]))
 
@@ -197,7 +195,7 @@ def _tiles_of_columns(call: Any, rows: Tensor, compact: Tensor) -> Iterator[tupl
             memory = z.new_empty(3, z.numel())
         t = None
         if teachers is not None:
-            t = next(teachers).logits.to(z.dtype)
+            t = next(teachers).logits
         buffers = tuple(piece[: z.numel()].view(z.shape) for piece in memory)
         yield _Tile(chunk.start, z, t, buffers), chunk
 

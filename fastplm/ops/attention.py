@@ -1,6 +1,6 @@
 """``ops.attention`` and ``ops.attention_varlen``: one op with two layouts, and its backends.
 
-``_attention_call.py`` declares its arguments, ``_attention_torch.py`` is the backend "torch".
+``_attention_call.py`` declares its arguments.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from fastplm._checks import (
 from fastplm._measured import ALONE, CallClass, slower, training
 from fastplm._registry import Op, autocast, is_transformed, needs_dispatch
 from fastplm.errors import ArgumentTypeError, fail
-from fastplm.ops import _attention_torch
 from fastplm.ops._attention_call import (
     Call,
     Saved,
@@ -378,7 +377,7 @@ def _scale(where: str, scale: float | None, head_dim: int) -> float:
     return float(scale)
 
 
-# --- backend "cpp": csrc/attention.h, one head of one sequence a thread ---------------------------
+# --- backend "cpp": csrc/attention/attention.h, one head of one sequence a thread -----------------
 
 _CSRC_REJECTS = csrc_rejects("attention", fp64=False)
 
@@ -555,20 +554,6 @@ def _stock(call: Call) -> tuple[Tensor, None]:
     return _sdpa(call.query, call.key, call.value, call.scale), None
 
 
-# --- backend "torch" ------------------------------------------------------------------------------
-
-
-def _torch_forward(call: Call) -> tuple[Tensor, Tensor]:
-    return _attention_torch.attention_fwd(call, _statistics(call, "torch"))
-
-
-def _torch_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    call, out, stats, bias_grad = saved
-    grad = last_dim_contiguous(grad)
-    out = grad if out is None else out
-    return _returned(call, _attention_torch.attention_bwd(call, grad, out, stats, bias_grad))
-
-
 # --- backend "triton" -----------------------------------------------------------------------------
 
 
@@ -700,11 +685,7 @@ def _statistics(call: Call, backend: str) -> Tensor:
             query.dtype, query.shape[-1], *lengths, has_bias
         ):
             rows = 0
-    rebuilt = call.seed is not None or call.bias_weight is not None
-    if backend == "torch" and rebuilt:
-        rows = 0
-    dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
-    return query.new_empty((2, query.shape[1], rows), dtype=dtype)
+    return query.new_empty((2, query.shape[1], rows), dtype=torch.float32)
 
 
 def _fake_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, ...]:
@@ -749,7 +730,6 @@ OP.backend(
     rejects=_CSRC_REJECTS,
     measured=_measured,
 )
-OP.backend("torch", forward=_torch_forward, backward=_torch_backward, rejects=torch_rejects)
 OP.backend("triton", forward=_triton_forward, backward=_triton_backward, rejects=_triton_rejects)
 OP.backend("cudnn", forward=_cudnn_forward, backward=_cudnn_backward, rejects=_cudnn_rejects)
 OP.backend("stock", forward=_stock, rejects=_stock_rejects)

@@ -15,7 +15,6 @@ from fastplm.ops._common import (
     csrc_rejects,
     kernels,
     last_dim_contiguous,
-    torch_rejects,
     triton_rejects,
 )
 from fastplm.reference.gather_rows import gather_rows_ref
@@ -121,31 +120,6 @@ def _cpp_backward(grad: Tensor, saved: Saved) -> Tensor:
     return torch.ops.fastplm_C.gather_rows_backward.default(last_dim_contiguous(grad), *saved)
 
 
-# --- backend "torch": index_select, and index_add in fp32 -----------------------------------------
-
-
-def _torch_forward(call: Call) -> Tensor:
-    _check_range(call)
-    input, positions = call
-    if call.rows == 0:
-        return input.new_zeros(positions.shape[0], input.shape[1])
-    out = input.index_select(0, positions.clamp(min=0))
-    return out.index_fill_(0, (positions < 0).nonzero().squeeze(1), 0.0)
-
-
-def _torch_backward(grad: Tensor, saved: Saved) -> Tensor:
-    used = (saved.positions >= 0).nonzero().squeeze(1)
-    positions, grad = saved.positions[used], grad.index_select(0, used)
-    grad_input = grad.new_zeros(saved.rows, grad.shape[1])
-    if grad.dtype in (torch.float32, torch.float64):
-        return grad_input.index_add_(0, positions, grad)
-    # Sums in fp32, of the rows that are read only: an fp32 matrix of all would cost more.
-    rows, row_of = positions.unique(return_inverse=True)
-    total = grad.new_zeros(rows.shape[0], grad.shape[1], dtype=torch.float32)
-    total.index_add_(0, row_of, grad.float())
-    return grad_input.index_copy_(0, rows, total.to(grad.dtype))
-
-
 # --- backend "triton" -----------------------------------------------------------------------------
 
 
@@ -179,5 +153,4 @@ OP = Op(
     fake_backward=lambda grad, saved: grad.new_empty(saved.rows, grad.shape[1]),
 )
 OP.backend("cpp", forward=_cpp_forward, backward=_cpp_backward, rejects=csrc_rejects("gather_rows"))
-OP.backend("torch", forward=_torch_forward, backward=_torch_backward, rejects=torch_rejects)
 OP.backend("triton", forward=_triton_forward, backward=_triton_backward, rejects=triton_rejects)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Annotated, NamedTuple
 
@@ -22,8 +21,6 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _STRIDED = torch.strided
 #: The most dimensions of a tensor that csrc/ makes.
 _MOST_DIMS = 8
-#: With fewer rows a product of two bf16 halves is no faster.
-_LEAST_SPLIT = 32
 #: The rows and the size of weight that speak for those of a compiled program.
 _MANY = (256, 512 * 512, SQUARE)
 
@@ -65,13 +62,10 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     csrc/ multiplies on a CPU where it was measured to be faster there (``fastplm measure``):
 
     - few rows, as in generation or of short sentences: PyTorch packs the weight, which costs
-      more than reading it; ``csrc/linear_few_rows.h`` and ``linear_in_place.h`` read it once;
+      more than reading it; ``csrc/gemm/linear_few_rows.h`` and ``linear_in_place.h`` read it once;
     - fp16 and bf16 on a CPU that does not compute in them: the same, for any number of rows;
     - fp32 on CPUs with AVX-512 that are not Intel's: MKL does not use it there,
-      ``csrc/linear.h`` does;
-    - fp32 on CPUs with AMX, if ``torch.set_float32_matmul_precision("high")`` allows it: each
-      number is taken as the sum of two bf16, which AMX multiplies (``csrc/linear_bf16x3.cpp``), as
-      PyTorch documents that setting.
+      ``csrc/gemm/linear.h`` does.
 
     Everything else is PyTorch's. A program made by ``torch.compile`` takes any number of rows:
     where csrc/ is faster for many, it chooses when it runs. An exported program has PyTorch's
@@ -87,9 +81,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Numerics:
         Backend "cpp" adds up in fp32, 384 products at a time, as MKL does, or in shorter sums; of
-        few rows, and of fp16 and bf16, these are rounded once, with the bias added. With two bf16
-        for a number, a product loses 3 2^-18 of itself at most, and a number over 3.38e38 makes its
-        row or column NaN: ``fastplm.reference.linear.linear_bf16x3_ref``.
+        few rows, and of fp16 and bf16, these are rounded once, with the bias added.
 
     Determinism:
         Forward and backward repeat bit for bit, on "cpp" with any number of threads.
@@ -103,8 +95,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         tensor([[11., 17.]])
 
     Source: Goto and van de Geijn 2008, "Anatomy of High-Performance Matrix Multiplication" (ACM
-        Transactions on Mathematical Software 34, article 12); Henry, Tang and Heinecke 2019 (arXiv
-        1904.06376) for products of bf16.
+        Transactions on Mathematical Software 34, article 12).
     Reference: ``fastplm.reference.linear.linear_ref``.
     """
     # Most of what ``_check_tensors`` asks, in less time than the call takes.
@@ -160,10 +151,7 @@ def product(
         out = a.new_empty(a.shape[0], b.shape[1])
     if a.numel() == 0 or b.numel() == 0:
         return out.zero_() if bias is None else out.copy_(bias)
-    operators = torch.ops.fastplm_C
-    split = is_split(a.shape[0], a.dtype)
-    by_csrc = operators.product_bf16x3 if split else operators.product
-    by_csrc.default(dense(a), dense(b), bias, out)
+    torch.ops.fastplm_C.product.default(dense(a), dense(b), bias, out)
     return out
 
 
@@ -212,28 +200,12 @@ def _measured(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call
     (n, k), (of_n, of_k), dtype = weight.shape, weight.stride(), weight.dtype
     rows = input.numel() // (k or 1)
     form = "conv1d" if of_n == 1 and of_k != 1 else "linear"
-    if rows >= _LEAST_SPLIT and dtype is torch.float32 and is_split(rows, dtype):
-        form += " bf16x3"
     if torch.get_num_threads() == 1:
         form += ALONE
     of_weight = SQUARE * n // (k or 1)  # its ``aspect``, of all but the longest
     if not 1 <= of_weight <= LONGEST:
         of_weight = aspect(n, k)
     return form, dtype, (rows, n * k, of_weight)
-
-
-def is_split(rows: int, dtype: torch.dtype) -> bool:
-    """Whether the numbers of a product are taken as two bf16."""
-    if dtype is not torch.float32 or rows < _LEAST_SPLIT or not has_bf16x3():
-        return False
-    # torch.backends.mkldnn.matmul.fp32_precision, in a third of the time: layers ask.
-    return torch._C._get_fp32_precision_getter("mkldnn", "matmul") == "tf32"  # as "high" sets it
-
-
-@functools.cache
-def has_bf16x3() -> bool:
-    """Whether this CPU has AMX, and csrc/ can use it."""
-    return _BUILT and torch.ops.fastplm_C.has_bf16x3()
 
 
 def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -270,9 +242,7 @@ def _fast(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         or (torch.is_grad_enabled() and torch._C._any_requires_grad(input, weight, bias))
     ):
         return None
-    operators = torch.ops.fastplm_C
-    split = is_split(input.numel() // weight.shape[1], weight.dtype)
-    return (operators.linear_bf16x3 if split else operators.linear).default(input, weight, bias)
+    return torch.ops.fastplm_C.linear.default(input, weight, bias)
 
 
 def _cpp_forward(call: Call) -> Tensor:

@@ -20,7 +20,6 @@ from fastplm.ops._common import (
     check_reduction,
     kernels,
     seed_tensor,
-    torch_rejects,
     triton_rejects,
 )
 from fastplm.ops._linear_cross_entropy_call import (
@@ -35,7 +34,12 @@ from fastplm.ops._linear_cross_entropy_call import (
     learns,
     logit_columns,
 )
-from fastplm.ops._linear_cross_entropy_torch import multiplies_in, torch_backward, torch_forward
+from fastplm.ops._linear_cross_entropy_torch import (
+    multiplies_in,
+    torch_backward,
+    torch_forward,
+    vocabulary_rejects,
+)
 from fastplm.ops._reduction import grad_of_rows, reduced, reduced_on_triton, run_loss
 from fastplm.reference.linear_cross_entropy import (
     RowStatistics,
@@ -383,5 +387,5 @@ OP = Op(
     fake_backward=lambda grad, saved: empty_gradients(saved),
     unused=lambda call, *_: () if call.reduction == "mean" else ("denominator",),
 )
-OP.backend("torch", forward=_torch_forward, backward=_torch_backward, rejects=torch_rejects)
+OP.backend("torch", forward=_torch_forward, backward=_torch_backward, rejects=vocabulary_rejects)
 OP.backend("triton", forward=_triton_forward, backward=_triton_backward, rejects=triton_rejects)

@@ -22,7 +22,7 @@ from fastplm._checks import (
 from fastplm._declare import from_fields
 from fastplm._registry import Op, needs_dispatch
 from fastplm.errors import ArgumentTypeError, check_choice, fail, shown
-from fastplm.ops._common import check_reduction, kernels, torch_rejects, triton_rejects
+from fastplm.ops._common import check_reduction, kernels, triton_rejects
 from fastplm.ops._linear_cross_entropy_call import (
     Gradients,
     autocast_layer,
@@ -31,7 +31,7 @@ from fastplm.ops._linear_cross_entropy_call import (
     empty_gradients,
     learns,
 )
-from fastplm.ops._linear_cross_entropy_torch import multiplies_in
+from fastplm.ops._linear_cross_entropy_torch import multiplies_in, vocabulary_rejects
 from fastplm.ops._linear_distillation_call import Call, Saved, check_indices, empty_outputs
 from fastplm.ops._linear_distillation_torch import torch_backward, torch_forward
 from fastplm.ops._reduction import grad_of_rows, reduced, reduced_on_triton, run_loss
@@ -459,5 +459,5 @@ OP = Op(
     fake_backward=lambda grad, saved: empty_gradients(saved),
     unused=lambda call, *_: () if call.reduction == "mean" else ("denominator",),
 )
-OP.backend("torch", forward=_torch_forward, backward=_torch_backward, rejects=torch_rejects)
+OP.backend("torch", forward=_torch_forward, backward=_torch_backward, rejects=vocabulary_rejects)
 OP.backend("triton", forward=_triton_forward, backward=_triton_backward, rejects=_triton_rejects)

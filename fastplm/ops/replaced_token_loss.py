@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Annotated, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fastplm._checks import INTEGER, check_bool, check_dtype, check_shape, check_tensor
@@ -21,7 +20,6 @@ from fastplm.ops._common import (
     check_reduction,
     csrc_rejects,
     kernels,
-    torch_rejects,
     triton_rejects,
 )
 from fastplm.ops._reduction import run_loss
@@ -196,93 +194,6 @@ def _cpp_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
     return torch.ops.fastplm_C.replaced_token_loss_backward.default(grad.contiguous(), *saved)
 
 
-# --- backend "torch": two matrix-vector products --------------------------------------------------
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """In the dtype of the loss: fp32, or fp64 as it is."""
-    return tensor if tensor.dtype is torch.float64 else tensor.float()
-
-
-# softplus(x) = x beyond: to the last bit of fp32 and fp64.
-_SOFTPLUS_THRESHOLD = 40.0
-
-
-def _torch_forward(call: Call) -> tuple[Tensor, ...]:
-    input, weight, bias, replaced, original, mask, normalizer, reduction, *_ = call
-    rows = _wide(input)
-    logit = torch.mv(rows, _wide(weight))
-    if bias is not None:
-        logit += bias
-    if original is not None:
-        replaced = replaced != original
-    counts = logit.new_empty(0, dtype=torch.int64)
-    if call.need_counts:
-        counts = _torch_counts(logit, replaced, mask)
-    x = torch.where(replaced, -logit, logit)
-    if mask is not None:
-        # These rows have loss 0 and slope 0, even if they hold NaN.
-        x.masked_fill_(~mask, -torch.inf)
-    loss = F.softplus(x, threshold=_SOFTPLUS_THRESHOLD)
-    slope = x.sigmoid_()
-    slope = torch.where(replaced, -slope, slope)
-    weight_sum = slope.new_empty(0)
-    if call.sum_weight:
-        weight_sum = _torch_weight_sum(input, rows, slope, mask)
-    if reduction == "none":
-        return loss, slope, slope.new_empty(0), weight_sum, slope.new_empty(0), counts
-    if reduction == "sum":
-        denominator = slope.new_ones(())
-    elif normalizer is not None:
-        denominator = normalizer.to(slope.dtype, copy=True)
-        denominator.masked_fill_(denominator == 0, 1.0)
-    elif mask is not None:
-        denominator = mask.sum().clamp_(min=1).to(slope.dtype)
-    else:
-        denominator = slope.new_full((), max(1, len(slope)))
-    return loss.sum() / denominator, slope, denominator, weight_sum, slope.sum(), counts
-
-
-def _torch_counts(logit: Tensor, replaced: Tensor, mask: Tensor | None) -> Tensor:
-    flagged, positive = logit > 0, replaced
-    counted = torch.ones_like(replaced) if mask is None else mask
-    if mask is not None:
-        flagged, positive = flagged & mask, replaced & mask
-    correct = (flagged == positive) & counted
-    return torch.stack((flagged & positive, flagged, positive, correct, counted)).sum(1)
-
-
-def _torch_weight_sum(input: Tensor, rows: Tensor, slope: Tensor, mask: Tensor | None) -> Tensor:
-    """Sum of slope times row; ``rows`` is ``input`` in the dtype of the slope."""
-    total = torch.mv(rows.t(), slope)
-    if mask is not None and not total.sum().isfinite():
-        # Perhaps from a row that does not count: 0 * NaN. Rare, so the copy is made only then.
-        total = torch.mv(_wide(input.masked_fill(~mask[:, None], 0.0)).t(), slope)
-    return total
-
-
-def _torch_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-    slope, denominator, weight, mask, input, weight_sum, bias_sum, need_input, need_weight = saved
-    scale = grad if denominator is None else grad / denominator
-    grad_logit = slope
-    if need_input or denominator is None or input is not None:
-        grad_logit = slope * scale
-        if denominator is None and mask is not None:
-            grad_logit.masked_fill_(~mask, 0.0)
-    grad_input, grad_weight = weight.new_empty(0), weight.new_empty(0)
-    if need_input:
-        grad_input = torch.outer(grad_logit, _wide(weight)).to(weight.dtype)
-        if mask is not None and not weight.isfinite().all():
-            grad_input.masked_fill_(~mask[:, None], 0.0)
-    if need_weight and weight_sum is not None:
-        grad_weight = weight_sum * scale
-    elif need_weight:
-        assert input is not None
-        grad_weight = _torch_weight_sum(input, _wide(input), grad_logit, mask)
-    grad_bias = grad_logit.sum() if bias_sum is None else bias_sum * scale
-    return grad_input, grad_weight.to(weight.dtype), grad_bias.to(weight.dtype)
-
-
 # --- backend "triton" -----------------------------------------------------------------------------
 
 
@@ -309,8 +220,7 @@ def _sums_weight(input: Tensor, backend: str) -> bool:
 def _fake(call: Call, backend: str) -> tuple[Tensor, ...]:
     rows, width = call.input.shape
     reduced = call.reduction != "none"
-    dtype = torch.float64 if call.input.dtype is torch.float64 else torch.float32
-    slope = call.input.new_empty(rows, dtype=dtype)
+    slope = call.input.new_empty(rows, dtype=torch.float32)
     return (
         slope.new_empty(() if reduced else (rows,)),
         slope,
@@ -367,5 +277,4 @@ OP.backend(
     backward=_cpp_backward,
     rejects=csrc_rejects("replaced_token_loss", fp64=False),
 )
-OP.backend("torch", forward=_torch_forward, backward=_torch_backward, rejects=torch_rejects)
 OP.backend("triton", forward=_triton_forward, backward=_triton_backward, rejects=triton_rejects)

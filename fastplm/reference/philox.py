@@ -1,9 +1,9 @@
 """Philox4x32-10: random words as a pure function of logical indices.
 
-Every random choice of fastplm is drawn here (in C: ``csrc/philox.h``). The counter is made of
-logical indices, such as sample and position, never of the thread, tile or worker that draws. So the
-same seed and sample indices give the same bits on CPU and GPU, eager and fused, padded and packed,
-at any world size, and after a resume.
+Every random choice of fastplm is drawn here (in C: ``csrc/common/philox.h``). The counter is made
+of logical indices, such as sample and position, never of the thread, tile or worker that draws. So
+the same seed and sample indices give the same bits on CPU and GPU, eager and fused, padded and
+packed, at any world size, and after a resume.
 
 Source: Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
 """
@@ -27,7 +27,7 @@ DROPOUT_ROUNDS = 7
 class Stream(enum.IntEnum):
     """What a word is drawn for: the low four bits of the last counter word.
 
-    The values are part of the randomness contract and of ``csrc/philox.h``: never renumber them.
+    The values are part of the randomness contract and of csrc/common/philox.h: never renumber them.
     """
 
     MASK_SELECT = 0

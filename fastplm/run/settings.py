@@ -410,8 +410,7 @@ class _Common:
         "column of the labels in a table (default: the usual names)", None, metavar="NAME"
     )
     matmul_precision: str = setting(
-        "of products of fp32, as torch.set_float32_matmul_precision: high, a sum of two bf16 or "
-        "TF32 for each number, is faster on a CPU with AMX and on a GPU",
+        "of products of fp32, as torch.set_float32_matmul_precision: high is TF32, faster on a GPU",
         "highest",
         choices=MATMUL_PRECISIONS,
     )

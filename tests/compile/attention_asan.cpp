@@ -1,4 +1,4 @@
-// csrc/attention.h under sanitizers, compiled for one level: tensors are
+// csrc/attention/attention.h under sanitizers, compiled for one level: tensors are
 // allocations of exactly their size, results those of plain loops in double.
 #include <algorithm>
 #include <cmath>
@@ -12,12 +12,12 @@
 #include <utility>
 #include <vector>
 
-#include "attention_head.h"
-#include "philox.h"
+#include "attention/attention_head.h"
+#include "common/philox.h"
 #include "one_level.h"
 
-#include "lanes.h"
-#include "attention.h"
+#include "common/lanes.h"
+#include "attention/attention.h"
 
 namespace {
 

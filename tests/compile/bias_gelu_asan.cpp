@@ -1,4 +1,4 @@
-// csrc/bias_gelu.h under sanitizers, compiled for one level: rows are allocations of exactly their size, results those
+// csrc/layers/bias_gelu.h under sanitizers, compiled for one level: rows are allocations of exactly their size, results those
 // of the standard library in double precision.
 #include <cmath>
 #include <cstdio>
@@ -7,12 +7,12 @@
 #include <initializer_list>
 #include <vector>
 
-#include "half.h"
+#include "common/half.h"
 #include "one_level.h"
 
-#include "lanes.h"
-#include "gelu.h"
-#include "bias_gelu.h"
+#include "common/lanes.h"
+#include "layers/gelu.h"
+#include "layers/bias_gelu.h"
 
 namespace {
 

@@ -88,12 +88,6 @@ def products() -> Cases:
             f"product in 8 bits of {rows}",
             lambda args=(given, weight, scale): called.linear_int8(*args, None),
         )
-        weight, out = torch.randn(390, 801), torch.empty(rows, 390)
-        if called.has_bf16x3():
-            args = given, weight, None
-            yield f"bf16x3 of {rows}", lambda args=args: called.linear_bf16x3(*args)
-            into = given, weight.t(), None, out
-            yield f"bf16x3 product of {rows}", lambda into=into: called.product_bf16x3(*into)
 
 
 def calls_of_layers() -> Cases:

@@ -1,5 +1,5 @@
-// csrc/dropout_add_layer_norm.h under sanitizers, compiled for one level: rows are allocations of exactly their size,
-// results those of the formula in double precision; what stays is what csrc/dropout.h leaves.
+// csrc/layers/dropout_add_layer_norm.h under sanitizers, compiled for one level: rows are allocations of exactly their size,
+// results those of the formula in double precision; what stays is what csrc/layers/dropout.h leaves.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -8,14 +8,14 @@
 #include <initializer_list>
 #include <vector>
 
-#include "philox.h"
-#include "base.h"
+#include "common/philox.h"
+#include "common/base.h"
 #include "one_level.h"
 
-#include "lanes.h"
-#include "dropout.h"
-#include "norm.h"
-#include "dropout_add_layer_norm.h"
+#include "common/lanes.h"
+#include "layers/dropout.h"
+#include "layers/norm.h"
+#include "layers/dropout_add_layer_norm.h"
 
 namespace {
 
@@ -41,7 +41,7 @@ Row drawn(int64_t size, uint32_t& state) {
   return row;
 }
 
-// The rows that csrc/dropout.h makes of ones.
+// The rows that csrc/layers/dropout.h makes of ones.
 Row dropped(const RowDropout& dropout, int64_t rows, int64_t width) {
   Row out(rows * width, 1.0f);
   if (dropout.samples == nullptr) {

@@ -1,4 +1,4 @@
-// csrc/dropout.h under sanitizers, compiled for one level: arrays are allocations
+// csrc/layers/dropout.h under sanitizers, compiled for one level: arrays are allocations
 // of exactly their size, results those of one Philox draw after another.
 #include <algorithm>
 #include <cstdio>
@@ -6,12 +6,12 @@
 #include <cstring>
 #include <memory>
 
-#include "philox.h"
-#include "base.h"
+#include "common/philox.h"
+#include "common/base.h"
 #include "one_level.h"
 
-#include "lanes.h"
-#include "dropout.h"
+#include "common/lanes.h"
+#include "layers/dropout.h"
 
 namespace {
 

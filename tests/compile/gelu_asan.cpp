@@ -1,4 +1,4 @@
-// csrc/gelu.h under sanitizers, compiled for one level: arrays are allocations of
+// csrc/layers/gelu.h under sanitizers, compiled for one level: arrays are allocations of
 // exactly their size, results those of the standard library in double precision.
 #include <cmath>
 #include <cstdio>
@@ -7,11 +7,11 @@
 #include <initializer_list>
 #include <memory>
 
-#include "base.h"
+#include "common/base.h"
 #include "one_level.h"
 
-#include "lanes.h"
-#include "gelu.h"
+#include "common/lanes.h"
+#include "layers/gelu.h"
 
 namespace {
 

@@ -1,6 +1,6 @@
-// csrc/index.h under AddressSanitizer: right results on good input, and no access beyond the arrays
+// csrc/index/index.h under AddressSanitizer: right results on good input, and no access beyond the arrays
 // on garbage. Each array is an allocation of exactly its size.
-#include "index.h"
+#include "index/index.h"
 
 #include <cstdio>
 #include <cstdlib>

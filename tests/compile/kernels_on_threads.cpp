@@ -18,7 +18,7 @@
 // if other files cannot have them, too, hence the namespace. Headers that csrc/ includes come
 // before it.
 namespace {
-#include "kernels.cuh"
+#include "index/kernels.cuh"
 }  // namespace
 
 namespace {
@@ -202,7 +202,7 @@ template <typename Id>
 void mask_by_blocks(const MaskTokensCall<Id>& call, bool backwards) {
   const int64_t count = call.rows.count;
   const int64_t tokens = call.rows.tokens;
-  // The launches of csrc/cuda.cu.
+  // The launches of csrc/index/cuda.cu.
   const bool all_short = call.rows.cu_seqlens == nullptr && call.rows.stride <= kSharedTokens;
   Array<uint32_t> keys(all_short ? 0 : tokens + 4 * count), sizes(all_short ? 0 : tokens);
   Array<uint8_t> chosen(tokens);

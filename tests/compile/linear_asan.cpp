@@ -1,4 +1,4 @@
-// csrc/linear.h, linear_few_rows.h and linear_in_place.h under sanitizers, compiled for one level:
+// csrc/gemm/linear.h, linear_few_rows.h and linear_in_place.h under sanitizers, compiled for one level:
 // matrices are allocations of exactly their size, results those of plain loops in double.
 #include <algorithm>
 #include <cmath>
@@ -9,15 +9,15 @@
 #include <memory>
 #include <random>
 
-#include "half.h"
-#include "base.h"
-#include "vectors.h"
+#include "common/half.h"
+#include "common/base.h"
+#include "common/vectors.h"
 #include "one_level.h"
 
-#include "lanes.h"
-#include "linear.h"
-#include "linear_few_rows.h"
-#include "linear_in_place.h"
+#include "common/lanes.h"
+#include "gemm/linear.h"
+#include "gemm/linear_few_rows.h"
+#include "gemm/linear_in_place.h"
 
 namespace {
 

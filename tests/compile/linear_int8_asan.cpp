@@ -1,4 +1,4 @@
-// csrc/linear_int8.h under sanitizers, compiled for one level: rows, panels and results are allocations of
+// csrc/gemm/linear_int8.h under sanitizers, compiled for one level: rows, panels and results are allocations of
 // exactly their size, and sums are those of plain loops.
 #include <algorithm>
 #include <cmath>
@@ -10,13 +10,13 @@
 #include <random>
 #include <vector>
 
-#include "base.h"
+#include "common/base.h"
 #include "one_level.h"
-#include "vectors.h"
+#include "common/vectors.h"
 
-#include "lanes.h"
-#include "linear.h"
-#include "linear_int8.h"
+#include "common/lanes.h"
+#include "gemm/linear.h"
+#include "gemm/linear_int8.h"
 
 namespace {
 

@@ -1,4 +1,4 @@
-// csrc/replaced_token_loss.h under sanitizers, compiled for one level: rows are allocations of exactly
+// csrc/layers/replaced_token_loss.h under sanitizers, compiled for one level: rows are allocations of exactly
 // their size, results those of the formula in double precision.
 #include <algorithm>
 #include <cmath>
@@ -9,12 +9,12 @@
 #include <memory>
 #include <vector>
 
-#include "half.h"
-#include "base.h"
+#include "common/half.h"
+#include "common/base.h"
 #include "one_level.h"
 
-#include "lanes.h"
-#include "replaced_token_loss.h"
+#include "common/lanes.h"
+#include "layers/replaced_token_loss.h"
 
 namespace {
 

@@ -1,4 +1,4 @@
-// csrc/rms_norm.h under sanitizers, compiled for one level: rows are allocations
+// csrc/layers/rms_norm.h under sanitizers, compiled for one level: rows are allocations
 // of exactly their size, results those of the formula in double precision.
 #include <cmath>
 #include <cstdio>
@@ -7,11 +7,11 @@
 #include <initializer_list>
 #include <vector>
 
-#include "base.h"
+#include "common/base.h"
 #include "one_level.h"
 
-#include "lanes.h"
-#include "rms_norm.h"
+#include "common/lanes.h"
+#include "layers/rms_norm.h"
 
 namespace {
 

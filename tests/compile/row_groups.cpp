@@ -11,9 +11,9 @@
 #include <thread>
 #include <vector>
 
-#include "bart_noise.h"
-#include "corrupt_spans.h"
-#include "mask_tokens.h"
+#include "index/bart_noise.h"
+#include "index/corrupt_spans.h"
+#include "index/mask_tokens.h"
 
 using namespace fastplm;
 

@@ -40,8 +40,7 @@ def test_a_stack_of_64_kb_is_enough(level):
     done = run("small_stacks", ATEN_CPU_CAPABILITY=level, OMP_NUM_THREADS="2", OMP_STACKSIZE="64K")
     *cases, missing = map(json.loads, done.stdout.splitlines() or ["null"])
     assert done.returncode == 0, f"{missing}: {done.returncode}\n{done.stderr}"
-    amx = {f"fastplm_C::{name}_bf16x3" for name in ("linear", "product")}
-    assert len(cases) > 50 and set(missing) <= amx, missing
+    assert len(cases) > 50 and not missing, missing
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on the PATH")

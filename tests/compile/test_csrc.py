@@ -22,7 +22,7 @@ _SPILLS = re.compile(r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes s
 _USED = re.compile(r"Used (?P<registers>\d+) registers.*?(?P<shared>\d+) bytes smem")
 
 
-@pytest.mark.skipif(NVCC is None, reason="nvcc is not on the PATH: csrc/cuda.cu is not compiled")
+@pytest.mark.skipif(NVCC is None, reason="no nvcc on the PATH: csrc/index/cuda.cu is not compiled")
 # No kernel depends on the architecture (__CUDA_ARCH__), so one architecture tests nearly all.
 @pytest.mark.parametrize(
     "arch", [90, *(pytest.param(a, marks=pytest.mark.slow) for a in (80, 100))]
@@ -35,11 +35,12 @@ def test_kernels_compile_without_spills(arch, tmp_path, capsys):
     # The host code is the same for all architectures, so it is compiled once.
     kind = "-c" if arch == 90 else "-cubin"
     command = [NVCC, "-std=c++20", "-O3", f"-arch=sm_{arch}", kind, "-Xptxas", "-v", "-DUSE_CUDA"]
-    command += [STABLE_ABI, *includes, str(ROOT / "csrc/cuda.cu"), "-o", tmp_path / "out.o"]
+    command += [STABLE_ABI, f"-I{ROOT / 'csrc'}", *includes, str(ROOT / "csrc/index/cuda.cu")]
+    command += ["-o", tmp_path / "out.o"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
-    kernels = (ROOT / "csrc/kernels.cuh").read_text()
+    kernels = (ROOT / "csrc/index/kernels.cuh").read_text()
     compiled = dict.fromkeys(re.findall(r"(\w+_kernel)\(", kernels), 0)
     lines = iter((result.stdout + result.stderr).splitlines())
     for line in lines:

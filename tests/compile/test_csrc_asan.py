@@ -1,4 +1,4 @@
-"""csrc/<op>.h at each level of vector instructions, once with sanitizers; index.h, too.
+"""csrc/*/<op>.h at each level of vector instructions, once with sanitizers; index.h, too.
 
 The library has the code of all levels, but a machine runs only one.
 """
@@ -23,7 +23,6 @@ WIDTHS = {
     "default": ("", ()),
     "avx2": ("avx2", ("-march=x86-64-v3",)),
     "avx512": ("avx512bw", ("-march=x86-64-v4",)),
-    "amx": ("amx_bf16", ()),  # the file switches it on
 }
 
 
@@ -42,7 +41,6 @@ WIDTHS = {
                 ("default", "avx2", "avx512"),
             )
         ),
-        ("linear_bf16x3", "amx"),
         ("index", "default"),  # reads files that other programs may have damaged
     ],
 )
@@ -66,7 +64,7 @@ def test_it_stays_within_its_arrays_and_is_right(op, width, tmp_path):
     build += [str(source), "-o", str(program)]
     sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     # One width is enough for sanitizers: the accesses are the same, and compiling takes long.
-    options = sanitizers if width in ("default", "amx") else []
+    options = sanitizers if width == "default" else []
     built = subprocess.run([*build, *options], capture_output=True, text=True)
     if built.returncode != 0 and options:  # not every compiler ships the sanitizers' libraries
         plain = subprocess.run(build, capture_output=True, text=True)

@@ -1,5 +1,5 @@
-"""csrc/<op>.h on CPUs that this machine need not have: QEMU runs the programs of test_csrc_asan and
-others on Arm with NEON, and on x86 without AVX, where an AVX instruction ends the program."""
+"""csrc/*/<op>.h on CPUs that this machine need not have: QEMU runs the programs of test_csrc_asan
+and others on Arm with NEON, and on x86 without AVX, where an AVX instruction ends the program."""
 
 from __future__ import annotations
 

@@ -141,10 +141,10 @@ def _is_of(level: str, name: str) -> bool:
 def test_no_level_is_used_outside_of_its_namespace(functions):
     """Code that all levels share must run on any CPU."""
     for name, code in functions.items():
-        levels = {level for level in (*LEVELS, "amx") if _is_of(level, name)}
+        levels = {level for level in LEVELS if _is_of(level, name)}
         wide = [text for _, text in code if "%zmm" in text]
         if wide:
-            assert levels & {"avx512", "amx"}, f"{name}: {wide[0]}"
+            assert "avx512" in levels, f"{name}: {wide[0]}"
         vex = [text for _, text in code if "%ymm" in text or text.startswith("vmov")]
         if vex:
             assert levels, f"{name}: {vex[0]}"
@@ -155,7 +155,7 @@ def frame_of(code: list[tuple[int, str]]) -> int:
     return max((int(found["bytes"], 16) for found in frames if found), default=0)
 
 
-@pytest.mark.parametrize("level", ["baseline", *LEVELS, "amx"])
+@pytest.mark.parametrize("level", ["baseline", *LEVELS])
 def test_no_function_takes_much_of_a_small_stack(functions, level):
     """What -Wframe-larger-than warns of when csrc/ is built; planted: a tile of 96 KB."""
     frames = {name: frame_of(code) for name, code in functions.items() if _is_of(level, name)}

@@ -107,7 +107,7 @@ CUTS = {
             "out/site/fastplm/_C.abi3.so",
             "out/site/fastplm/triton_kernels/attention/launch.py",
         ),
-        says=r"\[\d+/\d+\] .*/csrc/attention\.cpp ",
+        says=r"\[\d+/\d+\] .*/csrc/attention/attention\.cpp ",
         slow=True,
     ),
     "pip wheel": Cut(

@@ -16,7 +16,7 @@ from fastplm._budget import GRADIENT_FACTOR, check_error
 from fastplm._machine import peak_bytes
 from fastplm.errors import ArgumentTypeError, ArgumentValueError
 from fastplm.models import BertForMaskedLM, BertForPreTraining
-from fastplm.nn.mlm_head import mlm_loss
+from fastplm.nn import MLMHead
 
 from ..samples import Operators
 from . import conftest
@@ -187,7 +187,7 @@ def test_the_loss_needs_at_most_a_quarter_of_the_memory():
         nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
 
     def ours():
-        mlm_loss(hidden, labels, head.transform, head.decoder).backward()
+        MLMHead(head.transform, head.decoder)(hidden, labels).backward()
 
     peaks = []
     for run in (theirs, ours):

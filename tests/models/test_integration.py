@@ -101,7 +101,7 @@ class _Operators(TorchDispatchMode):
 @needs_products
 @every_family
 def test_linear_layers_in_csrc_equal_the_parents(hold, family):
-    """Every linear layer multiplies in csrc/linear.h, as on a CPU where that is faster."""
+    """Every linear layer multiplies in csrc/gemm/linear.h, as on a CPU where that is faster."""
     inputs = batch()
 
     def run(model, **extra):

@@ -45,7 +45,7 @@ from fastplm.testing import (
 
 from ..pairwise import pairwise
 
-BACKENDS = ("cpp", "torch", "triton")
+BACKENDS = ("cpp", "triton")
 QKV = ("query", "key", "value")
 NAN = float("nan")
 LARGE_SAMPLE = 2**40 + 1
@@ -85,7 +85,7 @@ reference = functools.partial(attend, attention_ref, attention_varlen_ref)
 
 
 def run(backend: str, **inputs):
-    if backend in ("cpp", "torch") and inputs["query"].is_cuda:
+    if backend == "cpp" and inputs["query"].is_cuda:
         pytest.skip(f"the {backend} backend of attention is for CPU tensors")
     with fastplm.use_backend(backend):
         return attend(ops.attention, ops.attention_varlen, **inputs)
@@ -95,25 +95,9 @@ def leaves(inputs: dict) -> tuple[str, ...]:
     return tuple(name for name in (*QKV, "bias_weight") if name in inputs)
 
 
-def stock(query, key, value, scale=None, attn_mask=None, cu_seqlens_q=None, cu_seqlens_k=None, **_):
-    """PyTorch's kernel, sequence by sequence."""
-    attend = functools.partial(F.scaled_dot_product_attention, attn_mask=attn_mask, scale=scale)
-    if cu_seqlens_q is None:
-        return attend(query, key, value)
-    of_q, of_k = (starts.diff().tolist() for starts in (cu_seqlens_q, cu_seqlens_k))
-    parts = (tensor[: sum(of_k)].transpose(0, 1).split(of_k, 1) for tensor in (key, value))
-    queries = query[: sum(of_q)].transpose(0, 1).split(of_q, 1)
-    out = torch.cat([attend(*one) for one in zip(queries, *parts, strict=True)], 1)
-    return F.pad(out.transpose(0, 1), (0, 0, 0, 0, 0, len(query) - sum(of_q)))
-
-
-def check(backend: str, inputs: dict, wrt=None, peers=()) -> None:
-    wrt = leaves(inputs) if wrt is None else wrt
-    others = {"key_mask", "dropout_p", "bias_weight"} & set(inputs)
-    if backend == "torch" and not (others or inputs.get("is_causal")):
-        # PyTorch's gradients come from one logsumexp, with up to 7 times the reference's error.
-        peers = [*peers, stock]
-    assert_within_budget(functools.partial(run, backend), reference, inputs, wrt=wrt, peers=peers)
+def check(backend: str, inputs: dict) -> None:
+    candidate = functools.partial(run, backend)
+    assert_within_budget(candidate, reference, inputs, wrt=leaves(inputs))
 
 
 def out_and_grads(backend: str, inputs: dict, upstream=None):
@@ -518,8 +502,6 @@ def test_layouts_of_a_dense_mask(device, backend, layout):
 @all_extras
 @pytest.mark.parametrize("kind", ("all", "key mask", "causal"))
 def test_a_dense_mask_that_says_the_same_gives_the_same_bits(device, backend, kind, extras):
-    if backend == "torch" and kind == "causal" and extras == "plain":
-        pytest.skip("PyTorch's kernel has another loop for causality")
     inputs = make(device, 2, 2, 40, 70, head_dim=16)
     lengths = (70, 33)
     said = {"key mask": {"key_mask": up_to(lengths, 70).to(device)}, "causal": {"is_causal": True}}
@@ -559,10 +541,7 @@ def test_blocks_of_a_dense_mask_are_sequences(device, backend, extras):
     def by_mask(**inputs):
         return run(backend, **inputs, attn_mask=mask)
 
-    peers = []
-    if backend == "torch" and extras == "plain":
-        peers = [functools.partial(stock, attn_mask=mask)]
-    assert_within_budget(by_mask, by_sequence, inputs, wrt=leaves(inputs), peers=peers)
+    assert_within_budget(by_mask, by_sequence, inputs, wrt=leaves(inputs))
 
 
 @each_backend
@@ -722,10 +701,7 @@ def test_extreme_scores(device, backend, kind, extras):
     inputs = with_extras(inputs, extras + kind)
     if kind == "large bias":  # one head has one large bucket, the next has only large ones
         inputs["bias_weight"][3, 0], inputs["bias_weight"][:, 1] = 50.0, 1000.0
-    # PyTorch saves one logsumexp, which loses digits here, so its gradients are inexact.
-    has_stock = "bias_weight" not in inputs and extras == "plain"
-    peers = [functools.partial(run, "torch")] if has_stock else []
-    check(backend, inputs, wrt=() if has_stock and backend == "torch" else None, peers=peers)
+    check(backend, inputs)
 
 
 @each_backend
@@ -1225,11 +1201,10 @@ def test_every_backend_looks_at_the_lengths_on_a_cpu(backend, change, words):
     assert str(caught.value).startswith("attention_varlen: ") and words in str(caught.value)
 
 
-@pytest.mark.parametrize("backend", ("cpp", "torch"))
 @pytest.mark.parametrize(("change", "words"), LENGTH_ERRORS)
-def test_a_compiled_call_looks_at_the_lengths_when_it_runs(backend, change, words):
+def test_a_compiled_call_looks_at_the_lengths_when_it_runs(change, words):
     torch._dynamo.reset()
-    with fastplm.use_backend(backend):
+    with fastplm.use_backend("cpp"):
         compiled = torch.compile(ops.attention_varlen, fullgraph=True, backend="eager")
         with pytest.raises(ValueError) as caught:
             compiled(**pack(make("cpu"), (33, 9)) | change)
@@ -1484,8 +1459,7 @@ def test_cudnns_backward_runs_where_it_is_named(cudnn, dtype, is_causal, seqlen_
 
 def test_cudnns_backward_runs_nowhere_else(cudnn, monkeypatch):
     """Not where "auto" chooses cuDNN, nor below 512 keys, nor with deterministic algorithms."""
-    for name in ("cpp", "torch"):
-        monkeypatch.delitem(OPS["attention"].backends, name)
+    monkeypatch.delitem(OPS["attention"].backends, "cpp")
     inputs = make(torch.device("cpu"), heads=1, seqlen_q=9, seqlen_k=512, head_dim=64)
     query, key, value = (inputs[name].half().requires_grad_() for name in ("query", "key", "value"))
 

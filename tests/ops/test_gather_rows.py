@@ -19,7 +19,7 @@ from fastplm.testing import (
 
 from ..pairwise import pairwise
 
-BACKENDS = ("cpp", "torch", "triton")
+BACKENDS = ("cpp", "triton")
 NAN = float("nan")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 
 import pytest
@@ -18,8 +17,8 @@ from fastplm._backends import record_decisions
 from fastplm.errors import BackendError
 from fastplm.models._base import Conv1D
 from fastplm.nn import Linear
-from fastplm.ops.linear import OP, has_bf16x3
-from fastplm.reference.linear import linear_bf16x3_ref, linear_ref
+from fastplm.ops.linear import OP
+from fastplm.reference.linear import linear_ref
 from fastplm.testing import (
     assert_repeatable,
     assert_within_budget,
@@ -197,117 +196,6 @@ def test_the_ends_of_slices_are_those_of_any_number_of_threads(rows, dtype):
     inputs["weight"] = by_columns(inputs["weight"])
     assert_repeatable(run, inputs, threads=(1, 2, 3, 4))
     check(inputs)
-
-
-# --- two bf16 for a number ------------------------------------------------------------------------
-
-
-@pytest.fixture
-def high():
-    """Allows fp32 products with two bf16 for each number."""
-    if not has_bf16x3():
-        pytest.skip("needs a CPU with AMX, and its level")
-    torch.set_float32_matmul_precision("high")
-    yield
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.mkldnn.matmul.fp32_precision = "none"
-
-
-#: Whole and partial tiles of 16 and 32 rows and columns and of 32 of K; blocks of 128 rows.
-SPLIT = ((32, 1, 1), (33, 31, 17), (64, 32, 32), (127, 33, 47), (160, 64, 16), (300, 769, 70))
-
-
-@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("by", ["rows", "columns", "both"])
-@pytest.mark.parametrize("shape", SPLIT, ids=str)
-def test_products_of_two_bf16_for_a_number(high, shape, by, bias):
-    inputs = make(*shape)
-    if not bias:
-        del inputs["bias"]
-    if by != "rows":
-        inputs["weight"] = by_columns(inputs["weight"])
-    if by == "both":
-        inputs["input"] = by_columns(inputs["input"])
-    with poisoned_memory():
-        assert_within_budget(run, linear_bf16x3_ref, inputs)
-    a, b = inputs["input"].double(), inputs["weight"].double()
-    lost = run(**inputs).double() - linear_ref(a, b, inputs["bias"].double() if bias else None)
-    rounded = 4 * torch.finfo(torch.float32).eps * (1 + a.abs() @ b.abs().t())
-    assert (lost.abs() <= 3 * 2.0**-18 * (a.abs() @ b.abs().t()) + rounded).all()
-
-
-def test_gradients_of_two_bf16_for_a_number(high):
-    inputs, grad = make(96, 70, 50), torch.randn(96, 50)
-    leaves = {name: value.requires_grad_() for name, value in inputs.items()}
-    found = torch.autograd.grad(run(**leaves), list(leaves.values()), grad)
-    with torch.no_grad():
-        for got, a, b in (
-            (found[0], grad, inputs["weight"].t()),
-            (found[1], grad.t(), inputs["input"].t()),
-        ):
-            assert_within_budget(
-                lambda input, weight, got=got: got, linear_bf16x3_ref, dict(input=a, weight=b)
-            )
-    torch.testing.assert_close(found[2], grad.sum(0))
-
-
-@pytest.mark.parametrize("transposed", [False, True], ids=["linear", "conv1d"])
-def test_what_two_bf16_cannot_hold_stays_in_its_row_and_column(high, transposed):
-    inputs = make(70)
-    inputs["input"][3, 5] = float("inf")
-    inputs["weight"][7, 2] = 3.4e38  # infinite in bf16
-    inputs["weight"][9, 1] = float("nan")
-    if transposed:
-        inputs["weight"] = by_columns(inputs["weight"])
-    lost = torch.zeros(70, 33, dtype=torch.bool)
-    lost[3] = lost[:, 7] = lost[:, 9] = True
-    assert torch.equal(run(**inputs).isfinite(), ~lost)
-
-
-def test_two_bf16_only_where_they_are_allowed_and_of_many_rows(high):
-    inputs = make(40)
-    allowed = run(**inputs)
-    few = run(**inputs | dict(input=inputs["input"][:31]))
-    torch.set_float32_matmul_precision("highest")
-    exact = run(**inputs)
-    assert not torch.equal(allowed, exact)
-    assert torch.equal(few, run(**inputs | dict(input=inputs["input"][:31])))
-    torch.backends.mkldnn.matmul.fp32_precision = "tf32"
-    assert torch.equal(run(**inputs), allowed)
-
-
-def test_two_bf16_repeat_with_any_number_of_threads(high):
-    assert_repeatable(run, make(400, 100, 70), wrt=WRT, threads=(1, 2, 3))
-
-
-def test_a_layer_takes_two_bf16_where_they_were_measured_to_be_faster(high, measured):
-    measured.ours = lambda op, form, dtype, sizes: form.startswith("linear bf16x3")
-    layer, rows = Linear(64, 48), torch.randn(2, 40, 64)
-    expected = torch.ops.fastplm_C.linear_bf16x3(rows, layer.weight, layer.bias)
-    with torch.no_grad():
-        assert torch.equal(layer(rows), expected)
-    with record_decisions() as decisions:
-        assert torch.equal(layer(rows), expected)  # with gradients
-    assert [decision.backend for decision in decisions] == ["cpp"]
-
-
-def test_the_fused_loss_takes_two_bf16_too(high, measured):
-    measured.ours = lambda op, form, dtype, sizes: "bf16x3" in form
-    inputs = dict(
-        input=torch.randn(64, 48),
-        linear_weight=torch.randn(200, 48),
-        target=torch.randint(0, 200, (64,)),
-    )
-    function = functools.partial(ops.linear_cross_entropy, reduction="none")
-
-    def reference(input, linear_weight, target):
-        logits = linear_bf16x3_ref(input, linear_weight)
-        return nn.functional.cross_entropy(logits, target, reduction="none")
-
-    assert_within_budget(function, reference, inputs)
-    allowed = function(**inputs)
-    torch.set_float32_matmul_precision("highest")
-    assert not torch.equal(function(**inputs), allowed)
 
 
 # --- when it runs ---------------------------------------------------------------------------------

@@ -3,12 +3,10 @@ data flows of every backend; statistics; and samples, one by one and in distribu
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib
 from typing import NamedTuple
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -58,7 +56,6 @@ class Flow(NamedTuple):
     backend: str
     logits_budget: int
     width: int = 32
-    in_cpp: bool = True  # csrc/ computes the torch backend's statistics, if it is built
 
 
 ROOM = 1 << 40
@@ -75,12 +72,8 @@ def flows(**some: Flow):
     return pytest.mark.parametrize("flow", some.values(), ids=some.keys())
 
 
-#: Rows wider than a tile recompute through a buffer; without csrc/ PyTorch computes statistics.
-PATHS = FLOWS | {
-    "triton-recomputed-wide": Flow("triton", 0, 160),
-    "torch-kept-alone": Flow("torch", ROOM, in_cpp=False),
-    "torch-recomputed-alone": Flow("torch", 0, in_cpp=False),
-}
+#: Rows wider than a tile recompute through a buffer.
+PATHS = FLOWS | {"triton-recomputed-wide": Flow("triton", 0, 160)}
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 DTYPES = {"fp32": torch.float32, **HALF}
 each_flow = flows(**FLOWS)
@@ -100,10 +93,7 @@ def configs():
 
 def run(flow: Flow, function=ops.linear_cross_entropy, **inputs):
     skip_where_it_cannot_run(flow, inputs["input"].device)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(fastplm.use_backend(flow.backend))
-        if not flow.in_cpp:
-            stack.enter_context(mock.patch.object(torch_module, "_ROWS_IN_CPP", False))
+    with fastplm.use_backend(flow.backend):
         return function(**inputs, logits_budget=flow.logits_budget)
 
 
@@ -558,19 +548,6 @@ def test_autocast_as_linear_but_parameters_keep_fp32_gradients(device, flow, dty
 # --- against each other and against PyTorch -------------------------------------------------------
 
 
-@pairwise(flow=FLOWS, dtype=DTYPES, smoothing=(0.0, 0.1))
-def test_the_flows_agree(flow, dtype, smoothing):
-    """The truth in fp64 comes from the other flow, on the backend that takes fp64."""
-    inputs = ignore(make("cpu", rows=40, vocab=150, dtype=dtype), 0.3)
-    other = Flow("torch", ROOM if flow.logits_budget == 0 else 0)
-
-    def reference(**inputs):
-        in_fp64 = inputs["input"].dtype is torch.float64
-        return run(other if in_fp64 else EAGER, **inputs)
-
-    check(flow, inputs | {"label_smoothing": smoothing}, reference)
-
-
 def pytorch_cross_entropy(input, linear_weight, target, linear_bias=None, **options):
     return F.cross_entropy(F.linear(input, linear_weight, linear_bias), target, **options)
 
@@ -590,23 +567,6 @@ def test_agrees_with_pytorch(device, flow, theirs, smoothing, reduction):
     inputs = make(device, rows=65) | {"reduction": reduction, "label_smoothing": smoothing}
     inputs["target"][::3] = -100
     check(flow, inputs, theirs)
-
-
-@flows(kept=Flow("torch", ROOM), recomputed=Flow("torch", 0))
-@pytest.mark.parametrize("smoothing", (0.0, 0.1))
-def test_float64_gradients_are_those_of_finite_differences(flow, smoothing, chunked):
-    inputs = ignore(make("cpu", rows=9, vocab=50, width=4, dtype=torch.float64), 0.3)
-    inputs["input"] = inputs["input"].nan_to_num()
-    names = parameters(inputs)
-
-    def loss(*tensors):
-        changed = dict(zip(names, tensors, strict=True))
-        options = {"reduction": "none", "label_smoothing": smoothing}
-        return run(flow, **(inputs | changed), **options)
-
-    tensors = [inputs[name].requires_grad_() for name in names]
-    assert loss(*tensors).dtype is torch.float64
-    assert torch.autograd.gradcheck(loss, tensors)
 
 
 # --- statistics -----------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from fastplm.testing import (
 
 from ..pairwise import pairwise
 
-BACKENDS = ("cpp", "torch", "triton")
+BACKENDS = ("cpp", "triton")
 ALL_BACKENDS = ("eager", *BACKENDS)
 WRT = ("input", "weight", "bias")
 NAN, INF = float("nan"), float("inf")
@@ -34,7 +34,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 
 def skip_where_it_cannot_run(backend: str, device: torch.device) -> None:
-    if backend in ("cpp", "torch") and device.type == "cuda":
+    if backend == "cpp" and device.type == "cuda":
         pytest.skip(f"the {backend} backend of replaced_token_loss is for CPU tensors")
 
 

@@ -1,0 +1,298 @@
+// fastplm_C::attention and its backward on the CPU: one thread computes a head of a sequence, so nothing
+// is summed across threads, and results do not depend on their number.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <optional>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "attention/attention_head.h"
+#include "common/operators.h"
+#include "common/philox.h"
+
+#define FASTPLM_FILE "attention/attention.cpp"
+#include "common/each_level.h"
+#include "common/lanes.h"
+#include "attention/attention.h"
+#include "attention/attention_call.h"
+
+namespace fastplm::FASTPLM_LEVEL {
+namespace {
+
+// Heads [B, H, T, D] with any strides, or [N, H, D] of packed sequences, given by their starts.
+template <typename T>
+struct Heads {
+  Heads(const Tensor& tensor, const int32_t* starts)
+      : data(static_cast<T*>(const_cast<void*>(tensor.const_data_ptr()))),
+        starts(starts),
+        batch_stride(starts ? 0 : tensor.stride(0)),
+        head_stride(tensor.stride(1)),
+        row_stride(tensor.stride(starts ? 0 : 2)),
+        length(starts ? 0 : tensor.size(2)) {}
+  int64_t seqlen(int64_t b) const { return starts ? starts[b + 1] - starts[b] : length; }
+  template <typename U>
+  Strided<U> head(int64_t b, int64_t h) const {
+    const int64_t row = starts ? starts[b] * row_stride : b * batch_stride;
+    return {data + row + h * head_stride, row_stride};
+  }
+
+  T* data;
+  const int32_t* starts;
+  int64_t batch_stride, head_stride, row_stride, length;
+};
+
+// The arguments that the forward and the backward share.
+#define FASTPLM_ATTENTION(ARGUMENT)                                             \
+  ARGUMENT(Tensor, query) ARGUMENT(Tensor, key) ARGUMENT(Tensor, value)         \
+  ARGUMENT(Dense<bool>, key_mask) /* [B, Tk] or [N] */                          \
+  ARGUMENT(std::optional<Tensor>, attn_mask) /* [B, H, Tq, Tk] */               \
+  ARGUMENT(Dense<int32_t>, cu_seqlens_q) ARGUMENT(Dense<int32_t>, cu_seqlens_k) \
+  ARGUMENT(int64_t, longest_q) ARGUMENT(int64_t, longest_k)                     \
+  ARGUMENT(Dense<float>, bias_weight) /* [buckets, H] */                        \
+  ARGUMENT(Dense<int64_t>, buckets) /* [2 max_distance + 1] */                  \
+  ARGUMENT(Dense<int64_t>, seed) ARGUMENT(Dense<int64_t>, sample_index)         \
+  ARGUMENT(int64_t, dropout_threshold)                                          \
+  ARGUMENT(bool, is_causal) ARGUMENT(double, scale)
+FASTPLM_ARGUMENTS(AttentionArguments, FASTPLM_ATTENTION)
+
+// The arguments that only the backward has.
+#define FASTPLM_ATTENTION_BACKWARD(ARGUMENT) \
+  ARGUMENT(Tensor, stats) ARGUMENT(Tensor, grad_out) ARGUMENT(bool, bias_grad)
+FASTPLM_ARGUMENTS(BackwardArguments, FASTPLM_ATTENTION_BACKWARD)
+
+template <typename T>
+struct Gradients {
+  Heads<T> out, query, key, value;
+  double* bias;  // [B, H, buckets], null: not asked for
+};
+
+template <typename T>
+void run_head(const Head<T>& head, Scratch& scratch, Strided<T> out) {
+  HeadPass<T>(head, scratch).forward(out, scratch);
+}
+
+template <typename T>
+void run_head_backward(const Head<T>& head, Scratch& scratch, Strided<const T> grad_out,
+                       Strided<T> grad_query, Strided<T> grad_key, Strided<T> grad_value,
+                       double* grad_bias) {
+  HeadPass<T>(head, scratch)
+      .backward(grad_out, grad_query, grad_key, grad_value, grad_bias, scratch);
+}
+
+int64_t batch_of(const AttentionArguments& given) {
+  return given.cu_seqlens_q ? given.cu_seqlens_q.size() - 1 : given.query.size(0);
+}
+
+// The number of query rows of all sequences.
+int64_t rows_of(const AttentionArguments& given) {
+  return given.query.size(0) * (given.cu_seqlens_q ? 1 : given.query.size(2));
+}
+
+// Computes every head of every sequence, each by a thread that is free. The forward writes `out`,
+// the backward `gradients`.
+template <typename T>
+void run(const AttentionArguments& given, Softmax* softmax, const Heads<T>* out,
+         const Gradients<T>* gradients) {
+  const int32_t* starts_q = given.cu_seqlens_q.data();
+  const int32_t* starts_k = given.cu_seqlens_k.data();
+  const Heads<T> queries(given.query, starts_q), keys(given.key, starts_k);
+  const Heads<T> values(given.value, starts_k);
+  std::optional<Heads<const bool>> masks;
+  if (given.attn_mask) masks.emplace(*given.attn_mask, nullptr);
+  const int64_t batch = batch_of(given), rows = rows_of(given);
+  const int64_t heads = given.query.size(1);
+  const int64_t dim = given.query.size(starts_q ? 2 : 3);
+  int64_t floats = 0;
+  for (int64_t b = 0; b < batch; ++b) {
+    floats = std::max(floats, HeadPass<T>::floats(queries.seqlen(b), keys.seqlen(b), dim,
+                                                  gradients != nullptr));
+  }
+  // A thread starts with its own share, then continues with heads that no thread has begun. So two threads
+  // seldom write neighbouring heads, which share cache lines.
+  const int64_t tasks = batch * heads;
+  Vector<std::atomic<bool>> begun(tasks);
+  parallel_for(tasks, 1, [&](int64_t share, int64_t) {
+    static thread_local Scratch scratch;
+    for (int64_t step = 0; step < tasks; ++step) {
+      const int64_t task = (share + step) % tasks;
+      if (begun[task].exchange(true, std::memory_order_relaxed)) continue;
+      const int64_t b = task / heads;
+      const int64_t h = task % heads;
+      const bool* mask = given.key_mask.data();
+      if (mask != nullptr) mask += starts_k ? starts_k[b] : b * keys.length;
+      Head<T> head{
+          .seqlen_q = queries.seqlen(b),
+          .seqlen_k = keys.seqlen(b),
+          .dim = dim,
+          .longest_q = given.longest_q,
+          .query = queries.template head<const T>(b, h),
+          .key = keys.template head<const T>(b, h),
+          .value = values.template head<const T>(b, h),
+          .key_mask = mask,
+          .attn_mask = masks ? masks->head<const bool>(b, h) : Strided<const bool>{},
+          .is_causal = given.is_causal,
+          .scale = static_cast<float>(given.scale),
+          .softmax = softmax + h * rows + (starts_q ? starts_q[b] : b * queries.length),
+      };
+      const int64_t soon = task + 1;  // probably this thread's next task
+      if (soon < tasks && !begun[soon].load(std::memory_order_relaxed)) {
+        const int64_t b_soon = soon / heads, h_soon = soon % heads;
+        head.soon[0] = queries.template head<const T>(b_soon, h_soon);
+        head.soon[1] = keys.template head<const T>(b_soon, h_soon);
+        head.soon[2] = values.template head<const T>(b_soon, h_soon);
+        if (gradients) head.soon[3] = gradients->out.template head<const T>(b_soon, h_soon);
+        head.soon_rows = std::min(queries.seqlen(b_soon), keys.seqlen(b_soon));
+      }
+      if (given.bias_weight) {
+        head.bias = {given.bias_weight.data() + h, heads, given.bias_weight.size(),
+                     given.buckets.data(), (given.buckets.size() - 1) / 2};
+      }
+      if (given.seed) {
+        const int64_t* sample_index = given.sample_index.data();
+        head.dropout = {static_cast<uint64_t>(*given.seed.data()),
+                        static_cast<uint64_t>(sample_index ? sample_index[b] : b),
+                        static_cast<uint32_t>(h),
+                        static_cast<uint32_t>(given.dropout_threshold)};
+      }
+      scratch.reserve(floats);
+      if (gradients == nullptr) {
+        run_head<T>(head, scratch, out->template head<T>(b, h));
+      } else {
+        double* bias = gradients->bias;
+        if (bias != nullptr) bias += task * head.bias.count;
+        run_head_backward<T>(head, scratch, gradients->out.template head<const T>(b, h),
+                             gradients->query.template head<T>(b, h),
+                             gradients->key.template head<T>(b, h),
+                             gradients->value.template head<T>(b, h), bias);
+      }
+    }
+  });
+}
+
+// --- operators ------------------------------------------------------------------------------------
+
+// Whether sequences lie one after the other within the rows, and none is longer than max_seqlen. If
+// not, ops.attention_varlen says what is wrong.
+void check_starts(const Dense<int32_t>& starts, const Tensor& rows, int64_t longest) {
+  if (!starts) return;
+  const int32_t* at = starts.data();
+  const int64_t batch = starts.size() - 1;
+  bool fit = at[0] == 0 && at[batch] <= rows.size(0);
+  for (int64_t b = 0; b < batch; ++b) {
+    const int64_t length = int64_t{at[b + 1]} - at[b];
+    fit = fit && length >= 0 && length <= longest;
+  }
+  STD_TORCH_CHECK(fit, "attention: cu_seqlens do not fit the rows or the longest length");
+}
+
+void check_starts(const AttentionArguments& given) {
+  check_starts(given.cu_seqlens_q, given.query, given.longest_q);
+  check_starts(given.cu_seqlens_k, given.key, given.longest_k);
+}
+
+// A tensor to fill, with a projection's order in memory: [B, T, H, D], or [N, H, D] with 0 in spare
+// rows.
+Tensor like_projection(const Tensor& like, const Dense<int32_t>& starts) {
+  if (!starts) {
+    const Tensor out =
+        empty_tensor(like, {like.size(0), like.size(2), like.size(1), like.size(3)});
+    return torch::stable::transpose(out, 1, 2);
+  }
+  Tensor out = empty_tensor_like(like);
+  const int64_t row = like.size(1) * like.size(2) * static_cast<int64_t>(like.element_size());
+  const int64_t used = starts.data()[starts.size() - 1];
+  auto* bytes = static_cast<char*>(out.mutable_data_ptr());
+  std::memset(bytes + used * row, 0, (like.size(0) - used) * row);
+  return out;
+}
+
+// (out, the softmax of each row for the backward, fp32 [2, H, rows of the queries]: pairs of a
+// row's largest score and the inverse of its sum, one head after another).
+std::tuple<Tensor, Tensor> attention(const AttentionArguments& given) {
+  check_starts(given);
+  const Tensor out = like_projection(given.query, given.cu_seqlens_q);
+  const int64_t heads = given.query.size(1), rows = rows_of(given);
+  Tensor stats = empty_tensor(given.query, {2, heads, rows}, ScalarType::Float);
+  auto* pairs = static_cast<Softmax*>(stats.mutable_data_ptr());
+  if (given.cu_seqlens_q) std::fill(pairs, pairs + heads * rows, Softmax{});
+  with_floating_type(given.query, [&](auto element) {
+    using T = decltype(element);
+    const Heads<T> result(out, given.cu_seqlens_q.data());
+    run<T>(given, pairs, &result, nullptr);
+  });
+  return {out, stats};
+}
+
+// The gradients of query, key and value, and of the bias: fp64 [B, H, buckets], or empty.
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(const AttentionArguments& given,
+                                                              const BackwardArguments& upstream) {
+  check_starts(given);
+  const Tensor dq = like_projection(given.query, given.cu_seqlens_q);
+  const Tensor dk = like_projection(given.key, given.cu_seqlens_k);
+  const Tensor dv = like_projection(given.value, given.cu_seqlens_k);
+  std::vector<int64_t> sizes{0};
+  if (upstream.bias_grad && given.bias_weight) {
+    sizes = {batch_of(given), given.query.size(1), given.bias_weight.size()};
+  }
+  Tensor by_sample = empty_tensor(given.query, sizes, ScalarType::Double);
+  double* bias = by_sample.mutable_data_ptr<double>();
+  std::fill(bias, bias + by_sample.numel(), 0.0);
+  with_floating_type(given.query, [&](auto element) {
+    using T = decltype(element);
+    const int32_t* starts_q = given.cu_seqlens_q.data();
+    const int32_t* starts_k = given.cu_seqlens_k.data();
+    const Gradients<T> gradients{Heads<T>(upstream.grad_out, starts_q), Heads<T>(dq, starts_q),
+                                 Heads<T>(dk, starts_k), Heads<T>(dv, starts_k),
+                                 by_sample.numel() > 0 ? bias : nullptr};
+    // The cast is safe, as the backward only reads the pairs.
+    auto* pairs = static_cast<Softmax*>(const_cast<void*>(upstream.stats.const_data_ptr()));
+    run<T>(given, pairs, nullptr, &gradients);
+  });
+  return {dq, dk, dv, by_sample};
+}
+
+}  // namespace
+
+void attend(const PackedAttention& given) {
+  const auto length = [](const int32_t* starts, int64_t b) { return int64_t{starts[b + 1]} - starts[b]; };
+  int64_t floats = 0, longest = 0;
+  for (int64_t b = 0; b < given.batch; ++b) {
+    longest = std::max(longest, length(given.starts_q, b));
+    floats = std::max(floats, HeadPass<float>::floats(length(given.starts_q, b),
+                                                      length(given.starts_k, b), given.dim, false));
+  }
+  const int64_t tasks = given.batch * given.heads;
+  std::atomic<int64_t> next(0);
+  parallel_for(tasks, 1, [&](int64_t, int64_t) {
+    static thread_local Scratch scratch;
+    static thread_local Vector<Softmax> softmax;  // which nobody reads
+    softmax.resize(longest);
+    for (int64_t task = next++; task < tasks; task = next++) {
+      const int64_t b = task / given.heads, column = task % given.heads * given.dim;
+      const int64_t query = given.starts_q[b], key = given.starts_k[b];
+      const Head<float> head{
+          .seqlen_q = length(given.starts_q, b),
+          .seqlen_k = length(given.starts_k, b),
+          .dim = given.dim,
+          .longest_q = longest,
+          .query = {given.query + query * given.query_row + column, given.query_row},
+          .key = {given.key + key * given.key_row + column, given.key_row},
+          .value = {given.value + key * given.key_row + column, given.key_row},
+          .scale = given.scale,
+          .softmax = softmax.data(),
+      };
+      scratch.reserve(floats);
+      run_head<float>(head, scratch, {given.out + query * given.out_row + column, given.out_row});
+    }
+  });
+}
+
+}  // namespace fastplm::FASTPLM_LEVEL
+
+FASTPLM_OPERATOR(attention)
+FASTPLM_OPERATOR(attention_backward)

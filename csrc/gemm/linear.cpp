@@ -1,0 +1,61 @@
+// fastplm_C::product and linear on the CPU. One thread computes a whole block of the result, always in
+// the same order, so results do not depend on the number of threads.
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+#include "common/operators.h"
+#include "common/scratch.h"
+#include "common/vectors.h"
+
+#define FASTPLM_FILE "gemm/linear.cpp"
+#include "common/each_level.h"
+#include "common/lanes.h"
+#include "gemm/linear.h"
+#include "gemm/linear_few_rows.h"
+#include "gemm/linear_in_place.h"
+#include "gemm/linear_product.h"
+
+namespace fastplm::FASTPLM_LEVEL {
+namespace {
+
+// --- operators ------------------------------------------------------------------------------------
+
+void multiply(const Operand& a, const Operand& b, const std::optional<Tensor>& bias, Tensor& out) {
+  with_floating_type(out, [&](auto type) {
+    using T = decltype(type);
+    const Dense<T> first(bias);
+    const Factor<T> factor{static_cast<const T*>(b.data), first.data(),
+                           static_cast<T*>(out.mutable_data_ptr())};
+    multiply<T>(a, b, &factor, 1, b.columns);
+  });
+}
+
+// a [M, K] and b [K, N] are not empty, and each has a stride of 1; bias [N]; out [M, N], dense.
+void product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, Tensor& out) {
+  multiply(Operand(a), Operand(b), bias, out);
+}
+
+// input [..., K] of at most 8 dimensions, weight [N, K] with a stride of 1, neither of them empty,
+// and bias [N] -> [..., N]. The forward of a layer is one call: when a decoder generates tokens,
+// the calls of many layers with few rows cost as much as their products.
+Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
+  const Tensor rows = dense(input);
+  STD_TORCH_CHECK(weight.numel() > 0, "linear: weight must not be empty");
+  const Operand b = Operand(weight).transposed();
+  std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
+  sizes.back() = b.columns;
+  Tensor out = empty_tensor(input, sizes);
+  multiply({rows.const_data_ptr(), input.numel() / b.rows, b.rows, b.rows, 1}, b, bias, out);
+  return out;
+}
+
+}  // namespace
+}  // namespace fastplm::FASTPLM_LEVEL
+
+FASTPLM_OPERATOR(product, "(Tensor a, Tensor b, Tensor? bias, Tensor(a!) out) -> ()")
+FASTPLM_OPERATOR(linear, "(Tensor input, Tensor weight, Tensor? bias) -> Tensor")

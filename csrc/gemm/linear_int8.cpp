@@ -1,0 +1,59 @@
+// fastplm_C::linear_int8 on the CPU.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+#include "common/operators.h"
+#include "common/scratch.h"
+#include "common/vectors.h"
+
+#define FASTPLM_FILE "gemm/linear_int8.cpp"
+#include "common/each_level.h"
+#include "common/lanes.h"
+#include "gemm/linear.h"
+#include "gemm/linear_few_rows.h"
+#include "gemm/linear_in_place.h"
+#include "gemm/linear_product.h"
+#include "gemm/linear_int8.h"
+#include "gemm/linear_int8_product.h"
+
+namespace fastplm::FASTPLM_LEVEL {
+namespace {
+
+// input [..., K] of at most 8 dimensions; weight uint8 [ceil(N / 16), ceil(K / 4), 16, 4]; scale fp32 [N]; bias
+// [N] in the dtype of input -> [..., N]. K > 0 and N > 0.
+Tensor linear_int8(const Tensor& input, const Tensor& weight, const Tensor& scale,
+                   const std::optional<Tensor>& bias) {
+  const Tensor rows = dense(input), packed = dense(weight), scales = dense(scale);
+  STD_TORCH_CHECK(scale.dim() == 1 && input.dim() > 0, "linear_int8: input [..., K], scale [N]");
+  const int64_t depth = input.size(input.dim() - 1), columns = scale.size(0);
+  STD_TORCH_CHECK(weight.dim() == 4 && weight.scalar_type() == ScalarType::Byte &&
+                      weight.size(0) == ceil_div(columns, kPanel) && weight.size(2) == kPanel &&
+                      weight.size(1) == ceil_div(depth, kStepDepth) && weight.size(3) == kStepDepth &&
+                      scale.scalar_type() == ScalarType::Float &&
+                      (weight.numel() == 0 || packed.const_data_ptr() != nullptr),
+                  "linear_int8: weight uint8 [ceil(N / 16), ceil(K / 4), 16, 4], scale fp32 [N]");
+  std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
+  sizes.back() = columns;
+  Tensor out = empty_tensor(input, sizes);
+  if (out.numel() == 0) return out;
+  with_floating_type(out, [&](auto type) {
+    using T = decltype(type);
+    const Dense<T> first(bias);
+    const Int8Factor<T> factor{static_cast<const uint8_t*>(packed.const_data_ptr()),
+                               static_cast<const float*>(scales.const_data_ptr()), first.data(),
+                               static_cast<T*>(out.mutable_data_ptr())};
+    multiply_int8(static_cast<const T*>(rows.const_data_ptr()), input.numel() / depth, depth, &factor, 1,
+                  columns, columns);
+  });
+  return out;
+}
+
+}  // namespace
+}  // namespace fastplm::FASTPLM_LEVEL
+
+FASTPLM_OPERATOR(linear_int8, "(Tensor input, Tensor weight, Tensor scale, Tensor? bias) -> Tensor")

@@ -1,0 +1,49 @@
+// The operator fastplm_C::bart_noise: from tensors to a BartNoiseCall. Arguments are checked by
+// fastplm/ops/bart_noise.py.
+#pragma once
+
+#include "index/bart_noise.h"
+#include "common/operators.h"
+
+namespace fastplm {
+
+template <>
+struct Argument<SpanThresholds> {
+  static constexpr const char* kName = "int[]";
+  using Passed = std::vector<int64_t>;
+};
+
+#define FASTPLM_BART_NOISE_TENSORS(ARGUMENT)                                       \
+  ARGUMENT(Tensor, input_ids)                                                      \
+  ARGUMENT(Dense<int64_t>, sentence_end_ids) ARGUMENT(Dense<int64_t>, special_ids) \
+  ARGUMENT(Dense<int64_t>, lengths) ARGUMENT(Dense<int32_t>, cu_seqlens)           \
+  ARGUMENT(Dense<int64_t>, sample_index) ARGUMENT(Tensor, seed)
+FASTPLM_ARGUMENTS(BartNoiseTensors, FASTPLM_BART_NOISE_TENSORS)
+
+// Makes the outputs and calls run(call) with a BartNoiseCall of the integer type of the tokens.
+template <typename Run>
+std::tuple<Tensor, Tensor, Tensor> bart_noise(const BartNoiseTensors& given,
+                                              const BartNoiseSettings& settings, const Run& run) {
+  const Tensor ids = dense(given.input_ids);
+  const Rows rows = rows_of(ids, given.cu_seqlens, given.sample_index, given.lengths);
+  Tensor output_ids = empty_tensor(ids, {rows.count, settings.capacity});
+  Tensor lengths = empty_tensor(ids, {rows.count}, ScalarType::Long);
+  Tensor dropped = empty_tensor(ids, {}, ScalarType::Long);
+  with_id_type(ids, [&](auto id) {
+    using Id = decltype(id);
+    BartNoiseCall<Id> call{settings, rows};
+    call.input_ids = ids.const_data_ptr<Id>();
+    call.sentence_end_ids = given.sentence_end_ids.data();
+    call.sentence_end_count = given.sentence_end_ids.size();
+    call.special_ids = given.special_ids.data();
+    call.special_count = given.special_ids.size();
+    call.seed = given.seed.const_data_ptr<int64_t>();
+    call.output_ids = output_ids.mutable_data_ptr<Id>();
+    call.lengths = lengths.mutable_data_ptr<int64_t>();
+    call.dropped = dropped.mutable_data_ptr<int64_t>();
+    run(call);
+  });
+  return {output_ids, lengths, dropped};
+}
+
+}  // namespace fastplm

@@ -1,0 +1,45 @@
+// The operator fastplm_C::corrupt_spans: from tensors to a CorruptSpansCall. Arguments are checked by
+// fastplm/ops/corrupt_spans.py.
+#pragma once
+
+#include "index/corrupt_spans.h"
+#include "common/operators.h"
+
+namespace fastplm {
+
+#define FASTPLM_CORRUPT_SPANS_TENSORS(ARGUMENT)                          \
+  ARGUMENT(Tensor, input_ids)                                            \
+  ARGUMENT(Dense<int64_t>, lengths) ARGUMENT(Dense<int32_t>, cu_seqlens) \
+  ARGUMENT(Tensor, sentinel_ids) ARGUMENT(Dense<int64_t>, sample_index)  \
+  ARGUMENT(Tensor, seed)
+FASTPLM_ARGUMENTS(CorruptSpansTensors, FASTPLM_CORRUPT_SPANS_TENSORS)
+
+// Makes the outputs and calls run(call) with a CorruptSpansCall of the integer type of the tokens.
+template <typename Run>
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> corrupt_spans(
+    const CorruptSpansTensors& given, const CorruptSpansSettings& settings, const Run& run) {
+  const Tensor ids = dense(given.input_ids), sentinels = dense(given.sentinel_ids);
+  const Rows rows = rows_of(ids, given.cu_seqlens, given.sample_index, given.lengths);
+  const SpanPlan plan{settings, sentinels.size(0)};
+  Tensor output_ids = empty_tensor(ids, {rows.count, plan.input_width()});
+  Tensor labels = empty_tensor(ids, {rows.count, plan.label_width()}, ScalarType::Long);
+  Tensor input_lengths = empty_tensor(ids, {rows.count}, ScalarType::Long);
+  Tensor label_lengths = empty_tensor(ids, {rows.count}, ScalarType::Long);
+  Tensor dropped = empty_tensor(ids, {}, ScalarType::Long);
+  with_id_type(ids, [&](auto id) {
+    using Id = decltype(id);
+    CorruptSpansCall<Id> call{plan, rows};
+    call.input_ids = ids.const_data_ptr<Id>();
+    call.sentinel_ids = sentinels.const_data_ptr<int64_t>();
+    call.seed = given.seed.const_data_ptr<int64_t>();
+    call.output_ids = output_ids.mutable_data_ptr<Id>();
+    call.labels = labels.mutable_data_ptr<int64_t>();
+    call.input_lengths = input_lengths.mutable_data_ptr<int64_t>();
+    call.label_lengths = label_lengths.mutable_data_ptr<int64_t>();
+    call.dropped = dropped.mutable_data_ptr<int64_t>();
+    run(call);
+  });
+  return {output_ids, labels, input_lengths, label_lengths, dropped};
+}
+
+}  // namespace fastplm

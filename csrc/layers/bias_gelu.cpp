@@ -1,0 +1,88 @@
+// fastplm_C::bias_gelu and its backward on the CPU.
+#include <algorithm>
+
+#include "common/operators.h"
+
+#define FASTPLM_FILE "layers/bias_gelu.cpp"
+#include "common/each_level.h"
+#include "common/lanes.h"
+#include "layers/gelu.h"
+#include "layers/bias_gelu.h"
+
+namespace fastplm::FASTPLM_LEVEL {
+namespace {
+
+// A thread should have at least so many elements.
+constexpr int64_t kGeluGrain = 1 << 13;
+
+int64_t grain_of(int64_t elements) { return std::max<int64_t>(1, kGeluGrain / elements); }
+
+// A bias, or zeros in its place.
+Vector<float> bias_of(const std::optional<Tensor>& bias, int64_t width) {
+  return bias ? widened(dense(*bias), width) : Vector<float>(width);
+}
+
+// Calls function(T{}, tanh) with the element type of the tensor, and the form as a constant.
+template <typename Function>
+void with_type_and_form(const Tensor& tensor, bool tanh, const Function& function) {
+  with_floating_type(tensor, [&](auto type) {
+    tanh ? function(type, std::true_type()) : function(type, std::false_type());
+  });
+}
+
+// input [..., F], bias [F]; out dense and like input.
+void bias_gelu(const Tensor& given, const std::optional<Tensor>& bias, bool tanh, Tensor& out) {
+  if (out.numel() == 0) return;
+  const Tensor input = dense(given);
+  const int64_t width = input.size(-1);
+  const Vector<float> biases = bias_of(bias, width);
+  with_type_and_form(input, tanh, [&](auto type, auto form) {
+    using T = decltype(type);
+    const T* from = static_cast<const T*>(input.const_data_ptr());
+    T* to = static_cast<T*>(out.mutable_data_ptr());
+    for_ranges(input.numel(), width, grain_of(width), [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; i += width) {
+        bias_gelu_row<decltype(form)::value>(width, biases.data(), from + i, to + i);
+      }
+    });
+  });
+}
+
+// The same, and grad_input like input; grad_bias [F], or without elements if it is not wanted.
+void bias_gelu_backward(const Tensor& grad_out, const Tensor& given, const std::optional<Tensor>& bias,
+                        bool tanh, Tensor& grad_input, Tensor& grad_bias) {
+  const Tensor input = dense(given), upstream = dense(grad_out);
+  const int64_t width = input.size(-1), rows = width == 0 ? 0 : input.numel() / width;
+  const int64_t count = ceil_div(rows, kBiasRows);
+  const Vector<float> biases = bias_of(bias, width);
+  const Buffer<float> parts(count * width);
+  with_type_and_form(input, tanh, [&](auto type, auto form) {
+    using T = decltype(type);
+    const T* from = static_cast<const T*>(input.const_data_ptr());
+    const T* grad = static_cast<const T*>(upstream.const_data_ptr());
+    T* to = static_cast<T*>(grad_input.mutable_data_ptr());
+    const int64_t grain = grain_of(kBiasRows * width);
+    for_parts(rows, kBiasRows, grain, [&](int64_t part, int64_t first, int64_t last) {
+      float* sum = parts.get() + part * width;
+      std::fill(sum, sum + width, 0.0f);
+      for (int64_t i = first * width; i < last * width; i += width) {
+        bias_gelu_grad_row<decltype(form)::value>(width, biases.data(), from + i, grad + i, to + i, sum);
+      }
+    });
+  });
+  if (grad_bias.numel() == 0) return;
+  Vector<double> total(width);
+  with_floating_type(grad_bias, [&](auto type) {
+    using T = decltype(type);
+    sum_parts(count, width, width, parts.get(), 1.0, total.data(),
+              static_cast<T*>(grad_bias.mutable_data_ptr()));
+  });
+}
+
+}  // namespace
+}  // namespace fastplm::FASTPLM_LEVEL
+
+FASTPLM_OPERATOR(bias_gelu, "(Tensor input, Tensor? bias, bool tanh, Tensor(a!) out) -> ()")
+FASTPLM_OPERATOR(bias_gelu_backward,
+                 "(Tensor grad_out, Tensor input, Tensor? bias, bool tanh, Tensor(a!) grad_input, "
+                 "Tensor(b!) grad_bias) -> ()")

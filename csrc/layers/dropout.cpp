@@ -1,0 +1,63 @@
+// fastplm_C::dropout and dropout_rows on the CPU, forward and backward alike.
+#include <algorithm>
+#include <cstring>
+
+#include "common/operators.h"
+#include "common/philox.h"
+
+#define FASTPLM_FILE "layers/dropout.cpp"
+#include "common/each_level.h"
+#include "common/lanes.h"
+#include "layers/dropout.h"
+
+namespace fastplm::FASTPLM_LEVEL {
+namespace {
+
+constexpr int64_t kBlocksPerThread = 64;
+
+// input and out dense and of one shape; threshold of 65536.
+void dropout(const Tensor& input, const Tensor& seed, int64_t threshold, double scale,
+             Tensor& out) {
+  const auto key = static_cast<uint64_t>(*seed.const_data_ptr<int64_t>());
+  with_floating_type(input, [&](auto type) {
+    using T = decltype(type);
+    const T* from = static_cast<const T*>(input.const_data_ptr());
+    T* to = static_cast<T*>(out.mutable_data_ptr());
+    for_ranges(input.numel(), kDropBlock, kBlocksPerThread, [&](int64_t first, int64_t last) {
+      drop_elements(key, static_cast<int32_t>(threshold), static_cast<float>(scale), first,
+                    last - first, from + first, to + first);
+    });
+  });
+}
+
+// The same for rows [..., E], with their samples and positions, int64 [N], dense.
+void dropout_rows(const Tensor& input, const Tensor& seed, int64_t threshold, double scale,
+                  const Tensor& sample_index, const Tensor& position, Tensor& out) {
+  const auto key = static_cast<uint64_t>(*seed.const_data_ptr<int64_t>());
+  const int64_t rows = sample_index.numel();
+  const int64_t width = rows == 0 ? 0 : input.numel() / rows;
+  if (width == 0) return;
+  const int64_t* samples = sample_index.const_data_ptr<int64_t>();
+  const int64_t* positions = position.const_data_ptr<int64_t>();
+  const int64_t grain = std::max<int64_t>(1, kBlocksPerThread / ceil_div(width, kDropBlock));
+  with_floating_type(input, [&](auto type) {
+    using T = decltype(type);
+    const T* from = static_cast<const T*>(input.const_data_ptr());
+    T* to = static_cast<T*>(out.mutable_data_ptr());
+    for_ranges(rows, 1, grain, [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; ++row) {
+        drop_row(key, static_cast<int32_t>(threshold), static_cast<float>(scale), samples[row],
+                 positions[row], width, from + row * width, to + row * width);
+      }
+    });
+  });
+}
+
+}  // namespace
+}  // namespace fastplm::FASTPLM_LEVEL
+
+FASTPLM_OPERATOR(dropout,
+                 "(Tensor input, Tensor seed, int threshold, float scale, Tensor(a!) out) -> ()")
+FASTPLM_OPERATOR(dropout_rows,
+                 "(Tensor input, Tensor seed, int threshold, float scale, Tensor sample_index, "
+                 "Tensor position, Tensor(a!) out) -> ()")

@@ -1,0 +1,44 @@
+// fastplm_C::gelu_tanh and its backward on the CPU.
+#include <algorithm>
+
+#include "common/operators.h"
+
+#define FASTPLM_FILE "layers/gelu.cpp"
+#include "common/each_level.h"
+#include "common/lanes.h"
+#include "layers/gelu.h"
+
+namespace fastplm::FASTPLM_LEVEL {
+namespace {
+
+constexpr int64_t kBlocksPerThread = 128;
+
+// input and out dense and of one shape.
+void gelu_tanh(const Tensor& input, Tensor& out) {
+  with_floating_type(input, [&](auto type) {
+    using T = decltype(type);
+    const T* from = static_cast<const T*>(input.const_data_ptr());
+    T* to = static_cast<T*>(out.mutable_data_ptr());
+    for_ranges(input.numel(), kBlockSize, kBlocksPerThread, [&](int64_t first, int64_t last) {
+      gelu_elements<true>(last - first, from + first, to + first);
+    });
+  });
+}
+
+void gelu_tanh_backward(const Tensor& grad_out, const Tensor& input, Tensor& grad_input) {
+  with_floating_type(input, [&](auto type) {
+    using T = decltype(type);
+    const T* from = static_cast<const T*>(input.const_data_ptr());
+    const T* grad = static_cast<const T*>(grad_out.const_data_ptr());
+    T* to = static_cast<T*>(grad_input.mutable_data_ptr());
+    for_ranges(input.numel(), kBlockSize, kBlocksPerThread, [&](int64_t first, int64_t last) {
+      gelu_grad_elements<true>(last - first, from + first, grad + first, to + first);
+    });
+  });
+}
+
+}  // namespace
+}  // namespace fastplm::FASTPLM_LEVEL
+
+FASTPLM_OPERATOR(gelu_tanh, "(Tensor input, Tensor(a!) out) -> ()")
+FASTPLM_OPERATOR(gelu_tanh_backward, "(Tensor grad_out, Tensor input, Tensor(a!) grad_input) -> ()")

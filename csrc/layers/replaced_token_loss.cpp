@@ -1,0 +1,186 @@
+// fastplm_C::replaced_token_loss and its backward on the CPU: each reads a row that counts once.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <tuple>
+#include <vector>
+
+#include "common/operators.h"
+
+#define FASTPLM_FILE "layers/replaced_token_loss.cpp"
+#include "common/each_level.h"
+#include "common/lanes.h"
+#include "layers/replaced_token_loss.h"
+
+namespace fastplm::FASTPLM_LEVEL {
+namespace {
+
+// A thread should have at least so many elements.
+constexpr int64_t kDetectorGrain = 1 << 15;
+
+// The least number of parts (kDetectorPart rows of this width) that a thread should have.
+int64_t grain_of(int64_t width) {
+  return std::max<int64_t>(1, kDetectorGrain / (kDetectorPart * width));
+}
+
+// sum_parts with the memory that it sums in.
+template <typename T>
+void add_parts(int64_t parts, int64_t width, int64_t stride, const float* from, double factor, T* out) {
+  Vector<double> total(width);
+  sum_parts(parts, width, stride, from, factor, total.data(), out);
+}
+
+// Floats that kDetectorRows rows of T need beside their tensor.
+template <typename T>
+int64_t room_of_rows(int64_t width, int64_t filled) {
+  return are_floats<T>(width, filled) ? 0 : kDetectorRows * filled;
+}
+
+#define FASTPLM_REPLACED_TOKEN_LOSS(ARGUMENT)                              \
+  ARGUMENT(Tensor, input) /* [N, E], rows dense */                         \
+  ARGUMENT(Tensor, weight) ARGUMENT(Dense<void>, bias)                     \
+  ARGUMENT(Tensor, replaced) ARGUMENT(Dense<void>, original)               \
+  ARGUMENT(Dense<bool>, mask)                                              \
+  ARGUMENT(Dense<float>, normalizer) /* [] */                              \
+  ARGUMENT(bool, reduced) ARGUMENT(bool, mean) ARGUMENT(bool, need_counts) \
+  ARGUMENT(bool, sum_weight)
+FASTPLM_ARGUMENTS(LossArguments, FASTPLM_REPLACED_TOKEN_LOSS)
+
+#define FASTPLM_REPLACED_TOKEN_LOSS_BACKWARD(ARGUMENT)                \
+  ARGUMENT(Tensor, grad_loss) ARGUMENT(Tensor, slope)                 \
+  ARGUMENT(Dense<float>, denominator)                                 \
+  ARGUMENT(Tensor, weight) ARGUMENT(Dense<bool>, mask)                \
+  ARGUMENT(std::optional<Tensor>, input) /* [N, E], rows dense */     \
+  ARGUMENT(Dense<float>, weight_sum) ARGUMENT(Dense<float>, bias_sum) \
+  ARGUMENT(bool, need_input) ARGUMENT(bool, need_weight)
+FASTPLM_ARGUMENTS(BackwardArguments, FASTPLM_REPLACED_TOKEN_LOSS_BACKWARD)
+
+// Calls function(is_replaced) with a test of the labels: flags, or ids compared with the original
+// ones.
+template <typename Function>
+void with_labels(const LossArguments& given, const Function& function) {
+  if (!given.original) {
+    const bool* flags = static_cast<const bool*>(given.replaced.const_data_ptr());
+    return function([flags](int64_t row) { return flags[row]; });
+  }
+  with_id_type(given.replaced, [&](auto type) {
+    using Id = decltype(type);
+    const Id* ids = static_cast<const Id*>(given.replaced.const_data_ptr());
+    const Id* before = static_cast<const Id*>(given.original.data());
+    function([=](int64_t row) { return ids[row] != before[row]; });
+  });
+}
+
+// The outputs are those of fastplm::replaced_token_loss_fwd.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> replaced_token_loss(
+    const LossArguments& given) {
+  const Tensor& input = given.input;
+  const int64_t rows = input.size(0), width = input.size(1), stride = input.stride(0);
+  const int64_t filled = detector_width(width), parts = ceil_div(rows, kDetectorPart);
+  const Vector<float> weights = widened(given.weight, filled);
+  const float offset = given.bias ? widened(*given.bias.tensor, 1)[0] : 0.0f;
+  const bool* counts = given.mask.data();
+  Tensor each = empty_tensor(input, {rows}, ScalarType::Float), slope = empty_tensor(each, {rows});
+  Tensor weight_sum = empty_tensor(each, {given.sum_weight ? width : 0});
+  float *losses = each.mutable_data_ptr<float>(), *slopes = slope.mutable_data_ptr<float>();
+  if (counts != nullptr) {
+    std::fill(losses, losses + rows, 0.0f);
+    std::fill(slopes, slopes + rows, 0.0f);
+  }
+  Vector<Detected> of_part(parts);
+  Vector<float> sum_of_part(given.sum_weight ? parts * filled : 0);
+  with_floating_type(input, [&](auto type) {
+    using T = decltype(type);
+    const T* from = static_cast<const T*>(input.const_data_ptr());
+    with_labels(given, [&](const auto& is_replaced) {
+      for_parts(rows, kDetectorPart, grain_of(width), [&](int64_t part, int64_t first, int64_t last) {
+        Vector<float> wide(room_of_rows<T>(width, filled));
+        float* sum = given.sum_weight ? sum_of_part.data() + part * filled : nullptr;
+        of_part[part] = detect_rows(first, last, width, from, stride, weights.data(), offset, counts,
+                                    is_replaced, losses, slopes, sum, wide.data());
+      });
+    });
+  });
+  Detected all;
+  for (const Detected& part : of_part) all.add(part);
+  if (given.sum_weight) {
+    add_parts(parts, width, filled, sum_of_part.data(), 1.0, weight_sum.mutable_data_ptr<float>());
+  }
+  Tensor told = empty_tensor(input, {given.need_counts ? 5 : 0}, ScalarType::Long);
+  if (given.need_counts) {
+    const int64_t numbers[5] = {all.found, all.flagged, all.told, all.correct, all.total};
+    std::memcpy(told.mutable_data_ptr(), numbers, sizeof(numbers));
+  }
+  if (!given.reduced) {
+    return {each, slope, empty_tensor(each, {0}), weight_sum, empty_tensor(each, {0}), told};
+  }
+  float divisor = 1.0f;
+  if (given.normalizer) {
+    divisor = *given.normalizer.data();
+  } else if (given.mean) {
+    divisor = static_cast<float>(all.total);
+  }
+  divisor = divisor == 0.0f ? 1.0f : divisor;
+  const auto scalar = [&](double value) {
+    Tensor out = empty_tensor(each, {});
+    *out.mutable_data_ptr<float>() = static_cast<float>(value);
+    return out;
+  };
+  return {scalar(all.loss / divisor), slope, scalar(divisor), weight_sum, scalar(all.slope), told};
+}
+
+// The outputs are those of fastplm::replaced_token_loss_bwd.
+std::tuple<Tensor, Tensor, Tensor> replaced_token_loss_backward(const BackwardArguments& given) {
+  const Tensor& weight = given.weight;
+  const int64_t rows = given.slope.size(0), width = weight.size(0), filled = detector_width(width);
+  const bool* counts = given.mask.data();
+  const float* grads = given.grad_loss.const_data_ptr<float>();
+  const float* slopes = given.slope.const_data_ptr<float>();
+  const bool reduced = static_cast<bool>(given.denominator);
+  const float scale = reduced ? *grads / *given.denominator.data() : 0.0f;
+  const auto counted = [counts](int64_t row) { return counts == nullptr || counts[row]; };
+  const Vector<float> weights = widened(weight, filled);
+  const bool reads_rows = given.need_weight && !given.weight_sum;
+  Vector<float> grad_logit(rows);
+  double grad_of_bias = 0;
+  for (int64_t row = 0; row < rows; ++row) {
+    if (counted(row)) grad_logit[row] = slopes[row] * (reduced ? scale : grads[row]);
+    grad_of_bias += grad_logit[row];
+  }
+  if (given.bias_sum) grad_of_bias = static_cast<double>(*given.bias_sum.data()) * scale;
+  Tensor grad_weight = empty_tensor(weight, {given.need_weight ? width : 0});
+  Tensor grad_bias = empty_tensor(weight, {});
+  Tensor grad_input = empty_tensor(weight, {given.need_input ? rows : 0, width});
+  if (!given.need_input) grad_input = empty_tensor(weight, {0});
+  with_floating_type(weight, [&](auto type) {
+    using T = decltype(type);
+    *static_cast<T*>(grad_bias.mutable_data_ptr()) = static_cast<T>(static_cast<float>(grad_of_bias));
+    T* of_weight = static_cast<T*>(grad_weight.mutable_data_ptr());
+    if (given.need_weight && given.weight_sum) {
+      add_parts(1, width, width, given.weight_sum.data(), scale, of_weight);
+    }
+    Vector<float> sum_of_part(reads_rows ? ceil_div(rows, kDetectorPart) * filled : 0);
+    T* to = static_cast<T*>(grad_input.mutable_data_ptr());
+    for_parts(rows, kDetectorPart, grain_of(width), [&](int64_t part, int64_t first, int64_t last) {
+      for (int64_t row = first; given.need_input && row < last; ++row) {
+        scaled_row(width, weights.data(), counted(row), grad_logit[row], to + row * width);
+      }
+      if (reads_rows) {
+        Vector<float> wide(room_of_rows<T>(width, filled));
+        add_weighted_rows(first, last, width, static_cast<const T*>(given.input->const_data_ptr()),
+                          given.input->stride(0), counts, grad_logit.data(),
+                          sum_of_part.data() + part * filled, wide.data());
+      }
+    });
+    if (reads_rows) {
+      add_parts(ceil_div(rows, kDetectorPart), width, filled, sum_of_part.data(), 1.0, of_weight);
+    }
+  });
+  return {grad_input, grad_weight, grad_bias};
+}
+
+}  // namespace
+}  // namespace fastplm::FASTPLM_LEVEL
+
+FASTPLM_OPERATOR(replaced_token_loss)
+FASTPLM_OPERATOR(replaced_token_loss_backward)

@@ -1,0 +1,68 @@
+// fastplm_C::rms_norm and its backward on the CPU.
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "common/operators.h"
+
+#define FASTPLM_FILE "layers/rms_norm.cpp"
+#include "common/each_level.h"
+#include "common/lanes.h"
+#include "layers/rms_norm.h"
+
+namespace fastplm::FASTPLM_LEVEL {
+namespace {
+
+// input [N, E] and out [N, E], dense; weight [E] in the dtype of out. N > 0 and E > 0.
+void rms_norm(const Tensor& input, const Tensor& weight, double eps, Tensor& out) {
+  const int64_t rows = input.size(0), width = input.size(1);
+  const Vector<float> weights = widened(weight, norm_width(width));
+  with_floating_type(input, [&](auto in_type) {
+    with_floating_type(out, [&](auto out_type) {
+      using In = decltype(in_type);
+      using Out = decltype(out_type);
+      const In* from = static_cast<const In*>(input.const_data_ptr());
+      Out* to = static_cast<Out*>(out.mutable_data_ptr());
+      for_parts(rows, kNormRows, 1, [&](int64_t, int64_t first, int64_t last) {
+        Vector<float> x(weights.size());
+        norm_rows(last - first, width, static_cast<float>(eps), weights.data(), from + first * width,
+                  to + first * width, x.data());
+      });
+    });
+  });
+}
+
+// The same, and grad_out like out, grad_input like input, grad_weight like weight.
+void rms_norm_backward(const Tensor& grad_out, const Tensor& input, const Tensor& weight,
+                       double eps, Tensor& grad_input, Tensor& grad_weight) {
+  const int64_t rows = input.size(0), width = input.size(1), filled = norm_width(width);
+  const int64_t count = ceil_div(rows, kNormRows);
+  const Vector<float> weights = widened(weight, filled);
+  Vector<float> parts(count * filled);
+  with_floating_type(input, [&](auto in_type) {
+    with_floating_type(weight, [&](auto out_type) {
+      using In = decltype(in_type);
+      using Out = decltype(out_type);
+      const In* from = static_cast<const In*>(input.const_data_ptr());
+      const Out* grad = static_cast<const Out*>(grad_out.const_data_ptr());
+      In* to = static_cast<In*>(grad_input.mutable_data_ptr());
+      for_parts(rows, kNormRows, 1, [&](int64_t part, int64_t first, int64_t last) {
+        Vector<float> room(2 * filled);
+        norm_grad_rows(last - first, width, static_cast<float>(eps), weights.data(),
+                       from + first * width, grad + first * width, to + first * width,
+                       parts.data() + part * filled, room.data(), room.data() + filled);
+      });
+      Vector<double> total(width);
+      sum_parts(count, width, filled, parts.data(), 1.0, total.data(),
+                static_cast<Out*>(grad_weight.mutable_data_ptr()));
+    });
+  });
+}
+
+}  // namespace
+}  // namespace fastplm::FASTPLM_LEVEL
+
+FASTPLM_OPERATOR(rms_norm, "(Tensor input, Tensor weight, float eps, Tensor(a!) out) -> ()")
+FASTPLM_OPERATOR(rms_norm_backward,
+                 "(Tensor grad_out, Tensor input, Tensor weight, float eps, Tensor(a!) "
+                 "grad_input, Tensor(b!) grad_weight) -> ()")
