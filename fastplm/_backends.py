@@ -6,7 +6,7 @@ A backend is one implementation of an op:
 eager  the reference in plain PyTorch, which is the specification: any device
 torch  faster code in PyTorch's operators (chunked products): CPU tensors
 stock  PyTorch's own function for the op, if there is one: the default on the CPU, except for calls
-       that are faster in ``csrc/`` by the table of measurements
+       that are faster in ``csrc/`` by the rules
 cpp    ``csrc/`` on the CPU: the default there for the other calls, in the ops that have it
 triton ``triton_kernels/``: CUDA tensors, or CPU tensors under Triton's interpreter
 cuda   ``csrc/`` on CUDA tensors
@@ -37,8 +37,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from fastplm import _measured
-from fastplm._measured import CallClass, slower
+from fastplm._rules import CallClass, slower, why
 from fastplm.errors import BackendError, check_choice
 
 #: In the order of preference of "auto"; "eager" can run anything, so it is last.
@@ -63,8 +62,8 @@ class Backend:
             implementations of ``fastplm::<op>_fwd`` and ``fastplm::<op>_bwd``. It runs at the first
             call of the op, so it may import an optional module.
         measured: ``measured(*call)`` returns the sizes and the dtype on which the speed of a call
-            depends. The backend runs a call if the table of ``_measured.py`` says that it is
-            faster. Without ``measured``, or if it returns None, it runs every call that it can.
+            depends. The backend runs a call if it is faster by the rules of ``_rules.py``.
+            Without ``measured``, or if it returns None, it runs every call that it can.
         measured_for_layers: use ``measured`` only in ``Op.layer``: a layer can call PyTorch's
             function instead, while the op itself has no faster backend.
         compiled: ``compiled(dtype)`` returns why a compiled program, which serves calls of any
@@ -391,13 +390,17 @@ def _decide(op: str, backends: dict[str, Backend], call: Any, wanted: str) -> De
     reasons = _reasons(op, backends, call, wanted)
     able = [name for name in BACKENDS if reasons[name] is None]
     chosen = wanted if wanted != "auto" else able[0]
+    preferred, backend = f"{chosen} is preferred", backends.get(chosen)
+    if backend is not None and backend.measured is not None and not backend.measured_for_layers:
+        measured = backend.measured(*call)
+        preferred = preferred if measured is None else why(op, measured)
     rejected = []
     for name in BACKENDS:
         if name == chosen:
             continue
         reason = reasons[name]
         if reason is None:
-            reason = f"{chosen} was forced" if wanted != "auto" else f"{chosen} is preferred"
+            reason = f"{chosen} was forced" if wanted != "auto" else preferred
         rejected.append((name, reason))
     return Decision(op, chosen, _describe(call), tuple(rejected))
 
@@ -469,13 +472,13 @@ class Short:
         if (
             wanted == "auto"
             and self.measured is not None
-            and _measured.table().slower(self.op, *self.measured(*arguments)) is not None
+            and slower(self.op, self.measured(*arguments)) is not None
         ):
             return self.stock(*arguments)  # type: ignore[misc]
         return self.csrc(*arguments)
 
     def by_csrc(self, *arguments: Any) -> Any:
-        """The result by csrc/, for a caller that has read the table; None as in ``__call__``."""
+        """The result by csrc/, for a caller that has asked the rules; None as in ``__call__``."""
         if is_recorded() or (self.fits is not None and not self.fits(*arguments)):
             return None
         return self.csrc(*arguments)

@@ -18,7 +18,6 @@ from torch._functorch.autograd_function import enable_single_level_autograd_func
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
-from fastplm import _measured
 from fastplm._backends import (
     _DECISIONS,
     BACKENDS,
@@ -32,6 +31,7 @@ from fastplm._backends import (
     resolve,
 )
 from fastplm._declare import Signature
+from fastplm._rules import slower
 from fastplm.errors import UnsupportedError
 
 _LIBRARY = torch.library.Library("fastplm", "DEF")
@@ -247,7 +247,7 @@ class Op:
 
         A layer calls PyTorch's function if this returns None. It does so, too, if a call is
         transformed, or traced (unless the backend has ``compiled``). PyTorch's function is the
-        faster one for most calls of a model, so the table is read first; on another device than a
+        faster one for most calls of a model, so the rules are asked first; on another device than a
         CPU nothing is.
         """
         cpp = self._cpp
@@ -263,7 +263,7 @@ class Op:
         if not is_traced():
             if wanted == "auto":
                 measured = cpp.measured(*arguments)
-                if measured and _measured.table().slower(self.name, *measured) is not None:
+                if measured and slower(self.name, measured) is not None:
                     return None
             out = None if self.short is None else self.short.by_csrc(*arguments)
             if out is not None:
