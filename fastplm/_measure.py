@@ -27,9 +27,9 @@ import torch.nn.functional as F
 
 from fastplm import _machine, ops
 from fastplm._backends import OP_NAMES, use_backend
-from fastplm._judge import Series, load
+from fastplm._judge import Series
 from fastplm._rules import ALONE, RULES, SQUARE
-from fastplm.errors import DataError, check_choice, message
+from fastplm.errors import check_choice
 from fastplm.ops.attention import plain_attention
 
 Call = Callable[[], Any]
@@ -82,56 +82,44 @@ def measure(
 
     Args:
         write: called with a line of text after each series.
-        path: the file. What it has of this CPU and other ops is kept.
+        path: the file, written anew after each series.
         only: names of ops; none means all.
         more: series that are measured after the ops.
 
     Raises:
         ArgumentValueError: an op that has no rules.
-        DataError: the file cannot be read or written.
     """
     for name in only:
         check_choice("measure", "ops", name, tuple(RULES))
-    machine = {"cpu": _machine.cpu_model(), "kind": _machine.cpu_kind()}
-    contents = _checked(path, lambda: load(path)) if path.exists() else {}
-    if {key: contents.get(key) for key in machine} != machine:
-        contents = {"ops": {}}
-    contents |= machine | {
+    contents: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
+        "cpu": _machine.cpu_model(),
+        "kind": _machine.cpu_kind(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "ops": {},
     }
+    path.write_text(dump(contents), "utf-8")  # which may fail, so before minutes are spent
     for plan in itertools.chain(plans(), more()):
         if only and plan.op not in only:
             continue
         dtype = str(plan.dtype).removeprefix("torch.")
         name = f"{plan.form} {dtype}" + " native" * _machine.computes_in(plan.dtype)
-        forced: Any = use_backend("cpp", plan.op) if plan.op in OP_NAMES else _as_it_is()
-        with forced, _threads(plan.form):
-            cells = [
-                _cell(*plan.make(*sizes), sizes[0] <= plan.cold)
-                for sizes in itertools.product(*plan.axes)
-            ]
+        is_op = plan.op in OP_NAMES
+        with use_backend("cpp", plan.op) if is_op else contextlib.nullcontext():
+            with _threads(plan.form):
+                cells = [
+                    _cell(*plan.make(*sizes), sizes[0] <= plan.cold)
+                    for sizes in itertools.product(*plan.axes)
+                ]
         ours, stock = ([float(f"{cell[side]:.4g}") for cell in cells] for side in (0, 1))
         series = Series(plan.axes, ours, stock, plan.weights)
         contents["ops"].setdefault(plan.op, {})[name] = series._asdict()
         ratios = [theirs / mine for mine, theirs in zip(ours, stock, strict=True)]
         span = f"{min(ratios):.2f} to {max(ratios):.2f}"
         write(f"{plan.op} {name}: {span} times as fast as PyTorch's")
-        _checked(path, lambda: path.write_text(dump(contents), "utf-8"))
+        path.write_text(dump(contents), "utf-8")
     return contents
-
-
-_as_it_is = contextlib.nullcontext
-
-
-def _checked(path: Path, use: Callable[[], Any]) -> Any:
-    """``use()``, with an error that says what is wrong with the file."""
-    try:
-        return use()
-    except (OSError, ValueError) as error:
-        fix = "Choose another file with --rows."
-        raise DataError(message("measure", "rows", f"{path} ({error})", "rows", fix)) from error
 
 
 @contextlib.contextmanager

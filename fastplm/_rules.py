@@ -91,9 +91,9 @@ RULES = {
         stock: otherwise | avx2, forward float32 native, 512: 0.56
     """),
     "encoder": _read("""
-        stock: intel, rows >= 256 | none
+        stock: intel, rows >= 512 | avx512-intel, forward, 1 thread float32 native, 512 256: 0.91
         stock: rows >= 2K, width < 384 | avx2, forward float32 native, 2048 256: 0.93
-        cpp: otherwise | avx2, forward, 1 thread float32 native, 128 256: 1.28
+        cpp: otherwise | avx2, forward, 1 thread float32 native, 8 768: 1.37
     """),
     "gelu": _read("""
         stock: avx2, float16 | avx2-intel, forward float16, 32768: 0.60
@@ -127,7 +127,7 @@ RULES = {
             | avx512-amd, conv1d float32 native, 1024 1048576 64: 0.91
         stock: avx2, float32, 1 thread | avx2, linear, 1 thread float32 native, 96 147456 64: 0.92
         cpp: float32 | avx2, linear float32 native, 256 16777216 64: 1.20
-        stock: intel, native | none
+        stock: intel, native | avx512-intel, conv1d, 1 thread bfloat16 native, 256 1048576 64: 0.11
         cpp: native, rows < 8 | avx512-amd, conv1d, 1 thread bfloat16 native, 4 131072 64: 1.96
         cpp: native, rows < 192, products < 3M
             | avx512-amd-zen5, linear bfloat16 native, 56 4096 64: 1.87
