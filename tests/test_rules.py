@@ -70,6 +70,9 @@ needs_csrc = pytest.mark.skipif(_machine.level() == "none", reason="csrc/ is not
 def real_rules(monkeypatch):
     monkeypatch.setattr(_rules, "decide", _DECIDE)
     _rules.slower.cache_clear()
+    _rules._here.cache_clear()
+    yield
+    _rules._here.cache_clear()
 
 
 @pytest.mark.parametrize("kind, op", CELLS, ids=str)
@@ -155,6 +158,7 @@ def test_what_nobody_measured_is_pytorchs(real_rules, monkeypatch, kind, op):
     for dtype in (torch.float32, torch.bfloat16):
         assert "measured: none" in _rules.slower(op, ("training", dtype, sizes))
     monkeypatch.setattr(_machine, "cpu_kind", lambda: "avx2")
+    _rules._here.cache_clear()
     assert "measured: none" in _rules.slower(op, ("training", torch.float64, sizes))
 
 
