@@ -6,7 +6,7 @@ A backend is one implementation of an op:
 eager  the reference in plain PyTorch, which is the specification: any device
 torch  faster code in PyTorch's operators (chunked products): CPU tensors
 stock  PyTorch's own function for the op, if there is one: the default on the CPU, except for calls
-       that are faster in ``csrc/`` by the table of measurements
+       that are faster in ``csrc/`` by the rules
 cpp    ``csrc/`` on the CPU: the default there for the other calls, in the ops that have it
 triton ``triton_kernels/``: CUDA tensors, or CPU tensors under Triton's interpreter
 cuda   ``csrc/`` on CUDA tensors
@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from fastplm._measured import CallClass, slower
+from fastplm._rules import CallClass, slower, why
 from fastplm.errors import BackendError, check_choice
 
 #: In the order of preference of "auto"; "eager" can run anything, so it is last.
@@ -61,8 +61,8 @@ class Backend:
         rejects: ``rejects(call, forced=…)`` returns why this backend cannot run a call, or None if
             it can.
         measured: ``measured(*call)`` returns the sizes and the dtype on which the speed of a call
-            depends. The backend runs a call if it is faster than PyTorch's own function by what was
-            measured. Without ``measured``, or if it returns None, it runs every call that it can.
+            depends. The backend runs a call if it is faster by the rules of ``_rules.py``. Without
+            ``measured``, or if it returns None, it runs every call that it can.
         compiled: ``compiled(dtype)`` returns why a compiled program, which serves calls of any
             size, should not use this backend, or None. See ``of_any_size``.
     """
@@ -370,13 +370,17 @@ def _decide(op: str, backends: dict[str, Backend], call: Any, wanted: str) -> De
     reasons = _reasons(op, backends, call, wanted)
     able = [name for name in BACKENDS if reasons[name] is None]
     chosen = wanted if wanted != "auto" else able[0]
+    preferred, backend = f"{chosen} is preferred", backends.get(chosen)
+    if "stock" in backends and backend is not None and backend.measured is not None:
+        measured = backend.measured(*call)
+        preferred = preferred if measured is None else why(op, measured)
     rejected = []
     for name in BACKENDS:
         if name == chosen:
             continue
         reason = reasons[name]
         if reason is None:
-            reason = f"{chosen} was forced" if wanted != "auto" else f"{chosen} is preferred"
+            reason = f"{chosen} was forced" if wanted != "auto" else preferred
         rejected.append((name, reason))
     return Decision(op, chosen, _describe(call), tuple(rejected))
 

@@ -13,7 +13,7 @@ import torch
 from packaging.specifiers import SpecifierSet
 
 import fastplm.ops  # noqa: F401 (fills OPS)
-from fastplm import _backends, _extension, _machine, _measured
+from fastplm import _backends, _extension, _machine, _rules
 from fastplm._registry import OPS
 
 #: The versions between those that the tests have run with (CONTRIBUTING, "Tested versions").
@@ -111,8 +111,8 @@ def _missing() -> list[str]:
         lines.append(f"CUDA code: {reason}. With nvcc: pip install --no-build-isolation .")
     if not _backends.triton_installed():
         lines.append("triton, the kernels for GPUs: pip install triton")
-    if _measured.table().path is None:
-        lines.append("speeds measured on a CPU of this kind: fastplm measure")
+    if _machine.level() not in _rules.LEVELS:
+        lines.append("rules for this CPU, so PyTorch's functions run where they can")
     return lines
 
 
@@ -134,7 +134,7 @@ def _table() -> list[str]:
         *(_gpu(index) for index in range(count)),
         f"vector instructions of csrc/: {_machine.level()}, {_machine.cpu_model()}",
         f"the CUDA code of csrc/ {_extension.cuda_code()}",
-        f"measured speeds: {_measured.table().path or 'none for this CPU, see fastplm measure'}",
+        f"rules for a CPU of the kind: {_machine.cpu_kind()}",
         f"backend asked for: {_backends.requested('')}",
     ]
     width = max(map(len, OPS))

@@ -1,4 +1,4 @@
-"""``fastplm measure``: the table of ``fastplm/_measured.py``, made on this machine.
+"""``fastplm measure``: times the ops on this machine, for ``fastplm/_judge.py``.
 
 Both sides of a comparison are called as a layer would call them, overhead and all, from where it is
 known which one runs. They take turns, so that other load on the machine slows both, and the median
@@ -15,10 +15,8 @@ import functools
 import itertools
 import json
 import math
-import os
 import re
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,14 +25,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from fastplm import _machine, _measured, ops
+from fastplm import _machine, ops
 from fastplm._backends import OP_NAMES, use_backend
-from fastplm.errors import DataError, check_choice, message
+from fastplm._judge import Series
+from fastplm._rules import ALONE, RULES, SQUARE
+from fastplm.errors import check_choice
 
 Call = Callable[[], Any]
-_HALF = (torch.bfloat16, torch.float16)
-_DTYPES = (torch.float32, *_HALF)
-_MEASURED = ("attention", "dropout", "encoder", "gelu", "linear", "rms_norm")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROUNDS = 7
 #: Seconds to time one side for in a round, far above the clock's grain; most seconds of a cell.
 _SLICE, _MOST = 2e-3, 0.5
@@ -63,7 +61,7 @@ class Plan(NamedTuple):
 
 
 def plans() -> Iterator[Plan]:
-    """Every op whose backend on a CPU follows from the table."""
+    """Every op whose backend on a CPU follows from rules."""
     for dtype in _DTYPES:
         yield from _linear(dtype)
         yield from _attention(dtype)
@@ -75,91 +73,64 @@ def plans() -> Iterator[Plan]:
 
 def measure(
     write: Callable[[str], None],
+    path: Path,
     only: tuple[str, ...] = (),
     more: Callable[[], Iterator[Plan]] = lambda: iter(()),
-) -> Path:
-    """Measure this machine, write its own table and return the file.
+) -> dict[str, Any]:
+    """Measure this machine, write the rows to a file and return its contents.
 
     Args:
         write: called with a line of text after each series.
-        only: names of ops; none means all. What the file has of others is kept.
-        more: series that are measured after the ops, by what was measured of these.
+        path: the file, written anew after each series.
+        only: names of ops; none means all.
+        more: series that are measured after the ops.
 
     Raises:
-        ArgumentValueError: an op that has nothing to choose.
-        DataError: the file cannot be written.
+        ArgumentValueError: an op that has no rules.
     """
     for name in only:
-        check_choice("measure", "ops", name, _MEASURED)
-    path = _measured.own_table()
-    contents = _measured.read_table(path) or {}
-    if contents.get("cpu") != _machine.cpu_model():
-        contents = {"ops": {}}
-    contents |= {
+        check_choice("measure", "ops", name, tuple(RULES))
+    contents: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "cpu": _machine.cpu_model(),
         "kind": _machine.cpu_kind(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "ops": {},
     }
+    path.write_text(dump(contents), "utf-8")  # which may fail, so before minutes are spent
     for plan in itertools.chain(plans(), more()):
         if only and plan.op not in only:
             continue
-        name = f"{plan.form} {_measured.dtype_key(plan.dtype)}"
-        # An op is called whatever the table says. The parts of others do as it says so far.
-        forced: Any = contextlib.nullcontext()
-        if plan.op in OP_NAMES:
-            forced = use_backend("cpp", plan.op)
-        else:
-            _measured.table.cache_clear()
-        with forced, _threads(plan.form):
-            cells = [
-                _cell(*plan.make(*sizes), sizes[0] <= plan.cold)
-                for sizes in itertools.product(*plan.axes)
-            ]
+        dtype = str(plan.dtype).removeprefix("torch.")
+        name = f"{plan.form} {dtype}" + " native" * _machine.computes_in(plan.dtype)
+        is_op = plan.op in OP_NAMES
+        with use_backend("cpp", plan.op) if is_op else contextlib.nullcontext():
+            with _threads(plan.form):
+                cells = [
+                    _cell(*plan.make(*sizes), sizes[0] <= plan.cold)
+                    for sizes in itertools.product(*plan.axes)
+                ]
         ours, stock = ([float(f"{cell[side]:.4g}") for cell in cells] for side in (0, 1))
-        contents["ops"].setdefault(plan.op, {})[name] = _measured.Series(
-            plan.axes, ours, stock, plan.weights
-        )._asdict()
+        series = Series(plan.axes, ours, stock, plan.weights)
+        contents["ops"].setdefault(plan.op, {})[name] = series._asdict()
         ratios = [theirs / mine for mine, theirs in zip(ours, stock, strict=True)]
         span = f"{min(ratios):.2f} to {max(ratios):.2f}"
         write(f"{plan.op} {name}: {span} times as fast as PyTorch's")
-        _write(path, dump(contents))
-    _measured.table.cache_clear()
-    return path
+        path.write_text(dump(contents), "utf-8")
+    return contents
 
 
 @contextlib.contextmanager
 def _threads(form: str) -> Iterator[None]:
     """One thread for a form of one."""
     before = torch.get_num_threads()
-    if form.endswith(_measured.ALONE):
+    if form.endswith(ALONE):
         torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _write(path: Path, text: str) -> None:
-    """All of a file or none of it: what reads it meanwhile finds the one before."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, delete=False, encoding="utf-8"
-        ) as file:
-            file.write(text)
-        os.replace(file.name, path)
-    except OSError as error:
-        raise DataError(
-            message(
-                "measure",
-                "cache",
-                f"{path.parent} ({error.strerror})",
-                "a folder that can be written",
-                "Set XDG_CACHE_HOME to another one.",
-            )
-        ) from error
 
 
 def dump(contents: dict[str, Any]) -> str:
@@ -221,7 +192,7 @@ def _both(form: str, ours: Call, stock: Call, *wrt: torch.Tensor) -> tuple[Call,
 def _linear(dtype: torch.dtype) -> Iterator[Plan]:
     rows = [1, 2, 3, 4, 8, 16, 32, 48, 56, 64, 96, 128, 256, 1024]
     weight = [1 << 12, 1 << 14, 1 << 16, 384**2, 1 << 18, 1 << 20, 1 << 22, 1 << 24]
-    aspects = [_measured.SQUARE // 4, _measured.SQUARE, _measured.SQUARE * 4]  # so N, K are round
+    aspects = [SQUARE // 4, SQUARE, SQUARE * 4]  # so N, K are round
     if not _machine.computes_in(dtype):  # where PyTorch's takes seconds
         rows, weight = rows[:-1], weight[:-2]
     for form in ("linear", "conv1d"):
@@ -239,7 +210,7 @@ def _linear(dtype: torch.dtype) -> Iterator[Plan]:
             )
 
         def make(rows: int, size: int, aspect: int, form: str = form) -> tuple[Call, Call]:
-            width = math.isqrt(size * _measured.SQUARE // aspect)
+            width = math.isqrt(size * SQUARE // aspect)
             input = torch.randn(rows, width, device="cpu").to(dtype)
             bias = torch.randn(size // width, device="cpu").to(dtype)
             weights = weights_of(size, width)
@@ -248,18 +219,16 @@ def _linear(dtype: torch.dtype) -> Iterator[Plan]:
                 lambda: F.linear(input, next(weights), bias),
             )
 
-        for threads in ("", _measured.ALONE):
+        for threads in ("", ALONE):
             axes = [rows, weight, aspects]
             yield Plan("linear", form + threads, dtype, axes, make, weights=_WEIGHTS)
 
 
 def _attention(dtype: torch.dtype) -> Iterator[Plan]:
-    axes = [[1, 4, 16, 32, 64, 128, 512], [16, 64, 128, 512], [2, 12, 24, 96], [32, 64, 128, 256]]
+    axes, dim = [[1, 4, 16, 32, 64, 128, 512], [16, 64, 128, 512], [2, 12, 24, 96]], 64
     for form in ("forward", "training"):
 
-        def make(
-            seqlen_q: int, seqlen_k: int, heads: int, dim: int, form: str = form
-        ) -> tuple[Call, Call]:
+        def make(seqlen_q: int, seqlen_k: int, heads: int, form: str = form) -> tuple[Call, Call]:
             of_sample = min(heads, 12)
             q, k, v = (
                 torch.randn(heads // of_sample, length, of_sample, dim, device="cpu")
@@ -277,7 +246,7 @@ def _attention(dtype: torch.dtype) -> Iterator[Plan]:
             )
 
         cold = _FEW_QUERIES if form == "forward" else 0
-        for threads in ("", _measured.ALONE):
+        for threads in ("", ALONE):
             yield Plan("attention", form + threads, dtype, axes, make, cold)
 
 

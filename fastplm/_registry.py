@@ -29,7 +29,7 @@ from fastplm._backends import (
     resolve,
 )
 from fastplm._declare import Signature, from_fields
-from fastplm._measured import slower
+from fastplm._rules import slower
 from fastplm.errors import UnsupportedError
 
 _LIBRARY = torch.library.Library("fastplm", "DEF")
@@ -228,8 +228,8 @@ class Op:
 
         A layer calls PyTorch's function if this returns None. It does so, too, if a call is
         transformed, or traced (unless the backend has ``compiled``). PyTorch's function is the
-        faster one for most calls of a model, so this is asked first; on another device than a CPU
-        nothing is.
+        faster one for most calls of a model, so the rules are asked first; on another device than a
+        CPU nothing is.
         """
         cpp = self.backends.get("cpp")
         if (

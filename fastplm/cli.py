@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import fastplm
@@ -150,12 +151,14 @@ def _info(*, all: bool) -> int:
     return 0
 
 
-def _measure(ops: list[str]) -> int:
+def _measure(ops: list[str], rows: str) -> int:
+    from fastplm._judge import report
     from fastplm._measure import measure
     from fastplm.models._measure import plans
 
-    path = measure(print, tuple(ops), plans)
-    print(f"Written to {path}; fastplm uses it on this machine from now on.")
+    contents = measure(print, Path(rows), tuple(ops), plans)
+    print(f"The rows are in {rows}. The rules of fastplm in them:")
+    print("\n".join(report(contents)))
     return 0
 
 
@@ -365,10 +368,12 @@ def _parser() -> argparse.ArgumentParser:
     info = add("info", _info, "what works on this machine, checked by running it")
     help = "every op on every backend, with the reason where not"
     info.add_argument("--all", action="store_true", help=help)
-    help = "time the ops on this CPU, and let its own figures choose what runs"
+    help = "time the ops on this CPU, and judge the rules that choose what runs (nothing changes)"
     measure = add("measure", _measure, help)
-    help = "ops to measure (default: all that have a choice)"
+    help = "ops to measure (default: all that have rules)"
     measure.add_argument("ops", nargs="*", default=[], metavar="OP", help=help)
+    help = "where the measured rows are written (default: %(default)s)"
+    measure.add_argument("--rows", default="measured.json", metavar="FILE", help=help)
     help = "pre-train a small ELECTRA on Python's own documentation, and compare"
     demo = add("demo", _demo, help)
     demo.add_argument("--out", default="runs/demo", metavar="DIR", help="default: %(default)s")

@@ -10,10 +10,12 @@ import dataclasses
 import functools
 import gc
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+from fastplm import _rules
 from fastplm.testing import hold_to_level
 
 hold_to_level()
@@ -135,32 +137,34 @@ def _seeded(request):
 
 
 class Measured:
-    """A table of speeds that is the same on every machine; ``ours`` says where csrc/ is faster."""
+    """Rules that are the same on every machine: ``ours`` says where csrc/ is faster."""
 
-    path = None
+    def __init__(self):
+        self.ours = _ours
+
+    def __setattr__(self, name, value) -> None:
+        super().__setattr__(name, value)
+        _rules.slower.cache_clear()
+
+    def decide(self, op: str, call: _rules.CallClass) -> _rules.Rule:
+        return _rules.Rule("cpp" if self.ours(op, *call) else "stock", "a test", "measured 2.00")
+
+
+def _ours(op: str, form: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> bool:
+    if op == "attention":  # except for the next token of a generation
+        seqlen_q, seqlen_k, heads, _ = sizes
+        return seqlen_q > 1 or seqlen_k * heads > 1 << 14
     least = {"gelu": 1 << 14, "dropout": 1 << 14, "rms_norm": 1 << 13}
-
-    def ours(self, op: str, form: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> bool:
-        if op == "attention":  # except for the next token of a generation
-            seqlen_q, seqlen_k, heads, _ = sizes
-            return seqlen_q > 1 or seqlen_k * heads > 1 << 14
-        return op in self.least and sizes[0] >= self.least[op]
-
-    def gain(self, *call) -> float | None:
-        return None  # not measured
-
-    def slower(self, *call) -> str | None:
-        return None if self.ours(*call) else "PyTorch's was measured 2.00x as fast"
+    return op in least and sizes[0] >= least[op]
 
 
 @pytest.fixture(autouse=True)
-def measured(monkeypatch) -> Measured:
-    """A fixed table of the faster backends, for tests of which kernel runs on any machine."""
-    from fastplm import _measured
-
-    table = Measured()
-    monkeypatch.setattr(_measured, "table", lambda: table)
-    return table
+def measured(monkeypatch) -> Iterator[Measured]:
+    """Fixed rules, for tests of which kernel runs on any machine."""
+    rules = Measured()
+    monkeypatch.setattr(_rules, "decide", rules.decide)
+    yield rules
+    _rules.slower.cache_clear()
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 import fastplm
 import fastplm.models.t5  # registers the drop-in class of T5's layer norm
-from fastplm import _extension, _measured, _registry, hf, models, ops
+from fastplm import _extension, _registry, hf, models, ops
 from fastplm.models._base import drop_in_for, restore_modules, switch_modules
 from fastplm.nn import Dropout
 from fastplm.testing import assert_within_budget
@@ -66,13 +66,13 @@ def test_a_layer_takes_its_op_where_it_is_faster(make, theirs):
 
 
 @pytest.mark.parametrize("name", (*LAYERS, "Linear", "Conv1D"))
-def test_on_another_device_a_layer_reads_no_table_and_no_choice(monkeypatch, name):
+def test_on_another_device_a_layer_asks_no_rule_and_no_choice(monkeypatch, name):
     linear = {"Linear": lambda: nn.Linear(96, 32), "Conv1D": lambda: Conv1D(32, 96)}
     layer = (linear.get(name) or LAYERS[name][0])().to("meta")
     switch_modules(holder := nn.Sequential(layer))
     assert drop_in_for(layer) or type(layer).__module__.startswith("fastplm.")
-    for module, function in ((_measured, "table"), (_registry, "requested")):
-        monkeypatch.setattr(module, function, lambda *_: pytest.fail("it is of a CPU"))
+    for function in ("slower", "requested"):
+        monkeypatch.setattr(_registry, function, lambda *_: pytest.fail("it is of a CPU"))
     assert holder(torch.randn(LARGE, device="meta")).is_meta
 
 

@@ -25,8 +25,8 @@ RECIPES = (
 )
 #: The core, in the same way.
 CORE = (
-    *(("graphs",), ("models",), ("hf", "_explain", "_measure"), ("nn",), ("ops",)),
-    *(("reference",), ("_registry",), ("_backends",), ("_declare", "_measured")),
+    *(("graphs",), ("models",), ("hf", "_explain", "_measure"), ("_judge", "nn"), ("ops",)),
+    *(("reference",), ("_registry",), ("_backends",), ("_declare", "_rules")),
     *(("_checks", "_machine"), ("errors", "_extension", "_budget"), ("_unchanged",)),
 )
 #: The tests' own module, and the kernels, which have a test of their own.

@@ -16,7 +16,7 @@ import torch
 from packaging.requirements import Requirement
 
 import fastplm
-from fastplm import _backends, _explain, _extension, _machine, _measured, ops
+from fastplm import _backends, _explain, _extension, _machine, ops
 from fastplm._registry import OPS
 
 OP_FUNCTIONS = [getattr(ops, name) for name in OPS]
@@ -88,7 +88,7 @@ def test_info_in_short():
 
 def test_info_says_what_is_not_there_and_how_to_get_it(monkeypatch):
     monkeypatch.setattr(_extension, "_MISSING", "was not built")
-    monkeypatch.setattr(_measured, "table", lambda: _measured.Table(None, {}))
+    monkeypatch.setattr(_machine, "level", lambda: "none")
     monkeypatch.setattr(_backends, "_HAS_TRITON", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
@@ -101,7 +101,7 @@ def test_info_says_what_is_not_there_and_how_to_get_it(monkeypatch):
         r"csrc/: the extension was not built\. With a C\+\+ compiler: pip install ",
         r"a GPU: ",
         r"triton, .*: pip install triton",
-        r"speeds measured .*: fastplm measure",
+        r"rules for this CPU, ",
     ):
         assert re.search(f"\nnot there: {lack}", text), text
     assert re.search(r"\n  eager .*; gelu BROKEN  RuntimeError: no such luck", text), text

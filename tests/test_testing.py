@@ -344,7 +344,7 @@ def test_one_level_is_one_machine():
     """At AVX2 neither PyTorch nor fastplm uses features that only CPUs with AVX-512 have."""
     program = """if True:
         import torch
-        from fastplm import _measured
+        from fastplm import _machine
         from fastplm.testing import hold_to_level
 
         hold_to_level()

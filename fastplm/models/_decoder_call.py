@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderC
 
 from fastplm import _extension
 from fastplm._backends import is_recorded, requested, takes_notes
-from fastplm._measured import ALONE, aspect, slower
+from fastplm._rules import ALONE, aspect, slower
 from fastplm.hf import NAME
 from fastplm.models._base import DROP_INS, Conv1D
 from fastplm.models._plan import (

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
 
-from fastplm import _extension, _measured
+from fastplm import _extension
 from fastplm._backends import requested, takes_notes
-from fastplm._measured import ALONE, LEAST_GAIN, aspect, slower
+from fastplm._rules import ALONE, slower
 from fastplm.hf import NAME
 from fastplm.models._plan import (
     BUILT,
@@ -240,7 +240,7 @@ def may_call(model: Any, rows: int | Callable[[], int]) -> bool:
         return False
     if requested("attention") not in ("auto", "cpp"):
         return False
-    return _is_faster(rows if isinstance(rows, int) else rows(), *weight.shape)
+    return _is_faster(rows if isinstance(rows, int) else rows(), weight.shape[1])
 
 
 def _is_dense_on_cpu(tensor: Any) -> bool:
@@ -391,20 +391,12 @@ def _starts(batch: int, seqlen: int) -> Tensor:
         return torch.arange(batch + 1, dtype=torch.int32, device="cpu") * seqlen
 
 
-def _is_faster(rows: int, inner: int, width: int) -> bool:
-    """Whether one call was measured to be faster; if it was not measured, whether csrc/ was seen to
-    multiply faster than PyTorch in all products of a layer."""
+def _is_faster(rows: int, width: int) -> bool:
+    """Whether one call is faster than the modules."""
     wanted = requested("linear")
     if wanted == "cpp":
         return True
     if wanted != "auto":
         return False
     alone = ALONE if torch.get_num_threads() == 1 else ""
-    gain = _measured.table().gain("encoder", "forward" + alone, torch.float32, (rows, width))
-    if gain is not None:
-        return gain >= LEAST_GAIN
-    form = "linear" + alone
-    for n, k in ((width, width), (inner, width), (width, inner)):
-        if slower("linear", (form, torch.float32, (rows, n * k, aspect(n, k)))) is not None:
-            return False
-    return True
+    return slower("encoder", ("forward" + alone, torch.float32, (rows, width))) is None

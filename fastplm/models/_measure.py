@@ -12,7 +12,7 @@ import transformers
 
 from fastplm._backends import use_backend
 from fastplm._measure import Call, Plan
-from fastplm._measured import ALONE
+from fastplm._rules import ALONE
 from fastplm.models.bert import BertModel
 
 #: Tokens of a sequence; how many weights the layers have together, about.

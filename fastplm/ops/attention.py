@@ -22,8 +22,8 @@ from fastplm._checks import (
     check_seed_form,
     check_tensor,
 )
-from fastplm._measured import ALONE, CallClass, slower, training
 from fastplm._registry import Op, autocast, is_transformed, needs_dispatch
+from fastplm._rules import ALONE, CallClass, slower, training
 from fastplm.errors import ArgumentTypeError, fail
 from fastplm.ops._attention_call import (
     Call,

@@ -11,8 +11,8 @@ from torch import Tensor
 from fastplm._backends import of_any_size, requested
 from fastplm._checks import check_probability, check_shape, check_tensor
 from fastplm._declare import Arg
-from fastplm._measured import CallClass, training
 from fastplm._registry import Op, is_eager
+from fastplm._rules import CallClass, training
 from fastplm.errors import fail
 from fastplm.ops._common import csrc_rejects, seed_tensor
 from fastplm.reference.dropout import dropout_ref, dropout_scale, dropout_threshold

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fastplm._declare import Arg
-from fastplm._measured import CallClass, training
 from fastplm._registry import Op
+from fastplm._rules import CallClass, training
 from fastplm.errors import check_choice
 from fastplm.ops._common import csrc_rejects
 from fastplm.reference.gelu import gelu_ref

@@ -11,8 +11,8 @@ from torch import Tensor
 from fastplm._backends import DIFFERENTIABLE, fast_choice, is_traced, of_any_size, requested
 from fastplm._checks import FLOATING, check_same, check_shape, check_tensor
 from fastplm._declare import Arg
-from fastplm._measured import ALONE, LONGEST, SQUARE, CallClass, aspect, slower
 from fastplm._registry import Op, needs_dispatch
+from fastplm._rules import ALONE, LONGEST, SQUARE, CallClass, aspect, slower
 from fastplm.errors import fail
 from fastplm.ops._common import csrc_rejects
 from fastplm.reference.linear import linear_ref
@@ -59,7 +59,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     ``out = input weight^T + bias``
 
-    csrc/ multiplies on a CPU where it was measured to be faster there (``fastplm measure``):
+    csrc/ multiplies on a CPU where it is faster there (``fastplm/_rules.py``):
 
     - few rows, as in generation or of short sentences: PyTorch packs the weight, which costs
       more than reading it; ``csrc/gemm/linear_few_rows.h`` and ``linear_in_place.h`` read it once;

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fastplm._checks import check_number
 from fastplm._declare import Arg
-from fastplm._measured import CallClass, training
 from fastplm._registry import Op
+from fastplm._rules import CallClass, training
 from fastplm.ops._common import csrc_rejects
 from fastplm.reference.rms_norm import rms_norm_ref
 

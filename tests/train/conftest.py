@@ -232,4 +232,4 @@ def electra(run, tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def measured() -> None:
-    """This machine's table of speeds, which other processes have, for runs compared with theirs."""
+    """The rules, which other processes have, for runs compared with theirs."""
