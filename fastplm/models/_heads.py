@@ -100,6 +100,18 @@ def requested_rows(model: Any, hidden: Tensor, positions: Tensor) -> Tensor:
     return hidden[:, 0]
 
 
+def set_output_rows(model: Any, inputs: dict[str, Any], rows: Tensor | str | None) -> None:
+    """Ask the backbone for the rows that a head reads; the caller cannot choose others."""
+    asked = inputs.get("output_rows")
+    if asked is not None:
+        got = repr(asked) if isinstance(asked, str) else f"a {type(asked).__name__}"
+        fix = "Leave it out, or call the model without head."
+        expected = "None, as the head chooses the rows that it reads"
+        fail(type(model).__name__, "output_rows", got, expected, fix)
+    if rows is not None:
+        inputs["output_rows"] = rows
+
+
 class LabelledRows:
     """The labelled tokens of a batch: the only rows that the head and the loss compute.
 
@@ -140,10 +152,9 @@ class LabelledRows:
             slots=slots,
             argument=argument,
         )
+        set_output_rows(model, inputs, None if all_rows else self.positions)
         if all_rows:
             inputs["extra_rows"] = labels != IGNORE_INDEX
-        else:
-            inputs["output_rows"] = self.positions
         #: The embedding lookup, which may share its gradient with the decoder.
         self.lookup = None
         if inputs.get("inputs_embeds") is None:
@@ -310,7 +321,7 @@ class SequencePairPreTraining(FastplmModel):
                 self, labels, inputs, masked_positions, all_rows=all_rows, exact=False
             )
         elif not all_rows:
-            inputs["output_rows"] = "first"
+            set_output_rows(self, inputs, "first")
         outputs = self.base_model(**inputs, return_dict=True)
         hidden, pooled = _hidden(outputs, inputs, all_rows), outputs.pooler_output
         if changed is not None:  # ``hidden`` are logits then, and the heads below do nothing
@@ -406,6 +417,7 @@ class CausalLM(FastplmModel):
         loss = logits = labelled = None
         if targets is not None and own_loss:
             targets = as_tokens(type(self).__name__, targets, shape_of(inputs) or targets.shape)
+            set_output_rows(self, inputs, None)
             inputs["extra_rows"] = targets != IGNORE_INDEX
         elif targets is not None:
             exact = reduction != "mean"

@@ -40,6 +40,7 @@ from fastplm.models._heads import (
     ScaledLoss,
     mean_of_labelled,
     requested_rows,
+    set_output_rows,
     shape_of,
     wants_logits,
 )
@@ -451,10 +452,9 @@ class ConditionalGeneration(FastplmModel):
                 argument="loss_positions",
             )
             inputs["lookup"] = lookup
+            set_output_rows(self, inputs, None if all_rows else positions)
             if all_rows:
                 inputs["extra_rows"] = labels != IGNORE_INDEX
-            else:
-                inputs["output_rows"] = positions
         outputs = self._backbone(use_cache=use_cache, return_dict=True, **inputs)
         hidden = outputs.last_hidden_state
         if all_rows:
