@@ -300,10 +300,6 @@ class Rows(_Movable):
         keys = own if causal or self.cross is None else self.cross
         return own.cu_seqlens, keys.cu_seqlens, own.max_seqlen, keys.max_seqlen
 
-    def in_layer(self, index: int) -> LastRows | None:
-        """The rows of layer ``index`` if it is the last one and computes only some; else None."""
-        return self.last if self.last is not None and self.last.layer == index else None
-
     def of_others(self) -> Rows:
         return replace(self, last=None)
 
