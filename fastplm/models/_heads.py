@@ -124,6 +124,7 @@ class LabelledRows:
         exact: whether to find no unused slots, see ``labelled_positions``.
         waits: whether to wait for a GPU for the number of labels alone, see ``slots_of_labels``.
         argument: the name of ``positions`` in error messages.
+        side: "decoder_" if the tokens of an encoder-decoder's decoder are labelled.
     """
 
     def __init__(
@@ -137,15 +138,18 @@ class LabelledRows:
         exact: bool,
         waits: bool = True,
         argument: str = "masked_positions",
+        side: str = "",
     ) -> None:
         self.model, self.all_rows = model, all_rows
         self.transform, self.decoder = model._head()
         where = type(model).__name__
-        labels = as_tokens(where, labels, shape_of(inputs) or labels.shape)
+        labels = as_tokens(where, labels, shape_of(inputs, side) or labels.shape)
         slots = None
         if positions is None:
             sides = encoder_side(model, inputs)
-            slots = slots_of_labels(labels, inputs, sides, waits=waits)
+            if side:
+                sides = partial(model._sides, inputs, all_rows)
+            slots = slots_of_labels(labels, inputs, sides, side + "unpad", waits=waits)
         self.positions, self.targets = labels_at(
             *(where, labels, labels.shape, positions),
             exact=exact,
@@ -157,7 +161,9 @@ class LabelledRows:
             inputs["extra_rows"] = labels != IGNORE_INDEX
         #: The embedding lookup, which may share its gradient with the decoder.
         self.lookup = None
-        if inputs.get("inputs_embeds") is None:
+        if side:
+            self.lookup = inputs["lookup"] = TiedLookup(self.decoder, model._embedding_kind)
+        elif inputs.get("inputs_embeds") is None:
             self.lookup = TiedLookup(self.decoder)
             inputs["lookup"] = partial(self.lookup, model.get_input_embeddings())
 
@@ -168,6 +174,7 @@ class LabelledRows:
         *,
         dense: bool,
         reduction: str = "mean",
+        bias: Tensor | None = None,
     ) -> Tensor:
         """The cross-entropy at the labelled tokens, from the last hidden state of the backbone.
 
@@ -186,6 +193,7 @@ class LabelledRows:
             self.targets,
             normalizer,
             None if self.lookup is None else self.lookup.weight,
+            bias,
             dense=dense,
             reduction=reduction,
         )
