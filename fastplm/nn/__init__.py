@@ -8,18 +8,14 @@ from fastplm.nn.dropout import Dropout
 from fastplm.nn.gelu import GELU
 from fastplm.nn.linear import Linear
 from fastplm.nn.linear_int8 import LinearInt8
-from fastplm.nn.mlm_head import AlbertMLMHead, BertMLMHead, ElectraMLMHead, MLMHead, RobertaMLMHead
+from fastplm.nn.mlm_head import MLMHead
 from fastplm.nn.rms_norm import RMSNorm
-from fastplm.nn.rtd_head import ElectraRTDHead, RTDHead
+from fastplm.nn.rtd_head import RTDHead
 from fastplm.nn.token_masker import TokenMasker
 
 __all__ = [
-    "AlbertMLMHead",
-    "BertMLMHead",
     "ContrastiveLoss",
     "Dropout",
-    "ElectraMLMHead",
-    "ElectraRTDHead",
     "FusedAttention",
     "GELU",
     "GradCache",
@@ -28,6 +24,5 @@ __all__ = [
     "MLMHead",
     "RMSNorm",
     "RTDHead",
-    "RobertaMLMHead",
     "TokenMasker",
 ]

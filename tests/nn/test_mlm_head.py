@@ -8,12 +8,11 @@ import sys
 
 import pytest
 import torch
-import transformers
 from torch import nn
 from torch.func import functional_call
 
-from fastplm.errors import ArgumentTypeError, ArgumentValueError
-from fastplm.nn import AlbertMLMHead, BertMLMHead, ElectraMLMHead, MLMHead, RobertaMLMHead
+from fastplm.errors import ArgumentValueError
+from fastplm.nn import MLMHead
 from fastplm.nn._rows import labelled_positions
 from fastplm.testing import assert_within_budget
 
@@ -110,121 +109,6 @@ def test_options_reach_the_op(budget):
     assert module(hidden, labels) != loss
     with pytest.raises(ArgumentValueError, match="logits_budget"):
         module(hidden, labels, logits_budget=-1)
-
-
-# --- the heads of Transformers' models ------------------------------------------------------------
-
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": WIDTH,
-    "embedding_size": WIDTH - 4,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 24,
-    "initializer_range": 0.3,
-}
-
-
-class Joined(nn.Module):
-    """In ELECTRA the model has the head as two modules."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.generator_predictions = model.generator_predictions
-        self.generator_lm_head = model.generator_lm_head
-
-    def forward(self, hidden):
-        return self.generator_lm_head(self.generator_predictions(hidden))
-
-
-class Loss(nn.Module):
-    """The head's ``forward``, for ``functional_call``."""
-
-    def __init__(self, head):
-        super().__init__()
-        self.head = head
-
-    def forward(self, *args):
-        return self.head.loss(*args)
-
-
-PARENTS = {
-    BertMLMHead: (transformers.BertForMaskedLM, lambda model: model.cls),
-    AlbertMLMHead: (transformers.AlbertForMaskedLM, lambda model: model.predictions),
-    ElectraMLMHead: (transformers.ElectraForMaskedLM, Joined),
-    RobertaMLMHead: (transformers.RobertaForMaskedLM, lambda model: model.lm_head),
-}
-
-
-def parent_head(cls, **options):
-    """The head of a Transformers model whose parameters all differ from their initial values."""
-    model_cls, select = PARENTS[cls]
-    sizes = {**SIZES, "max_position_embeddings": 12, **options}
-    if cls in (BertMLMHead, RobertaMLMHead):
-        del sizes["embedding_size"]
-    model = model_cls(model_cls.config_class(**sizes))
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return select(model), model.config
-
-
-@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "relu"])
-@pytest.mark.parametrize("cls", PARENTS)
-def test_a_head_is_that_of_transformers(cls, activation, search):
-    parent, config = parent_head(cls, hidden_act=activation)
-    ours = cls(config)
-    assert list(ours.state_dict()) == list(parent.state_dict())
-    ours.load_state_dict(parent.state_dict(), strict=True)
-    assert dict(ours.named_parameters()).keys() == dict(parent.named_parameters()).keys()
-    labels = some_labels()
-    parameters = {name: value.detach() for name, value in parent.named_parameters()}
-    # Several losses are compared, as PyTorch's error on one batch is chance.
-    inputs = {"hidden": torch.randn(8, BATCH, LENGTH, WIDTH), **parameters}
-
-    def logits(module):
-        return lambda hidden, **values: functional_call(module, values, (hidden,))
-
-    def losses(hidden, **values):
-        values = {f"head.{name}": value for name, value in values.items()}
-        return torch.stack([functional_call(Loss(ours), values, (h, labels)) for h in hidden])
-
-    def parent_losses(hidden, **values):
-        cross_entropy = nn.functional.cross_entropy
-        rows = logits(parent)(hidden, **values).flatten(1, 2)
-        return torch.stack([cross_entropy(row, labels.flatten()) for row in rows])
-
-    assert_within_budget(logits(ours), logits(parent), inputs, wrt=list(inputs))
-    assert_within_budget(losses, parent_losses, inputs, wrt=list(inputs))
-
-
-@pytest.mark.parametrize("cls", PARENTS)
-def test_a_heads_loss_takes_the_options_of_mlm_head(cls):
-    parent, config = parent_head(cls)
-    ours = cls(config)
-    ours.load_state_dict(parent.state_dict())
-    plain = MLMHead(nn.Identity(), ours.output_projection)
-    hidden, labels = torch.randn(BATCH, LENGTH, WIDTH), some_labels()
-    positions = torch.cat((labelled_positions(labels), torch.full((4,), -1)))
-    options = {"normalizer": 11, "label_smoothing": 0.1, "return_statistics": True}
-    loss, statistics = ours.loss(hidden, labels, positions, **options)
-    rows = ours.transform_rows(hidden)
-    expected, expected_statistics = plain(rows, labels, positions, **options)
-    torch.testing.assert_close(loss, expected)
-    assert torch.equal(statistics.argmax, expected_statistics.argmax)
-    with pytest.raises(ArgumentTypeError, match=cls.__name__):
-        ours.loss(hidden, labels.float())
-
-
-@pytest.mark.parametrize("cls", [BertMLMHead, AlbertMLMHead, RobertaMLMHead])
-def test_a_heads_two_names_of_the_bias_are_one_parameter(cls):
-    parent, config = parent_head(cls)
-    ours = cls(config)
-    ours.load_state_dict(parent.state_dict())
-    names = [name for name in ours.state_dict() if ours.get_parameter(name).shape == (VOCAB,)]
-    assert len(names) == 2
-    assert all(ours.get_parameter(name) is ours.output_projection.bias for name in names)
-    ours.loss(torch.randn(BATCH, LENGTH, WIDTH), some_labels()).backward()
-    assert all(parameter.grad.any() for parameter in ours.parameters())
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from torch.func import functional_call
 
 from fastplm.errors import ArgumentTypeError, ArgumentValueError
 from fastplm.nn import RTDHead
-from fastplm.nn.rtd_head import ElectraRTDHead, rtd_loss
+from fastplm.nn.rtd_head import rtd_loss
 from fastplm.testing import assert_within_budget
 
 BATCH, LENGTH, WIDTH = 3, 7, 16
@@ -86,37 +86,6 @@ def test_ids_and_counts_pass_through(dtype):
     assert [int(count) for count in counts] == counts_of(logits, replaced, mask)
     features = module.activation(module.dense(hidden))
     assert torch.equal(loss, rtd_loss(features, pair, module.prediction, mask, normalizer=7))
-
-
-@pytest.fixture
-def electra():
-    """fastplm's head and that of Transformers, with the same weights."""
-    from transformers import ElectraConfig
-    from transformers.models.electra.modeling_electra import ElectraDiscriminatorPredictions
-
-    config = ElectraConfig(hidden_size=WIDTH, hidden_act="gelu_new")
-    module, parent = ElectraRTDHead(config), ElectraDiscriminatorPredictions(config)
-    assert list(module.state_dict()) == list(parent.state_dict())
-    module.load_state_dict(parent.state_dict())
-    return module, parent
-
-
-def test_the_electra_head_gives_the_logits_of_transformers(electra):
-    module, parent = electra
-    hidden = torch.randn(BATCH, LENGTH, WIDTH)
-    assert torch.equal(module(hidden), parent(hidden))
-
-
-def test_the_electra_head_gives_the_loss_and_counts_of_the_head(electra):
-    module, _ = electra
-    ids, original, replaced, mask = judged()
-    hidden = torch.randn(BATCH, LENGTH, WIDTH)
-    plain = RTDHead(module.dense, module.activation, module.dense_prediction)
-    options = {"normalizer": 40, "return_counts": True}
-    loss, counts = module.loss(hidden, (ids, original), mask, **options)
-    expected, expected_counts = plain(hidden, replaced, mask, **options)
-    assert torch.equal(loss, expected)
-    assert [int(count) for count in counts] == [int(count) for count in expected_counts]
 
 
 def test_bad_labels_raise_typed_errors():
