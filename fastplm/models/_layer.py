@@ -23,6 +23,7 @@ these modules are called. If what is around them has changed, the parent's layer
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -455,8 +456,8 @@ def _run_layer(
         hidden = hidden.to(made.form.dtype)
     states = None
     if last is not None:
-        hidden, kwargs = last.attention_inputs(hidden)
-        mask, states = kwargs.pop("attention_mask"), kwargs.pop("encoder_hidden_states")
+        hidden, states, mask = last.attention_inputs(hidden)
+        kwargs = {ROWS: replace(kwargs[ROWS], is_cut=True)}
     hidden, *_ = attend(made, 0, hidden, None, states, mask, first, numbers, kwargs)
     if encoded is not None:
         hidden, *_ = attend(made, 1, hidden, None, encoded, encoded_mask, second, numbers, kwargs)
