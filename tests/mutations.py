@@ -1151,7 +1151,7 @@ MUTATIONS = (
         f"{DISTILLATION} minilm",
     ),
     Mutation(
-        "fastplm/models/features.py",
+        "fastplm/train/features.py",
         "return states.masked_fill(~kept, 0).sum(1) / kept.sum(1).clamp(min=1)",
         "return states.mean(1)",
         f"{DISTILLATION} multilingual",

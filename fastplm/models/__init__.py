@@ -9,17 +9,20 @@ if TYPE_CHECKING:
     from fastplm.models.albert import *
     from fastplm.models.auto import *
     from fastplm.models.bart import *
-    from fastplm.models.bart_translation import *
     from fastplm.models.bert import *
     from fastplm.models.electra import *
     from fastplm.models.electra_joint import *
     from fastplm.models.encoder_decoder import *
     from fastplm.models.gpt2 import *
-    from fastplm.models.layer_report import *
     from fastplm.models.openai import *
     from fastplm.models.roberta import *
     from fastplm.models.t5 import *
 
+#: The choices of ``ElectraJointConfig``; the settings of a command read them without Transformers.
+ELECTRA_OBJECTIVES = ("rtd", "rtd_masked", "replace_mlm", "all_tokens_mlm")
+ELECTRA_SHARINGS = ("none", "embeddings", "all")
+ELECTRA_GENERATORS = ("model", "unigram")
+ELECTRA_SECOND_STAGES = ("generator", "scratch")
 #: The public names of each module.
 _NAMES = {
     "albert": """
@@ -37,7 +40,6 @@ _NAMES = {
         BartForCausalLM BartForConditionalGeneration BartForQuestionAnswering
         BartForSequenceClassification BartModel
     """,
-    "bart_translation": "BartForTranslation",
     "bert": """
         BertForMaskedLM BertForMultipleChoice BertForNextSentencePrediction BertForPreTraining
         BertForQuestionAnswering BertForSequenceClassification BertForTokenClassification
@@ -54,7 +56,6 @@ _NAMES = {
         GPT2DoubleHeadsModel GPT2ForQuestionAnswering GPT2ForSequenceClassification
         GPT2ForTokenClassification GPT2LMHeadModel GPT2Model
     """,
-    "layer_report": "LayerSimilarity layer_similarity",
     "openai": """
         OpenAIGPTDoubleHeadsModel OpenAIGPTForSequenceClassification OpenAIGPTLMHeadModel
         OpenAIGPTModel

@@ -30,6 +30,7 @@ from fastplm.models._base import (
     wants_output,
 )
 from fastplm.models._encoder_call import backbone_call, encoder_call, may_call, output_of
+from fastplm.models._functions import is_none
 from fastplm.models._layer import (
     PARAMETER,
     Attention,
@@ -37,7 +38,6 @@ from fastplm.models._layer import (
     Join,
     Layer,
     have_own,
-    is_none,
     is_patched,
     nothing_hides_modules,
     of_one_forward,
@@ -615,7 +615,7 @@ class EncoderLayer(OnRows):
         self: Any, hidden_states: Tensor, attention_mask: Any = None, *others: Any, **kwargs: Any
     ) -> Tensor:
         rows: Rows | None = kwargs.get("rows")
-        last = None if rows is None else self._last(rows)
+        last = None if rows is None or rows.last is None else self._last(rows)
         if all(map(is_none, (*others, *map(kwargs.get, _OF_DECODERS)))):
             made = ready_layer(self, rows, hidden_states)
             if made is not None:
@@ -626,8 +626,8 @@ class EncoderLayer(OnRows):
             kwargs["rows"] = rows.of_others()
         return super().forward(hidden_states, attention_mask, *others, **kwargs)
 
-    def _last(self: Any, rows: Rows) -> LastRows | None:
-        return rows.in_layer(self._index())
+    def _last(self: Any, rows: Any) -> LastRows | None:
+        return rows.last if rows.last.layer == self._index() else None
 
     def _index(self: Any) -> int:
         return self._modules["attention"]._modules["self"].layer_idx
@@ -638,29 +638,19 @@ class EncoderLayer(OnRows):
         attention, inner, outer = own["attention"], own["intermediate"], own["output"]
         within = attention._modules
         around = (attention, within.get("self"), within.get("output"), inner, outer)
-        plain = are_plain(around, *self._around)
-        if not self._is_known(around, plain):
+        if not self._is_known(around):
             return None
         itself, join = around[1]._modules, around[2]._modules
         mid, end = inner._modules, outer._modules
-        after, first, second = join["dense"], mid["dense"], end["dense"]
-        if not plain:
-            # With a hook around a block, its modules run: a module that is not linear stands in.
-            after, first, second = (
-                dense if is_plain(one, type(one)) else one
-                for one, dense in zip(around[2:], (after, first, second), strict=True)
-            )
         attention = Attention(
             module=around[1],
             head_size=around[1].attention_head_size,
             dropout=itself["dropout"].p,
             projections=(itself["query"], itself["key"], itself["value"]),
-            join=Join(after, join["LayerNorm"], join["dropout"]),
-            by_modules=around[2],
+            join=Join(join["dense"], join["LayerNorm"], join["dropout"]),
         )
-        ends = Join(second, end["LayerNorm"], end["dropout"])
-        activation = mid["intermediate_act_fn"]
-        feed_forward = FeedForward(first, activation, ends, self.feed_forward_chunk)
+        ends = Join(end["dense"], end["LayerNorm"], end["dropout"])
+        feed_forward = FeedForward(mid["dense"], mid["intermediate_act_fn"], ends)
         return Layer((attention,), feed_forward, self.training)
 
     def attends_as_made(self: Any) -> bool:
@@ -668,14 +658,12 @@ class EncoderLayer(OnRows):
         own = None if attention is None else attention._modules.get("self")
         return (type(attention), type(own)) == self._around[:2]
 
-    def _is_known(self: Any, around: tuple[Any, ...], plain: bool = False) -> bool:
-        """Whether the layer and the modules around those that run are as they were made; others
-        than those of the attention may have hooks, so not all of them are ``plain``."""
+    def _is_known(self: Any, around: tuple[Any, ...]) -> bool:
+        """Whether the layer and the modules around those that run are as they were made."""
         own, feeds = vars(self), getattr(type(self), self._feeds, None)
         return (
             tuple(map(type, around)) == self._around
-            and (plain or are_plain(around[:2], *self._around))
-            and (plain or not any("forward" in vars(one) for one in around))
+            and are_plain(around, *self._around)
             and nothing_hides_modules(self, *around)
             and not own["chunk_size_feed_forward"]
             and self._feeds not in own

@@ -22,6 +22,7 @@ from fastplm.models._heads import (
     mean_of_labelled,
     of_samples,
     requested_rows,
+    set_output_rows,
     shifted,
     wants_logits,
 )
@@ -195,10 +196,9 @@ class DoubleHeads(FastplmModel):
         rows = positions if chosen is None else torch.cat((positions, chosen))
         output_logits = wants_logits(self, output_logits, labels)
         all_rows = output_logits or not reads_one
+        set_output_rows(self, inputs, None if all_rows else rows)
         if all_rows:
             inputs["extra_rows"] = mask_at(rows, prod(lead), seqlen)
-        else:
-            inputs["output_rows"] = rows
         inputs.update(input_ids=input_ids, inputs_embeds=inputs_embeds)
         outputs = self.base_model(return_dict=True, **inputs)
         hidden = outputs.last_hidden_state
@@ -285,7 +285,8 @@ class LastTokenClassification(FastplmModel):
         rows = None
         if input_ids is not None or inputs_embeds is not None:
             rows = self._last_tokens(input_ids, inputs_embeds)
-        inputs.update(input_ids=input_ids, inputs_embeds=inputs_embeds, output_rows=rows)
+        set_output_rows(self, inputs, rows)
+        inputs.update(input_ids=input_ids, inputs_embeds=inputs_embeds)
         outputs = self.base_model(use_cache=bool(use_cache), return_dict=True, **inputs)
         assert rows is not None, "without inputs the backbone raises"
         logits = self.score(requested_rows(self, outputs.last_hidden_state, rows))

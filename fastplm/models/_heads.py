@@ -100,6 +100,18 @@ def requested_rows(model: Any, hidden: Tensor, positions: Tensor) -> Tensor:
     return hidden[:, 0]
 
 
+def set_output_rows(model: Any, inputs: dict[str, Any], rows: Tensor | str | None) -> None:
+    """Ask the backbone for the rows that a head reads; the caller cannot choose others."""
+    asked = inputs.get("output_rows")
+    if asked is not None:
+        got = repr(asked) if isinstance(asked, str) else f"a {type(asked).__name__}"
+        fix = "Leave it out, or call the model without head."
+        expected = "None, as the head chooses the rows that it reads"
+        fail(type(model).__name__, "output_rows", got, expected, fix)
+    if rows is not None:
+        inputs["output_rows"] = rows
+
+
 class LabelledRows:
     """The labelled tokens of a batch: the only rows that the head and the loss compute.
 
@@ -112,6 +124,7 @@ class LabelledRows:
         exact: whether to find no unused slots, see ``labelled_positions``.
         waits: whether to wait for a GPU for the number of labels alone, see ``slots_of_labels``.
         argument: the name of ``positions`` in error messages.
+        side: "decoder_" if the tokens of an encoder-decoder's decoder are labelled.
     """
 
     def __init__(
@@ -125,28 +138,32 @@ class LabelledRows:
         exact: bool,
         waits: bool = True,
         argument: str = "masked_positions",
+        side: str = "",
     ) -> None:
         self.model, self.all_rows = model, all_rows
         self.transform, self.decoder = model._head()
         where = type(model).__name__
-        labels = as_tokens(where, labels, shape_of(inputs) or labels.shape)
+        labels = as_tokens(where, labels, shape_of(inputs, side) or labels.shape)
         slots = None
         if positions is None:
             sides = encoder_side(model, inputs)
-            slots = slots_of_labels(labels, inputs, sides, waits=waits)
+            if side:
+                sides = partial(model._sides, inputs, all_rows)
+            slots = slots_of_labels(labels, inputs, sides, side + "unpad", waits=waits)
         self.positions, self.targets = labels_at(
             *(where, labels, labels.shape, positions),
             exact=exact,
             slots=slots,
             argument=argument,
         )
+        set_output_rows(model, inputs, None if all_rows else self.positions)
         if all_rows:
             inputs["extra_rows"] = labels != IGNORE_INDEX
-        else:
-            inputs["output_rows"] = self.positions
         #: The embedding lookup, which may share its gradient with the decoder.
         self.lookup = None
-        if inputs.get("inputs_embeds") is None:
+        if side:
+            self.lookup = inputs["lookup"] = TiedLookup(self.decoder, model._embedding_kind)
+        elif inputs.get("inputs_embeds") is None:
             self.lookup = TiedLookup(self.decoder)
             inputs["lookup"] = partial(self.lookup, model.get_input_embeddings())
 
@@ -157,6 +174,7 @@ class LabelledRows:
         *,
         dense: bool,
         reduction: str = "mean",
+        bias: Tensor | None = None,
     ) -> Tensor:
         """The cross-entropy at the labelled tokens, from the last hidden state of the backbone.
 
@@ -175,6 +193,7 @@ class LabelledRows:
             self.targets,
             normalizer,
             None if self.lookup is None else self.lookup.weight,
+            bias,
             dense=dense,
             reduction=reduction,
         )
@@ -310,7 +329,7 @@ class SequencePairPreTraining(FastplmModel):
                 self, labels, inputs, masked_positions, all_rows=all_rows, exact=False
             )
         elif not all_rows:
-            inputs["output_rows"] = "first"
+            set_output_rows(self, inputs, "first")
         outputs = self.base_model(**inputs, return_dict=True)
         hidden, pooled = _hidden(outputs, inputs, all_rows), outputs.pooler_output
         if changed is not None:  # ``hidden`` are logits then, and the heads below do nothing
@@ -406,6 +425,7 @@ class CausalLM(FastplmModel):
         loss = logits = labelled = None
         if targets is not None and own_loss:
             targets = as_tokens(type(self).__name__, targets, shape_of(inputs) or targets.shape)
+            set_output_rows(self, inputs, None)
             inputs["extra_rows"] = targets != IGNORE_INDEX
         elif targets is not None:
             exact = reduction != "mean"

@@ -12,18 +12,18 @@ If norms come after the residual (BERT, BART), the residual r is x, then y. If t
 (T5, GPT-2), r is the sum z of the block before, and the norm in ``join`` is that of the next block.
 
 Autograd adds no gradients of residuals: each function hands that of its residual to the previous,
-which adds to it by the product or the norm that computes its own. Gradients of weights leave the
-products in the dtype of the weights. Under autocast to bf16, products, norms and the rows between
-them are bf16, and the weights are copied to it once a forward, query, key and value side by side.
+which adds to it by the product or the norm that computes its own. Under autocast to bf16, products,
+norms and the rows between them are bf16, and the weights are copied to it once a forward, query,
+key and value side by side.
 
-A block runs this way if its modules are what they were made as. With a hook, an adapter or another
-class the modules run themselves, which are the specification.
+A function runs if its modules are what they were made as. With a hook, an adapter or another class
+these modules are called. If what is around them has changed, the parent's layer runs.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,26 +35,23 @@ from transformers.activations import GELUActivation
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fastplm import ops
 from fastplm._backends import requested
-from fastplm._registry import Op, applied, is_eager, is_fake, once_differentiable
+from fastplm._registry import Op, is_eager, is_fake
 from fastplm.hf import NAME, ROWS
+from fastplm.models import _functions
 from fastplm.models._base import Conv1D, GELUTanh, NewGELUActivation, wants_output
+from fastplm.models._functions import NO_DROPOUT, RELU, Drawn
 from fastplm.models._ragged import LastRows, Rows
 from fastplm.nn import Dropout, Linear
 from fastplm.nn._rows import are_plain
-from fastplm.nn.dropout import RowNumbers, dropout, on_rows
+from fastplm.nn.dropout import dropout, on_rows
+from fastplm.nn.gelu import gelu
 from fastplm.ops._common import seed_tensor
 from fastplm.ops.bias_gelu import OP as BIAS_GELU
 from fastplm.ops.bias_gelu import Call as BiasGelu
-from fastplm.ops.bias_gelu import Saved as SavedGelu
 from fastplm.ops.dropout_add_layer_norm import OP as NORM
 from fastplm.ops.dropout_add_layer_norm import Call as Norm
-from fastplm.ops.dropout_add_layer_norm import Saved as SavedNorm
-from fastplm.ops.linear import product
-from fastplm.reference.dropout import dropout_scale, dropout_threshold
 
-is_none = partial(operator.is_, None)
 _has_global_hook = torch.nn.modules.module._has_any_global_hook
 PARAMETER = (nn.Parameter, FakeTensor)
 #: Their weights are turned: [K, M] instead of [M, K].
@@ -86,18 +83,15 @@ class Join(NamedTuple):
             _are_alike((dense,))
             and are_plain((norm,), rms or nn.LayerNorm)
             and have_own((norm,), biased=rms is None)
-            and norm._parameters["weight"].shape == (_outputs(dense),)
-            and _is_dropout(dropout)
+            and norm._parameters["weight"].shape
+            == (dense._parameters["weight"].shape[type(dense) in _CONV1D],)
+            and (isinstance(dropout, float) or are_plain((dropout,), *_DROPOUT))
         )
 
-    @property
-    def eps(self) -> float:
-        return self.norm.eps if self.rms is None else self.norm.variance_epsilon
-
-    def added(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """What follows the product ``x``, by the modules: the norm, and what it is of."""
-        drop = self.dropout
-        x = dropout(x, drop, self.norm.training) if isinstance(drop, float) else drop(x)
+    def by_modules(self, x: Tensor, residual: Tensor, training: bool) -> tuple[Tensor, Tensor]:
+        """(the norm, the sum) of ``residual + dropout(dense(x))``."""
+        x, drop = self.dense(x), self.dropout
+        x = dropout(x, drop, training) if isinstance(drop, float) else drop(x)
         sum = (residual + x).to(residual.dtype)
         return self.norm(sum).to(residual.dtype), sum
 
@@ -110,8 +104,6 @@ class Attention(NamedTuple):
     dropout: Any  # of its probabilities: a module, or a probability
     projections: tuple[Any, ...]  # of query, key and value; two or all may be one product
     join: Join
-    #: The join of a context and a residual where norms come last, else ``join.added``.
-    by_modules: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
 class FeedForward(NamedTuple):
@@ -120,9 +112,19 @@ class FeedForward(NamedTuple):
     inner: Any
     activation: Any
     outer: Join
-    by_modules: Callable[[Tensor], Tensor]  # where norms come first, without ``outer.added``
     factor: Any = None  # the product by which a gated layer multiplies the activation
     dropout: Any = 0.0  # between the products
+
+    def by_modules(self, x: Tensor, training: bool) -> Tensor:
+        """What the outer product reads."""
+        active, drop = self.inner(x), self.dropout
+        if activation_of(self.activation) == "tanh":  # of some families all models share the module
+            active = gelu(active, "tanh")
+        else:
+            active = self.activation(active)
+        if self.factor is not None:
+            active = active * self.factor(x)
+        return dropout(active, drop, training) if isinstance(drop, float) else drop(active)
 
 
 class Layer(NamedTuple):
@@ -149,6 +151,8 @@ def form_of(x: Tensor, layer: Layer) -> Form | None:
     inner, norm = block.inner._parameters, block.outer.norm._parameters
     weight, outer = inner.get("weight"), block.outer.dense._parameters.get("weight")
     if weight is None or x.is_meta or weight.device != x.device or _has_global_hook():
+        return None
+    if torch.is_inference_mode_enabled() and torch.is_grad_enabled():
         return None
     if not (is_eager(x) or is_fake(x)) or requested("attention") == "eager":
         return None
@@ -226,29 +230,6 @@ def is_patched() -> bool:
     return False
 
 
-def _outputs(module: Any) -> int:
-    """The number of outputs of a linear module."""
-    return module._parameters["weight"].shape[type(module) in _CONV1D]
-
-
-def _read(module: Any, copies: Copies) -> Tensor:
-    """The weight [M, K] that a product reads."""
-    weight = module._parameters["weight"]
-    weight = copies.get(id(weight), weight)
-    return weight.t() if type(module) in _CONV1D else weight
-
-
-def _probability(dropout: Any, training: bool) -> float:
-    """What is dropped with: a module knows by itself whether it trains, a layer's number not."""
-    if isinstance(dropout, float):
-        return dropout if training else 0.0
-    return dropout.p if dropout.training else 0.0
-
-
-def _is_dropout(one: Any) -> bool:
-    return isinstance(one, float) or are_plain((one,), *_DROPOUT)
-
-
 def _are_alike(modules: Sequence[Any]) -> bool:
     """Whether all are linear of one kind, and all or none of them have a bias."""
     kinds = _CONV1D if type(modules[0]) in _CONV1D else _LINEAR
@@ -257,14 +238,13 @@ def _are_alike(modules: Sequence[Any]) -> bool:
     return have_own(modules, modules[0]._parameters.get("bias") is not None)
 
 
-RELU = "relu"
-
-
-def _expands(block: FeedForward) -> str | None:
+def _expands(block: FeedForward, training: bool) -> str | None:
     """The form of the activation, if ``expand`` runs a feed-forward up to its second product."""
-    form = activation_of(block.activation)
+    form, drop = activation_of(block.activation), block.dropout
     inner = [block.inner] if block.factor is None else [block.inner, block.factor]
-    if form is None or not _are_alike(inner) or not _is_dropout(block.dropout):
+    if form is None or not _are_alike(inner):
+        return None
+    if training and drop if isinstance(drop, float) else not are_plain((drop,), *_DROPOUT):
         return None
     alone = form != RELU and block.factor is None
     return form if alone or block.inner._parameters.get("bias") is None else None
@@ -309,7 +289,7 @@ def ready(layers: Iterable[Layer], x: Tensor) -> list[Ready]:
             projects.append(form is not None and _are_alike(block.projections))
             joins.append(form is not None and block.join.is_plain())
         if form is not None and feed.outer.is_plain():
-            feeds = _expands(feed)
+            feeds = _expands(feed, layer.training)
         made.append(Ready(layer, form or _BY_MODULES, copies, projects, joins, feeds))
     copies.update(copies_of(made))
     return made
@@ -420,23 +400,22 @@ def copies_of(made: list[Ready]) -> Copies:
     return dict(zip(map(id, sources), copies, strict=True))
 
 
-class Of(NamedTuple):
-    """What the dropout of a block depends on, besides its probability."""
-
-    seed: Tensor | None
-    numbers: RowNumbers | None
-
-    def drawn(self, dropout: Any, training: bool, beside: Tensor) -> Drawn:
-        p = _probability(dropout, training)
-        if p == 0.0:
-            return Drawn(0.0, None, None)
-        return Drawn(p, seed_tensor("", self.seed, beside, optional=True), self.numbers)
+_NOT_DRAWN = (None, None, None)
+_NOT_NUMBERED = (None, None)
 
 
-def ofs(rows: Rows | None, module: Any, numbers: RowNumbers | None) -> list[Of]:
-    """For the ends of a layer's blocks; ``module`` is its first attention."""
-    seeds = None if rows is None else rows.seeds_of(module)
-    return [Of(seed, numbers) for seed in seeds or (None, None, None)]
+def _drawn(dropout: Any, training: bool, seed: Tensor | None, numbers: Any, x: Tensor) -> Drawn:
+    """What the dropout of rows like ``x`` depends on. A module knows by itself whether it trains,
+    a layer's number not."""
+    if isinstance(dropout, float):
+        p = dropout if training else 0.0
+    else:
+        p = dropout.p if dropout.training else 0.0
+    if p == 0.0:
+        return NO_DROPOUT
+    if seed is None:
+        seed = seed_tensor("", None, x, optional=True)
+    return Drawn(p, seed, numbers or _NOT_NUMBERED)
 
 
 def run_layer(
@@ -465,23 +444,24 @@ def _run_layer(
     hidden: Tensor,
     mask: Tensor | None,
     last: LastRows | None,
-    numbers: RowNumbers | None,
+    numbers: Any,
     kwargs: dict[str, Any],
     encoded: Tensor | None,
     encoded_mask: Tensor | None,
 ) -> Tensor:
     rows: Rows | None = kwargs.get(ROWS)
-    first, second, end = ofs(rows, made.layer.attentions[0].module, numbers)
+    module = made.layer.attentions[0].module
+    first, second, end = (None if rows is None else rows.seeds_of(module)) or _NOT_DRAWN
     if made.form.dtype is not None and hidden.dtype is not made.form.dtype:
         hidden = hidden.to(made.form.dtype)
     states = None
     if last is not None:
-        hidden, kwargs = last.attention_inputs(hidden)
-        mask, states = kwargs.pop("attention_mask"), kwargs.pop("encoder_hidden_states")
-    hidden, *_ = attend(made, 0, hidden, None, states, mask, first, kwargs)
+        hidden, states, mask = last.attention_inputs(hidden)
+        kwargs = {ROWS: replace(kwargs[ROWS], is_cut=True)}
+    hidden, *_ = attend(made, 0, hidden, None, states, mask, first, numbers, kwargs)
     if encoded is not None:
-        hidden, *_ = attend(made, 1, hidden, None, encoded, encoded_mask, second, kwargs)
-    hidden, _ = feed(made, hidden, None, end)
+        hidden, *_ = attend(made, 1, hidden, None, encoded, encoded_mask, second, numbers, kwargs)
+    hidden, _ = feed(made, hidden, None, end, numbers)
     return hidden
 
 
@@ -492,16 +472,18 @@ def attend(
     residual: Any,
     states: Any,
     mask: Tensor | None,
-    of: Of,
+    seed: Tensor | None,
+    numbers: Any,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, Any, Any]:
     """A block of attention: hidden [..., E] -> (the norm of a sum [..., E], the sum, the states).
 
     Args:
-        residual: [..., E] if norms come first; None = ``hidden``, and the sum is not returned.
+        residual: [..., E] if norms come first; None = ``hidden``, and no sum is returned.
         states: what key and value are of, [..., E]; None = ``hidden``. The next layer gets those
             that are returned, so that gradients are added by products.
         mask, kwargs: what the attention interface gets.
+        seed, numbers: of the dropout of hidden states.
     """
     block, form, copies = made.layer.attentions[index], made.form, made.copies
     shape, width = hidden.shape[:-1], hidden.shape[-1]
@@ -531,11 +513,11 @@ def attend(
         module, query, key, value, mask, dropout=dropout, scaling=module.scaling, **kwargs
     )
     context = context.flatten(-2)
+    training = made.layer.training
     if not made.joins[index]:
-        if block.by_modules is None:
-            return *block.join.added(block.join.dense(context), residual), states
-        return _like(block.by_modules(context, hidden), form), None, states
-    drawn = of.drawn(block.join.dropout, made.layer.training, context)
+        before = hidden if residual is None else residual
+        return *block.join.by_modules(context, before, training), states
+    drawn = _drawn(block.join.dropout, training, seed, numbers, context)
     before = given if residual is None else residual.reshape(given.shape)
     out, sum = join(context.flatten(0, -2), before, block.join, drawn, copies, form)
     return out.view(hidden.shape), None if residual is None else sum.view(hidden.shape), states
@@ -550,29 +532,26 @@ def _projected(modules: tuple[Any, ...], hidden: Tensor, states: Tensor) -> list
     return [query(hidden), *(heads if len(heads) == 2 else heads[0].chunk(2, -1))]
 
 
-def feed(made: Ready, hidden: Tensor, residual: Any, of: Of) -> tuple[Tensor, Any]:
+def feed(
+    made: Ready, hidden: Tensor, residual: Any, seed: Tensor | None, numbers: Any
+) -> tuple[Tensor, Any]:
     """A block of two products: hidden [..., E] -> (the norm of a sum [..., E], the sum).
 
     Args:
-        residual: as of ``attend``.
+        residual, seed, numbers: as of ``attend``.
     """
     block, training, copies = made.layer.feed_forward, made.layer.training, made.copies
     if not made.feeds:
-        out = block.by_modules(hidden)
-        if residual is None:
-            return _like(out, made.form), None
-        return block.outer.added(out, residual)
-    within = Drawn(_probability(block.dropout, training), None, of.numbers)
+        before = hidden if residual is None else residual
+        return block.outer.by_modules(block.by_modules(hidden, training), before, training)
+    drop, within = block.dropout, NO_DROPOUT
+    if not isinstance(drop, float) and drop.training:
+        within = Drawn(drop.p, None, numbers or _NOT_NUMBERED)
     active, given = expand(hidden.flatten(0, -2), block, made.feeds, within, copies, made.form)
-    drawn = of.drawn(block.outer.dropout, training, hidden)
+    drawn = _drawn(block.outer.dropout, training, seed, numbers, hidden)
     before = given if residual is None else residual.reshape(given.shape)
     out, sum = join(active, before, block.outer, drawn, copies, made.form)
     return out.view(hidden.shape), None if residual is None else sum.view(hidden.shape)
-
-
-def _like(x: Tensor, form: Form) -> Tensor:
-    """What modules gave, for the functions: under autocast norms of PyTorch give fp32 on a GPU."""
-    return x if form.dtype is None else x.to(form.dtype)
 
 
 # --- a stack whose norms come first ---------------------------------------------------------------
@@ -639,16 +618,18 @@ def run_blocks(
     numbers = None if rows is None else rows.numbers
     dtype = made[0].form.dtype
     hidden = hidden if dtype is None else hidden.to(dtype)
-    normed, (states, mask_of_states) = _like(norm(hidden), made[0].form), crossed
+    normed, (states, mask_of_states) = norm(hidden), crossed
+    normed = normed if dtype is None else normed.to(dtype)
 
     def run(one: Ready, normed: Any, hidden: Any, states: Any, table: Any) -> tuple[Any, ...]:
-        first, second, end = ofs(rows, one.layer.attentions[0].module, numbers)
+        module = one.layer.attentions[0].module
+        first, second, end = (None if rows is None else rows.seeds_of(module)) or _NOT_DRAWN
         given = kwargs if biased is None else kwargs | biased(table)
-        normed, hidden, _ = attend(one, 0, normed, hidden, None, mask, first, given)
+        normed, hidden, _ = attend(one, 0, normed, hidden, None, mask, first, numbers, given)
         if states is not None:
-            others = mask_of_states, second, of_states
+            others = mask_of_states, second, numbers, of_states
             normed, hidden, states = attend(one, 1, normed, hidden, states, *others)
-        return *feed(one, normed, hidden, end), states
+        return *feed(one, normed, hidden, end, numbers), states
 
     for one, block in zip(made, blocks, strict=True):
         call = partial(on_rows, numbers, run)
@@ -658,295 +639,7 @@ def run_blocks(
     return normed
 
 
-# --- products and weights -------------------------------------------------------------------------
-
-
-def _multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[M, K], [K, N], [N] -> [M, N], ``a b + bias``."""
-    if a.device.type == "cpu":
-        return product(a, b, bias, forced=requested("linear") == "cpp")
-    return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
-
-
-def _add_product(sum: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """``sum + a b``, written over ``sum``, which nobody else holds."""
-    if sum is None:
-        return _multiply(a, b)
-    # What must have no gradient is a view: see ``once_differentiable``.
-    return sum + torch.mm(a, b) if sum.requires_grad else sum.addmm_(a, b)
-
-
-def _of_weight(grad: Tensor, input: Tensor, dtype: torch.dtype, turned: bool) -> Tensor:
-    """The gradient of a weight [M, K], or [K, M] if it is turned, of gradients [N, M] and inputs
-    [N, K]."""
-    if turned:
-        grad, input = input, grad
-    if dtype is not torch.float32 or dtype is grad.dtype or grad.device.type == "cpu":
-        return _multiply(grad.t(), input).to(dtype)
-    return torch.mm(grad.t(), input, out_dtype=dtype)  # cuBLAS rounds its sums to fp32 alone
-
-
-# --- query, key and value -------------------------------------------------------------------------
-
-
-class _Project(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, sizes: list[int], turned: bool, count: int, *given: Any
-    ) -> Any:
-        """x [N, E]; the sizes of the outputs; ``count`` pairs of weight [M, E] and bias [M], of
-        that many products; the weights and biases of which they are copies or parts."""
-        read, parameters = given[: 2 * count], given[2 * count :]
-        ctx.save_for_backward(x, *read[::2])
-        ctx.dtypes = [None if one is None else one.dtype for one in parameters[:2]]
-        ctx.sizes, ctx.turned, ctx.pairs = sizes, turned, len(parameters) // 2
-        ctx.set_materialize_grads(False)
-        products = zip(read[::2], read[1::2], strict=True)
-        outs = [_multiply(x, weight.t(), bias) for weight, bias in products]
-        if count < len(sizes):
-            outs = [*outs[0].split_with_sizes(sizes, 1)]
-        return *outs, x.view_as(x)
-
-    @staticmethod
-    @once_differentiable(NORM.name)
-    def backward(ctx: Any, saved: Any, *grads: Any) -> Any:
-        (x, *weights), needs, of_x = saved, ctx.needs_input_grad, grads[-1]
-        count, sizes, pairs = len(weights), ctx.sizes, ctx.pairs
-        found, first = [None] * 2 * pairs, 4 + 2 * count
-        each, own = len(sizes) // count, pairs // count  # outputs and parameters of one product
-        for at, weight in enumerate(weights):
-            part = slice(at * each, (at + 1) * each)
-            if all(map(is_none, grads[part])):
-                continue
-            grad = _side_by_side(grads[part], sizes[part], x)
-            begin, end = 2 * at * own, 2 * (at + 1) * own
-            places = slice(begin, end, 2), slice(begin + 1, end, 2)
-            rows = sizes[part] if own > 1 else [grad.shape[1]]
-            if any(needs[first:][places[0]]):
-                of_weight = _of_weight(grad, x, ctx.dtypes[0], ctx.turned)
-                found[places[0]] = of_weight.split_with_sizes(rows, int(ctx.turned))
-            if any(needs[first:][places[1]]):
-                sums = grad.sum(0, dtype=torch.float32).to(ctx.dtypes[1])
-                found[places[1]] = sums.split_with_sizes(rows)
-            if needs[0]:
-                of_x = _add_product(of_x, grad, weight)
-        return of_x, None, None, None, *[None] * 2 * count, *found
-
-
-def _side_by_side(grads: Sequence[Any], sizes: list[int], x: Tensor) -> Tensor:
-    """[N, M] of gradients of its columns. Attention on a GPU has written them side by side."""
-    if len(grads) == 1:
-        return grads[0]
-    grads, rows = list(grads), x.shape[0]
-    for at, size in enumerate(sizes):
-        if grads[at] is None:
-            grads[at] = x.new_zeros(rows, size)
-    first, width = grads[0], sum(sizes)
-    place, storage = first.storage_offset(), first.untyped_storage()._cdata
-    for one, size in zip(grads, sizes, strict=True):
-        if (
-            one.untyped_storage()._cdata != storage
-            or one.stride() != (width, 1)
-            or one.storage_offset() != place
-        ):
-            return torch.cat(grads, 1)
-        place += size
-    return first.as_strided((rows, width), (width, 1))
-
-
-# --- the ends of blocks ---------------------------------------------------------------------------
-
-
-class Drawn(NamedTuple):
-    """What dropout of hidden states depends on."""
-
-    p: float
-    seed: Tensor | None
-    numbers: RowNumbers | None  # of the rows; None: elements are counted
-
-    @property
-    def indices(self) -> tuple[Tensor | None, Tensor | None]:
-        numbers = self.numbers if self.seed is not None else None
-        return (None, None) if numbers is None else (numbers.sample_index, numbers.position)
-
-
-def _normed(x: Tensor, residual: Tensor, norm: Any, backend: str) -> tuple[Tensor, Tensor]:
-    weight, bias, linear_bias, drawn, eps = norm
-    call = Norm(
-        *(x, residual, weight, bias, linear_bias),
-        *(drawn.seed, *drawn.indices, drawn.p, eps, bias is None),
-    )
-    return NORM.run(call, backend)
-
-
-def _gradients_of_norm(
-    grad: Tensor | None,
-    grad_sum: Tensor | None,
-    sum: Tensor,
-    norm: Any,
-    backend: str,
-    needs: tuple[bool, ...],
-) -> tuple[Tensor, ...]:
-    """Gradients of the product, the residual, the weight, the bias and the product's bias.
-
-    The first two are one tensor where nothing is dropped.
-    """
-    weight, bias, linear_bias, drawn, eps = norm
-    grad = torch.zeros_like(sum) if grad is None else grad.contiguous()
-    grad_sum = None if grad_sum is None else grad_sum.contiguous()
-    saved = SavedNorm(
-        *(sum, weight, bias, linear_bias, grad_sum),
-        *(drawn.seed, *drawn.indices, drawn.p, eps, bias is None),
-        *(drawn.p > 0.0, True, *needs),
-    )
-    of_x, of_residual, *others = NORM.gradients(grad, saved, backend)
-    return of_x if drawn.p > 0.0 else of_residual, of_residual, *others
-
-
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor,
-        read: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        norm_weight: Tensor,
-        norm_bias: Tensor | None,
-        drawn: Drawn,
-        eps: float,
-        backend: str,
-        turned: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """x [N, K], residual [N, E], and the weight that the product reads; -> (norm [N, E], sum).
-
-        Without ``norm_bias`` the norm is T5's.
-        """
-        norm = norm_weight, norm_bias, bias, drawn, eps
-        out, sum = _normed(_multiply(x, read.t()), residual, norm, backend)
-        ctx.save_for_backward(x, read, sum, *norm[:3])
-        ctx.others, ctx.backend, ctx.dtype, ctx.turned = norm[3:], backend, weight.dtype, turned
-        ctx.set_materialize_grads(False)
-        return out, sum
-
-    @staticmethod
-    @once_differentiable(NORM.name)
-    def backward(ctx: Any, saved: Any, grad: Tensor | None, grad_sum: Tensor | None) -> Any:
-        x, read, sum, *norm = saved
-        needs = ctx.needs_input_grad
-        norm = (*norm, *ctx.others)
-        of_product, of_residual, *of_norm = _gradients_of_norm(
-            grad, grad_sum, sum, norm, ctx.backend, (needs[5], needs[6], needs[4])
-        )
-        of_x = _multiply(of_product, read) if needs[0] else None
-        of_weight = _of_weight(of_product, x, ctx.dtype, ctx.turned) if needs[3] else None
-        others = zip((of_norm[2], of_norm[0], of_norm[1]), needs[4:7], strict=True)
-        of_weights = [of_weight, *[one if need else None for one, need in others]]
-        return of_x, of_residual, None, *of_weights, *[None] * 4
-
-
-# --- between the products of a feed-forward -------------------------------------------------------
-
-
-class _Expand(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        activation: str,
-        drawn: Drawn,
-        backend: str,
-        bias: Tensor | None,
-        turned: bool,
-        count: int,
-        *given: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """x [N, E]; ``count`` weights [F, E] that products read, and those of which they are
-        copies; -> (what the second product reads [N, F], ``x`` as the residual)."""
-        read, parameters = given[:count], given[count:]
-        first, *factor = [_multiply(x, one.t()) for one in read]
-        if activation == RELU:
-            active = first.relu_()
-        else:
-            active = BIAS_GELU.run(BiasGelu(first, bias, activation), backend)
-        out, choice = active * factor[0] if factor else active, None
-        if drawn.p > 0.0:
-            out, choice = _drop(out, drawn)
-        # The output of a ReLU says where its input is positive.
-        between = (out,) if activation == RELU and not factor else (first, bias, choice)
-        ctx.save_for_backward(x, *read, *between, *factor, *([active] if factor else []))
-        ctx.others, ctx.turned = (activation, drawn, backend), turned
-        ctx.dtypes = [one.dtype for one in parameters]
-        ctx.set_materialize_grads(False)
-        return out, x.view_as(x)
-
-    @staticmethod
-    @once_differentiable(NORM.name)
-    def backward(ctx: Any, saved: Any, grad: Tensor | None, of_x: Tensor | None) -> Any:
-        (x, *saved), needs, of_bias = saved, ctx.needs_input_grad, None
-        (activation, drawn, backend), count = ctx.others, len(ctx.dtypes)
-        read, between = saved[:count], saved[count:]
-        found: list[Any] = [None] * count
-        if grad is None:
-            return of_x, *[None] * (6 + 2 * count)
-        if len(between) == 1:
-            # An ELU whose lower part is 0: its scale is that of dropout.
-            grads = [torch.ops.aten.elu_backward(grad, 0, _scale(drawn, grad), 0, True, *between)]
-        else:
-            first, bias, choice, *gated = between
-            grad = grad if choice is None else _drop_again(grad, choice, drawn)
-            grads = [grad * one for one in gated] or [grad]
-            if activation == RELU:
-                grads[0] = torch.ops.aten.threshold_backward(grads[0], first, 0)
-            else:
-                saved_gelu = SavedGelu(first, bias, activation, needs[4])
-                grads[0], of_bias = BIAS_GELU.gradients(grads[0], saved_gelu, backend)
-        for at, (one, weight) in enumerate(zip(grads, read, strict=True)):
-            if needs[7 + count + at]:
-                found[at] = _of_weight(one, x, ctx.dtypes[at], ctx.turned)
-            if needs[0]:
-                of_x = _add_product(of_x, one, weight)
-        of_bias = of_bias if needs[4] else None
-        return of_x, None, None, None, of_bias, None, None, *[None] * count, *found
-
-
-def _drop(x: Tensor, drawn: Drawn) -> tuple[Tensor, Tensor]:
-    """Dropout of ``x``, and what repeats its choice: on a GPU PyTorch's mask, else a seed."""
-    if x.is_cuda:
-        return torch.native_dropout(x, drawn.p, True)
-    seed = seed_tensor("", None, x, optional=True)
-    return _drop_again(x, seed, drawn), seed
-
-
-def _drop_again(x: Tensor, choice: Tensor, drawn: Drawn) -> Tensor:
-    if x.is_cuda:
-        return torch.ops.aten.native_dropout_backward(x, choice, _scale(drawn, x))
-    sample_index, position = drawn._replace(seed=choice).indices
-    numbers = dict(sample_index=sample_index, position=position)
-    return ops.dropout(x, drawn.p, seed=choice, **numbers)
-
-
-def _scale(drawn: Drawn, x: Tensor) -> float:
-    """What dropout multiplies that it keeps by."""
-    if x.is_cuda:
-        return 1 / (1 - drawn.p) if drawn.p < 1.0 else 0.0
-    return dropout_scale(dropout_threshold(drawn.p))
-
-
-def _applied(kind: Any) -> Callable[..., Any]:
-    apply = applied(kind)
-
-    def call(*given: Any) -> Any:
-        if torch.is_inference_mode_enabled():  # inside of it gradients may be "enabled"
-            with torch.no_grad():
-                return apply(*given)
-        return apply(*given)
-
-    return call
-
-
-_project, _join, _expand = map(_applied, (_Project, _Join, _Expand))
+# --- from modules to the functions ----------------------------------------------------------------
 
 
 def project(
@@ -955,19 +648,19 @@ def project(
     """The outputs [N, M] of linear modules, or the parts of that of one module, and ``x`` [N, E] as
     the residual of what follows."""
     parameters: list[Any] = []
+    read: list[Any] = []
     sizes, turned = [], type(modules[0]) in _CONV1D
     for module in modules:
-        own = module._parameters
-        parameters += (own["weight"], own["bias"])
-        sizes.append(own["weight"].shape[turned])
+        weight, bias = module._parameters["weight"], module._parameters["bias"]
+        parameters += (weight, bias)
+        sizes.append(weight.shape[turned])
+        copy = copies.get(id(weight), weight)
+        read += (copy.t() if turned else copy, copies.get(id(bias), bias))
     if len(sizes) < outputs:
         sizes = [sizes[0] // outputs] * outputs
-    read: list[Any] = [copies.get(id(one), one) for one in parameters]
-    if turned:
-        read[::2] = [one.t() for one in read[::2]]
-    elif id(parameters[0]) in copies:
+    if not turned and id(parameters[0]) in copies:
         read = [_joined(read[::2]), None if read[1] is None else _joined(read[1::2])]
-    return _project(x, sizes, turned, len(read) // 2, *read, *parameters)
+    return _functions.project(x, sizes, turned, len(read) // 2, *read, *parameters)
 
 
 def _joined(copies: list[Tensor]) -> Tensor:
@@ -984,17 +677,12 @@ def join(
     x: Tensor, residual: Tensor, end: Join, drawn: Drawn, copies: Copies, form: Form
 ) -> tuple[Tensor, Tensor]:
     """(the norm, the sum) of ``residual + dropout(dense(x))``: [N, K], [N, E] -> [N, E] twice."""
-    own, norm = end.dense._parameters, end.norm._parameters
-    return _join(
-        *(x, residual, _read(end.dense, copies), own["weight"], own["bias"]),
-        *(
-            norm["weight"],
-            norm.get("bias"),
-            drawn,
-            end.eps,
-            form.backend,
-            type(end.dense) in _CONV1D,
-        ),
+    own, norm, turned = end.dense._parameters, end.norm._parameters, type(end.dense) in _CONV1D
+    weight, eps = own["weight"], end.norm.eps if end.rms is None else end.norm.variance_epsilon
+    read = copies.get(id(weight), weight)
+    return _functions.join(
+        *(x, residual, read.t() if turned else read, weight, own["bias"]),
+        *(norm["weight"], norm.get("bias"), drawn, eps, form.backend, turned),
     )
 
 
@@ -1002,10 +690,13 @@ def expand(
     x: Tensor, block: FeedForward, activation: str, drawn: Drawn, copies: Copies, form: Form
 ) -> tuple[Tensor, Tensor]:
     """What the outer product reads: [N, E] -> [N, F]; and ``x`` as the residual of what follows."""
-    modules = [block.inner] if block.factor is None else [block.inner, block.factor]
-    weights = [one._parameters["weight"] for one in modules]
-    return _expand(
+    read, weights, turned = [], [], type(block.inner) in _CONV1D
+    for one in (block.inner,) if block.factor is None else (block.inner, block.factor):
+        weight = one._parameters["weight"]
+        copy = copies.get(id(weight), weight)
+        read.append(copy.t() if turned else copy)
+        weights.append(weight)
+    return _functions.expand(
         *(x, activation, drawn, form.backend, block.inner._parameters["bias"]),
-        *(type(block.inner) in _CONV1D, len(weights)),
-        *(*[_read(one, copies) for one in modules], *weights),
+        *(turned, len(weights), *read, *weights),
     )

@@ -240,14 +240,13 @@ class Rows(_Movable):
     layers: dict[int, Any] = field(default_factory=dict)  # see ``_layer.of_one_forward``
     seeds: Tensor | None = None  # int64 [layers, 5], of dropout; see ``draw_seeds``
     number_of_layer: int | None = None  # where the layers have no ``layer_idx``
+    is_cut: bool = False  # whether the queries of an attention are ``last``
 
     def number(
         self, given: Tensor, sample_index: Tensor | None, cu_seqlens: Tensor | None, hidden: bool
     ) -> None:
         """Let dropout depend on the samples: that of attention and, if ``hidden``, of all rows."""
         self.sample_index = sample_index
-        if self.last is not None:
-            self.last.sample_index = sample_index
         if hidden:
             self.numbers = numbers_of_rows(given, sample_index, self.own, cu_seqlens)
 
@@ -267,8 +266,6 @@ class Rows(_Movable):
         if not any(getattr(model.config, name, 0.0) for name in DROPOUTS):
             return
         self.seeds = torch.randint(2**63 - 1, (len(layers), 5), device=given.device)
-        if self.last is not None:
-            self.last.seeds, self.last.number_of_layer = self.seeds, layers[-1]
 
     @property
     def matters(self) -> bool:
@@ -294,15 +291,13 @@ class Rows(_Movable):
 
         In a decoder with an encoder, the attention that is not causal is the cross-attention.
         """
-        own = self.own
+        own, last = self.own, self.last
+        if self.is_cut and last is not None:
+            return last.cu_seqlens_q, last.cu_seqlens_k, last.max_seqlen_q, last.max_seqlen_k
         if own is None:
             return None
         keys = own if causal or self.cross is None else self.cross
         return own.cu_seqlens, keys.cu_seqlens, own.max_seqlen, keys.max_seqlen
-
-    def in_layer(self, index: int) -> LastRows | None:
-        """The rows of layer ``index`` if it is the last one and computes only some; else None."""
-        return self.last if self.last is not None and self.last.layer == index else None
 
     def of_others(self) -> Rows:
         return replace(self, last=None)
@@ -317,10 +312,7 @@ class Rows(_Movable):
 
 @dataclass
 class LastRows(_Movable):
-    """The rows that the last layer computes. Its keys and values come from all rows.
-
-    The attention of that layer gets this object instead of ``Rows``.
-    """
+    """The rows that the last layer computes. Its keys and values come from all rows."""
 
     layer: int  # the ``layer_idx`` of that layer
     source: Tensor  # int64 [P], rows of the layer's input, flattened; -1 in unused slots
@@ -330,9 +322,6 @@ class LastRows(_Movable):
     max_seqlen_k: int  # an upper bound of their number
     key_mask: Tensor | None  # bool [N], None = all
     rank: Tensor  # int64 [B * T], the index of a flat position in ``source``, -1 if not there
-    sample_index: Tensor | None = None  # as in ``Rows``
-    seeds: Tensor | None = None  # as in ``Rows``
-    number_of_layer: int | None = None  # that of its seeds
 
     @classmethod
     def of(
@@ -374,18 +363,12 @@ class LastRows(_Movable):
             keys = (ragged.cu_seqlens, ragged.max_seqlen, ragged.key_mask)
         return cls(layer, source, cu_seqlens_q, longest, *keys, rank)
 
-    def lengths(self, causal: bool) -> tuple[Tensor, Tensor, int, int]:
-        return self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k
-
-    def attention_inputs(self, hidden_states: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        """(the query rows [1, P, E] of a layer's input [..., E], the attention's other arguments).
-
-        The attention is then called like cross-attention.
-        """
+    def attention_inputs(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(what queries [1, P, E], keys and values [1, N, E] are of, the mask) of an attention, of
+        the layer's input [..., E]. It is called like cross-attention."""
         states = hidden_states.flatten(0, -2)
         mask = None if self.key_mask is None else made_for_one_forward(self.key_mask[None])
-        others = {"encoder_hidden_states": states[None], "attention_mask": mask, "rows": self}
-        return ops.gather_rows(states, self.source)[None], others
+        return ops.gather_rows(states, self.source)[None], states[None], mask
 
 
 def numbers_of_rows(

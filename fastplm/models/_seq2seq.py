@@ -37,9 +37,9 @@ from fastplm.models._base import (
 from fastplm.models._encoder import cross_inputs
 from fastplm.models._heads import (
     REDUCTIONS,
+    Head,
+    LabelledRows,
     ScaledLoss,
-    mean_of_labelled,
-    requested_rows,
     shape_of,
     wants_logits,
 )
@@ -56,13 +56,10 @@ from fastplm.models._ragged import (
     for_caller,
     mask_at,
     padded,
-    rows_at,
     rows_computed,
-    slots_of_labels,
     unpadded,
     until_last,
 )
-from fastplm.nn._rows import IGNORE_INDEX, as_tokens, labels_at, vocabulary_loss
 from fastplm.nn.dropout import on_rows
 
 _CACHING = ("past_key_values", "use_cache")
@@ -429,58 +426,37 @@ class ConditionalGeneration(FastplmModel):
             ArgumentValueError, ArgumentTypeError: wrong shapes, dtypes or (on the CPU) ids.
         """
         check_choice(type(self).__name__, "reduction", reduction, REDUCTIONS)
-        lookup = TiedLookup(self.lm_head, self._embedding_kind)
-        positions = targets = None
+        loss = logits = labelled = None
         all_rows = wants_logits(self, output_logits, labels)
         if labels is not None:
             check_tensor(type(self).__name__, "labels", labels)
             use_cache = bool(use_cache) and self._caches_beside_loss
             if shape_of(inputs, "decoder_") is None:
                 inputs["decoder_input_ids"] = self.prepare_decoder_input_ids_from_labels(labels)
-            shape = shape_of(inputs, "decoder_")
-            assert shape is not None
-            labels = as_tokens(type(self).__name__, labels, shape)
-            slots = None
-            if loss_positions is None:
-                sides = partial(self._sides, inputs, all_rows)
-                slots = slots_of_labels(labels, inputs, sides, "decoder_unpad", waits=False)
-            positions, targets = labels_at(
-                *(type(self).__name__, labels, shape, loss_positions),
+            labelled = LabelledRows(
+                *(self, labels, inputs, loss_positions),
+                all_rows=all_rows,
                 exact=reduction != "mean",
-                slots=slots,
+                waits=False,
                 argument="loss_positions",
+                side="decoder_",
             )
-            inputs["lookup"] = lookup
-            if all_rows:
-                inputs["extra_rows"] = labels != IGNORE_INDEX
-            else:
-                inputs["output_rows"] = positions
         outputs = self._backbone(use_cache=use_cache, return_dict=True, **inputs)
         hidden = outputs.last_hidden_state
         if all_rows:
             hidden = padded(hidden, inputs.get("decoder_unpad"))
-        hidden = self._scaled_rows(hidden)
-        bias = self._logits_bias()
-        loss = logits = None
-        if positions is not None and targets is not None:
-            rows = rows_at(hidden, positions) if all_rows else hidden
-            loss = vocabulary_loss(
-                requested_rows(self, rows, positions),
-                self.lm_head,
-                targets,
-                num_items_in_batch,
-                lookup.weight,
-                bias,
-                dense=True,
-                reduction=reduction,
-            )
-            if all_rows and reduction == "mean":
-                loss = mean_of_labelled(self, loss, targets, num_items_in_batch)
+        hidden, bias = self._scaled_rows(hidden), self._logits_bias()
+        if labelled is not None:
+            options: Any = dict(dense=True, reduction=reduction, bias=bias)
+            loss = labelled.loss(hidden, num_items_in_batch, **options)
         if all_rows:
             logits = self.lm_head(hidden)
             logits = logits if bias is None else logits + bias
         others = {key: value for key, value in outputs.items() if key != "last_hidden_state"}
         return Seq2SeqLMOutput(loss=loss, logits=logits, **others)
+
+    def _head(self) -> Head:
+        return None, self.lm_head
 
     def _sides(self, inputs: dict[str, Any], all_rows: bool, labelled: Tensor) -> dict[str, Side]:
         """What encoder and decoder count, for ``slots_of_labels``."""

@@ -32,7 +32,6 @@ Source: Lan et al. 2019 (arXiv 1909.11942).
 
 from __future__ import annotations
 
-import functools
 import os
 from typing import Any
 
@@ -186,18 +185,10 @@ class AlbertLayer(EncoderLayer, GradientCheckpointingLayer, modeling_albert.Albe
             dropout=within["attention_dropout"].p,
             projections=(within["query"], within["key"], within["value"]),
             join=Join(within["dense"], within["LayerNorm"], within["output_dropout"]),
-            by_modules=functools.partial(_joined, attention),
         )
         ends = Join(own["ffn_output"], own["full_layer_layer_norm"], 0.0)
-        feed_forward = FeedForward(own["ffn"], own["activation"], ends, self._feed_forward)
+        feed_forward = FeedForward(own["ffn"], own["activation"], ends)
         return Layer((block,), feed_forward, self.training)
-
-    def _feed_forward(self, hidden: Tensor) -> Tensor:
-        return self.full_layer_layer_norm(self.ff_chunk(hidden) + hidden)
-
-
-def _joined(attention: Any, context: Tensor, residual: Tensor) -> Tensor:
-    return attention.LayerNorm(residual + attention.output_dropout(attention.dense(context)))
 
 
 @drop_in

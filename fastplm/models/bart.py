@@ -5,7 +5,6 @@ Source: Lewis et al. 2019 (arXiv 1910.13461).
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -53,7 +52,7 @@ class _Layer(OnRows):
 
     def _parts(self: Any) -> Layer | None:
         """The modules that run; None if what is around them is not as it was made."""
-        own, training = self._modules, self.training
+        own = self._modules
         attentions = [(own["self_attn"], own["self_attn_layer_norm"])]
         if "encoder_attn" in own:
             attentions.append((own["encoder_attn"], own["encoder_attn_layer_norm"]))
@@ -67,44 +66,13 @@ class _Layer(OnRows):
             parts = module._modules
             join = Join(parts["out_proj"], norm, float(self.dropout))
             projections = parts["q_proj"], parts["k_proj"], parts["v_proj"]
-            by_modules = functools.partial(self._joined, module, norm)
-            blocks.append(
-                Attention(module, module.head_dim, module.dropout, projections, join, by_modules)
-            )
-        ends = Join(own["fc2"], own["final_layer_norm"], float(self.dropout))
-        drops = training and self.activation_dropout > 0.0
-        activation = None if drops else own.get("activation_fn", self.activation_fn)
-        return Layer(
-            tuple(blocks), FeedForward(own["fc1"], activation, ends, self._feed_forward), training
-        )
+            blocks.append(Attention(module, module.head_dim, module.dropout, projections, join))
+        end = Join(own["fc2"], own["final_layer_norm"], float(self.dropout))
+        activation = own.get("activation_fn", self.activation_fn)
+        between = float(self.activation_dropout)
+        feed_forward = FeedForward(own["fc1"], activation, end, dropout=between)
+        return Layer(tuple(blocks), feed_forward, self.training)
 
-    def _dropped(self: Any, hidden: Tensor) -> Tensor:
-        return dropout(hidden, self.dropout, self.training)
-
-    def _joined(self, module: Any, norm: Any, context: Tensor, residual: Tensor) -> Tensor:
-        return norm(residual + self._dropped(module.out_proj(context)))
-
-    def _feed_forward(self: Any, hidden: Tensor) -> Tensor:
-        inner = self.activation_fn(self.fc1(hidden))
-        inner = dropout(inner, self.activation_dropout, self.training)
-        return self.final_layer_norm(hidden + self._dropped(self.fc2(inner)))
-
-
-class _ComputesEncoderLayer:
-    def forward(self: Any, hidden_states: Tensor, attention_mask: Tensor, **kwargs: Any) -> Tensor:
-        made = ready_layer(self, kwargs.get("rows"), hidden_states)
-        if made is not None:
-            return run_layer(made, hidden_states, attention_mask, None, kwargs)
-        attended, _ = self.self_attn(hidden_states, attention_mask=attention_mask, **kwargs)
-        hidden = self.self_attn_layer_norm(hidden_states + self._dropped(attended))
-        hidden = self._feed_forward(hidden)
-        if hidden.dtype is torch.float16 and not hidden.isfinite().all():
-            most = torch.finfo(hidden.dtype).max - 1000
-            hidden = hidden.clamp(-most, most)
-        return hidden
-
-
-class _ComputesDecoderLayer:
     def forward(
         self: Any,
         hidden_states: Tensor,
@@ -112,7 +80,7 @@ class _ComputesDecoderLayer:
         encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Tensor | None = None,
         past_key_values: Any = None,
-        use_cache: bool | None = True,
+        use_cache: bool | None = None,
         **kwargs: Any,
     ) -> Tensor:
         made = None
@@ -121,18 +89,29 @@ class _ComputesDecoderLayer:
         if made is not None:
             crossed = (encoder_hidden_states, encoder_attention_mask)
             return run_layer(made, hidden_states, attention_mask, None, kwargs, crossed)
-        kwargs["past_key_values"] = past_key_values
+        if past_key_values is not None:
+            kwargs["past_key_values"] = past_key_values
         attended, _ = self.self_attn(hidden_states, attention_mask=attention_mask, **kwargs)
         hidden = self.self_attn_layer_norm(hidden_states + self._dropped(attended))
         if encoder_hidden_states is not None:
             others = {"key_value_states": encoder_hidden_states, **kwargs}
             attended, _ = self.encoder_attn(hidden, attention_mask=encoder_attention_mask, **others)
             hidden = self.encoder_attn_layer_norm(hidden + self._dropped(attended))
-        return self._feed_forward(hidden)
+        inner = self.activation_fn(self.fc1(hidden))
+        inner = dropout(inner, self.activation_dropout, self.training)
+        hidden = self.final_layer_norm(hidden + self._dropped(self.fc2(inner)))
+        halves = hidden.dtype is torch.float16 and not hasattr(self, "encoder_attn")
+        if halves and not hidden.isfinite().all():  # as in the parent's encoder
+            most = torch.finfo(hidden.dtype).max - 1000
+            hidden = hidden.clamp(-most, most)
+        return hidden
+
+    def _dropped(self: Any, hidden: Tensor) -> Tensor:
+        return dropout(hidden, self.dropout, self.training)
 
 
-BartEncoderLayer = joined(_Layer, _ComputesEncoderLayer, modeling_bart.BartEncoderLayer)
-BartDecoderLayer = joined(_Layer, _ComputesDecoderLayer, modeling_bart.BartDecoderLayer)
+BartEncoderLayer = joined(_Layer, modeling_bart.BartEncoderLayer)
+BartDecoderLayer = joined(_Layer, modeling_bart.BartDecoderLayer)
 
 
 class _AddsPositions(Stack):

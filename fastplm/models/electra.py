@@ -182,5 +182,6 @@ class ElectraForMultipleChoice(_heads.MultipleChoice, transformers.ElectraForMul
 
     def forward(self, **inputs: Any) -> Any:
         if self.sequence_summary.summary_type != "first":
-            inputs.update(output_rows=None, unpad=False)
+            _heads.set_output_rows(self, inputs, None)
+            inputs["unpad"] = False
         return super().forward(**inputs)

@@ -18,8 +18,13 @@ from transformers.utils.generic import can_return_tuple
 from fastplm import ops
 from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor, values_are_known
 from fastplm.errors import UnsupportedError, check_choice, fail
+from fastplm.models import (
+    ELECTRA_GENERATORS,
+    ELECTRA_OBJECTIVES,
+    ELECTRA_SECOND_STAGES,
+    ELECTRA_SHARINGS,
+)
 from fastplm.models._base import FastplmModel, TiedLookup, check_input_ids, check_parts
-from fastplm.models._electra_options import GENERATORS, OBJECTIVES, SECOND_STAGES, SHARINGS
 from fastplm.models._ragged import Unpad, backbone_unpad, rows_at, slots_of_labels, unpadded
 from fastplm.models.electra import ElectraForMaskedLM, ElectraForPreTraining
 from fastplm.nn._rows import IGNORE_INDEX, as_normalizer, batch_share, is_plain, labelled_positions
@@ -122,10 +127,10 @@ class ElectraJointConfig(PreTrainedConfig):
     def check_options(self) -> None:
         """Raise an error for unknown options, and for options that cannot be combined."""
         where = "ElectraJointConfig"
-        check_choice(where, "embedding_sharing", self.embedding_sharing, SHARINGS)
-        check_choice(where, "objective", self.objective, OBJECTIVES)
-        check_choice(where, "generator_type", self.generator_type, GENERATORS)
-        check_choice(where, "second_stage_from", self.second_stage_from, SECOND_STAGES)
+        check_choice(where, "embedding_sharing", self.embedding_sharing, ELECTRA_SHARINGS)
+        check_choice(where, "objective", self.objective, ELECTRA_OBJECTIVES)
+        check_choice(where, "generator_type", self.generator_type, ELECTRA_GENERATORS)
+        check_choice(where, "second_stage_from", self.second_stage_from, ELECTRA_SECOND_STAGES)
         if self.adversarial:
             for name, wanted in (("generator_type", ("model",)), ("stage", (None,)), _REWARDING):
                 value = getattr(self, name)

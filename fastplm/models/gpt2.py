@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -140,7 +139,7 @@ class _Blocks(Blocks):
             if not nothing_hides_modules(block, inner, *(one for one, _ in attentions)):
                 return None
             end = Join(inner.c_proj, norm, inner.dropout)
-            feed_forward = FeedForward(inner.c_fc, inner.act, end, partial(_fed, inner))
+            feed_forward = FeedForward(inner.c_fc, inner.act, end)
             made = tuple(_attention(*one) for one in attentions)
             layers.append(Layer(made, feed_forward, self.training))
         return layers
@@ -152,10 +151,6 @@ def _attention(module: Any, norm: Any) -> Attention:
     projections = (module.q_attn, module.c_attn) if crosses else (module.c_attn,)
     join = Join(module.c_proj, norm, module.resid_dropout)
     return Attention(module, module.head_dim, module.attn_dropout.p, projections, join)
-
-
-def _fed(mlp: Any, hidden: Tensor) -> Tensor:
-    return mlp.c_proj(mlp.act(mlp.c_fc(hidden)))
 
 
 stand_for(

@@ -117,10 +117,9 @@ class Block(OnRows, modeling_openai.Block):
         attention = AttentionBlock(
             *(attn, attn.split_size // attn.n_head, attn.attn_dropout, (attn.c_attn,)),
             Join(attn.c_proj, first, attn.resid_dropout),
-            lambda context, x: first(x + attn.resid_dropout(attn.c_proj(context))),
         )
         end = Join(mlp.c_proj, second, mlp.dropout)
-        feed_forward = FeedForward(mlp.c_fc, mlp.act, end, lambda x: second(x + mlp(x)))
+        feed_forward = FeedForward(mlp.c_fc, mlp.act, end)
         return Layer((attention,), feed_forward, self.training)
 
 

@@ -245,8 +245,11 @@ def _feed_forward(dense: Any, norm: Any, dropout: Any) -> FeedForward | None:
         return None
     gated = type(dense) is T5DenseGatedActDense
     inner, factor = (dense.wi_0, dense.wi_1) if gated else (dense.wi, None)
+    dtypes = {getattr(getattr(one, "weight", None), "dtype", None) for one in (inner, dense.wo)}
+    if len(dtypes) > 1:  # the parent casts what ``wo`` reads
+        return None
     end = Join(dense.wo, norm, dropout, T5LayerNorm)
-    return FeedForward(inner, dense.act, end, dense, factor, dense.dropout)
+    return FeedForward(inner, dense.act, end, factor, dense.dropout)
 
 
 class T5Stack(Stack, _Blocks, modeling_t5.T5Stack):

@@ -8,18 +8,26 @@ from fastplm.nn.dropout import Dropout
 from fastplm.nn.gelu import GELU
 from fastplm.nn.linear import Linear
 from fastplm.nn.linear_int8 import LinearInt8
-from fastplm.nn.mlm_head import AlbertMLMHead, BertMLMHead, ElectraMLMHead, MLMHead, RobertaMLMHead
+from fastplm.nn.mlm_head import MLMHead
+from fastplm.nn.model_heads import (
+    AlbertMLMHead,
+    BertMLMHead,
+    ElectraMLMHead,
+    ElectraRTDHead,
+    RobertaMLMHead,
+)
 from fastplm.nn.rms_norm import RMSNorm
-from fastplm.nn.rtd_head import ElectraRTDHead, RTDHead
+from fastplm.nn.rtd_head import RTDHead
 from fastplm.nn.token_masker import TokenMasker
 
 __all__ = [
     "AlbertMLMHead",
     "BertMLMHead",
-    "ContrastiveLoss",
-    "Dropout",
     "ElectraMLMHead",
     "ElectraRTDHead",
+    "RobertaMLMHead",
+    "ContrastiveLoss",
+    "Dropout",
     "FusedAttention",
     "GELU",
     "GradCache",
@@ -28,6 +36,5 @@ __all__ = [
     "MLMHead",
     "RMSNorm",
     "RTDHead",
-    "RobertaMLMHead",
     "TokenMasker",
 ]

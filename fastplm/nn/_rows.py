@@ -90,14 +90,6 @@ def with_spare_slots(positions: Tensor, most: int, dtype: torch.dtype | None = N
     return F.pad(positions, (0, in_steps(count, most) - count), value=-1)
 
 
-def gather_labelled(
-    where: str, hidden: Tensor, labels: Tensor, positions: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(rows [P, E] of ``hidden`` [..., E], targets, positions): see ``labels_at``."""
-    positions, targets = labels_at(where, labels, hidden.shape[:-1], positions)
-    return ops.gather_rows(hidden.flatten(0, -2), positions), targets, positions
-
-
 def labels_at(
     where: str,
     labels: Tensor,

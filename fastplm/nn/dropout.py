@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +14,7 @@ from fastplm.ops.dropout import OP as DROPOUT
 from fastplm.ops.dropout import draws_by_row
 
 
-@dataclass
-class RowNumbers:
+class RowNumbers(NamedTuple):
     """What the rows of hidden states [..., E] are, wherever a batch has them.
 
     Args:

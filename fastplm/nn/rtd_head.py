@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -10,9 +10,6 @@ from fastplm import ops
 from fastplm._checks import check_shape, check_tensor
 from fastplm.nn._rows import as_normalizer, is_plain
 from fastplm.nn.linear import Linear
-
-if TYPE_CHECKING:
-    from transformers import ElectraConfig
 
 
 def rtd_loss(
@@ -108,35 +105,3 @@ class RTDHead(nn.Module):
             return_counts=return_counts,
             where=type(self).__name__,
         )
-
-
-class ElectraRTDHead(nn.Module):
-    """``ElectraDiscriminatorPredictions`` of Transformers, with a fused loss.
-
-    The parameters are ``dense.*`` and ``dense_prediction.*``, as in its checkpoints.
-
-    Args:
-        config: ``ElectraConfig``.
-
-    Source: Clark et al. 2020 (arXiv 2003.10555), §2.
-    """
-
-    def __init__(self, config: ElectraConfig) -> None:
-        super().__init__()
-        # Importing Transformers is slow, so it is imported on first use.
-        from transformers.activations import get_activation
-
-        self.config = config
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.activation = get_activation(config.hidden_act)
-        self.dense_prediction = nn.Linear(config.hidden_size, 1)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """The logits of "replaced": [..., E] -> [...]."""
-        return self.dense_prediction(self.activation(self.dense(hidden))).squeeze(-1)
-
-    @property
-    def prediction(self) -> nn.Linear:
-        return self.dense_prediction
-
-    loss = RTDHead.forward

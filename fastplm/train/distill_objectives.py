@@ -26,7 +26,6 @@ from fastplm.models._ragged import (
     slots_of_labels,
     unpadded,
 )
-from fastplm.models.features import pooled
 from fastplm.nn._rows import IGNORE_INDEX, as_normalizer, labels_at, vocabulary_loss
 from fastplm.train.distill_losses import (
     cosine_distance,
@@ -36,6 +35,7 @@ from fastplm.train.distill_losses import (
     squared_distance,
 )
 from fastplm.train.distill_settings import WEIGHTS
+from fastplm.train.features import pooled
 from fastplm.train.losses import shifts_labels
 from fastplm.train.trainer import DETECTION_COUNTS
 

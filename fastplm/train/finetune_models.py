@@ -210,7 +210,7 @@ def _with_features(args: FinetuneArguments, task: Task, plain: Any, seed: int) -
     """An encoder with one of the heads that Transformers does not have."""
     from transformers import set_seed
 
-    from fastplm.models.features import (
+    from fastplm.train.features import (
         FeaturesConfig,
         FeaturesForSequenceClassification,
         FeaturesForTokenClassification,

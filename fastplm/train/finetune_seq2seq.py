@@ -290,7 +290,9 @@ class Seq2Seq(Task):
         if layers is None:
             return model
         size, padding = len(self.tokenizer), self.tokenizer.pad_token_id
-        return fastplm.models.BartForTranslation.from_bart(model, size, layers, padding)
+        from fastplm.train.bart_translation import BartForTranslation
+
+        return BartForTranslation.from_bart(model, size, layers, padding)
 
 
 def _rows(encoded: Any, indices: Iterable[int] | None = None) -> list[Feature]:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fastplm.models import _features_options
 from fastplm.run.settings import (
     ANY,
     BATCH,
@@ -31,6 +30,10 @@ BATCH_SIZES |= {"qa": 16, "choice": 16, "seq2seq": 32, "sop": 32, "nsp": 32}
 #: Settings of fine-tuning that only an encoder has.
 ENCODERS = ("freeze", "features", "head", "pooling")
 LIBRARIES = ("fastplm", "transformers")
+#: The choices of ``features.FeaturesConfig``.
+FEATURES = ("last", "mix", "last-four")
+HEADS = ("linear", "bilstm")
+POOLINGS = ("cls", "mean", "max", "last")
 _TABLES = ("classification", "pair", "regression")
 #: Settings that mean nothing where nothing is trained.
 _OF_A_TRAINING = (
@@ -158,19 +161,19 @@ class FinetuneArguments(Settings):
         "states that the head reads: those of the last layer, a learned weighted sum of all "
         "layers' (mix), or the last four layers' one behind the other",
         "last",
-        choices=_features_options.FEATURES,
+        choices=FEATURES,
     )
     head: str = setting(
         "linear, or a bidirectional LSTM of two layers before it",
         "linear",
-        choices=_features_options.HEADS,
+        choices=HEADS,
     )
     pooling: str | None = setting(
         "the state of a text: its first token's (cls), the mean or maximum over tokens, or its "
         "last token's (default: that of the model's class; mean with --features or --head; last of "
         "an encoder that reads from left to right)",
         None,
-        choices=_features_options.POOLINGS,
+        choices=POOLINGS,
     )
     teacher: str | Path | None = setting(
         "folder of a checkpoint that was fine-tuned for the same task and labels: the model learns "

@@ -9,7 +9,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fastplm.models import _electra_options
+from fastplm.models import (
+    ELECTRA_GENERATORS,
+    ELECTRA_OBJECTIVES,
+    ELECTRA_SECOND_STAGES,
+    ELECTRA_SHARINGS,
+)
 from fastplm.run import budget
 from fastplm.run.settings import (
     POSITIVE,
@@ -285,19 +290,19 @@ class PretrainArguments(budget.BudgetSettings):
         "what ELECTRA's discriminator learns: which tokens are replaced, of all tokens or of the "
         "masked ones; or the original tokens, of the masked ones or of all",
         "rtd",
-        choices=_electra_options.OBJECTIVES,
+        choices=ELECTRA_OBJECTIVES,
         of=("electra",),
     )
     electra_sharing: str | None = setting(
         "weights that ELECTRA's two models share (default: embeddings)",
         None,
-        choices=_electra_options.SHARINGS,
+        choices=ELECTRA_SHARINGS,
         of=("electra",),
     )
     electra_generator: str = setting(
         "what replaces ELECTRA's tokens: a model, or draws by the frequency of tokens (unigram)",
         "model",
-        choices=_electra_options.GENERATORS,
+        choices=ELECTRA_GENERATORS,
         of=("electra",),
     )
     generator_size: float | None = setting(
@@ -335,7 +340,7 @@ class PretrainArguments(budget.BudgetSettings):
         "with --two-stage: the discriminator begins with the weights of the generator, or with its "
         "own (scratch), and the generator may be narrower",
         "generator",
-        choices=_electra_options.SECOND_STAGES,
+        choices=ELECTRA_SECOND_STAGES,
         of=("electra",),
     )
     cache: str | Path = common("cache")

@@ -24,8 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fastplm import models
-from fastplm.models import _ragged
-from fastplm.models._electra_options import OBJECTIVES
+from fastplm.models import ELECTRA_OBJECTIVES, _ragged
 from fastplm.nn import _rows
 from fastplm.ops._attention_call import BITS
 
@@ -63,7 +62,7 @@ CONFIGS = {
                 of("Electra", ENCODER), generator_size=0.5, objective=objective
             )
         )
-        for objective in OBJECTIVES
+        for objective in ELECTRA_OBJECTIVES
     },
 }
 #: What is read of a batch: labels; then the tokens of each mask, and its rows that are computed

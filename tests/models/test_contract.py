@@ -49,7 +49,7 @@ def takes_flat_labels(name):
 
 def test_every_family_has_its_classes():
     found = [name for name in models.__all__ if hasattr(getattr(models, name), "forward")]
-    others = {"BartForTranslation", "ElectraForJointPreTraining", "EncoderDecoderModel"}
+    others = {"ElectraForJointPreTraining", "EncoderDecoderModel"}
     assert set(CLASSES) == set(found) - others and set(CLASSES.values()) == set(FAMILIES)
 
 
@@ -765,17 +765,22 @@ def test_an_additive_mask_of_another_dtype_is_converted(name, dtype):
             assert model(ids, **given, **{argument: mask}).logits.isfinite().all()
 
 
-@pytest.mark.parametrize("given", ["last", "First", 3, torch.zeros(2), torch.zeros(1, 2).long()])
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "t5"])
-def test_output_rows_are_positions_or_first(family, given):
-    """Each backbone says it, and an encoder names the word that it knows."""
-    name = f"{PREFIXES[family]}Model"
+@pytest.mark.parametrize("labelled", [False, True])
+@every_class
+def test_output_rows_are_positions_or_first(name, labelled):
+    """Backbones say so; a head that chooses the rows itself takes none from the caller."""
     model, _ = pair(name)
-    inputs = {"input_ids": torch.randint(4, 37, (2, LENGTH)), "use_cache": False}
-    if family in ("albert", "bert", "electra", "openai", "roberta"):
-        del inputs["use_cache"]
-    with pytest.raises((ArgumentTypeError, ArgumentValueError), match="`output_rows` got"):
-        model(**inputs, output_rows=given)
+    inputs = inputs_of(name, model.config, PADDINGS["right"])
+    wrong = ["last", "First", 3, torch.zeros(2), torch.zeros(1, 2).long()]
+    if not labelled:
+        inputs = {key: one for key, one in inputs.items() if "label" not in key}
+        if name.endswith("ConditionalGeneration"):
+            inputs["decoder_input_ids"] = inputs["input_ids"]
+    elif name.endswith(VOCABULARY_HEADS) and name != "ElectraForPreTraining":
+        wrong += ["first", torch.zeros(2, dtype=torch.int64)]
+    for training, given in itertools.product((False, True), wrong):
+        with pytest.raises((ArgumentTypeError, ArgumentValueError), match="`output_rows` got"):
+            model.train(training)(**inputs, output_rows=given)
 
 
 @pytest.mark.parametrize("training", [False, True])

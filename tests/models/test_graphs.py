@@ -15,8 +15,10 @@ import torch._inductor.config
 import transformers
 
 from fastplm import models
+from fastplm.train.bart_translation import BartForTranslation
 
-from . import test_bart_translation, test_electra_joint, test_encoder_decoder
+from ..train import test_bart_translation
+from . import test_electra_joint, test_encoder_decoder
 from .conftest import (
     CLASSES,
     LENGTH,
@@ -59,7 +61,7 @@ def made(name):
         return test_electra_joint.Step(test_electra_joint.build()), None, test_electra_joint.ENCODER
     if name == TRANSLATION:
         bart = transformers.BartForConditionalGeneration(test_bart_translation.CONFIG)
-        model = models.BartForTranslation.from_bart(bart, 41, layers=1)
+        model = BartForTranslation.from_bart(bart, 41, layers=1)
         return model, None, test_bart_translation.CONFIG
     config = test_encoder_decoder.config() if name == "EncoderDecoderModel" else config_of(name)
     if "SequenceClassification" in name:

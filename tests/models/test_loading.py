@@ -14,14 +14,15 @@ from fastplm import models
 from fastplm.classic.elmo import ElmoConfig, ElmoForLanguageModeling
 from fastplm.classic.sentences import QuickThoughtsModel, SkipThoughtsModel, ThoughtsConfig
 from fastplm.errors import DataError
-from fastplm.models.features import (
+from fastplm.run.checkpoint import weights_at
+from fastplm.train.bart_translation import BartForTranslation
+from fastplm.train.features import (
     FEATURES,
     HEADS,
     FeaturesConfig,
     FeaturesForSequenceClassification,
     FeaturesForTokenClassification,
 )
-from fastplm.run.checkpoint import weights_at
 
 from .conftest import CLASSES, config_of, every_class, parent_of
 
@@ -74,7 +75,7 @@ MODELS |= {
     for head in HEADS
 }
 MODELS |= {
-    "translation": (models.BartForTranslation, translation()),
+    "translation": (BartForTranslation, translation()),
     "elmo": (
         ElmoForLanguageModeling,
         ElmoConfig(vocab_size=20, filters=((1, 8), (2, 8)), projection=16, lstm_size=24),

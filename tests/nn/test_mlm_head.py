@@ -207,7 +207,7 @@ def test_a_heads_loss_takes_the_options_of_mlm_head(cls):
     positions = torch.cat((labelled_positions(labels), torch.full((4,), -1)))
     options = {"normalizer": 11, "label_smoothing": 0.1, "return_statistics": True}
     loss, statistics = ours.loss(hidden, labels, positions, **options)
-    rows = ours.transform_rows(hidden)
+    rows = ours.transform(hidden)
     expected, expected_statistics = plain(rows, labels, positions, **options)
     torch.testing.assert_close(loss, expected)
     assert torch.equal(statistics.argmax, expected_statistics.argmax)

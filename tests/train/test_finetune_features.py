@@ -13,16 +13,16 @@ from safetensors.torch import load_file
 
 from fastplm.data import train_tokenizer
 from fastplm.errors import ArgumentValueError
-from fastplm.models.features import (
+from fastplm.testing import FORWARD_FACTOR, check_error
+from fastplm.train import finetune as module
+from fastplm.train import frozen
+from fastplm.train.features import (
     FeaturesConfig,
     FeaturesForSequenceClassification,
     FeaturesForTokenClassification,
     ScalarMix,
     pooled,
 )
-from fastplm.testing import FORWARD_FACTOR, check_error
-from fastplm.train import finetune as module
-from fastplm.train import frozen
 from fastplm.train.finetune import FeatureDataset, build_model, finetune, make_trainer, prepare_task
 from fastplm.train.finetune_settings import LIBRARIES, FinetuneArguments
 from fastplm.train.finetune_tasks import predict

@@ -18,6 +18,7 @@ from fastplm import _extension, cli
 from fastplm.data import train_tokenizer
 from fastplm.data.examples import read_examples
 from fastplm.errors import ArgumentValueError, DataError
+from fastplm.train import bart_translation
 from fastplm.train import finetune as module
 from fastplm.train.finetune import (
     FeatureDataset,
@@ -278,7 +279,7 @@ def test_from_files_to_scores_and_back(start, arguments, folder, tmp_path):
     # The saved model writes the same texts, in Transformers if it has the class.
     model = args.out / "seed-0" / "model"
     kind = json.loads((model / "config.json").read_text())["architectures"][0]
-    library = fastplm.models if kind == "BartForTranslation" else transformers
+    library = bart_translation if kind == "BartForTranslation" else transformers
     loaded = getattr(library, kind).from_pretrained(model).eval()
     tokenizer = AutoTokenizer.from_pretrained(model)
     inside = model / "target_tokenizer"
@@ -432,7 +433,7 @@ def test_first_step_trains_the_new_encoder_alone(arguments):
     before = build_model(args, task, 0)
     free = {id(parameter) for parameter in before.first_step_parameters()}
     metrics = finetune(args)
-    after = fastplm.models.BartForTranslation.from_pretrained(metrics["seeds"][0]["model"])
+    after = bart_translation.BartForTranslation.from_pretrained(metrics["seeds"][0]["model"])
     trained = dict(after.named_parameters())
     for name, parameter in before.named_parameters():
         # All weights change, except embeddings of the source encoder for tokens that no source has.
@@ -446,7 +447,7 @@ def test_the_second_step_trains_all(arguments):
     args = arguments("new source", steps=3, source_encoder_steps=2)
     before = dict(build_model(args, prepare_task(args), 0).named_parameters())
     metrics = finetune(args)
-    after = fastplm.models.BartForTranslation.from_pretrained(metrics["seeds"][0]["model"])
+    after = bart_translation.BartForTranslation.from_pretrained(metrics["seeds"][0]["model"])
     same = [name for name, p in after.named_parameters() if torch.equal(p, before[name])]
     assert same == []
 

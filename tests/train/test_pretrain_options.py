@@ -23,13 +23,13 @@ from fastplm.cli import _parser
 from fastplm.data import load_tokenizer, pairs
 from fastplm.errors import ArgumentValueError, DataError
 from fastplm.inference._checkpoint import load_model
-from fastplm.models.features import FeaturesForSequenceClassification
 from fastplm.run.checkpoint import config_at, weights_at
 from fastplm.run.folder import read_hashed, write_hashed
 from fastplm.study.costs import cost_of
 from fastplm.testing import FORWARD_FACTOR, check_error, check_in_fp64
 from fastplm.train.dry_run import dry_run
 from fastplm.train.evaluate import evaluate, ngram_losses
+from fastplm.train.features import FeaturesForSequenceClassification
 from fastplm.train.finetune import build_model, prepare_task
 from fastplm.train.finetune_models import read_config
 from fastplm.train.finetune_settings import FinetuneArguments

@@ -1,4 +1,4 @@
-"""fastplm.models.bart_translation: a BART that reads its source through a new encoder."""
+"""fastplm.train.bart_translation: a BART that reads its source through a new encoder."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import transformers
 from transformers.models.bart import modeling_bart
 
 from fastplm.errors import ArgumentValueError
-from fastplm.models import BartForTranslation
+from fastplm.train.bart_translation import BartForTranslation
 
-from .conftest import small_config
+from ..models.conftest import small_config
 
 CONFIG = small_config("bart", vocab_size=41)
 SOURCE_VOCABULARY = 53

@@ -14,9 +14,9 @@ from transformers.modeling_outputs import SequenceClassifierOutput, TokenClassif
 from transformers.utils.generic import can_return_tuple
 
 from fastplm.errors import check_choice, fail
-from fastplm.models._features_options import FEATURES, HEADS, POOLINGS
 from fastplm.models._heads import ScaledLoss
 from fastplm.models.auto import AutoModel
+from fastplm.train.finetune_settings import FEATURES, HEADS, POOLINGS
 
 _LAST = 4
 _LSTM_LAYERS = 2
