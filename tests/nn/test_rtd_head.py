@@ -8,8 +8,8 @@ from torch import nn
 from torch.func import functional_call
 
 from fastplm.errors import ArgumentTypeError, ArgumentValueError
-from fastplm.nn import RTDHead
-from fastplm.nn.rtd_head import ElectraRTDHead, rtd_loss
+from fastplm.nn import ElectraRTDHead, RTDHead
+from fastplm.nn.rtd_head import rtd_loss
 from fastplm.testing import assert_within_budget
 
 BATCH, LENGTH, WIDTH = 3, 7, 16
