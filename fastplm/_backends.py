@@ -370,17 +370,17 @@ def _decide(op: str, backends: dict[str, Backend], call: Any, wanted: str) -> De
     reasons = _reasons(op, backends, call, wanted)
     able = [name for name in BACKENDS if reasons[name] is None]
     chosen = wanted if wanted != "auto" else able[0]
-    preferred, backend = f"{chosen} is preferred", backends.get(chosen)
-    if "stock" in backends and backend is not None and backend.measured is not None:
-        measured = backend.measured(*call)
-        preferred = preferred if measured is None else why(op, measured)
     rejected = []
     for name in BACKENDS:
         if name == chosen:
             continue
         reason = reasons[name]
         if reason is None:
-            reason = f"{chosen} was forced" if wanted != "auto" else preferred
+            reason = f"{chosen} was forced" if wanted != "auto" else f"{chosen} is preferred"
+            if wanted == "auto" and (chosen, name) == ("cpp", "stock"):
+                measured = backends[chosen].measured
+                by_rule = None if measured is None else measured(*call)
+                reason = reason if by_rule is None else why(op, by_rule)
         rejected.append((name, reason))
     return Decision(op, chosen, _describe(call), tuple(rejected))
 

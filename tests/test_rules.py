@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import fastplm
+from benchmarks import judge_rules
 from benchmarks.judge_rules import ROWS, of_models
 from fastplm import _backends, _judge, _machine, _measure, _rules, cli, ops
 from fastplm._backends import record_decisions
@@ -237,12 +239,17 @@ def test_a_report_says_what_is_kept_where_it_loses_and_which_bound_is_better(mon
     ]
 
 
-def test_what_the_script_prints(capsys, monkeypatch):
-    from benchmarks import judge_rules
-
-    monkeypatch.setattr(sys, "argv", ["judge_rules.py"])
+def test_the_page_is_what_the_script_prints(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["judge_rules.py", "--page"])
     judge_rules.main()
-    assert capsys.readouterr().out.count("| dropout | ") == 2 * len(FILES)
+    page = Path(__file__).parents[1] / "docs/rules.md"
+    assert capsys.readouterr().out == page.read_text("utf-8")
+
+
+def test_losing_cells_are_listed(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["judge_rules.py", "--cells", str(ROWS / "avx2.json")])
+    judge_rules.main()
+    assert "    stock 0.81 at forward bfloat16 16384\n" in capsys.readouterr().out
 
 
 @needs_csrc
