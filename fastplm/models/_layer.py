@@ -152,10 +152,10 @@ def form_of(x: Tensor, layer: Layer) -> Form | None:
     weight, outer = inner.get("weight"), block.outer.dense._parameters.get("weight")
     if weight is None or x.is_meta or weight.device != x.device or _has_global_hook():
         return None
-    if torch.is_inference_mode_enabled() and torch.is_grad_enabled():
-        return None
     if not (is_eager(x) or is_fake(x)) or requested("attention") == "eager":
         return None
+    if torch.is_inference_mode_enabled() and torch.is_grad_enabled():
+        return None  # inside of it a function saves nothing
     dtype, device = x.dtype, x.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)

@@ -215,12 +215,17 @@ def vocabulary_loss(
         )
     logits = decoder(rows)
     logits = logits if bias is None else logits + bias
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = in_fp32(logits)
     if reduction == "none":
         return F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORE_INDEX)
     total = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORE_INDEX)
     count = (targets != IGNORE_INDEX).sum() if normalizer is None else normalizer
     return total / as_normalizer(count, rows.device)
+
+
+def in_fp32(values: Tensor) -> Tensor:
+    """The values in fp32, or in their own dtype if that is wider."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def batch_share(labels: Tensor, num_items_in_batch: float | Tensor | None) -> Tensor | float:
