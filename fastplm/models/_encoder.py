@@ -169,7 +169,9 @@ class EncoderModel(FastplmModel):
             )
         note(lambda: rows_computed(self, (batch, seqlen), attention_mask, told, kept))
         if self.training and kept in NUMBERED:
-            self._tell_dropout(told, given, sample_index, offsets, drops)
+            if drops:
+                told.number(given, sample_index, offsets, are_on_rows(self._layers()))
+            told.draw_seeds(self, given, self._layer_numbers)
 
         # --- the parent's forward on these rows ---
         if told.own is not None:
@@ -290,9 +292,6 @@ class EncoderModel(FastplmModel):
     def _layers(self) -> Any:
         return getattr(getattr(self, "encoder", None), "layer", ())
 
-    def _layers_are_on_rows(self) -> bool:
-        return are_on_rows(self._layers())
-
     def _is_causal(self) -> bool:
         return bool(self.config.is_decoder)
 
@@ -383,22 +382,10 @@ class EncoderModel(FastplmModel):
         if mask is not None and mask.dim() == 2:
             where, shape = type(self).__name__, given.shape[:2]
             check_shape(where, "attention_mask", mask, shape, "[batch, tokens]")
-        full = (unpad is None or isinstance(unpad, bool)) and _all_known(mask)
+        full = (unpad is None or isinstance(unpad, bool)) and _are_tokens(mask)
         if isinstance(unpad, Counted):
             full = unpad.tokens == given.shape[0] * given.shape[1]
         return None if full and not self._is_causal() else mask, full
-
-    def _tell_dropout(
-        self,
-        told: Rows,
-        given: Tensor,
-        sample_index: Tensor | None,
-        offsets: Tensor | None,
-        drops: bool,  # whether dropout of hidden states depends on the samples
-    ) -> None:
-        if drops:
-            told.number(given, sample_index, offsets, self._layers_are_on_rows())
-        told.draw_seeds(self, given, self._layer_numbers)
 
     def _rows_of(
         self,
@@ -419,7 +406,7 @@ class EncoderModel(FastplmModel):
         one_each = isinstance(output_rows, str)
         rows: Any = first if one_each else output_rows
         needed: Any = None if rows is None else mask_at(rows, batch, seqlen)
-        if self._pools() and (rows is not None or not _begins_with_tokens(mask)):
+        if self._pools() and (rows is not None or not _are_tokens(mask, 0)):
             needed = either(needed, mask_at(first, batch, seqlen))
         own, full = unpadded(mask, either(extra_rows, needed), unpad, dtype=self.dtype)
         mask = None if full else mask
@@ -471,14 +458,11 @@ def _in_dtype(outputs: Any, dtype: torch.dtype) -> Any:
     return outputs
 
 
-def _all_known(mask: Tensor | None) -> bool:
-    """Whether a padding mask is known, without a sync, to mask nothing."""
-    return mask is None or (mask.dim() == 2 and values_are_known(mask) and bool(mask.all()))
-
-
-def _begins_with_tokens(mask: Tensor | None) -> bool:
-    """Whether it is known, without a sync, that every sequence begins with a token."""
-    return mask is None or (mask.dim() == 2 and values_are_known(mask) and bool(mask[:, 0].all()))
+def _are_tokens(mask: Tensor | None, columns: Any = slice(None)) -> bool:
+    """Whether these columns of a padding mask are known, without a sync, to mask nothing."""
+    if mask is None:
+        return True
+    return mask.dim() == 2 and values_are_known(mask) and bool(mask[:, columns].all())
 
 
 def cross_inputs(

@@ -24,6 +24,7 @@ from fastplm.nn._rows import (
     as_normalizer,
     as_tokens,
     batch_share,
+    in_fp32,
     labels_at,
     vocabulary_loss,
 )
@@ -361,7 +362,7 @@ def _pair_loss(
     check_dtype(where, name, label, INTEGER)
     label = label.flatten().long()
     check_shape(where, name, label, logits.shape[:1], "[B]")
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = in_fp32(logits)
     total = nn.functional.cross_entropy(logits, label, reduction="sum", ignore_index=IGNORE_INDEX)
     if num_sequences_in_batch is None:
         num_sequences_in_batch = (label != IGNORE_INDEX).sum()

@@ -152,10 +152,10 @@ def form_of(x: Tensor, layer: Layer) -> Form | None:
     weight, outer = inner.get("weight"), block.outer.dense._parameters.get("weight")
     if weight is None or x.is_meta or weight.device != x.device or _has_global_hook():
         return None
-    if torch.is_inference_mode_enabled() and torch.is_grad_enabled():
-        return None
     if not (is_eager(x) or is_fake(x)) or requested("attention") == "eager":
         return None
+    if torch.is_inference_mode_enabled() and torch.is_grad_enabled():
+        return None  # inside of it a function saves nothing
     dtype, device = x.dtype, x.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -436,33 +436,22 @@ def run_layer(
     """
     rows: Rows | None = kwargs.get(ROWS)
     numbers = None if rows is None else rows.numbers_of(last)
-    return on_rows(numbers, _run_layer, made, hidden, mask, last, numbers, kwargs, *crossed)
-
-
-def _run_layer(
-    made: Ready,
-    hidden: Tensor,
-    mask: Tensor | None,
-    last: LastRows | None,
-    numbers: Any,
-    kwargs: dict[str, Any],
-    encoded: Tensor | None,
-    encoded_mask: Tensor | None,
-) -> Tensor:
-    rows: Rows | None = kwargs.get(ROWS)
-    module = made.layer.attentions[0].module
+    module, dtype = made.layer.attentions[0].module, made.form.dtype
     first, second, end = (None if rows is None else rows.seeds_of(module)) or _NOT_DRAWN
-    if made.form.dtype is not None and hidden.dtype is not made.form.dtype:
-        hidden = hidden.to(made.form.dtype)
-    states = None
-    if last is not None:
-        hidden, states, mask = last.attention_inputs(hidden)
-        kwargs = {ROWS: replace(kwargs[ROWS], is_cut=True)}
-    hidden, *_ = attend(made, 0, hidden, None, states, mask, first, numbers, kwargs)
-    if encoded is not None:
-        hidden, *_ = attend(made, 1, hidden, None, encoded, encoded_mask, second, numbers, kwargs)
-    hidden, _ = feed(made, hidden, None, end, numbers)
-    return hidden
+
+    def run(hidden: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> Tensor:
+        if dtype is not None and hidden.dtype is not dtype:
+            hidden = hidden.to(dtype)
+        states = None
+        if last is not None:
+            hidden, states, mask = last.attention_inputs(hidden)
+            kwargs = {ROWS: replace(kwargs[ROWS], is_cut=True)}
+        hidden, *_ = attend(made, 0, hidden, None, states, mask, first, numbers, kwargs)
+        if crossed[0] is not None:
+            hidden, *_ = attend(made, 1, hidden, None, *crossed, second, numbers, kwargs)
+        return feed(made, hidden, None, end, numbers)[0]
+
+    return on_rows(numbers, run, hidden, mask, kwargs)
 
 
 def attend(

@@ -21,7 +21,7 @@ from fastplm._backends import is_written_down
 from fastplm._checks import read, values_are_known, values_can_be_read
 from fastplm._registry import is_eager
 from fastplm.errors import UnsupportedError, fail
-from fastplm.nn._rows import IGNORE_INDEX, in_steps, places_on_cpu, with_spare_slots
+from fastplm.nn._rows import IGNORE_INDEX, compact, in_steps, places_on_cpu, with_spare_slots
 from fastplm.nn.dropout import RowNumbers, on_rows
 from fastplm.ops._attention_call import made_for_one_forward
 
@@ -145,7 +145,7 @@ class RaggedBatch(_Movable):
                 got = f"{capacity} for a batch of {int(lengths.sum())} tokens"
                 fix = "Raise it, or leave it out: then the tokens are counted."
                 fail("unpad", "unpad", got, "at least the number of tokens", fix)
-        positions = _compact(keep, count)
+        positions = compact(keep, count)
         if values_are_known(keep):
             max_seqlen = int(lengths.max())
         key_mask = values_at(mask.flatten(), positions) & (positions >= 0) if hides else None
@@ -348,7 +348,7 @@ class LastRows(_Movable):
         known = values_are_known(needed)
         if known:
             capacity, longest = int(lengths.sum()), max(1, int(lengths.max()))
-        positions = _compact(needed, capacity)
+        positions = compact(needed, capacity)
         if known:
             positions = with_spare_slots(positions, batch * seqlen, dtype)
         rank = slots_of(positions, batch * seqlen)
@@ -495,17 +495,6 @@ def encoder_side(
         return {"unpad": (mask.reshape(labelled.shape), kept)}
 
     return sides
-
-
-def _compact(mask: Tensor, size: int) -> Tensor:
-    """int64 [size], ascending: the flat positions of the True elements, -1 in unused slots."""
-    mask = mask.flatten()
-    if values_are_known(mask):
-        positions = places_on_cpu(mask)
-        spare = size - positions.shape[0]
-        return F.pad(positions, (0, spare), value=-1) if spare else positions
-    order = (~mask).to(torch.uint8).argsort(stable=True)[:size]
-    return order.masked_fill(~mask[order], -1)
 
 
 def values_at(values: Tensor, positions: Tensor) -> Tensor:

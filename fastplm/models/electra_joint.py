@@ -27,7 +27,14 @@ from fastplm.models import (
 from fastplm.models._base import FastplmModel, TiedLookup, check_input_ids, check_parts
 from fastplm.models._ragged import Unpad, backbone_unpad, rows_at, slots_of_labels, unpadded
 from fastplm.models.electra import ElectraForMaskedLM, ElectraForPreTraining
-from fastplm.nn._rows import IGNORE_INDEX, as_normalizer, batch_share, is_plain, labelled_positions
+from fastplm.nn._rows import (
+    IGNORE_INDEX,
+    as_normalizer,
+    batch_share,
+    in_fp32,
+    is_plain,
+    labels_at,
+)
 from fastplm.nn.linear import Linear
 from fastplm.nn.rtd_head import rtd_loss
 from fastplm.reference._reduce import reduce_loss
@@ -463,10 +470,8 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             ArgumentValueError, ArgumentTypeError: no labels, wrong shapes, dtypes or (on the CPU)
                 ids.
         """
-        config, parts = (
-            self.config,
-            [p for p in (self.generator, self.discriminator) if p is not None],
-        )
+        config = self.config
+        parts = [part for part in (self.generator, self.discriminator) if part is not None]
         check_parts(self, *parts, *(part.electra for part in parts))
         check_input_ids(_WHERE, input_ids, config.discriminator.vocab_size)
         counted: dict[str, Any] = {"unpad": unpad}
@@ -574,7 +579,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         if self.config.objective not in _BY_LABEL:
             # In a packed batch, ``slots`` says in which row a position is.
             rows = rows_at(rows, positions, None if ragged is None else ragged.slots())[:, 0]
-        scores = _in_fp32(self.discriminator.logits(self.discriminator.features(rows)))
+        scores = in_fp32(self.discriminator.logits(self.discriminator.features(rows)))
         replaced = (batch.sampled != batch.targets).to(scores.dtype)
         return F.binary_cross_entropy_with_logits(scores, replaced, reduction="none")
 
@@ -596,7 +601,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             reduction="none",
             expected_targets=filled.rows.shape[0],
         )
-        logits = _in_fp32(self.baseline_head(filled.hidden.detach()).squeeze(-1))
+        logits = in_fp32(self.baseline_head(filled.hidden.detach()).squeeze(-1))
         advantages = rewards - F.softplus(-logits.detach())
         matched = F.binary_cross_entropy_with_logits(logits, (-rewards).exp(), reduction="none")
 
@@ -689,11 +694,6 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         return losses.masked_fill(originals == IGNORE_INDEX, 0.0)
 
 
-def _in_fp32(values: Tensor) -> Tensor:
-    """The values in fp32, or in their own dtype if that is wider."""
-    return values.to(torch.promote_types(values.dtype, torch.float32))
-
-
 def _per_token(
     num_tokens: int | Tensor | None, num_items: int | Tensor | None, labels: Tensor, seen: Tensor
 ) -> Tensor | None:
@@ -730,24 +730,20 @@ def _labels(
     ``counted`` are the ``inputs`` of ``slots_of_labels``.
     """
     check_tensor(_WHERE, "labels", labels)
-    check_dtype(_WHERE, "labels", labels, INTEGER)
-    if masked_positions is not None:
+    if masked_positions is not None and labels.dim() == 1:
         check_tensor(_WHERE, "masked_positions", masked_positions, ndim=1)
-        check_dtype(_WHERE, "masked_positions", masked_positions, (torch.int64,))
-        if labels.dim() == 1:
-            check_shape(_WHERE, "labels", labels, masked_positions.shape, "[P] or [B, T]")
-            nothing = torch.full_like(input_ids, IGNORE_INDEX)
-            labels = _write(nothing, masked_positions, labels)
+        check_shape(_WHERE, "labels", labels, masked_positions.shape, "[P] or [B, T]")
+        nothing = torch.full_like(input_ids, IGNORE_INDEX)
+        labels = _write(nothing, masked_positions, labels)
+    check_dtype(_WHERE, "labels", labels, INTEGER)
     fix = "Use -100 where there is none."
     check_shape(_WHERE, "labels", labels, input_ids.shape, "one label a token", fix)
     labels = labels.long().masked_fill(~_seen(input_ids, mask), IGNORE_INDEX)
-    positions = masked_positions
-    if positions is None:
+    slots = None
+    if masked_positions is None:
         slots = slots_of_labels(labels, counted, lambda labelled: {"unpad": (mask, None)})
-        positions = labelled_positions(labels, exact=False, slots=slots)
-    # One additional element, so that position -1 reads "no label".
-    targets = torch.cat((labels.flatten(), labels.new_full((1,), IGNORE_INDEX)))[positions]
-    return labels, positions, targets
+    options: Any = dict(exact=False, slots=slots)
+    return labels, *labels_at(_WHERE, labels, labels.shape, masked_positions, **options)
 
 
 def _counters(

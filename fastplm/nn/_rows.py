@@ -41,14 +41,24 @@ def labelled_positions(
     of a CUDA graph nothing can be counted, and P is that of all labels. Unused slots at the end are
     -1.
     """
-    ignored = labels.flatten() == ignore_index
-    if values_are_known(ignored):
-        positions = places_on_cpu(~ignored)
+    labelled = labels.flatten() != ignore_index
+    if values_are_known(labelled):
+        positions = places_on_cpu(labelled)
         return positions if exact else with_spare_slots(positions, labels.numel())
-    if slots is None and values_can_be_read(ignored):
-        slots = read((~ignored).sum())[0]
-    order = ignored.to(torch.uint8).argsort(stable=True)[:slots]
-    return order.masked_fill(ignored[order], -1)
+    if slots is None and values_can_be_read(labelled):
+        slots = read(labelled.sum())[0]
+    return compact(labelled, slots)
+
+
+def compact(mask: Tensor, size: int | None) -> Tensor:
+    """int64 [size], ascending: the flat positions of the True elements, -1 in unused slots."""
+    mask = mask.flatten()
+    if size is not None and values_are_known(mask):
+        positions = places_on_cpu(mask)
+        spare = size - positions.shape[0]
+        return F.pad(positions, (0, spare), value=-1) if spare else positions
+    order = (~mask).to(torch.uint8).argsort(stable=True)[:size]
+    return order.masked_fill(~mask[order], -1)
 
 
 def places_on_cpu(mask: Tensor) -> Tensor:
@@ -215,12 +225,17 @@ def vocabulary_loss(
         )
     logits = decoder(rows)
     logits = logits if bias is None else logits + bias
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = in_fp32(logits)
     if reduction == "none":
         return F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORE_INDEX)
     total = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORE_INDEX)
     count = (targets != IGNORE_INDEX).sum() if normalizer is None else normalizer
     return total / as_normalizer(count, rows.device)
+
+
+def in_fp32(values: Tensor) -> Tensor:
+    """The values in fp32, or in their own dtype if that is wider."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def batch_share(labels: Tensor, num_items_in_batch: float | Tensor | None) -> Tensor | float:

@@ -17,7 +17,8 @@ from transformers.models.bert import modeling_bert
 
 from fastplm import models
 from fastplm.errors import ArgumentValueError
-from fastplm.models._ragged import LastRows, RaggedBatch, Rows, _compact
+from fastplm.models._ragged import LastRows, RaggedBatch, Rows
+from fastplm.nn._rows import compact
 
 from .conftest import (
     LENGTH,
@@ -442,9 +443,9 @@ def test_positions_without_a_look_at_values():
     """As a compiled model and a GPU find them: the same, with unused slots at the end."""
     mask = torch.rand(4, 9) < 0.6
     count = int(mask.sum())
-    find = torch.compile(_compact, backend="eager", fullgraph=True)
+    find = torch.compile(compact, backend="eager", fullgraph=True)
     for size in (count, count + 2, mask.numel()):
         expected = mask.flatten().nonzero()[:, 0]
         expected = torch.nn.functional.pad(expected, (0, size - count), value=-1)
         assert torch.equal(find(mask, size), expected)
-        assert torch.equal(_compact(mask, size), expected)
+        assert torch.equal(compact(mask, size), expected)
