@@ -170,7 +170,7 @@ def test_explain_names_the_backend_and_every_rejection():
     assert "-> cpp  (2 calls)" in text and "not triton: CPU tensors" in text
     assert fastplm.explain(lambda: None) == "no fastplm op was called"
     with fastplm.use_backend("eager"):
-        assert "not torch: eager was forced" in fastplm.explain(twice)
+        assert "not cpp: eager was forced" in fastplm.explain(twice)
 
 
 def test_whoever_looks_at_operators_sees_them():
