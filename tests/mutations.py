@@ -45,6 +45,8 @@ ACTIVATION = "triton_kernels/bias_gelu.py"
 BIAS = f"{ACTIVATED} 'cpp and shapes'"
 ADDED = "csrc/layers/dropout_add_layer_norm.h"
 DECODER = "csrc/layers/decoder.cpp"
+DTYPES = "tests/compile/test_calls_of_csrc.py -k one_dtype"
+MEMORY_BACK = "tests/compile/test_calls_of_csrc.py -k memory_back"
 LAYER = "csrc/layers/layer.h"
 FEW_ROWS = "csrc/gemm/linear_few_rows.h"
 LOSS = "tests/ops/test_linear_cross_entropy.py -k"
@@ -763,6 +765,14 @@ MUTATIONS = (
         "other = 2; other < slices",
         f"{LINEAR} few_rows",
         6,
+    ),
+    Mutation("csrc/common/tensors.h", "if (type != type_of<T>())", "if (false)", DTYPES, 2),
+    Mutation(
+        "csrc/common/scratch.h",
+        "floats <= kMostOfThread ? of_thread() : new_",
+        "of_thread()",
+        MEMORY_BACK,
+        3,
     ),
     Mutation(
         FEW_ROWS,

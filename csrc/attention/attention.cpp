@@ -18,6 +18,7 @@
 #define FASTPLM_FILE "attention/attention.cpp"
 #include "common/each_level.h"
 #include "common/lanes.h"
+#include "common/rowwise.h"
 #include "attention/attention.h"
 #include "attention/attention_call.h"
 
@@ -28,7 +29,7 @@ namespace {
 template <typename T>
 struct Heads {
   Heads(const Tensor& tensor, const int32_t* starts)
-      : data(static_cast<T*>(const_cast<void*>(tensor.const_data_ptr()))),
+      : data(const_cast<T*>(data_of<std::remove_const_t<T>>(tensor))),
         starts(starts),
         batch_stride(starts ? 0 : tensor.stride(0)),
         head_stride(tensor.stride(1)),
@@ -117,7 +118,7 @@ void run(const AttentionArguments& given, Softmax* softmax, const Heads<T>* out,
   const int64_t tasks = batch * heads;
   Vector<std::atomic<bool>> begun(tasks);
   parallel_for(tasks, 1, [&](int64_t share, int64_t) {
-    static thread_local Scratch scratch;
+    const Room<Use::kHead> room(floats);
     for (int64_t step = 0; step < tasks; ++step) {
       const int64_t task = (share + step) % tasks;
       if (begun[task].exchange(true, std::memory_order_relaxed)) continue;
@@ -159,6 +160,7 @@ void run(const AttentionArguments& given, Softmax* softmax, const Heads<T>* out,
                         static_cast<uint32_t>(h),
                         static_cast<uint32_t>(given.dropout_threshold)};
       }
+      Scratch& scratch = room.memory;
       scratch.reserve(floats);
       if (gradients == nullptr) {
         run_head<T>(head, scratch, out->template head<T>(b, h));
@@ -250,7 +252,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(const AttentionArg
                                  Heads<T>(dk, starts_k), Heads<T>(dv, starts_k),
                                  by_sample.numel() > 0 ? bias : nullptr};
     // The cast is safe, as the backward only reads the pairs.
-    auto* pairs = static_cast<Softmax*>(const_cast<void*>(upstream.stats.const_data_ptr()));
+    auto* pairs = reinterpret_cast<Softmax*>(const_cast<float*>(data_of<float>(upstream.stats)));
     run<T>(given, pairs, nullptr, &gradients);
   });
   return {dq, dk, dv, by_sample};
@@ -269,9 +271,8 @@ void attend(const PackedAttention& given) {
   const int64_t tasks = given.batch * given.heads;
   std::atomic<int64_t> next(0);
   parallel_for(tasks, 1, [&](int64_t, int64_t) {
-    static thread_local Scratch scratch;
-    static thread_local Vector<Softmax> softmax;  // which nobody reads
-    softmax.resize(longest);
+    const Room<Use::kHead> room(floats);
+    const Buffer<Softmax> softmax(longest);  // which nobody reads
     for (int64_t task = next++; task < tasks; task = next++) {
       const int64_t b = task / given.heads, column = task % given.heads * given.dim;
       const int64_t query = given.starts_q[b], key = given.starts_k[b];
@@ -284,10 +285,10 @@ void attend(const PackedAttention& given) {
           .key = {given.key + key * given.key_row + column, given.key_row},
           .value = {given.value + key * given.key_row + column, given.key_row},
           .scale = given.scale,
-          .softmax = softmax.data(),
+          .softmax = softmax.get(),
       };
-      scratch.reserve(floats);
-      run_head<float>(head, scratch, {given.out + query * given.out_row + column, given.out_row});
+      room.memory.reserve(floats);
+      run_head<float>(head, room.memory, {given.out + query * given.out_row + column, given.out_row});
     }
   });
 }

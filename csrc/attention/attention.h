@@ -15,7 +15,6 @@ namespace fastplm::FASTPLM_LEVEL {
 
 constexpr int64_t kBlock = 66;
 constexpr int64_t kFewQueries = 4;
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // --- products -------------------------------------------------------------------------------------
 
@@ -148,11 +147,7 @@ FASTPLM_HD void inner_products(int64_t rows, int64_t columns, int64_t width, con
     fetch_row<0>(key + (j + kRowsAhead) * key_stride, fetched);
     fetch_row<0, 2>(soon.data + j * soon.stride, fetched);
     for (int64_t i = 0; i < rows; ++i) {
-      Floats sum = {};
-      for (int64_t d = 0; d < width; d += kWidth) {
-        sum += at(query + i * query_stride + d) * at(key + j * key_stride + d);
-      }
-      scores[i * scores_stride + j] = sum_of(sum);
+      scores[i * scores_stride + j] = dot(width, query + i * query_stride, key + j * key_stride);
     }
   }
 }
@@ -183,42 +178,6 @@ struct Scores {
   const int32_t* hidden;
   int64_t limit;
 };
-
-template <typename Row>
-FASTPLM_HD float largest_of(const Row& row, int64_t columns) {
-  Several<kTogether> largest;
-  for (Floats& each : largest.each) each = Floats{} - kInfinity;
-  const auto raise = [&](Floats& most, int64_t j) {
-    const Floats score = row(j);
-    most = score > most ? score : most;
-  };
-  int64_t j = 0;
-  for (; j + kTogether * kWidth <= columns; j += kTogether * kWidth) {
-    for (int i = 0; i < kTogether; ++i) raise(largest.each[i], j + i * kWidth);
-  }
-  for (; j < columns; j += kWidth) raise(largest.each[0], j);
-  return maximum_of(largest);
-}
-
-// to [columns] = e^(score - most) * factor; returns the sum of the powers.
-template <typename Row>
-FASTPLM_HD float weights_of(const Row& row, int64_t columns, float most, float factor, float* to) {
-  Floats total = {};
-  int64_t j = 0;
-  for (; j + kTogether * kWidth <= columns; j += kTogether * kWidth) {
-    Several<kTogether> score;
-    for (int i = 0; i < kTogether; ++i) score.each[i] = row(j + i * kWidth);
-    const auto weight = exponential(score - most);
-    for (const Floats& each : weight.each) total += each;
-    store(weight * factor, to + j);
-  }
-  for (; j < columns; j += kWidth) {
-    const auto weight = exponential(Several<1>{{row(j)}} - most);
-    total += weight.each[0];
-    store(weight * factor, to + j);
-  }
-  return sum_of(total);
-}
 
 // --- one head -------------------------------------------------------------------------------------
 
@@ -334,7 +293,7 @@ class HeadPass {
       add_by_key(begun, keys, rows, used, upstream, dv);
       for (int64_t i = 0; i < rows; ++i) {
         float* row = ds + i * line_;
-        const float delta = dot(scores_ + i * line_, row, columns);
+        const float delta = dot<kTogether>(columns, scores_ + i * line_, row);
         if (grad_bias != nullptr) add_distances(scores_ + i * line_, row, delta, first + i, keys);
         softmax_backward_row(scores_ + i * line_, delta, head_.scale, columns, row);
       }
@@ -530,16 +489,6 @@ class HeadPass {
     for (const Strided<const T>& rows : head_.soon) {
       if (rows.data != nullptr) fetch_row<0, 2>(rows.data + row * rows.stride, head_.dim);
     }
-  }
-
-  FASTPLM_HD float dot(const float* a, const float* b, int64_t columns) {
-    Several<kTogether> sum = {};
-    int64_t j = 0;
-    for (; j + kTogether * kWidth <= columns; j += kTogether * kWidth) {
-      for (int i = 0; i < kTogether; ++i) sum.each[i] += at(a + j + i * kWidth) * at(b + j + i * kWidth);
-    }
-    for (; j < columns; j += kWidth) sum.each[0] += at(a + j) * at(b + j);
-    return sum_of(sum);
   }
 
   // grad = factor * P * (grad - delta)

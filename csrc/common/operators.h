@@ -88,15 +88,17 @@ inline std::runtime_error out_of_memory(const char* name, int64_t bytes, bool on
   return std::runtime_error(text + ". Call it with fewer or shorter rows at a time, or free memory first.");
 }
 
-// Calls function() for the operator of this name.
+// Calls function() for the operator of this name, which its errors then have.
 template <typename Function>
-void with_words_for_memory(const char* name, const Function& function) {
+void with_its_name(const char* name, const Function& function) {
   try {
     function();
   } catch (const OutOfMemory& error) {
     throw out_of_memory(name, error.bytes, error.on_cpu);
   } catch (const std::bad_alloc&) {
     throw out_of_memory(name, 0, true);
+  } catch (const WrongType& error) {
+    throw std::runtime_error(std::string("fastplm_C::") + name + ": " + error.what());
   }
 }
 
@@ -105,7 +107,7 @@ void with_words_for_memory(const char* name, const Function& function) {
 template <auto function, Name name>
 struct Operator {
   static void call(StableIValue* values, uint64_t arguments, uint64_t results) {
-    with_words_for_memory(name.text, [&] { TORCH_BOX(function)(values, arguments, results); });
+    with_its_name(name.text, [&] { TORCH_BOX(function)(values, arguments, results); });
   }
   static std::string schema(const char* rest) { return std::string(name.text) + rest; }
 };
@@ -115,7 +117,7 @@ template <typename... Results, typename... Structs,
   requires(sizeof...(Structs) > 0 && (requires(Schema& schema) { Structs::declare(schema); } && ...))
 struct Operator<function, name> {
   static void call(StableIValue* values, uint64_t, uint64_t) {
-    with_words_for_memory(name.text, [&] {
+    with_its_name(name.text, [&] {
       Stack stack(values);
       // Braces evaluate the arguments from left to right.
       const std::tuple<Structs...> arguments{Structs::read(stack)...};

@@ -57,7 +57,7 @@ class Buffer {
   T* memory_;
 };
 
-// Scratch memory of a thread. It grows and is never freed, as new pages are slow.
+// Scratch memory, which grows.
 class Scratch {
  public:
   Scratch() = default;
@@ -89,6 +89,33 @@ class Scratch {
   float* memory_ = nullptr;
   int64_t size_ = 0;
   int64_t used_ = 0;
+};
+
+// What a call needs scratch memory for. A thread has one Room of each at a time: the states of layers, a head of
+// attention, and of a product what all threads read, and what a block of it needs.
+enum class Use { kStates, kHead, kProduct, kBlock };
+
+// Scratch memory of a call: that of the thread, which stays, as new pages are slow; or new memory if it is much, which
+// is given back after the call.
+template <Use>
+class Room {
+ public:
+  explicit Room(int64_t floats) : memory(floats <= kMostOfThread ? of_thread() : new_) {
+    memory.reserve(floats);
+    data = memory.next(0);
+  }
+
+ private:
+  static constexpr int64_t kMostOfThread = int64_t{1} << 18;  // 1 MB
+  static Scratch& of_thread() {
+    static thread_local Scratch memory;
+    return memory;
+  }
+  Scratch new_;
+
+ public:
+  Scratch& memory;
+  float* data;  // its begin
 };
 
 }  // namespace fastplm

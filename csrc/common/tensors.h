@@ -11,6 +11,8 @@
 #include <exception>
 #include <optional>
 #include <stdexcept>
+#include <string>
+#include <type_traits>
 
 #include "common/half.h"
 #include "common/rows.h"
@@ -20,6 +22,57 @@ namespace fastplm {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+
+// A tensor of a dtype that an operator does not take. operators.h makes an error of it that names the operator.
+struct WrongType : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// The dtype whose elements are of the type T.
+template <typename T>
+constexpr ScalarType type_of() {
+  if (std::is_same_v<T, float>) return ScalarType::Float;
+  if (std::is_same_v<T, Fp16>) return ScalarType::Half;
+  if (std::is_same_v<T, Bf16>) return ScalarType::BFloat16;
+  if (std::is_same_v<T, double>) return ScalarType::Double;
+  if (std::is_same_v<T, int32_t>) return ScalarType::Int;
+  if (std::is_same_v<T, int64_t>) return ScalarType::Long;
+  if (std::is_same_v<T, uint8_t>) return ScalarType::Byte;
+  return ScalarType::Bool;
+}
+
+[[noreturn]] inline void refuse_type(ScalarType type, const char* expected) {
+  throw WrongType(std::string("a tensor of ") + torch::headeronly::toString(type) + ", where it takes " + expected);
+}
+
+template <typename T>
+void check_type(const Tensor& tensor) {
+  const ScalarType type = tensor.scalar_type();
+  if (type != type_of<T>()) refuse_type(type, torch::headeronly::toString(type_of<T>()));
+}
+
+// The others are of the dtype of the first.
+template <typename... Tensors>
+void check_same_type(const Tensor& first, const Tensors&... others) {
+  const ScalarType type = first.scalar_type();
+  for (const ScalarType other : {others.scalar_type()...}) {
+    if (other != type) refuse_type(other, torch::headeronly::toString(type));
+  }
+}
+
+// The elements of a tensor, which has to be of the type T.
+template <typename T>
+const T* data_of(const Tensor& tensor) {
+  check_type<T>(tensor);
+  return static_cast<const T*>(tensor.const_data_ptr());
+}
+
+// The same, to be written.
+template <typename T>
+T* data_to(const Tensor& tensor) {
+  check_type<T>(tensor);
+  return static_cast<T*>(tensor.mutable_data_ptr());
+}
 
 // A new dense tensor on the device of `like`. The stable ABI's new_empty is not used: it looks up
 // its operator by name, which takes several times as long as making a tensor.
@@ -57,18 +110,21 @@ inline Tensor dense(const Tensor& tensor) {
   }
 }
 
-// An optional tensor in row-major order; the object owns a copy if the tensor was not.
+// An optional tensor in row-major order; the object owns a copy if the tensor was not. Of type void, any dtype.
 template <typename T>
 struct Dense {
   Dense() = default;
   explicit Dense(const std::optional<Tensor>& given) {
-    if (given) tensor = dense(*given);
+    if (!given) return;
+    tensor = dense(*given);
+    if constexpr (!std::is_void_v<T>) elements = data_of<T>(*tensor);
   }
   explicit operator bool() const { return tensor.has_value(); }
-  const T* data() const { return tensor ? static_cast<const T*>(tensor->const_data_ptr()) : nullptr; }
+  const T* data() const { return elements; }
   int64_t size() const { return tensor ? tensor->size(0) : 0; }
 
   std::optional<Tensor> tensor;
+  const T* elements = nullptr;
 };
 
 inline Tensor empty_tensor_like(const Tensor& tensor) {
@@ -95,8 +151,10 @@ void with_floating_type(ScalarType type, const Function& function) {
       return function(float{});
     case ScalarType::Half:
       return function(Fp16{});
-    default:
+    case ScalarType::BFloat16:
       return function(Bf16{});
+    default:
+      refuse_type(type, "Float, Half and BFloat16");
   }
 }
 
@@ -111,7 +169,7 @@ inline Vector<float> widened(const Tensor& row, int64_t filled) {
   Vector<float> out(filled);
   with_floating_type(row, [&](auto type) {
     using T = decltype(type);
-    const T* from = static_cast<const T*>(row.const_data_ptr());
+    const T* from = data_of<T>(row);
     std::transform(from, from + row.numel(), out.begin(),
                    [](T value) { return static_cast<float>(value); });
   });
@@ -121,10 +179,13 @@ inline Vector<float> widened(const Tensor& row, int64_t filled) {
 // Calls function(Id{}) with the integer type of the tokens.
 template <typename Function>
 void with_id_type(const Tensor& input_ids, const Function& function) {
-  if (input_ids.scalar_type() == ScalarType::Int) {
-    function(int32_t{});
-  } else {
-    function(int64_t{});
+  switch (input_ids.scalar_type()) {
+    case ScalarType::Int:
+      return function(int32_t{});
+    case ScalarType::Long:
+      return function(int64_t{});
+    default:
+      refuse_type(input_ids.scalar_type(), "Int and Long");
   }
 }
 

@@ -29,14 +29,14 @@ void multiply(const Operand& a, const Operand& b, const std::optional<Tensor>& b
   with_floating_type(out, [&](auto type) {
     using T = decltype(type);
     const Dense<T> first(bias);
-    const Factor<T> factor{static_cast<const T*>(b.data), first.data(),
-                           static_cast<T*>(out.mutable_data_ptr())};
+    const Factor<T> factor{static_cast<const T*>(b.data), first.data(), data_to<T>(out)};
     multiply<T>(a, b, &factor, 1, b.columns);
   });
 }
 
 // a [M, K] and b [K, N] are not empty, and each has a stride of 1; bias [N]; out [M, N], dense.
 void product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, Tensor& out) {
+  check_same_type(out, a, b);
   multiply(Operand(a), Operand(b), bias, out);
 }
 
@@ -44,6 +44,7 @@ void product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias
 // and bias [N] -> [..., N]. The forward of a layer is one call: when a decoder generates tokens,
 // the calls of many layers with few rows cost as much as their products.
 Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
+  check_same_type(input, weight);
   const Tensor rows = dense(input);
   STD_TORCH_CHECK(weight.numel() > 0, "linear: weight must not be empty");
   const Operand b = Operand(weight).transposed();

@@ -44,11 +44,8 @@ Tensor linear_int8(const Tensor& input, const Tensor& weight, const Tensor& scal
   with_floating_type(out, [&](auto type) {
     using T = decltype(type);
     const Dense<T> first(bias);
-    const Int8Factor<T> factor{static_cast<const uint8_t*>(packed.const_data_ptr()),
-                               static_cast<const float*>(scales.const_data_ptr()), first.data(),
-                               static_cast<T*>(out.mutable_data_ptr())};
-    multiply_int8(static_cast<const T*>(rows.const_data_ptr()), input.numel() / depth, depth, &factor, 1,
-                  columns, columns);
+    const Int8Factor<T> factor{data_of<uint8_t>(packed), data_of<float>(scales), first.data(), data_to<T>(out)};
+    multiply_int8(data_of<T>(rows), input.numel() / depth, depth, &factor, 1, columns, columns);
   });
   return out;
 }

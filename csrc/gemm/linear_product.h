@@ -30,29 +30,6 @@ struct Operand {
   int64_t rows, columns, row, col;
 };
 
-// Who reads the floats of a Room: all threads of a product, or the one that computes a block of it.
-enum class Use { kProduct, kBlock };
-
-// Floats for one product or block, at most one Room of each use a thread has at a time: the thread's own,
-// which are kept, as new pages are slow, or new ones if they are many. They are not on its stack, which may
-// be small.
-template <Use>
-class Room {
- public:
-  explicit Room(int64_t floats) {
-    static thread_local Scratch kept;
-    Scratch& from = floats <= kMostKept ? kept : own_;
-    from.reserve(floats);
-    data = from.next(floats);
-  }
-
-  float* data;
-
- private:
-  static constexpr int64_t kMostKept = int64_t{1} << 20;
-  Scratch own_;
-};
-
 // One of the weights that a matrix is multiplied by in one go, all of one shape and layout.
 template <typename T>
 struct Factor {

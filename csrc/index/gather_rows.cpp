@@ -69,8 +69,8 @@ void sum_slots(const Tensor& grad_out, const Tensor& positions, Tensor& grad_inp
   const int64_t rows = grad_input.size(0);
   const int64_t width = grad_input.size(1);
   const int64_t stride = grad_out.stride(0);
-  const auto* from = static_cast<const T*>(grad_out.const_data_ptr());
-  auto* to = static_cast<T*>(grad_input.mutable_data_ptr());
+  const auto* from = data_of<T>(grad_out);
+  auto* to = data_to<T>(grad_input);
   const SlotsByRow by_row(positions.const_data_ptr<int64_t>(), positions.size(0), rows);
   const int64_t row_bytes = width * static_cast<int64_t>(sizeof(T));
   parallel_for(rows, grain_of(row_bytes), [&](int64_t first, int64_t last) {

@@ -38,8 +38,8 @@ void bias_gelu(const Tensor& given, const std::optional<Tensor>& bias, bool tanh
   const Vector<float> biases = bias_of(bias, width);
   with_type_and_form(input, tanh, [&](auto type, auto form) {
     using T = decltype(type);
-    const T* from = static_cast<const T*>(input.const_data_ptr());
-    T* to = static_cast<T*>(out.mutable_data_ptr());
+    const T* from = data_of<T>(input);
+    T* to = data_to<T>(out);
     for_ranges(input.numel(), width, grain_of(width), [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; i += width) {
         bias_gelu_row<decltype(form)::value>(width, biases.data(), from + i, to + i);
@@ -58,9 +58,9 @@ void bias_gelu_backward(const Tensor& grad_out, const Tensor& given, const std::
   const Buffer<float> parts(count * width);
   with_type_and_form(input, tanh, [&](auto type, auto form) {
     using T = decltype(type);
-    const T* from = static_cast<const T*>(input.const_data_ptr());
-    const T* grad = static_cast<const T*>(upstream.const_data_ptr());
-    T* to = static_cast<T*>(grad_input.mutable_data_ptr());
+    const T* from = data_of<T>(input);
+    const T* grad = data_of<T>(upstream);
+    T* to = data_to<T>(grad_input);
     const int64_t grain = grain_of(kBiasRows * width);
     for_parts(rows, kBiasRows, grain, [&](int64_t part, int64_t first, int64_t last) {
       float* sum = parts.get() + part * width;
@@ -74,8 +74,7 @@ void bias_gelu_backward(const Tensor& grad_out, const Tensor& given, const std::
   Vector<double> total(width);
   with_floating_type(grad_bias, [&](auto type) {
     using T = decltype(type);
-    sum_parts(count, width, width, parts.get(), 1.0, total.data(),
-              static_cast<T*>(grad_bias.mutable_data_ptr()));
+    sum_parts(count, width, width, parts.get(), 1.0, total.data(), data_to<T>(grad_bias));
   });
 }
 

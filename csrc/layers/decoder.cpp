@@ -21,8 +21,8 @@
 #define FASTPLM_FILE "layers/decoder.cpp"
 #include "common/each_level.h"
 #include "common/lanes.h"
+#include "common/rowwise.h"
 #include "layers/gelu.h"
-#include "layers/norm.h"
 #include "gemm/linear.h"
 #include "gemm/linear_few_rows.h"
 #include "gemm/linear_in_place.h"
@@ -36,7 +36,7 @@ namespace {
 
 constexpr int64_t kHeadGrain = 16384;  // numbers of keys that are worth a thread
 constexpr int64_t kGateGrain = 32768;  // numbers that are worth a thread
-constexpr float kHidden = -std::numeric_limits<float>::infinity();  // the score of a masked key
+constexpr float kHidden = -kInfinity;  // the score of a masked key
 
 // --- the parts of a layer -------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ struct Scores {
       for (int64_t t = 0; t < keys; ++t) scores[t] += more[t * bias->stride(3)];
     }
     if (mask != nullptr) {
-      const bool* seen = static_cast<const bool*>(mask->const_data_ptr());
+      const bool* seen = data_of<bool>(*mask);
       seen += sample * mask->stride(0);
       for (int64_t t = 0; t < keys; ++t) scores[t] = seen[t * mask->stride(3)] ? scores[t] : kHidden;
     }
@@ -146,15 +146,6 @@ struct Scores {
 
   const Tensor *mask, *bias;
 };
-
-FASTPLM_HD float dot(int64_t count, const float* a, const float* b) {
-  Floats sums = {};
-  int64_t i = 0;
-  for (; i + kWidth <= count; i += kWidth) sums += at(a + i) * at(b + i);
-  float sum = sum_of(sums);
-  for (; i < count; ++i) sum += a[i] * b[i];
-  return sum;
-}
 
 FASTPLM_HD void add_scaled(int64_t count, float scale, const float* from, float* to) {
   int64_t i = 0;
@@ -165,20 +156,10 @@ FASTPLM_HD void add_scaled(int64_t count, float scale, const float* from, float*
 // scores [keys, filled up to whole vectors] = softmax(scores); false if all keys are masked.
 FASTPLM_HD bool softmax(int64_t keys, float* scores) {
   const int64_t filled = round_up(keys, kWidth);
+  if (std::count(scores, scores + keys, kHidden) == keys) return false;
   std::fill(scores + keys, scores + filled, kHidden);
-  Floats most = at(scores), sums = {};
-  for (int64_t t = kWidth; t < filled; t += kWidth) {
-    const Floats more = at(scores + t);
-    most = more > most ? more : most;
-  }
-  const float highest = maximum_of(most);
-  if (highest == kHidden) return false;
-  for (int64_t t = 0; t < filled; t += kWidth) {
-    const Several<1> weight = exponential(Several<1>{{at(scores + t)}} - highest);
-    at(scores + t) = weight.each[0];
-    sums += weight.each[0];
-  }
-  const float inverse = 1.0f / sum_of(sums);
+  const float most = largest_of(Stored{scores}, filled);
+  const float inverse = 1.0f / weights_of(Stored{scores}, filled, most, 1.0f, scores);
   for (int64_t t = 0; t < filled; t += kWidth) at(scores + t) *= inverse;
   return true;
 }
@@ -206,9 +187,8 @@ struct Step {
     const int64_t keys_seen = keys.length + (new_keys != nullptr ? 1 : 0);
     const int64_t grain = std::max<int64_t>(1, kHeadGrain / (keys_seen * dim));
     for_ranges(batch * heads, 1, grain, [&](int64_t first, int64_t last) {
-      static thread_local Scratch memory;
-      memory.reserve(round_up(keys_seen, kWidth));
-      float* weights = memory.next(round_up(keys_seen, kWidth));
+      const Room<Use::kHead> room(round_up(keys_seen, kWidth));
+      float* weights = room.data;
       for (int64_t i = first; i < last; ++i) {
         const int64_t sample = i / heads, head = i % heads, offset = sample * query_row + head * dim;
         const int64_t copied = i * keys_seen * dim;
@@ -289,8 +269,8 @@ std::vector<Tensor> decoder_layer(const Tensor& x, const std::vector<Tensor>& we
   std::vector<Tensor> results{empty_tensor(x, {batch, 1, width}), empty_tensor(x, grown), empty_tensor(x, grown)};
   const auto to = [&](size_t i) { return results[i].template mutable_data_ptr<float>(); };
   const int64_t wide = layer.up->outputs();
-  static thread_local Scratch memory;
-  memory.reserve(batch * (2 * width + 4 * inner + 2 * wide) + 5 * kCacheLine);
+  const Room<Use::kStates> room(batch * (2 * width + 4 * inner + 2 * wide) + 5 * kCacheLine);
+  Scratch& memory = room.memory;
   float *normed = memory.next(batch * width), *other = memory.next(batch * width);
   float *qkv = memory.next(batch * 3 * inner), *context = memory.next(batch * inner);
   float* mid = memory.next(batch * 2 * wide);

@@ -21,8 +21,8 @@ void dropout(const Tensor& input, const Tensor& seed, int64_t threshold, double 
   const auto key = static_cast<uint64_t>(*seed.const_data_ptr<int64_t>());
   with_floating_type(input, [&](auto type) {
     using T = decltype(type);
-    const T* from = static_cast<const T*>(input.const_data_ptr());
-    T* to = static_cast<T*>(out.mutable_data_ptr());
+    const T* from = data_of<T>(input);
+    T* to = data_to<T>(out);
     for_ranges(input.numel(), kDropBlock, kBlocksPerThread, [&](int64_t first, int64_t last) {
       drop_elements(key, static_cast<int32_t>(threshold), static_cast<float>(scale), first,
                     last - first, from + first, to + first);
@@ -42,8 +42,8 @@ void dropout_rows(const Tensor& input, const Tensor& seed, int64_t threshold, do
   const int64_t grain = std::max<int64_t>(1, kBlocksPerThread / ceil_div(width, kDropBlock));
   with_floating_type(input, [&](auto type) {
     using T = decltype(type);
-    const T* from = static_cast<const T*>(input.const_data_ptr());
-    T* to = static_cast<T*>(out.mutable_data_ptr());
+    const T* from = data_of<T>(input);
+    T* to = data_to<T>(out);
     for_ranges(rows, 1, grain, [&](int64_t first, int64_t last) {
       for (int64_t row = first; row < last; ++row) {
         drop_row(key, static_cast<int32_t>(threshold), static_cast<float>(scale), samples[row],

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "common/operators.h"
 #include "common/philox.h"
@@ -9,8 +10,8 @@
 #define FASTPLM_FILE "layers/dropout_add_layer_norm.cpp"
 #include "common/each_level.h"
 #include "common/lanes.h"
+#include "common/rowwise.h"
 #include "layers/dropout.h"
-#include "layers/norm.h"
 #include "layers/dropout_add_layer_norm.h"
 
 namespace fastplm::FASTPLM_LEVEL {
@@ -145,7 +146,7 @@ void dropout_add_layer_norm_backward(const Tensor& grad_out, const Tensor& sum, 
     Vector<double> total(width);
     with_floating_type(*summed[i], [&](auto type) {
       sum_parts(count, width, stride, parts.get() + i * width, 1.0, total.data(),
-                static_cast<decltype(type)*>(summed[i]->mutable_data_ptr()));
+                data_to<decltype(type)>(*summed[i]));
     });
   }
 }

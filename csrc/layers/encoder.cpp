@@ -18,8 +18,8 @@
 #define FASTPLM_FILE "layers/encoder.cpp"
 #include "common/each_level.h"
 #include "common/lanes.h"
+#include "common/rowwise.h"
 #include "layers/gelu.h"
-#include "layers/norm.h"
 #include "gemm/linear.h"
 #include "gemm/linear_few_rows.h"
 #include "gemm/linear_in_place.h"
@@ -37,7 +37,7 @@ namespace {
 constexpr int64_t kMostRows = 512;
 constexpr int64_t kNormRows = 64;  // that are worth a thread
 
-const int32_t* ints(const Tensor& tensor) { return static_cast<const int32_t*>(tensor.const_data_ptr()); }
+const int32_t* ints(const Tensor& tensor) { return data_of<int32_t>(tensor); }
 
 // The tensors of a layer, in the order of the operator's argument.
 struct Layer {
@@ -67,6 +67,8 @@ void norm(int64_t rows, int64_t width, float eps, const Pair& pair, const float*
 
 // What all layers of a call share.
 struct Shape {
+  int64_t wide() const { return std::max(inner, width); }
+
   int64_t width, heads, inner;  // E, H, the widest feed-forward
   float eps;
   bool tanh;
@@ -74,10 +76,9 @@ struct Shape {
 
 // Memory of the states of `rows` rows.
 struct States {
-  States(const Shape& shape, int64_t rows) {
-    static thread_local Scratch memory;
-    const int64_t width = shape.width, wide = std::max(shape.inner, width);
-    memory.reserve(rows * (6 * width + wide) + 5 * kCacheLine);
+  States(const Shape& shape, int64_t rows) : room(rows * (6 * shape.width + shape.wide()) + 5 * kCacheLine) {
+    Scratch& memory = room.memory;
+    const int64_t width = shape.width, wide = shape.wide();
     qkv = memory.next(rows * 3 * width);
     context = memory.next(rows * width);
     state = memory.next(rows * width);
@@ -85,6 +86,7 @@ struct States {
     inner = memory.next(rows * wide);
   }
 
+  const Room<Use::kStates> room;
   float *qkv, *context, *state, *chosen, *inner;
 };
 
@@ -225,7 +227,7 @@ std::optional<Tensor> encoder(const Tensor& input, const std::vector<Tensor>& we
                       are_starts(starts_of_asked, rows ? rows->size(0) : input.size(0)),
                   "encoder: cu_seqlens do not fit the rows");
   const int32_t *starts = ints(cu_seqlens), *starts_q = ints(starts_of_asked);
-  const auto* index = rows ? static_cast<const int64_t*>(rows->const_data_ptr()) : nullptr;
+  const auto* index = rows ? data_of<int64_t>(*rows) : nullptr;
   STD_TORCH_CHECK(!rows || are_rows(index, batch, starts_q, starts), "encoder: rows of other sequences");
   Tensor out = empty_tensor(input, {rows ? rows->size(0) : input.size(0), width});
   const auto begin = [&](int64_t row, int64_t, const States&) { return floats(input) + row * width; };

@@ -17,8 +17,8 @@ constexpr int64_t kBlocksPerThread = 128;
 void gelu_tanh(const Tensor& input, Tensor& out) {
   with_floating_type(input, [&](auto type) {
     using T = decltype(type);
-    const T* from = static_cast<const T*>(input.const_data_ptr());
-    T* to = static_cast<T*>(out.mutable_data_ptr());
+    const T* from = data_of<T>(input);
+    T* to = data_to<T>(out);
     for_ranges(input.numel(), kBlockSize, kBlocksPerThread, [&](int64_t first, int64_t last) {
       gelu_elements<true>(last - first, from + first, to + first);
     });
@@ -28,9 +28,9 @@ void gelu_tanh(const Tensor& input, Tensor& out) {
 void gelu_tanh_backward(const Tensor& grad_out, const Tensor& input, Tensor& grad_input) {
   with_floating_type(input, [&](auto type) {
     using T = decltype(type);
-    const T* from = static_cast<const T*>(input.const_data_ptr());
-    const T* grad = static_cast<const T*>(grad_out.const_data_ptr());
-    T* to = static_cast<T*>(grad_input.mutable_data_ptr());
+    const T* from = data_of<T>(input);
+    const T* grad = data_of<T>(grad_out);
+    T* to = data_to<T>(grad_input);
     for_ranges(input.numel(), kBlockSize, kBlocksPerThread, [&](int64_t first, int64_t last) {
       gelu_grad_elements<true>(last - first, from + first, grad + first, to + first);
     });

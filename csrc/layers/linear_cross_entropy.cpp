@@ -7,6 +7,7 @@
 #define FASTPLM_FILE "layers/linear_cross_entropy.cpp"
 #include "common/each_level.h"
 #include "common/lanes.h"
+#include "common/rowwise.h"
 #include "layers/linear_cross_entropy.h"
 
 namespace fastplm::FASTPLM_LEVEL {

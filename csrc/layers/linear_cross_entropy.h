@@ -1,5 +1,5 @@
 // Softmax of rows of logits: the statistics of a loss over a vocabulary, in two passes over a row while it
-// is in the cache. Included once a level, after lanes.h.
+// is in the cache. Included once a level, after rowwise.h.
 //
 //   m = max(z)    l = sum(e^(z - m))    d = sum(z - m)    s = sum(e^((z - m) / temperature))
 
@@ -13,23 +13,10 @@ struct RowStatistics {
 // as the result would be NaN.
 FASTPLM_HD RowStatistics softmax_row(float* z, int64_t columns, bool finite, bool write,
                                      bool sampled, float temperature) {
-  constexpr float kInfinity = std::numeric_limits<float>::infinity();
   constexpr int64_t kBlock = kTogether * kWidth;
-  const Floats lowest = Floats{} - kInfinity;
-  Several<kTogether> largest;
-  for (Floats& each : largest.each) each = lowest;
-  int64_t j = 0;
-  for (; j + kBlock <= columns; j += kBlock) {
-    const auto block = load<kTogether>(z + j);
-    for (int i = 0; i < kTogether; ++i) {
-      largest.each[i] = block.each[i] > largest.each[i] ? block.each[i] : largest.each[i];
-    }
-  }
-  for (int i = 1; i < kTogether; ++i) {
-    largest.each[0] = largest.each[i] > largest.each[0] ? largest.each[i] : largest.each[0];
-  }
-  float m = maximum_of(largest.each[0]);
-  const int64_t whole = j;
+  const int64_t whole = columns / kBlock * kBlock;
+  float m = largest_of(Stored{z}, whole);
+  int64_t j = whole;
   for (; j < columns; ++j) m = z[j] > m ? z[j] : m;
   const float pivot = finite && m == -kInfinity ? 0.0f : m;
   const float cooler = 1.0f / temperature;

@@ -60,13 +60,13 @@ FASTPLM_ARGUMENTS(BackwardArguments, FASTPLM_REPLACED_TOKEN_LOSS_BACKWARD)
 template <typename Function>
 void with_labels(const LossArguments& given, const Function& function) {
   if (!given.original) {
-    const bool* flags = static_cast<const bool*>(given.replaced.const_data_ptr());
+    const bool* flags = data_of<bool>(given.replaced);
     return function([flags](int64_t row) { return flags[row]; });
   }
   with_id_type(given.replaced, [&](auto type) {
     using Id = decltype(type);
-    const Id* ids = static_cast<const Id*>(given.replaced.const_data_ptr());
-    const Id* before = static_cast<const Id*>(given.original.data());
+    const Id* ids = data_of<Id>(given.replaced);
+    const Id* before = data_of<Id>(*given.original.tensor);
     function([=](int64_t row) { return ids[row] != before[row]; });
   });
 }
@@ -91,7 +91,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> replaced_token_loss(
   Vector<float> sum_of_part(given.sum_weight ? parts * filled : 0);
   with_floating_type(input, [&](auto type) {
     using T = decltype(type);
-    const T* from = static_cast<const T*>(input.const_data_ptr());
+    const T* from = data_of<T>(input);
     with_labels(given, [&](const auto& is_replaced) {
       for_parts(rows, kDetectorPart, grain_of(width), [&](int64_t part, int64_t first, int64_t last) {
         Vector<float> wide(room_of_rows<T>(width, filled));
@@ -154,20 +154,20 @@ std::tuple<Tensor, Tensor, Tensor> replaced_token_loss_backward(const BackwardAr
   if (!given.need_input) grad_input = empty_tensor(weight, {0});
   with_floating_type(weight, [&](auto type) {
     using T = decltype(type);
-    *static_cast<T*>(grad_bias.mutable_data_ptr()) = static_cast<T>(static_cast<float>(grad_of_bias));
-    T* of_weight = static_cast<T*>(grad_weight.mutable_data_ptr());
+    *data_to<T>(grad_bias) = static_cast<T>(static_cast<float>(grad_of_bias));
+    T* of_weight = data_to<T>(grad_weight);
     if (given.need_weight && given.weight_sum) {
       add_parts(1, width, width, given.weight_sum.data(), scale, of_weight);
     }
     Vector<float> sum_of_part(reads_rows ? ceil_div(rows, kDetectorPart) * filled : 0);
-    T* to = static_cast<T*>(grad_input.mutable_data_ptr());
+    T* to = data_to<T>(grad_input);
     for_parts(rows, kDetectorPart, grain_of(width), [&](int64_t part, int64_t first, int64_t last) {
       for (int64_t row = first; given.need_input && row < last; ++row) {
         scaled_row(width, weights.data(), counted(row), grad_logit[row], to + row * width);
       }
       if (reads_rows) {
         Vector<float> wide(room_of_rows<T>(width, filled));
-        add_weighted_rows(first, last, width, static_cast<const T*>(given.input->const_data_ptr()),
+        add_weighted_rows(first, last, width, data_of<T>(*given.input),
                           given.input->stride(0), counts, grad_logit.data(),
                           sum_of_part.data() + part * filled, wide.data());
       }

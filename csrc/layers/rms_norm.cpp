@@ -1,6 +1,7 @@
 // fastplm_C::rms_norm and its backward on the CPU.
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <vector>
 
 #include "common/operators.h"
@@ -8,6 +9,7 @@
 #define FASTPLM_FILE "layers/rms_norm.cpp"
 #include "common/each_level.h"
 #include "common/lanes.h"
+#include "common/rowwise.h"
 #include "layers/rms_norm.h"
 
 namespace fastplm::FASTPLM_LEVEL {
@@ -21,8 +23,8 @@ void rms_norm(const Tensor& input, const Tensor& weight, double eps, Tensor& out
     with_floating_type(out, [&](auto out_type) {
       using In = decltype(in_type);
       using Out = decltype(out_type);
-      const In* from = static_cast<const In*>(input.const_data_ptr());
-      Out* to = static_cast<Out*>(out.mutable_data_ptr());
+      const In* from = data_of<In>(input);
+      Out* to = data_to<Out>(out);
       for_parts(rows, kNormRows, 1, [&](int64_t, int64_t first, int64_t last) {
         Vector<float> x(weights.size());
         norm_rows(last - first, width, static_cast<float>(eps), weights.data(), from + first * width,
@@ -43,9 +45,9 @@ void rms_norm_backward(const Tensor& grad_out, const Tensor& input, const Tensor
     with_floating_type(weight, [&](auto out_type) {
       using In = decltype(in_type);
       using Out = decltype(out_type);
-      const In* from = static_cast<const In*>(input.const_data_ptr());
-      const Out* grad = static_cast<const Out*>(grad_out.const_data_ptr());
-      In* to = static_cast<In*>(grad_input.mutable_data_ptr());
+      const In* from = data_of<In>(input);
+      const Out* grad = data_of<Out>(grad_out);
+      In* to = data_to<In>(grad_input);
       for_parts(rows, kNormRows, 1, [&](int64_t part, int64_t first, int64_t last) {
         Vector<float> room(2 * filled);
         norm_grad_rows(last - first, width, static_cast<float>(eps), weights.data(),
@@ -54,7 +56,7 @@ void rms_norm_backward(const Tensor& grad_out, const Tensor& input, const Tensor
       });
       Vector<double> total(width);
       sum_parts(count, width, filled, parts.data(), 1.0, total.data(),
-                static_cast<Out*>(grad_weight.mutable_data_ptr()));
+                data_to<Out>(grad_weight));
     });
   });
 }

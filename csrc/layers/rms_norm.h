@@ -6,7 +6,7 @@
 //   grad_w = sum over rows of g x r
 //
 // Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization" (arXiv 1910.07467),
-// equation 4.
+// equation 4. Included once a level, after rowwise.h.
 
 namespace fastplm::FASTPLM_LEVEL {
 
@@ -20,11 +20,6 @@ FASTPLM_HD int64_t norm_width(int64_t width) {
   return round_up(width, kNormBlock);
 }
 
-// r of a row, from the sum of its squares.
-FASTPLM_HD float scale_of(float squares, int64_t width, float eps) {
-  return 1.0f / std::sqrt(squares / static_cast<float>(width) + eps);
-}
-
 // Computes out [rows, width] from in [rows, width]; weight is one row, filled up with zeros; room
 // has space for one row.
 template <typename In, typename Out>
@@ -33,16 +28,8 @@ FASTPLM_HD void norm_rows(int64_t rows, int64_t width, float eps, const float* w
   const int64_t filled = norm_width(width);
   for (int64_t row = 0; row < rows; ++row, in += width, out += width) {
     const float* x = as_floats(width, filled, in, room);
-    Several<kTogether> squares = {};
-    for (int64_t i = 0; i < filled; i += kNormBlock) {
-      const Several<kTogether> block = load<kTogether>(x + i);
-      squares = squares + block * block;
-    }
-    const float scale = scale_of(sum_of(squares), width, eps);
     float* y = floats_for(width, filled, out, room);
-    for (int64_t i = 0; i < filled; i += kNormBlock) {
-      store(load<kTogether>(x + i) * scale * load<kTogether>(weight + i), y + i);
-    }
+    scale_row(filled, {0.0f, scale_of(squares_of(filled, x, 0.0f), width, eps)}, weight, nullptr, x, y);
     narrow(width, y, out);
   }
 }

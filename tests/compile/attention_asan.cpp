@@ -17,6 +17,7 @@
 #include "one_level.h"
 
 #include "common/lanes.h"
+#include "common/rowwise.h"
 #include "attention/attention.h"
 
 namespace {

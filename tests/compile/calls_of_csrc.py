@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
 import json
+import mmap
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -207,5 +209,123 @@ def repeatably(call: Callable[[], Any]) -> Any:
     return call()
 
 
+class Heap(ctypes.Structure):
+    """glibc's ``struct mallinfo2``."""
+
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    _fields_ = [(name, ctypes.c_size_t) for name in names]
+
+
+def memory_left() -> None:
+    """Prints the bytes that are still in use after large calls, of a thread that goes on."""
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = Heap
+    query, weight = torch.randn(1, 2, 4096, 64), torch.randn(64, 3072)
+    rows, packed = torch.randn(2048, 3072), ops.quantize_int8(weight)
+    shapes = (*[(768, 768), (768,)] * 4, (768,), (768,), (3072, 768), (3072,), (768, 3072), (768,))
+    of_layer = [torch.randn(shape) for shape in (*shapes, (768,), (768,))]
+
+    def layer(count: int) -> Tensor:
+        ends = torch.tensor([0, count], dtype=torch.int32)
+        encoder = torch.ops.fastplm_C.encoder.default
+        return encoder(rows[:count, :768].contiguous(), of_layer, ends, None, None, 64, 1e-5, False)
+
+    assert layer(8) is not None
+    calls = {
+        "layers": (lambda: layer(8), lambda: layer(512)),
+        "attention": (
+            lambda: ops.attention(query[:, :, :8], query[:, :, :8], query[:, :, :8]),
+            lambda: ops.attention(query, query, query),
+        ),
+        "linear": (lambda: ops.linear(rows[:8], weight), lambda: ops.linear(rows, weight)),
+        "linear_int8": (
+            lambda: ops.linear_int8(rows[:8], *packed),
+            lambda: ops.linear_int8(rows, *packed),
+        ),
+    }
+
+    def used_by(small: Callable[[], Any], large: Callable[[], Any]) -> int:
+        small()
+        before = mallinfo()
+        large()
+        after = mallinfo()
+        return after.uordblks + after.hblkhd - before.uordblks - before.hblkhd
+
+    print(
+        json.dumps({name: in_thread(lambda two=two: used_by(*two)) for name, two in calls.items()})
+    )
+
+
+# --- dtypes ---------------------------------------------------------------------------------------
+
+DTYPES = (torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float8_e5m2)
+DTYPES += (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
+
+
+def at_the_end_of_its_memory(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of a shape and strides; to read or write behind it ends the process."""
+    page, count = mmap.PAGESIZE, 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))  # noqa: B905
+    size = -(-count * dtype.itemsize // page) * page
+    memory = mmap.mmap(-1, size + page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + size), page, 0) == 0
+    PAGES.append(memory)
+    room = torch.frombuffer(
+        memory, dtype=dtype, count=count, offset=size - count * dtype.itemsize
+    ).as_strided(tensor.shape, tensor.stride())
+    return room.copy_(tensor)
+
+
+PAGES: list[Any] = []
+
+
+def wrong_types() -> None:
+    """Each case is named before it runs. In the end come those that were not refused."""
+    seen: dict[Any, tuple[Any, tuple]] = {}
+    original = OpOverload.__call__
+
+    def recorded(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if self.namespace == "fastplm_C":
+            forms = (one.dtype if isinstance(one, Tensor) else type(one) for one in args)
+            seen.setdefault((self, *forms), (self, args))
+        return original(self, *args, **kwargs)
+
+    OpOverload.__call__ = recorded  # type: ignore[method-assign]
+    of_ops = (case for case in calls_of_ops() if ", 450" not in case[0])
+    for _, call in itertools.chain(of_ops, products(), calls_of_layers()):
+        with fastplm.use_backend("cpp"):
+            call()
+    OpOverload.__call__ = original  # type: ignore[method-assign]
+    taken = set()
+    for operator, args in seen.values():
+        for i, name, tensor, put in tensors_of(operator, args):
+            for dtype in DTYPES:
+                if dtype is tensor.dtype or tensor.numel() == 0:
+                    continue
+                case = f"{operator._schema.name.split('::')[1]} {name} {dtype}"
+                print(json.dumps(case), flush=True)
+                with contextlib.suppress(RuntimeError):
+                    changed = [*args]
+                    changed[i] = put(at_the_end_of_its_memory(tensor, dtype))
+                    result = operator(*changed)
+                    if result is not False and result is not None and result != []:
+                        taken.add(case)
+    print(json.dumps(sorted(taken)))
+
+
+def tensors_of(operator: OpOverload, args: tuple) -> Iterator[tuple[int, str, Tensor, Any]]:
+    """The place, name and value of each tensor, of lists the first, and what puts another in."""
+    for i, (argument, value) in enumerate(zip(operator._schema.arguments, args, strict=False)):
+        if isinstance(value, Tensor):
+            yield i, argument.name, value, lambda other: other
+        elif isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
+            for k in range(min(4, len(value))):
+                yield (
+                    *(i, argument.name, value[k]),
+                    lambda other, k=k, value=value: [*value[:k], other, *value[k + 1 :]],
+                )
+
+
 if __name__ == "__main__":
-    {"small_stacks": small_stacks, "refused_memory": refused_memory}[sys.argv[1]](*sys.argv[2:])
+    commands = (small_stacks, refused_memory, memory_left, wrong_types)
+    {command.__name__: command for command in commands}[sys.argv[1]](*sys.argv[2:])

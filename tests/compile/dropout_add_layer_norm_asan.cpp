@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <initializer_list>
+#include <limits>
 #include <vector>
 
 #include "common/philox.h"
@@ -13,8 +14,8 @@
 #include "one_level.h"
 
 #include "common/lanes.h"
+#include "common/rowwise.h"
 #include "layers/dropout.h"
-#include "layers/norm.h"
 #include "layers/dropout_add_layer_norm.h"
 
 namespace {

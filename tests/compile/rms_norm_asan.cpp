@@ -5,12 +5,14 @@
 #include <cstdlib>
 #include <cstring>
 #include <initializer_list>
+#include <limits>
 #include <vector>
 
 #include "common/base.h"
 #include "one_level.h"
 
 #include "common/lanes.h"
+#include "common/rowwise.h"
 #include "layers/rms_norm.h"
 
 namespace {

@@ -55,3 +55,24 @@ def test_refused_memory_is_an_error_in_the_words_of_pytorch(tmp_path):
     assert not [text for text in found["said"] if not REFUSED.fullmatch(text)]
     named = {name for text in found["said"] for name in re.findall(r"fastplm_C::(\w+)", text)}
     assert {"linear", "linear_int8", "attention", "backbone", "decoder_layer"} <= named
+
+
+@pytest.mark.parametrize("level", ["default", "avx2", "avx512"])
+def test_no_operator_reads_one_dtype_as_another(level):
+    """A tensor of a smaller dtype ends where its memory does; it was read as bf16."""
+    done = run("wrong_types", ATEN_CPU_CAPABILITY=level, OMP_NUM_THREADS="1")
+    *cases, taken = map(json.loads, done.stdout.splitlines() or ["null"])
+    assert done.returncode == 0, f"{taken}: {done.returncode}\n{done.stderr}"
+    assert len(cases) > 500
+    wrong = re.compile(r"torch\.(bool|u?int|float8|complex|float64)")
+    # gather_rows copies bytes of any dtype, its backward takes fp64; ids and masks may be integers.
+    right = re.compile(r"gather_rows input |gather_rows_\w+ grad_out torch.float64|backbone ")
+    assert not [case for case in taken if wrong.search(case) and not right.match(case)]
+
+
+def test_a_call_gives_most_of_its_memory_back():
+    """The states of 512 rows of BERT-base stayed with each thread that called: 16 MB."""
+    done = run("memory_left", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 4 and max(found.values()) < 3 << 20, found
