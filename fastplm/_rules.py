@@ -128,10 +128,13 @@ RULES = {
         stock: float32, outputs < 384 | avx2, linear float32 native, 128 147456 16: 0.83
         stock: float32, threads, rows >= 96, outputs < 1K
             | avx512-amd, linear float32 native, 256 1048576 16: 0.86
-        stock: float32, threads, rows >= 1K, outputs < 2K
-            | avx512-amd, conv1d float32 native, 1024 1048576 64: 0.91
-        stock: avx2, float32, 1 thread | avx2, linear, 1 thread float32 native, 96 147456 64: 0.92
-        cpp: float32 | avx2, linear float32 native, 256 16777216 64: 1.20
+        stock: float32, threads, rows >= 1K, outputs < 3K
+            | avx512-amd, linear float32 native, 1024 4194304 16: 0.92
+        stock: avx2, float32, 1 thread, conv1d
+            | avx2, conv1d, 1 thread float32 native, 56 262144 64: 0.93
+        stock: avx2, float32, 1 thread, rows >= 96
+            | avx2, linear, 1 thread float32 native, 96 4194304 64: 0.89
+        cpp: float32 | avx512-amd, linear float32 native, 56 147456 64: 1.21
         stock: intel, native | avx512-intel, conv1d, 1 thread bfloat16 native, 256 1048576 64: 0.11
         cpp: native, rows < 8 | avx512-amd, conv1d, 1 thread bfloat16 native, 4 131072 64: 1.96
         cpp: native, rows < 192, products < 3M

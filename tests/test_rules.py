@@ -46,7 +46,6 @@ LOSING = {
     },
     ("avx512-amd", "linear"): {
         ("linear, 1 thread float32 native", 32, 196608, 192): 0.92,
-        ("linear float32 native", 1024, 1048576, 256): 0.93,
     },
     ("avx512-amd", "attention"): {
         ("forward bfloat16 native", 32, 32, 4): 0.9,
