@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fastplm._judge import Series, cells_of, judge, load
+from fastplm._judge import Series, load, table
 from fastplm._rules import RULES, aspect
 
 ROWS = Path(__file__).parent / "results/cpu/rules"
@@ -79,23 +79,6 @@ def of_models(op: str, form: str, series: Series) -> Iterable[tuple[int, ...]]:
         for elements in sorted({rows * e * inner for rows in MODEL_ROWS for e in WIDTHS}):
             if within(series, elements):
                 yield (elements,)
-
-
-def table(files: list[dict[str, Any]], sizes_of: Any = None, cells: bool = False) -> Iterator[str]:
-    yield "| op | CPU | cells | by rule | at best | kept | lose | worst |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for op in RULES:
-        for contents in files:
-            if op in contents["ops"]:
-                of_op = {**contents, "ops": {op: contents["ops"][op]}}
-                found = judge(cells_of(of_op, sizes_of))
-                worst = str(found.losing[0]) if found.losing else ""
-                yield (
-                    f"| {op} | {contents['kind']} | {found.cells} | {found.chosen:.3f} "
-                    f"| {found.best:.3f} | {found.kept:.1%} | {len(found.losing)} | {worst} |"
-                )
-                if cells:
-                    yield from (f"    {cell.rule.backend} {cell}" for cell in found.losing)
 
 
 def page(files: list[dict[str, Any]]) -> Iterator[str]:

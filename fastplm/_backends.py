@@ -38,7 +38,8 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from fastplm._rules import CallClass, slower, why
+from fastplm import _rules
+from fastplm._rules import CallClass, slower
 from fastplm.errors import BackendError, check_choice
 
 #: In the order of preference of "auto"; "eager" can run anything, so it is last.
@@ -380,7 +381,7 @@ def _decide(op: str, backends: dict[str, Backend], call: Any, wanted: str) -> De
             if wanted == "auto" and (chosen, name) == ("cpp", "stock"):
                 measured = backends[chosen].measured
                 by_rule = None if measured is None else measured(*call)
-                reason = reason if by_rule is None else why(op, by_rule)
+                reason = reason if by_rule is None else str(_rules.decide(op, by_rule))
         rejected.append((name, reason))
     return Decision(op, chosen, _describe(call), tuple(rejected))
 

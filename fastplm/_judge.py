@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastplm import _rules
-from fastplm._rules import RULES, SQUARE, Rule
+from fastplm._rules import RULES, SQUARE, Rule, first, with_words
 
 #: How much smaller the gain of a product of fewer rows is in a model than in a series with one
 #: weight, which was always in the caches.
@@ -51,11 +51,15 @@ class Series(NamedTuple):
         )
 
 
+#: ``sizes_of(op, form, series)``: the sizes to judge.
+SizesOf = Callable[[str, str, Series], Iterable[tuple[int, ...]]]
+
+
 class Cell(NamedTuple):
     """The sizes of a call, and how many times as fast as stock PyTorch csrc/ is there."""
 
-    op: str
     series: str
+    op: str
     words: frozenset[str]
     sizes: tuple[int, ...]
     named: dict[str, int]
@@ -63,7 +67,7 @@ class Cell(NamedTuple):
 
     @property
     def rule(self) -> Rule:
-        return _rules.rule_of(RULES[self.op], self.words, self.named)
+        return first(with_words(RULES[self.op], self.words), self.named)
 
     @property
     def ratio(self) -> float:
@@ -79,27 +83,21 @@ def load(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text("utf-8"))
 
 
-def cells_of(
-    contents: dict[str, Any],
-    sizes_of: Callable[[str, str, Series], Iterable[tuple[int, ...]]] | None = None,
-) -> list[Cell]:
-    """What was measured, or what follows from it for ``sizes_of(op, form, series)``."""
+def cells_of(contents: dict[str, Any], op: str, sizes_of: SizesOf | None = None) -> list[Cell]:
+    """The measured sizes of an op, or those of ``sizes_of(op, form, series)``, interpolated."""
     found = []
-    for op, forms in contents["ops"].items():
-        for key, fields in forms.items():
-            series = Series(**fields)
-            form, dtype = key.removesuffix(" native").rsplit(" ", 1)
-            native = key.endswith(" native")
-            words = _rules.words_of(form, getattr(torch, dtype), contents["kind"], native)
-            grid = sizes_of(op, form, series) if sizes_of else itertools.product(*series.axes)
-            for sizes in grid:
-                speedup = series.speedup(sizes)
-                if op == "linear":
-                    sizes = (*sizes, SQUARE)[:3]  # older series are of square weights
-                    if series.weights == 1 and sizes[0] < _FEW_ROWS:
-                        speedup /= _WARM_CACHE_DISCOUNT
-                named = _rules.sizes_by_name(op, sizes)
-                found.append(Cell(op, key, words, sizes, named, speedup))
+    for key, fields in contents["ops"][op].items():
+        series = Series(**fields)
+        form, dtype = key.removesuffix(" native").rsplit(" ", 1)
+        native = key.endswith(" native")
+        words = _rules.words_of(form, getattr(torch, dtype), contents["kind"], native)
+        for sizes in sizes_of(op, form, series) if sizes_of else itertools.product(*series.axes):
+            speedup = series.speedup(sizes)
+            if op == "linear":
+                sizes = (*sizes, SQUARE)[:3]  # older series are of square weights
+                if series.weights == 1 and sizes[0] < _FEW_ROWS:
+                    speedup /= _WARM_CACHE_DISCOUNT
+            found.append(Cell(key, op, words, sizes, _rules.sizes_by_name(op, sizes), speedup))
     return found
 
 
@@ -118,45 +116,49 @@ class Judgement(NamedTuple):
 
 def judge(cells: Sequence[Cell]) -> Judgement:
     best = statistics.fmean(max(math.log(cell.speedup), 0.0) for cell in cells)
-    chosen = statistics.fmean(
-        math.log(cell.speedup) if cell.rule.backend == "cpp" else 0.0 for cell in cells
-    )
+    chosen = _gain(cells, RULES[cells[0].op])
     losing = sorted((cell for cell in cells if cell.ratio < LOSES), key=lambda cell: cell.ratio)
     return Judgement(len(cells), math.exp(best), math.exp(chosen), losing)
 
 
-def better_bounds(op: str, cells: Sequence[Cell]) -> Iterator[str]:
-    """A line for each bound of a rule of an op with which these cells would be faster."""
-
-    def gain(rules: tuple[Rule, ...]) -> float:
-        decided = ((_rules.rule_of(rules, cell.words, cell.named), cell.speedup) for cell in cells)
-        return statistics.fmean(
-            math.log(s) if rule.backend == "cpp" else 0.0 for rule, s in decided
-        )
-
-    rules = RULES[op]
-    now = gain(rules)
-    for place, rule in enumerate(rules):
-        for part, (size, sign, _) in rule.bounds.items():
-            best = (now, part)
-            for value in sorted({cell.named[size] for cell in cells}):
-                other = rule._replace(when=rule.when.replace(part, f"{size} {sign} {value}"))
-                tried = gain((*rules[:place], other, *rules[place + 1 :]))
-                best = max(best, (tried, f"{size} {sign} {value}"))
-            factor = math.exp(best[0] - now)
-            if factor > _BETTER:
-                yield f'"{best[1]}" in "{rule.when}": {factor:.3f} times as fast'
+def better_bounds(contents: dict[str, Any]) -> Iterator[str]:
+    """A line for each bound of a rule with which all cells of its op would be faster."""
+    for op in contents["ops"]:
+        cells, rules = cells_of(contents, op), RULES[op]
+        now = _gain(cells, rules)
+        for place, rule in enumerate(rules):
+            for part, (size, sign, _) in rule.bounds.items():
+                best = (now, part)
+                for value in sorted({cell.named[size] for cell in cells}):
+                    other = rule._replace(when=rule.when.replace(part, f"{size} {sign} {value}"))
+                    tried = _gain(cells, (*rules[:place], other, *rules[place + 1 :]))
+                    best = max(best, (tried, f"{size} {sign} {value}"))
+                if (factor := math.exp(best[0] - now)) > _BETTER:
+                    yield f'{op}: "{best[1]}" in "{rule.when}" is {factor:.3f} times as fast'
 
 
-def report(contents: dict[str, Any]) -> Iterator[str]:
-    """Lines about each op: what the rules keep of the gain, where they lose, better bounds."""
-    for op in sorted(contents["ops"]):
-        cells = cells_of({**contents, "ops": {op: contents["ops"][op]}})
-        found = judge(cells)
-        yield (
-            f"{op}: {found.chosen:.3f} times as fast as stock PyTorch by the rules, "
-            f"{found.best:.3f} at best: {found.kept:.1%}"
-        )
-        if found.losing:
-            yield f"  loses in {len(found.losing)} of {found.cells} cells: {found.losing[0]}"
-        yield from (f"  better: {line}" for line in better_bounds(op, cells))
+def _gain(cells: Sequence[Cell], rules: tuple[Rule, ...]) -> float:
+    chosen = (first(with_words(rules, cell.words), cell.named).backend for cell in cells)
+    return statistics.fmean(
+        math.log(cell.speedup) if backend == "cpp" else 0.0
+        for cell, backend in zip(cells, chosen, strict=True)
+    )
+
+
+def table(
+    files: Sequence[dict[str, Any]], sizes_of: SizesOf | None = None, list_losing: bool = False
+) -> Iterator[str]:
+    """A line for each op and file of rows, in Markdown."""
+    yield "| op | CPU | cells | by rule | at best | kept | lose | worst |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for op in RULES:
+        for contents in files:
+            if op in contents["ops"]:
+                found = judge(cells_of(contents, op, sizes_of))
+                worst = str(found.losing[0]) if found.losing else ""
+                yield (
+                    f"| {op} | {contents['kind']} | {found.cells} | {found.chosen:.3f} "
+                    f"| {found.best:.3f} | {found.kept:.1%} | {len(found.losing)} | {worst} |"
+                )
+                if list_losing:
+                    yield from (f"    {cell.rule.backend} {cell}" for cell in found.losing)

@@ -59,9 +59,13 @@ class Rule(NamedTuple):
         found = filter(None, map(_BOUND.match, self.when.split(", ")))
         return {bound[0]: (bound[1], bound[2], int(bound[3]) * _UNITS[bound[4]]) for bound in found}
 
+    def __str__(self) -> str:
+        faster = "csrc/" if self.backend == "cpp" else "PyTorch's"
+        return f'{faster} is faster by the rule "{self.when}" (measured: {self.row})'
+
 
 #: Rules, each with the bounds that are left to ask.
-Candidates = list[tuple[Rule, list[tuple[str, Callable[[int, int], bool], int]]]]
+BoundedRules = list[tuple[Rule, list[tuple[str, Callable[[int, int], bool], int]]]]
 
 
 def _read(text: str) -> tuple[Rule, ...]:
@@ -124,10 +128,13 @@ RULES = {
         stock: float32, outputs < 384 | avx2, linear float32 native, 128 147456 16: 0.83
         stock: float32, threads, rows >= 96, outputs < 1K
             | avx512-amd, linear float32 native, 256 1048576 16: 0.86
-        stock: float32, threads, rows >= 1K, outputs < 2K
-            | avx512-amd, conv1d float32 native, 1024 1048576 64: 0.91
-        stock: avx2, float32, 1 thread | avx2, linear, 1 thread float32 native, 96 147456 64: 0.92
-        cpp: float32 | avx2, linear float32 native, 256 16777216 64: 1.20
+        stock: float32, threads, rows >= 1K, outputs < 3K
+            | avx512-amd, linear float32 native, 1024 4194304 16: 0.92
+        stock: avx2, float32, 1 thread, conv1d
+            | avx2, conv1d, 1 thread float32 native, 56 262144 64: 0.93
+        stock: avx2, float32, 1 thread, rows >= 96
+            | avx2, linear, 1 thread float32 native, 96 4194304 64: 0.89
+        cpp: float32 | avx512-amd, linear float32 native, 56 147456 64: 1.21
         stock: intel, native | avx512-intel, conv1d, 1 thread bfloat16 native, 256 1048576 64: 0.11
         cpp: native, rows < 8 | avx512-amd, conv1d, 1 thread bfloat16 native, 4 131072 64: 1.96
         cpp: native, rows < 192, products < 3M
@@ -165,28 +172,17 @@ def words_of(form: str, dtype: torch.dtype, kind: str, native: bool) -> frozense
     return frozenset((*words, "native" if native else "emulated"))
 
 
-def rule_of(rules: tuple[Rule, ...], words: frozenset[str], sizes: dict[str, int]) -> Rule:
-    """The first rule that holds. The last one holds for all calls."""
-    return _first(_with_words(rules, words), sizes)
-
-
 def decide(op: str, call: CallClass) -> Rule:
     """The rule that decides on this machine."""
     form, dtype, sizes = call
-    return _first(_here(op, form, dtype), sizes_by_name(op, sizes))
+    return first(_here(op, form, dtype), sizes_by_name(op, sizes))
 
 
 @functools.lru_cache(maxsize=4096)  # layers ask
 def slower(op: str, call: CallClass) -> str | None:
     """Why a call is PyTorch's; None if it is csrc/'s."""
-    return None if decide(op, call).backend == "cpp" else why(op, call)
-
-
-def why(op: str, call: CallClass) -> str:
-    """The rule that decides, for people."""
     rule = decide(op, call)
-    faster = "csrc/" if rule.backend == "cpp" else "PyTorch's"
-    return f'{faster} is faster by the rule of {op} "{rule.when}" (measured: {rule.row})'
+    return None if rule.backend == "cpp" else str(rule)
 
 
 def training(*tensors: torch.Tensor | None) -> str:
@@ -195,29 +191,31 @@ def training(*tensors: torch.Tensor | None) -> str:
     return "training" if grad else "forward"
 
 
-def _first(candidates: Candidates, sizes: dict[str, int]) -> Rule:
-    for rule, bounds in candidates:
-        if all(holds(sizes[size], number) for size, holds, number in bounds):
-            return rule
-    raise AssertionError("no rule holds")
+def first(rules: BoundedRules, sizes: dict[str, int]) -> Rule:
+    """The first rule whose bounds hold. Every list ends with one for all calls."""
+    return next(
+        rule
+        for rule, bounds in rules
+        if all(holds(sizes[size], number) for size, holds, number in bounds)
+    )
 
 
 @functools.cache
-def _here(op: str, form: str, dtype: torch.dtype) -> Candidates:
-    words = words_of(form, dtype, _machine.cpu_kind(), _machine.computes_in(dtype))
-    if not words & LEVELS or dtype not in _DTYPES:
-        return [(_ANY_OTHER, [])]
-    return _with_words(RULES[op], words)
-
-
-@functools.cache
-def _with_words(rules: tuple[Rule, ...], words: frozenset[str]) -> Candidates:
+def with_words(rules: tuple[Rule, ...], words: frozenset[str]) -> BoundedRules:
     """The rules whose words all hold."""
     return [
         (rule, [(size, _SIGNS[sign], number) for size, sign, number in rule.bounds.values()])
         for rule in rules
         if rule.words <= words
     ]
+
+
+@functools.cache
+def _here(op: str, form: str, dtype: torch.dtype) -> BoundedRules:
+    words = words_of(form, dtype, _machine.cpu_kind(), _machine.computes_in(dtype))
+    if not words & LEVELS or dtype not in _DTYPES:
+        return [(_ANY_OTHER, [])]
+    return with_words(RULES[op], words)
 
 
 def sizes_by_name(op: str, sizes: tuple[int, ...]) -> dict[str, int]:

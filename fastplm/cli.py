@@ -152,13 +152,13 @@ def _info(*, all: bool) -> int:
 
 
 def _measure(ops: list[str], rows: str) -> int:
-    from fastplm._judge import report
+    from fastplm._judge import better_bounds, table
     from fastplm._measure import measure
     from fastplm.models._measure import plans
 
     contents = measure(print, Path(rows), tuple(ops), plans)
-    print(f"The rows are in {rows}. The rules of fastplm in them:")
-    print("\n".join(report(contents)))
+    print(f"The rows are in {rows}. What the rules keep there:\n")
+    print(*table([contents]), "", *better_bounds(contents), sep="\n")
     return 0
 
 
