@@ -337,13 +337,13 @@ MUTATIONS = (
         f"{CONTRACT} 'equals and (DoubleHeads or Multiple)'",
     ),
     Mutation(
-        RAGGED,
+        ROWS,
         "(~mask).to(torch.uint8).argsort(stable=True)",
         "mask.to(torch.uint8).argsort(stable=True)",
         "tests/models/test_encoder.py -k look_at_values",
     ),
     Mutation(
-        RAGGED,
+        ROWS,
         "return order.masked_fill(~mask[order], -1)",
         "return order",
         "tests/models/test_encoder.py -k look_at_values",

@@ -161,16 +161,14 @@ class EncoderModel(FastplmModel):
         if counted and past_key_values is None and not (plain and lookup is None and given.is_cpu):
             position_ids = self._positions(input_ids, given)
         first = None if plain else torch.arange(batch, device=given.device) * seqlen
-        kept = None if plain else self._keeps_padding(masks, kwargs)
-        told = Rows()
+        told, kept = Rows(), None if plain else self._keeps_padding(masks, kwargs)
         if first is not None and kept is None:
             told, full = self._rows_of(
                 given, attention_mask, first, output_rows, extra_rows, unpad, encoder_rows, kwargs
             )
         note(lambda: rows_computed(self, (batch, seqlen), attention_mask, told, kept))
         if self.training and kept in NUMBERED:
-            if drops:
-                told.number(given, sample_index, offsets, are_on_rows(self._layers()))
+            told.number(given, sample_index, offsets, drops and are_on_rows(self._layers()))
             told.draw_seeds(self, given, self._layer_numbers)
 
         # --- the parent's forward on these rows ---
