@@ -463,7 +463,7 @@ def _relative_bias(
         return position_bias, True
     if position_bias is NO_BIAS:
         return None, True
-    owner = type(module)
+    owner = module.__class__
     if (owner.__module__, owner.__name__) not in _T5_ATTENTION:
         return None, False
     if module.is_decoder and getattr(module, "is_causal", None) is False:
@@ -476,7 +476,7 @@ def _relative_bias(
         return note, True
     table = getattr(module, "relative_attention_bias", None)
     # A subclass (a parametrized or adapted table) may look up something other than its weight.
-    if type(table) is not nn.Embedding or table.weight.device != query.device:
+    if table.__class__ is not nn.Embedding or table.weight.device != query.device:
         return None, False
     bias = T5RelativeBias(
         # A copy for the later layers: FSDP frees the weight itself after this layer.

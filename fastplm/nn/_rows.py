@@ -164,10 +164,10 @@ def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
 
 
 def are_plain(modules: Iterable[nn.Module], *kinds: type[nn.Module]) -> bool:
-    """``is_plain`` of all."""
+    """``is_plain`` of all. A frozen module says its class by ``__class__``, not by ``type``."""
     for module in modules:
         if (
-            type(module) not in kinds
+            module.__class__ not in kinds
             or "forward" in module.__dict__
             or module._forward_pre_hooks
             or module._forward_hooks

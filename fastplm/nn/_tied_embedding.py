@@ -64,8 +64,8 @@ def shares_table(
     """
     return (
         isinstance(embedding, nn.Embedding)
-        and type(embedding) in (nn.Embedding, kind)
-        and type(decoder) in (nn.Linear, Linear)
+        and embedding.__class__ in (nn.Embedding, kind)
+        and decoder.__class__ in (nn.Linear, Linear)
         and embedding.weight is decoder.weight
         and embedding.weight.requires_grad
         and torch.is_grad_enabled()
