@@ -128,7 +128,7 @@ clean:
 	rm -rf $(VENV) build dist site *.egg-info fastplm/_*.so .pytest_cache .mypy_cache .ruff_cache
 
 # The build uses the torch installed here: an isolated build environment would fetch another one.
-$(VENV)/.base: pyproject.toml setup.py constraints.txt $(wildcard csrc/* csrc/python/*)
+$(VENV)/.base: pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 	@echo "Installing PyTorch and the rest into $(VENV): some minutes the first time."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) setuptools wheel ninja torch

@@ -31,6 +31,7 @@ from fastplm.nn import Linear, LinearInt8
 LINEAR = (Linear, LinearInt8)
 _Model = TypeVar("_Model")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_DICTS = ("_parameters", "_modules", "_buffers", *_HOOKS)
 #: What an instance may have in the place of its class's: a module that has it is not frozen.
 _METHODS = (
     *("forward", "_call_impl", "_compiled_call_impl"),
@@ -78,35 +79,37 @@ def freeze(model: _Model) -> _Model:
         >>> model.training
         False
     """
+    inner = module_of("freeze", model)
+    found, left = freeze_parts(inner)
+    text = f"left to their modules: {'; '.join(left)}"
+    if not (found or left):
+        text = f"no part of this {type(inner).__name__} runs in one call. Those of BERT, RoBERTa, "
+        text += "ELECTRA, DPR, GPT-2 and T5 do after fastplm.accelerate(model)."
+    if left or not found:
+        logging.get_logger(__name__).warning(f"freeze: {text}")
+    return model
+
+
+def freeze_parts(model: nn.Module) -> tuple[bool, list[str]]:
+    """(whether anything is frozen now, what runs by its modules and why)."""
     from fastplm.models import _frozen_decoder, _frozen_encoder
 
-    inner = module_of("freeze", model)
-    inner.eval()
+    left: dict[str, str] = {}
+    model.eval()
     with _lock:
-        for module in inner.modules():
+        for module in model.modules():
             _freeze_of(module).end()
-        left: dict[str, str] = {}
-        frozen = Freeze(type(inner).__name__)
-        found = False
-        for path, module in inner.named_modules():
+        frozen = Freeze(type(model).__name__)
+        for path, module in model.named_modules():
             for plans in (_frozen_encoder.plans, _frozen_decoder.plans):
                 try:
-                    for root, plan, methods in plans(module):
-                        found = True
-                        for each in root.modules():
+                    for plan, methods in plans(module):
+                        for each in module.modules():
                             frozen.watch(each)
-                        frozen.watch(root, plan, *methods)
+                        frozen.watch(module, plan, *methods)
                 except UnsupportedModule as reason:
                     left.setdefault(str(reason), path or type(module).__name__)
-    if left:
-        kept = "; ".join(f"`{path}`, as {reason}" for reason, path in left.items())
-        logging.get_logger(__name__).warning(f"freeze left to their modules: {kept}")
-    elif not found:
-        logging.get_logger(__name__).warning(
-            f"freeze: no part of this {type(inner).__name__} has layers that run in one call. "
-            "Those of BERT, RoBERTa, ELECTRA, DPR, GPT-2 and T5 do after fastplm.accelerate(model)."
-        )
-    return model
+    return bool(frozen.modules), [f"`{path}`, as {reason}" for reason, path in left.items()]
 
 
 def thaw(model: nn.Module, why: str) -> None:
@@ -142,32 +145,28 @@ class Freeze:
         layers_call: Callable[..., Any] | None = None,
     ) -> None:
         """Thaw before the module changes; a module with a plan runs by ``call`` where it can."""
-        own = vars(module)
-        for name in ("_parameters", "_modules", "_buffers", *_HOOKS):
-            held = own[name]
-            if type(held) not in _WATCHED.values():
-                held = own[name] = _WATCHED.get(type(held), _WatchedDict)(held)
-            held.freeze = self
+        own: Any = vars(module)
+        for name in _DICTS:
+            if type(own[name]) not in _WATCHED.values():
+                own[name] = _WATCHED.get(type(own[name]), _WatchedDict)(own[name])
+            own[name].freeze = self
         watched = own if type(own) is _WatchedDict else _WatchedDict(own)
-        watched.freeze, watched.plan = self, plan  # type: ignore[attr-defined]
+        watched.freeze, watched.plan = self, plan
         object.__setattr__(module, "__dict__", watched)
-        kind = getattr(type(module), "_fastplm_thawed", type(module))
+        kind: Any = module.__class__
         _CLASS.__set__(module, _frozen_class(kind, call, layers_call))
         self.modules.append(weakref.ref(module))
 
     def end(self) -> None:
         """Give all modules their classes back. Their dicts stay, as others may hold them."""
         modules, self.modules = self.modules, []
-        for reference in modules:
-            module = reference()
-            if module is None:
-                continue
+        for module in filter(None, (reference() for reference in modules)):
             own: Any = vars(module)
-            for held in (own, *(own.get(name) for name in ("_parameters", "_modules", "_buffers", *_HOOKS))):
-                if isinstance(held, tuple(_WATCHED.values())):
+            held: Any
+            for held in (own, *map(own.get, _DICTS)):
+                if isinstance(held, (*_WATCHED.values(),)):
                     held.freeze = held.plan = None
-            if type(module) is module._fastplm_frozen:
-                _CLASS.__set__(module, module._fastplm_thawed)
+            _CLASS.__set__(module, module.__class__)
 
     def thaw(self, why: str) -> None:
         with _lock:
@@ -192,6 +191,10 @@ def plan_in(module: nn.Module) -> Any:
     return getattr(vars(module), "plan", None)
 
 
+_WRITE = ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault")
+_WRITE += ("update", "move_to_end")  # type: ignore[assignment]
+
+
 def _watched(kind: Any) -> Any:
     """A subclass of a dict that thaws before it is written."""
 
@@ -204,10 +207,8 @@ def _watched(kind: Any) -> Any:
 
         return method
 
-    names = ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault")
-    names = (*names, "update", "move_to_end")
-    body: dict[str, Any] = {name: writer(getattr(kind, name)) for name in names if hasattr(kind, name)}
-    body |= {"freeze": None, "plan": None, "copy": lambda self: kind(self)}
+    body: dict[str, Any] = {"freeze": None, "plan": None, "copy": lambda self: kind(self)}
+    body |= {name: writer(getattr(kind, name)) for name in _WRITE if hasattr(kind, name)}
     body["__reduce_ex__"] = lambda self, protocol: (kind, (), None, None, iter(self.items()))
     return type(f"_Watched{kind.__name__}", (kind,), body)
 
@@ -374,7 +375,7 @@ class Facts(NamedTuple):
 
 def facts_of(root: nn.Module, config: Any) -> Facts:
     """Of all modules in ``root``, which are as their classes made them, without hooks."""
-    kinds = dict.fromkeys(map(type, root.modules()))
+    kinds: dict[Any, None] = dict.fromkeys(map(type, root.modules()))
     for kind in kinds:
         known = kind._call_impl is nn.Module._call_impl and _is_known(kind.__call__)
         known = known and all(_is_known(vars(base)["forward"]) for base in _bases_of(kind))
@@ -406,4 +407,5 @@ def _functions() -> tuple[Callable[..., Any], ...]:
 _FUNCTIONS = _functions()
 _has_global_hook = torch.nn.modules.module._has_any_global_hook
 _len_function_modes = torch._C._len_torch_function_stack
-Plans = Iterator[tuple[nn.Module, Any, Iterable[Callable[..., Any]]]]
+#: Of a module: what its call gets, and the methods of ``Freeze.watch``.
+Plans = Iterator[tuple[Any, Iterable[Callable[..., Any]]]]

@@ -69,9 +69,9 @@ class _Plan(NamedTuple):
 def plans(module: nn.Module) -> Plans:
     """The plan of a layer, and how it runs."""
     if type(module) is GPT2Block:
-        yield module, _plan_of_gpt2(module), (gpt2_layer_call,)
+        yield _plan_of_gpt2(module), (gpt2_layer_call,)
     if type(module) is T5Block and module.is_decoder:
-        yield module, _plan_of_t5(module), (t5_layer_call,)
+        yield _plan_of_t5(module), (t5_layer_call,)
 
 
 def _plan_of_gpt2(block: Any) -> _Plan:
@@ -262,7 +262,9 @@ def t5_layer_call(
         return None
     if not (bias is None or type(bias) is Tensor and bias.dim() == 4):
         return None
-    if not (_is_keys(encoder_attention_mask) and _may_call(plan, hidden_states, attention_mask, others)):
+    if not _is_keys(encoder_attention_mask):
+        return None
+    if not _may_call(plan, hidden_states, attention_mask, others):
         return None
     layer = _layer_of(past_key_values.self_attention_cache, plan.place)
     states = _layer_of(past_key_values.cross_attention_cache, plan.place)

@@ -77,7 +77,7 @@ class _Plan(NamedTuple):
 def plans(module: nn.Module) -> Plans:
     """The plan of a model without a head, which runs by ``backbone_call`` and ``layers_call``."""
     if isinstance(module, EncoderModel) and module._output is not None:
-        yield module, _plan_of(module), (backbone_call, layers_call)
+        yield _plan_of(module), (backbone_call, layers_call)
 
 
 def _plan_of(model: Any) -> _Plan:
