@@ -57,7 +57,7 @@ def accelerate(model: _Model) -> _Model:
         >>> type(fastplm.restore(model)).__module__
         'transformers.models.bert.modeling_bert'
     """
-    from fastplm.models._freeze import thaw
+    from fastplm.models._watch import thaw
 
     where, got = "accelerate", f"a {type(model).__name__}"
     inner = module_of(where, model)
@@ -169,7 +169,7 @@ def restore(model: _Model) -> _Model:
 
     from fastplm.hf import NAME
     from fastplm.models._base import DROP_INS, restore_modules, set_attention
-    from fastplm.models._freeze import thaw
+    from fastplm.models._watch import thaw
 
     ours, inner = set(DROP_INS.values()), module_of("restore", model)
     thaw(inner, "restore was called")

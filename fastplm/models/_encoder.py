@@ -60,7 +60,7 @@ from fastplm.models._ragged import (
     unpadded,
 )
 from fastplm.nn import Dropout
-from fastplm.nn._rows import are_plain, is_plain
+from fastplm.nn._rows import are_plain, is_plain, kind_of
 from fastplm.nn.dropout import on_rows, rows_now
 from fastplm.ops.embedding_layer_norm import OP as EMBEDDINGS
 
@@ -583,7 +583,7 @@ class EncoderLayer(OnRows):
         if not plain:
             # With a hook around a block, its modules run: a module that is not linear stands in.
             after, first, second = (
-                dense if is_plain(one, one.__class__) else one
+                dense if is_plain(one, kind_of(one)) else one
                 for one, dense in zip(around[2:], (after, first, second), strict=True)
             )
         attention = Attention(
@@ -602,14 +602,14 @@ class EncoderLayer(OnRows):
     def attends_as_made(self: Any) -> bool:
         attention = self._modules.get("attention")
         own = None if attention is None else attention._modules.get("self")
-        return (attention.__class__, own.__class__) == self._around[:2]
+        return (kind_of(attention), kind_of(own)) == self._around[:2]
 
     def _is_known(self: Any, around: tuple[Any, ...], plain: bool = False) -> bool:
         """Whether the layer and the modules around those that run are as they were made; others
         than those of the attention may have hooks, so not all of them are ``plain``."""
         own, feeds = vars(self), getattr(type(self), self._feeds, None)
         return (
-            tuple(one.__class__ for one in around) == self._around
+            tuple(map(kind_of, around)) == self._around
             and (plain or are_plain(around[:2], *self._around))
             and (plain or not any("forward" in vars(one) for one in around))
             and nothing_hides_modules(self, *around)

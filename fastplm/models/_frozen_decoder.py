@@ -20,7 +20,7 @@ from fastplm import _extension
 from fastplm._backends import is_recorded, requested, takes_notes
 from fastplm._measured import ALONE, aspect, slower
 from fastplm.models._base import Conv1D
-from fastplm.models._freeze import (
+from fastplm.models._watch import (
     LINEAR,
     Facts,
     Plans,

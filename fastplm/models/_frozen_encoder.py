@@ -23,7 +23,8 @@ from fastplm._backends import note, requested, takes_notes
 from fastplm._measured import ALONE, LEAST_GAIN, aspect, slower
 from fastplm.models._base import DROP_INS, wants_output
 from fastplm.models._encoder import EncoderLayer, EncoderModel
-from fastplm.models._freeze import (
+from fastplm.models._ragged import LastRows, RaggedBatch, Rows
+from fastplm.models._watch import (
     LINEAR,
     Facts,
     Plans,
@@ -37,7 +38,6 @@ from fastplm.models._freeze import (
     tensors,
     thaw,
 )
-from fastplm.models._ragged import LastRows, RaggedBatch, Rows
 from fastplm.nn import Dropout, LinearInt8
 from fastplm.ops.linear import is_split
 

@@ -42,7 +42,7 @@ from fastplm.hf import NAME, ROWS
 from fastplm.models._base import Conv1D, GELUTanh, NewGELUActivation, wants_output
 from fastplm.models._ragged import LastRows, Rows
 from fastplm.nn import Dropout, Linear
-from fastplm.nn._rows import are_plain
+from fastplm.nn._rows import are_plain, kind_of
 from fastplm.nn.dropout import RowNumbers, dropout, on_rows
 from fastplm.ops._common import seed_tensor
 from fastplm.ops.bias_gelu import OP as BIAS_GELU
@@ -161,7 +161,7 @@ def form_of(x: Tensor, layer: Layer) -> Form | None:
             return None
     elif weight.dtype is not dtype or (outer is not None and outer.dtype is not dtype):
         return None
-    rows = x.new_empty(0, weight.shape[block.inner.__class__ not in _CONV1D], dtype=dtype)
+    rows = x.new_empty(0, weight.shape[kind_of(block.inner) not in _CONV1D], dtype=dtype)
     nothing, is_rms = (None, None, None, None, 0.0, 0.0), block.outer.rms is not None
     calls = (
         (NORM, Norm(rows, rows, norm.get("weight"), norm.get("bias"), *nothing, is_rms)),
@@ -228,14 +228,14 @@ def is_patched() -> bool:
 
 def _outputs(module: Any) -> int:
     """The number of outputs of a linear module."""
-    return module._parameters["weight"].shape[module.__class__ in _CONV1D]
+    return module._parameters["weight"].shape[kind_of(module) in _CONV1D]
 
 
 def _read(module: Any, copies: Copies) -> Tensor:
     """The weight [M, K] that a product reads."""
     weight = module._parameters["weight"]
     weight = copies.get(id(weight), weight)
-    return weight.t() if module.__class__ in _CONV1D else weight
+    return weight.t() if kind_of(module) in _CONV1D else weight
 
 
 def _probability(dropout: Any, training: bool) -> float:
@@ -251,7 +251,7 @@ def _is_dropout(one: Any) -> bool:
 
 def _are_alike(modules: Sequence[Any]) -> bool:
     """Whether all are linear of one kind, and all or none of them have a bias."""
-    kinds = _CONV1D if modules[0].__class__ in _CONV1D else _LINEAR
+    kinds = _CONV1D if kind_of(modules[0]) in _CONV1D else _LINEAR
     if not are_plain(modules, *kinds):
         return False
     return have_own(modules, modules[0]._parameters.get("bias") is not None)
@@ -321,7 +321,7 @@ def _kind_of(block: FeedForward) -> tuple[Any, ...]:
     outer, norm = end.dense._parameters, end.norm._parameters
     read = (*map(inner.get, _NAMES), outer.get("weight"), *map(norm.get, _NAMES))
     kinds = [None if one is None else (one.dtype, one.device, one.shape) for one in read]
-    return block.inner.__class__, end.rms, *kinds
+    return kind_of(block.inner), end.rms, *kinds
 
 
 _NAMES = ("weight", "bias")
@@ -955,7 +955,7 @@ def project(
     """The outputs [N, M] of linear modules, or the parts of that of one module, and ``x`` [N, E] as
     the residual of what follows."""
     parameters: list[Any] = []
-    sizes, turned = [], modules[0].__class__ in _CONV1D
+    sizes, turned = [], kind_of(modules[0]) in _CONV1D
     for module in modules:
         own = module._parameters
         parameters += (own["weight"], own["bias"])
@@ -993,7 +993,7 @@ def join(
             drawn,
             end.eps,
             form.backend,
-            end.dense.__class__ in _CONV1D,
+            kind_of(end.dense) in _CONV1D,
         ),
     )
 
@@ -1006,6 +1006,6 @@ def expand(
     weights = [one._parameters["weight"] for one in modules]
     return _expand(
         *(x, activation, drawn, form.backend, block.inner._parameters["bias"]),
-        *(block.inner.__class__ in _CONV1D, len(weights)),
+        *(kind_of(block.inner) in _CONV1D, len(weights)),
         *(*[_read(one, copies) for one in modules], *weights),
     )

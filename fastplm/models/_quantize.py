@@ -59,7 +59,7 @@ def quantize(model: _Model, *, skip: Sequence[str] = (), keep_weights: bool = Fa
     """
     from transformers import PreTrainedModel
 
-    from fastplm.models._freeze import thaw
+    from fastplm.models._watch import thaw
     from fastplm.nn import LinearInt8
 
     where = "quantize"
@@ -112,7 +112,7 @@ def dequantize(model: _Model) -> _Model:
         ``model``, in evaluation mode.
     """
     from fastplm.models._base import DROP_INS, drop_in_for
-    from fastplm.models._freeze import thaw
+    from fastplm.models._watch import thaw
     from fastplm.nn import LinearInt8
 
     inner, parents = module_of("dequantize", model), {own: kind for kind, own in DROP_INS.items()}

@@ -42,7 +42,7 @@ from fastplm.models._seq2seq import (
     LastEosClassification,
     Stack,
 )
-from fastplm.nn._rows import is_plain
+from fastplm.nn._rows import is_plain, kind_of
 from fastplm.ops.rms_norm import OP as RMS_NORM
 
 
@@ -196,7 +196,7 @@ class _Blocks(Blocks):
                 layers.append(Layer(tuple(attentions), feed_forward, self.training))
                 attentions = []
                 continue
-            module = getattr(sub, _ATTENTIONS[sub.__class__])
+            module = getattr(sub, _ATTENTIONS[kind_of(sub)])
             if not is_plain(module, T5Attention):
                 return None
             projections = module.q, module.k, module.v
@@ -216,7 +216,7 @@ _ATTENTIONS = {
 def _feed_forward(dense: Any, norm: Any, dropout: Any) -> FeedForward | None:
     if not is_plain(dense, T5DenseActDense, T5DenseGatedActDense):
         return None
-    gated = dense.__class__ is T5DenseGatedActDense
+    gated = kind_of(dense) is T5DenseGatedActDense
     inner, factor = (dense.wi_0, dense.wi_1) if gated else (dense.wi, None)
     end = Join(dense.wo, norm, dropout, T5LayerNorm)
     return FeedForward(inner, dense.act, end, dense, factor, dense.dropout)
