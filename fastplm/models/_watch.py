@@ -127,17 +127,20 @@ _WRITE += ("update", "move_to_end")  # type: ignore[assignment]
 def _watched(kind: Any) -> Any:
     """A subclass of a dict that thaws before it is written."""
 
-    def writer(write: Any) -> Any:
+    def writer(name: str) -> Any:
+        write = getattr(kind, name)
+
         @functools.wraps(write)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.freeze is not None and not _records(*args[1:]):
+            same = name == "__setitem__" and self.get(args[0], _NOTHING) is args[1]
+            if self.freeze is not None and not (same or _records(*args[1:])):
                 self.freeze.thaw(f"{args[0]!r} was written" if args else "a dict was written")
             return write(self, *args, **kwargs)
 
         return method
 
     body: dict[str, Any] = {"freeze": None, "plan": None, "copy": lambda self: kind(self)}
-    body |= {name: writer(getattr(kind, name)) for name in _WRITE if hasattr(kind, name)}
+    body |= {name: writer(name) for name in _WRITE if hasattr(kind, name)}
     body["__reduce_ex__"] = lambda self, protocol: (kind, (), None, None, iter(self.items()))
     return type(f"_Watched{kind.__name__}", (kind,), body)
 
@@ -168,9 +171,11 @@ def _frozen_class(
         freeze_of(self).thaw(f"`{name}` of its {kind.__name__} was deleted")
         kind.__delattr__(self, name)
 
-    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
-        freeze_of(self).thaw(f"its {kind.__name__} was moved or given another dtype")
-        return kind._apply(self, *args, **kwargs)
+    def apply(self: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        own = (*self._parameters.values(), *self._buffers.values())
+        if any(one is not None and function(one) is not one for one in own):
+            freeze_of(self).thaw(f"its {kind.__name__} was moved or given another dtype")
+        return kind._apply(self, function, *args, **kwargs)
 
     def requires_grad(self: Any, requires_grad: bool = True) -> Any:
         if requires_grad:
@@ -200,7 +205,8 @@ def _frozen_class(
         body["forward"] = forward
     if layers_call is not None:
         body["_layers_in_one_call"] = layers_call
-    frozen: Any = type(kind.__name__, (kind,), body)  # with a module of fastplm it were a drop-in
+    body["__module__"] = ""  # with one of fastplm it would be a drop-in class
+    frozen: Any = type(kind.__name__, (kind,), body)
     frozen.__module__, frozen.__qualname__ = kind.__module__, kind.__qualname__
     THAWED[frozen] = kind
     return frozen
