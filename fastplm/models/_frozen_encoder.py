@@ -7,9 +7,8 @@ all layers. The modules themselves are their specification.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import operator
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -42,7 +41,6 @@ from fastplm.nn import Dropout, LinearInt8
 from fastplm.ops.linear import is_split
 
 _LACKS = _extension.lacks("encoder", "CPU")
-_STATES = ("last_hidden_state", "pooler_output")
 
 
 class _Plan(NamedTuple):
@@ -190,7 +188,7 @@ def backbone_call(
         *(plan.embeddings, plan.projection, plan.weights, plan.pooler, plan.padding_id),
         *(plan.head_size, plan.embeddings_eps, plan.eps, plan.tanh, first_only),
     )
-    return output_of(model._output, dict(zip(_STATES, states, strict=False))) if states else None
+    return output_of(model._output, states) if states else None
 
 
 _RECORDED = {"output_hidden_states", "output_attentions"}
@@ -287,33 +285,11 @@ def _is_faster(rows: int, width: int, inner: int) -> bool:
     return True
 
 
-def output_of(kind: Any, given: dict[str, Tensor]) -> ModelOutput:
-    """``kind(**given)``, without its constructor if that gives the same: it reads all fields once
-    for each of them."""
-    names = _names_of(kind)
-    return _filled(kind, names, given) if names else kind(**given)
-
-
-def _filled(kind: Any, names: tuple[str, ...], given: dict[str, Tensor]) -> Any:
+def output_of(kind: Any, states: list[Tensor]) -> ModelOutput:
+    """``kind(*states)``, without its constructor, which reads all fields once for each of them."""
     made = kind.__new__(kind)
-    fields = vars(made)
-    for name in names:
-        fields[name] = given.get(name)
-        if name in given:
-            OrderedDict.__setitem__(made, name, given[name])
+    for name, state in itertools.zip_longest(kind.__dataclass_fields__, states):
+        vars(made)[name] = state
+        if state is not None:
+            OrderedDict.__setitem__(made, name, state)
     return made
-
-
-@functools.cache
-def _names_of(kind: Any) -> tuple[str, ...]:
-    """The fields of a class of outputs; () if its constructor does more than to set them."""
-    names = tuple(field.name for field in dataclasses.fields(kind))
-    for count in range(1, len(names) + 1):
-        given = {name: torch.empty(0, device="cpu") for name in names[:count]}
-        made, right = _filled(kind, names, given), kind(**given)
-        for some, other in ((vars(made), vars(right)), (dict(made), dict(right))):
-            if list(some) != list(other) or not all(
-                map(operator.is_, some.values(), other.values())
-            ):
-                return ()
-    return names
