@@ -40,7 +40,6 @@ PACKAGES = [
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"
 CUDA_ARCHS = (80, 90, 100, 120)
 CUDA_LIBRARY = "fastplm._C_cuda"
-PYTHON_MODULE = "fastplm._unchanged"
 # Bytes of the stack, as threads with 64 KB in all call csrc/. In the compile lane more is an error.
 MOST_FRAME = 8192
 
@@ -146,31 +145,22 @@ def extension_arguments() -> dict:
                     notice(f"csrc/ could not be built and is left out: {error}")
                     self.extensions.clear()
             made = {extension.name for extension in self.extensions}
-            for name in {"fastplm._C", CUDA_LIBRARY, PYTHON_MODULE} - made:
+            for name in {"fastplm._C", CUDA_LIBRARY} - made:
                 for old in Path().glob(f"{name.replace('.', '/')}.*"):  # of an earlier build
-                    if old.suffix != ".pyi":
-                        old.unlink()
+                    old.unlink()
 
         def build_extension(self, extension: Extension) -> None:
-            if extension.name == PYTHON_MODULE:
-                try:
-                    super().build_extension(extension)
-                except Exception as error:  # as where Python's headers are not installed
-                    self.leave_out(extension, f"csrc/python could not be built: {error}")
-                return
             if extension.name != CUDA_LIBRARY:
                 super().build_extension(extension)
                 return
             library, said = self.cuda.result()
             if said:
-                self.leave_out(extension, f"the CUDA code of csrc/ could not be built: {said}")
+                why = f"the CUDA code of csrc/ could not be built: {said}"
+                notice(f"{extension.name} is left out: {why}")
+                # A new list, as somebody may be iterating over this one.
+                self.extensions = [each for each in self.extensions if each is not extension]
             else:
                 self.copy_file(str(library), self.get_ext_fullpath(CUDA_LIBRARY))
-
-        def leave_out(self, extension: Extension, why: str) -> None:
-            notice(f"{extension.name} is left out: {why}")
-            # A new list, as somebody may be iterating over this one.
-            self.extensions = [each for each in self.extensions if each is not extension]
 
     flags = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", f"-Wframe-larger-than={MOST_FRAME}"]
     sources = sorted(path for path in Path("csrc").glob("*/*.*") if path.parent.name != "python")
@@ -183,16 +173,10 @@ def extension_arguments() -> dict:
             extra_compile_args={"cxx": [*flags, STABLE_ABI]},
             py_limited_api=True,
         ),
-        Extension(
-            PYTHON_MODULE,
-            ["csrc/python/unchanged.cpp"],
-            extra_compile_args={"cxx": flags},
-            py_limited_api=True,
-        ),
     ]
     if nvcc is not None:
         extensions.append(Extension(CUDA_LIBRARY, [], py_limited_api=True))
-    # Two hold no Python symbol, and one those of the stable ABI: one wheel serves all from 3.10 on.
+    # They hold no Python symbol, so one wheel serves all from 3.10 on.
     return {
         "ext_modules": extensions,
         "cmdclass": {"build_ext": OptionalBuild},

@@ -50,6 +50,8 @@ class Embed(litserve.LitAPI):
             fastplm.accelerate(self.model)
         if self.int8:
             fastplm.quantize(self.model)
+        if self.fast or self.int8:
+            fastplm.freeze(self.model)
 
     def decode_request(self, request: Request) -> Request:
         return request

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fastplm._machine import keep_memory
     from fastplm.errors import FastplmError
     from fastplm.models._accelerate import accelerate, restore
+    from fastplm.models._freeze import freeze
     from fastplm.models._quantize import dequantize, quantize
 
 __version__ = "0.1.0"
@@ -20,6 +21,7 @@ __all__ = [
     "accelerate",
     "dequantize",
     "explain",
+    "freeze",
     "info",
     "keep_memory",
     "ops",
@@ -34,6 +36,7 @@ _MODULES = {
     "accelerate": "models._accelerate",
     "dequantize": "models._quantize",
     "explain": "_explain",
+    "freeze": "models._freeze",
     "info": "_explain",
     "keep_memory": "_machine",
     "quantize": "models._quantize",

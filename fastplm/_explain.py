@@ -98,11 +98,6 @@ def _missing() -> list[str]:
     lines = []
     if reason := _extension.lacks("gather_rows", "CPU"):
         lines.append(f"csrc/: {reason}. With a C++ compiler: pip install --no-build-isolation .")
-    elif _extension.unchanged is None:
-        lines.append(
-            "models in one call on a CPU: fastplm._unchanged was not built. With Python's headers: "
-            "pip install --no-build-isolation ."
-        )
     if not torch.cuda.is_available():
         for_gpus = torch.version.cuda or torch.version.hip
         why = "finds none" if for_gpus else "is for CPUs alone. With CUDA: pip install torch"

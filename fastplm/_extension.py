@@ -2,7 +2,7 @@
 
 It is two libraries: ``_C`` for CPUs, with the schema of every operator, and ``_C_cuda`` for CUDA
 tensors. They register operators under ``torch.ops.fastplm_C`` and hold no Python symbol, so they
-are loaded rather than imported. ``_unchanged`` is a Python module of its own, as it reads dicts.
+are loaded rather than imported.
 """
 
 from __future__ import annotations
@@ -11,11 +11,6 @@ import ctypes
 from pathlib import Path
 
 import torch
-
-try:
-    from fastplm import _unchanged as unchanged
-except ImportError:
-    unchanged = None  # type: ignore[assignment]
 
 
 def _load(name: str, torch_lacks: str | None = None) -> str | None:

@@ -51,6 +51,7 @@ from transformers.utils import logging
 from fastplm._checks import values_are_known
 from fastplm._registry import is_eager
 from fastplm.errors import UnsupportedError, fail
+from fastplm.nn._rows import kind_of
 from fastplm.ops import T5RelativeBias, attention, attention_varlen
 from fastplm.ops._attention_call import made_for_one_forward, share_bits
 from fastplm.ops.attention import plain_attention
@@ -474,9 +475,9 @@ def _relative_bias(
     note = getattr(position_bias, _NOTE, None)
     if note is not None:
         return note, True
-    table = getattr(module, "relative_attention_bias", None)
+    table: Any = getattr(module, "relative_attention_bias", None)
     # A subclass (a parametrized or adapted table) may look up something other than its weight.
-    if type(table) is not nn.Embedding or table.weight.device != query.device:
+    if kind_of(table) is not nn.Embedding or table.weight.device != query.device:
         return None, False
     bias = T5RelativeBias(
         # A copy for the later layers: FSDP frees the weight itself after this layer.

@@ -27,7 +27,7 @@ RECIPES = (
 CORE = (
     *(("graphs",), ("models",), ("hf", "_explain", "_measure"), ("_judge", "nn"), ("ops",)),
     *(("reference",), ("_registry",), ("_backends",), ("_declare", "_rules")),
-    *(("_checks", "_machine"), ("errors", "_extension", "_budget"), ("_unchanged",)),
+    *(("_checks", "_machine"), ("errors", "_extension", "_budget")),
 )
 #: The tests' own module, and the kernels, which have a test of their own.
 ASIDE = ("testing", "triton_kernels")

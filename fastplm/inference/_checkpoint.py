@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 from fastplm import models
 from fastplm._machine import device_label
 from fastplm.data import _output
+from fastplm.models._freeze import freeze_parts
 from fastplm.run.checkpoint import weights_at
 from fastplm.run.report import counted
 
@@ -42,9 +43,10 @@ def load_model(
     bf16: bool = False,
     part: str | None = None,
 ) -> Any:
-    """The model of a checkpoint, in fp32 unless ``bf16``, on a GPU if there is one.
+    """The model of a checkpoint, in fp32 unless ``bf16``, on a GPU if there is one, and frozen.
 
-    Without a ``head`` (see ``head_of``) it is the model below it, whose pooler may be missing.
+    Without a ``head`` (see ``head_of``) it is the model below it, whose pooler may be missing, and
+    which is not frozen.
     ``part`` is that of ``config_at``.
     """
     dtype = torch.bfloat16 if bf16 else torch.float32
@@ -55,7 +57,10 @@ def load_model(
         kind = getattr(models, f"AutoModelFor{head}")
         expected = f"a checkpoint with all weights of a model {head}, its head among them"
         model, _ = weights_at(where, "model", folder, expected, kind, part=part, dtype=dtype)
-    return model.to("cuda" if torch.cuda.is_available() else "cpu")
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    if head:
+        freeze_parts(model)
+    return model
 
 
 @contextmanager

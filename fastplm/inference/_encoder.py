@@ -17,6 +17,7 @@ from fastplm.errors import UnsupportedError, check, check_type
 from fastplm.inference._batches import Batch, evaluating
 from fastplm.inference._checkpoint import load_model
 from fastplm.models._encoder import EncoderModel
+from fastplm.models._freeze import freeze_parts
 from fastplm.models._gpt import CausalModel
 from fastplm.models._ragged import RaggedBatch
 from fastplm.models._seq2seq import Stack
@@ -132,11 +133,17 @@ def _tokens(state: Tensor, rows: RaggedBatch) -> Tensor:
 
 
 def load_encoder(
-    where: str, folder: str | Path, *, bf16: bool = False, split: bool = False
+    where: str,
+    folder: str | Path,
+    layers: Sequence[int],
+    *,
+    bf16: bool = False,
+    split: bool = False,
 ) -> tuple[Any, Any]:
     """(the model without head, its tokenizer) of a checkpoint, see ``load_model``.
 
-    With ``split`` the tokenizer is for texts that are split into words.
+    The model is frozen, unless lower ``layers`` are read, which takes hooks. With ``split`` the
+    tokenizer is for texts that are split into words.
     """
     config_at(where, "model", folder)  # before the tokenizer, which reads it, too
     tokenizer: Any = load_tokenizer(folder, needs=())
@@ -144,4 +151,6 @@ def load_encoder(
     encoder: Any = Encoder(where, load_model(where, folder, bf16=bf16)).backbone
     if getattr(encoder, "pooler", None) is not None:
         encoder.pooler = None
+    if {*layers} <= {-1, encoder.config.num_hidden_layers}:
+        freeze_parts(encoder)
     return encoder, tokenizer

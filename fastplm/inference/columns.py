@@ -129,8 +129,8 @@ class TextEmbedder(_Column):
 
     @cached_property
     def _loaded(self) -> tuple[Any, Any]:
-        split = self._settings.get("words") is not None
-        return load_encoder(self._where, self._model, bf16=self._bf16, split=split)
+        layers, split = self._settings.get("layers", (-1,)), self._settings.get("words") is not None
+        return load_encoder(self._where, self._model, layers, bf16=self._bf16, split=split)
 
     def _added(self, *texts: list[str]) -> tuple[Any, ...]:
         return (embed(*self._loaded, *texts, **self._settings),)

@@ -289,7 +289,7 @@ def _embed_file(args: EmbedArguments, out: Path, of_words: Path) -> str:
     some = any(text.strip() for text in texts)
     args.check("data", some, "a file with texts", "Check it.", error=DataError)
     split = args.words is not None
-    model, tokenizer = load_encoder(_WHERE, args.model, bf16=args.bf16, split=split)
+    model, tokenizer = load_encoder(_WHERE, args.model, layers, bf16=args.bf16, split=split)
     say(_announcement(args, chosen, model, len(texts), theirs is not None))
 
     start = time.perf_counter()

@@ -208,7 +208,8 @@ def _bertscore(args: ScoreArguments, lines: list[Line], config: Any) -> Report:
     references = [[texts[line.number - 1] for texts in files] for line in lines]
     blank = sum(not text for of_line in references for text in of_line)
     say(f"references without a text, which score 0: {blank}" if blank else "")
-    model, tokenizer = load_encoder("score", args.model)
+    layers = (-1 if args.layer is None else args.layer,)
+    model, tokenizer = load_encoder("score", args.model, layers)
     _say_what(args, model)
     options: dict[str, Any] = {name: getattr(args, name) for name in ("idf", "layer", "baseline")}
     options |= {"batch_tokens": args.batch_tokens, "progress": True}

@@ -57,8 +57,12 @@ def accelerate(model: _Model) -> _Model:
         >>> type(fastplm.restore(model)).__module__
         'transformers.models.bert.modeling_bert'
     """
+    from fastplm.models._watch import thaw
+
     where, got = "accelerate", f"a {type(model).__name__}"
-    anything, kept = switch(module_of(where, model))
+    inner = module_of(where, model)
+    thaw(inner, "accelerate was called")
+    anything, kept = switch(inner)
     got += " that cannot change" + (f": {'; '.join(kept)}" if kept else "")
     expected = "a model of Transformers with drop-in classes in fastplm.models, or one whose "
     expected += "attention implementation can be set"
@@ -165,11 +169,11 @@ def restore(model: _Model) -> _Model:
 
     from fastplm.hf import NAME
     from fastplm.models._base import DROP_INS, restore_modules, set_attention
-    from fastplm.models._plan import forget
+    from fastplm.models._watch import thaw
 
     ours, inner = set(DROP_INS.values()), module_of("restore", model)
+    thaw(inner, "restore was called")
     for module in inner.modules():
-        forget(module)
         if type(module) in ours and "forward" in vars(module):
             got = f"a {type(module).__name__} whose forward was replaced on the instance"
             fix = "Undo that first, with accelerate.utils.extract_model_from_parallel(model, "

@@ -29,7 +29,6 @@ from fastplm.models._base import (
     keeps_padding,
     wants_output,
 )
-from fastplm.models._encoder_call import backbone_call, encoder_call, may_call, output_of
 from fastplm.models._functions import is_none
 from fastplm.models._layer import (
     PARAMETER,
@@ -61,14 +60,12 @@ from fastplm.models._ragged import (
     unpadded,
 )
 from fastplm.nn import Dropout
-from fastplm.nn._rows import are_plain, is_plain
+from fastplm.nn._rows import are_plain, is_plain, kind_of
 from fastplm.nn.dropout import on_rows, rows_now
 from fastplm.ops.embedding_layer_norm import OP as EMBEDDINGS
 
 # If the head reads a larger share of the rows than this, the last layer computes all rows.
 _WORTH_CUTTING = 0.75
-_STATES = ("last_hidden_state", "pooler_output")
-_RECORDED = {"output_hidden_states", "output_attentions"}
 _TABLES = ("word_embeddings", "position_embeddings", "token_type_embeddings")
 _OF_DECODERS = ("encoder_hidden_states", "encoder_attention_mask", "past_key_values")
 
@@ -88,7 +85,7 @@ class EncoderModel(FastplmModel):
     """
 
     _summary = "with fused attention, computing only tokens."
-    #: What the parent returns, of a family whose layers one call may run (``_encoder_call``).
+    #: What the parent returns, of a family whose layers one call may run (``_frozen_encoder``).
     _output: type[ModelOutput] | None = None
     embeddings: Any
     encoder: Any
@@ -134,11 +131,6 @@ class EncoderModel(FastplmModel):
             first row is not in that batch.
         """
         crossed = (encoder_hidden_states, encoder_attention_mask, encoder_rows)
-        others: tuple = (position_ids, inputs_embeds, past_key_values, use_cache, lookup)
-        others = (*others, *crossed, extra_rows, sample_index)
-        ids = (input_ids, attention_mask, token_type_ids)
-        if (made := self._from_ids_on(ids, output_rows, unpad, others, kwargs)) is not None:
-            return made
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None or (input_ids is not None and inputs_embeds is not None):
             return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds)  # type: ignore
@@ -187,7 +179,7 @@ class EncoderModel(FastplmModel):
         inputs: dict[str, Any] = dict(input_ids=input_ids, token_type_ids=token_type_ids)
         inputs.update(position_ids=position_ids, inputs_embeds=inputs_embeds)
         whole = not states and (full or told.own is not None)
-        outputs = self._in_one_call(given, inputs, told, masks, kwargs) if whole else None
+        outputs = self._layers_in_one_call(given, inputs, told, masks, kwargs) if whole else None
         if outputs is None:
             inputs.update(attention_mask=attention_mask, return_dict=True, **states, **kwargs)
             outputs = on_rows(told.numbers, super().forward, **inputs)  # type: ignore[misc]
@@ -195,66 +187,10 @@ class EncoderModel(FastplmModel):
         outputs = for_caller(outputs, told, output_rows, unpad, first, pooled)
         return _in_dtype(outputs, self.dtype) if told.layers else outputs
 
-    def _is_ours(self) -> bool:
-        """Whether one call may run the layers: not if the class is a subclass of the user."""
-        return self._output is not None and type(self).__module__.startswith("fastplm.models.")
-
-    def _from_ids_on(
-        self,
-        given: tuple[Tensor | None, Tensor | None, Tensor | None],
-        output_rows: Tensor | str | None,
-        unpad: Unpad,
-        others: tuple,
-        kwargs: dict[str, Any],
-    ) -> ModelOutput | None:
-        """All of the forward in one call, of ids, mask and types; None if the modules must run."""
-        if not kwargs.keys() <= _RECORDED or any(kwargs.values()):
-            return None
-        if not self._is_ours() or not all(map(is_none, others)):
-            return None
-        first_only = isinstance(output_rows, str) and output_rows == "first"
-        if output_rows is not None and not first_only:
-            return None
-        if unpad is not None and unpad is not False:
-            return None
-        states, output = backbone_call(self, *given, first_only, unpad is False), self._output
-        if not states or output is None:
-            return None
-        return output_of(output, dict(zip(_STATES, states, strict=False)))
-
-    def _in_one_call(
-        self,
-        given: Tensor,
-        inputs: dict[str, Any],
-        told: Rows,
-        masks: Iterable[Tensor | None],
-        kwargs: dict[str, Any],
-    ) -> ModelOutput | None:
-        """The parent's forward with all layers in one call; None if they must run themselves."""
-        own = told.own
-        rows = given.shape[0] * given.shape[1] if own is None else own.positions.shape[0]
-        if (
-            not self._is_ours()
-            or not may_call(self, rows)
-            or "_create_attention_masks" in vars(self)
-            or vars(self.encoder).get("config") is not self.config
-            or not is_plain(self.embeddings, type(self.embeddings))  # or they might run twice
-            or self._is_causal()
-            or wants_output(self, "output_hidden_states", kwargs)
-            or (own is None and self._keeps_padding(masks, kwargs, layers=False) is not None)
-        ):
-            return None
-        hidden = encoder_call(self.encoder, given, lambda: self._embedded(**inputs), told)
-        if hidden is None:
-            return None
-        name = type(self).__name__
-        output: Any = self._output
-        note(lambda: f"{name}: its {len(self.encoder.layer)} layers in one call of csrc/")
-        if not self._pools():
-            return output(last_hidden_state=hidden)
-        # The first rows of packed sequences lie elsewhere, where ``for_caller`` finds them.
-        pooled = None if told.own or told.last else self._pooled(hidden)
-        return output(last_hidden_state=hidden, pooler_output=pooled)
+    def _layers_in_one_call(self, *given: Any) -> Any:
+        """The parent's forward on the rows that are computed; None if its modules must run, as in
+        a model that is not frozen."""
+        return None
 
     def _embedded(self, **inputs: Any) -> Tensor:
         """What the first layer reads, [1 or B, T, E]."""
@@ -638,13 +574,17 @@ class EncoderLayer(OnRows):
     def attends_as_made(self: Any) -> bool:
         attention = self._modules.get("attention")
         own = None if attention is None else attention._modules.get("self")
-        return (type(attention), type(own)) == self._around[:2]
+        made = self._around[:2]
+        return (type(attention), type(own)) == made or (kind_of(attention), kind_of(own)) == made
 
     def _is_known(self: Any, around: tuple[Any, ...]) -> bool:
         """Whether the layer and the modules around those that run are as they were made."""
         own, feeds = vars(self), getattr(type(self), self._feeds, None)
         return (
-            tuple(map(type, around)) == self._around
+            (
+                tuple(map(type, around)) == self._around
+                or tuple(map(kind_of, around)) == self._around
+            )
             and are_plain(around, *self._around)
             and nothing_hides_modules(self, *around)
             and not own["chunk_size_feed_forward"]

@@ -43,7 +43,7 @@ from fastplm.models._base import Conv1D, GELUTanh, NewGELUActivation, wants_outp
 from fastplm.models._functions import NO_DROPOUT, RELU, Drawn
 from fastplm.models._ragged import LastRows, Rows
 from fastplm.nn import Dropout, Linear
-from fastplm.nn._rows import are_plain
+from fastplm.nn._rows import are_plain, kind_of
 from fastplm.nn.dropout import dropout, on_rows
 from fastplm.nn.gelu import gelu
 from fastplm.ops._common import seed_tensor
@@ -84,7 +84,7 @@ class Join(NamedTuple):
             and are_plain((norm,), rms or nn.LayerNorm)
             and have_own((norm,), biased=rms is None)
             and norm._parameters["weight"].shape
-            == (dense._parameters["weight"].shape[type(dense) in _CONV1D],)
+            == (dense._parameters["weight"].shape[isinstance(dense, _CONV1D)],)
             and (isinstance(dropout, float) or are_plain((dropout,), *_DROPOUT))
         )
 
@@ -165,7 +165,7 @@ def form_of(x: Tensor, layer: Layer) -> Form | None:
             return None
     elif weight.dtype is not dtype or (outer is not None and outer.dtype is not dtype):
         return None
-    rows = x.new_empty(0, weight.shape[type(block.inner) not in _CONV1D], dtype=dtype)
+    rows = x.new_empty(0, weight.shape[not isinstance(block.inner, _CONV1D)], dtype=dtype)
     nothing, is_rms = (None, None, None, None, 0.0, 0.0), block.outer.rms is not None
     calls = (
         (NORM, Norm(rows, rows, norm.get("weight"), norm.get("bias"), *nothing, is_rms)),
@@ -232,7 +232,7 @@ def is_patched() -> bool:
 
 def _are_alike(modules: Sequence[Any]) -> bool:
     """Whether all are linear of one kind, and all or none of them have a bias."""
-    kinds = _CONV1D if type(modules[0]) in _CONV1D else _LINEAR
+    kinds = _CONV1D if isinstance(modules[0], _CONV1D) else _LINEAR
     if not are_plain(modules, *kinds):
         return False
     return have_own(modules, modules[0]._parameters.get("bias") is not None)
@@ -301,7 +301,7 @@ def _kind_of(block: FeedForward) -> tuple[Any, ...]:
     outer, norm = end.dense._parameters, end.norm._parameters
     read = (*map(inner.get, _NAMES), outer.get("weight"), *map(norm.get, _NAMES))
     kinds = [None if one is None else (one.dtype, one.device, one.shape) for one in read]
-    return type(block.inner), end.rms, *kinds
+    return kind_of(block.inner), end.rms, *kinds
 
 
 _NAMES = ("weight", "bias")
@@ -638,7 +638,7 @@ def project(
     the residual of what follows."""
     parameters: list[Any] = []
     read: list[Any] = []
-    sizes, turned = [], type(modules[0]) in _CONV1D
+    sizes, turned = [], isinstance(modules[0], _CONV1D)
     for module in modules:
         weight, bias = module._parameters["weight"], module._parameters["bias"]
         parameters += (weight, bias)
@@ -666,7 +666,7 @@ def join(
     x: Tensor, residual: Tensor, end: Join, drawn: Drawn, copies: Copies, form: Form
 ) -> tuple[Tensor, Tensor]:
     """(the norm, the sum) of ``residual + dropout(dense(x))``: [N, K], [N, E] -> [N, E] twice."""
-    own, norm, turned = end.dense._parameters, end.norm._parameters, type(end.dense) in _CONV1D
+    own, norm, turned = end.dense._parameters, end.norm._parameters, isinstance(end.dense, _CONV1D)
     weight, eps = own["weight"], end.norm.eps if end.rms is None else end.norm.variance_epsilon
     read = copies.get(id(weight), weight)
     return _functions.join(

@@ -13,6 +13,7 @@ import transformers
 from fastplm._backends import use_backend
 from fastplm._measure import Call, Plan
 from fastplm._rules import ALONE
+from fastplm.models._freeze import freeze
 from fastplm.models.bert import BertModel
 
 #: Tokens of a sequence; how many weights the layers have together, about.
@@ -31,7 +32,7 @@ def plans() -> Iterator[Plan]:
             intermediate_size=4 * width,
             num_hidden_layers=min(12, max(2, _OF_LAYERS // (12 * width**2))),
         )
-        return BertModel(config).eval()
+        return freeze(BertModel(config))
 
     def make(rows: int, width: int) -> tuple[Call, Call]:
         model = model_of(width)

@@ -59,13 +59,14 @@ def quantize(model: _Model, *, skip: Sequence[str] = (), keep_weights: bool = Fa
     """
     from transformers import PreTrainedModel
 
-    from fastplm.models._plan import forget
+    from fastplm.models._watch import thaw
     from fastplm.nn import LinearInt8
 
     where = "quantize"
     if isinstance(skip, str) or not all(isinstance(end, str) for end in skip):
         fail(where, "skip", skip, "a list of names", "Put it in a list.", ArgumentTypeError)
     inner = module_of(where, model)
+    thaw(inner, "quantize was called")
     unknown, found = set(skip), []
     for name, parent, key, linear in _linears(inner):
         ends = {end for end in skip if ("." + name).endswith("." + end)}
@@ -87,7 +88,6 @@ def quantize(model: _Model, *, skip: Sequence[str] = (), keep_weights: bool = Fa
             vars(module)[_TRAINED] = trained
         if isinstance(module, PreTrainedModel):
             vars(module)["save_pretrained"] = _refuse_to_save
-        forget(module)
     made: dict[int, LinearInt8] = {}  # a layer may be at several places
     for parent, key, linear in found:
         if id(linear) not in made:
@@ -112,10 +112,11 @@ def dequantize(model: _Model) -> _Model:
         ``model``, in evaluation mode.
     """
     from fastplm.models._base import DROP_INS, drop_in_for
-    from fastplm.models._plan import forget
+    from fastplm.models._watch import thaw
     from fastplm.nn import LinearInt8
 
     inner, parents = module_of("dequantize", model), {own: kind for kind, own in DROP_INS.items()}
+    thaw(inner, "dequantize was called")
     accelerated = any(type(module) in parents for module in inner.modules())
     made: dict[int, nn.Module] = {}
     for parent in list(inner.modules()):
@@ -134,7 +135,6 @@ def dequantize(model: _Model) -> _Model:
                 module._parameters[name].requires_grad_()  # type: ignore[union-attr]
         if vars(module).get("save_pretrained") is _refuse_to_save:
             del vars(module)["save_pretrained"]
-        forget(module)
     return model
 
 

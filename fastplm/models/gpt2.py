@@ -13,7 +13,6 @@ from transformers.models.gpt2 import modeling_gpt2
 
 from fastplm.hf import ROWS, WITH_WEIGHTS
 from fastplm.models._base import check_parts, drop_in, wants_output
-from fastplm.models._decoder_call import gpt2_layer_call
 from fastplm.models._gpt import CausalModel, DoubleHeads, LastTokenClassification
 from fastplm.models._heads import CausalLM, QuestionAnswering, TokenClassification
 from fastplm.models._layer import (
@@ -54,10 +53,7 @@ class GPT2Attention(modeling_gpt2.GPT2Attention):
 
 @drop_in
 class GPT2Block(OnRows, modeling_gpt2.GPT2Block):
-    """A layer that passes the arguments of attention on to its cross-attention too.
-
-    On a CPU, one call of csrc/ computes the next token of a sequence (``_decoder_call``).
-    """
+    """A layer that passes the arguments of attention on to its cross-attention too."""
 
     def forward(
         self,
@@ -67,11 +63,7 @@ class GPT2Block(OnRows, modeling_gpt2.GPT2Block):
         encoder_hidden_states: Any = None,
         **kwargs: Any,
     ) -> Any:
-        if encoder_hidden_states is None:
-            out = gpt2_layer_call(self, hidden_states, past_key_values, attention_mask, kwargs)
-            if out is not None:
-                return out
-        else:
+        if encoder_hidden_states is not None:
             check_parts(self, self.crossattention)
             passed_on = {name: kwargs[name] for name in (WITH_WEIGHTS, "rows") if name in kwargs}
             encoder_hidden_states = _States(encoder_hidden_states, passed_on)

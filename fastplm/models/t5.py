@@ -24,7 +24,6 @@ from transformers.models.t5 import modeling_t5
 from fastplm import ops
 from fastplm.hf import NAME, NO_BIAS, says_only_keys
 from fastplm.models._base import FastplmModel, check_parts, drop_in, wants_output
-from fastplm.models._decoder_call import t5_layer_call
 from fastplm.models._heads import TokenClassification
 from fastplm.models._layer import (
     Attention,
@@ -43,7 +42,7 @@ from fastplm.models._seq2seq import (
     LastEosClassification,
     Stack,
 )
-from fastplm.nn._rows import is_plain
+from fastplm.nn._rows import is_plain, kind_of
 from fastplm.ops.rms_norm import OP as RMS_NORM
 
 
@@ -131,33 +130,7 @@ class T5Attention(modeling_t5.T5Attention):
 
 @drop_in
 class T5Block(OnRows, modeling_t5.T5Block):
-    """A layer that tells its dropout which rows it computes.
-
-    On a CPU, one call of csrc/ computes the next token of a sequence (``_decoder_call``).
-    """
-
-    def forward(
-        self,
-        hidden_states: Any,
-        attention_mask: Any = None,
-        position_bias: Any = None,
-        encoder_hidden_states: Any = None,
-        encoder_attention_mask: Any = None,
-        encoder_decoder_position_bias: Any = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        given = attention_mask, position_bias
-        of_states = encoder_attention_mask
-        if past_key_values is not None and encoder_hidden_states is not None:
-            called = t5_layer_call(self, hidden_states, past_key_values, *given, of_states, kwargs)
-            if called is not None:
-                return *called, encoder_decoder_position_bias
-        return super().forward(
-            *(hidden_states, *given, encoder_hidden_states, of_states),
-            *(encoder_decoder_position_bias, past_key_values),
-            **kwargs,
-        )
+    """A layer that tells its dropout which rows it computes."""
 
 
 class _Blocks(Blocks):
@@ -223,7 +196,7 @@ class _Blocks(Blocks):
                 layers.append(Layer(tuple(attentions), feed_forward, self.training))
                 attentions = []
                 continue
-            module = getattr(sub, _ATTENTIONS[type(sub)])
+            module = getattr(sub, _ATTENTIONS[kind_of(sub)])
             if not is_plain(module, T5Attention):
                 return None
             projections = module.q, module.k, module.v
@@ -243,7 +216,7 @@ _ATTENTIONS = {
 def _feed_forward(dense: Any, norm: Any, dropout: Any) -> FeedForward | None:
     if not is_plain(dense, T5DenseActDense, T5DenseGatedActDense):
         return None
-    gated = type(dense) is T5DenseGatedActDense
+    gated = kind_of(dense) is T5DenseGatedActDense
     inner, factor = (dense.wi_0, dense.wi_1) if gated else (dense.wi, None)
     dtypes = {getattr(getattr(one, "weight", None), "dtype", None) for one in (inner, dense.wo)}
     if len(dtypes) > 1:  # the parent casts what ``wo`` reads

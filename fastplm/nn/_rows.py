@@ -156,6 +156,16 @@ def _check_positions(where: str, argument: str, positions: Tensor, total: int) -
         fail(where, argument, got, expected, fix)
 
 
+#: The class of a module of which ``fastplm.freeze`` made a subclass, by that subclass.
+THAWED: dict[type, type] = {}
+
+
+def kind_of(module: Any) -> Any:
+    """The class of a module as it was made, frozen or not."""
+    kind = type(module)
+    return THAWED.get(kind, kind)
+
+
 def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     """Whether a module is of one of these classes, with no hooks and no replaced forward.
 
@@ -169,7 +179,7 @@ def are_plain(modules: Iterable[nn.Module], *kinds: type[nn.Module]) -> bool:
     """``is_plain`` of all."""
     for module in modules:
         if (
-            type(module) not in kinds
+            (type(module) not in kinds and kind_of(module) not in kinds)
             or "forward" in module.__dict__
             or module._forward_pre_hooks
             or module._forward_hooks

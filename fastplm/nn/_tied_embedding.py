@@ -15,6 +15,7 @@ from torch import Tensor, is_inference_mode_enabled, nn
 
 from fastplm._backends import is_written_down
 from fastplm._registry import is_transformed
+from fastplm.nn._rows import kind_of
 from fastplm.nn.linear import Linear
 from fastplm.ops.embedding_layer_norm import ADD_ROWS, adds_rows
 
@@ -64,8 +65,8 @@ def shares_table(
     """
     return (
         isinstance(embedding, nn.Embedding)
-        and type(embedding) in (nn.Embedding, kind)
-        and type(decoder) in (nn.Linear, Linear)
+        and kind_of(embedding) in (nn.Embedding, kind)
+        and kind_of(decoder) in (nn.Linear, Linear)
         and embedding.weight is decoder.weight
         and embedding.weight.requires_grad
         and torch.is_grad_enabled()

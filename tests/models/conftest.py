@@ -11,6 +11,7 @@ import sys
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import fastplm
-from fastplm import models
+from fastplm import _extension, models
 from fastplm.data._folder import build_once, default_cache
 from fastplm.models import _layer
 from fastplm.testing import (
@@ -710,29 +711,33 @@ class Storages(TorchDispatchMode):
         return out
 
 
-@pytest.fixture(params=["backbone", "encoder"])
-def calls(monkeypatch, request):
-    """The results of each time that one call was asked for: True where it ran the layers.
+@pytest.fixture
+def of_csrc():
+    """csrc/ multiplies, whatever was measured on this machine."""
+    with fastplm.use_backend("cpp", "linear"):
+        yield
 
-    That is the call of a whole model, or of its layers only.
-    """
-    from fastplm.models import _encoder
 
-    asked, whole, original = [], _encoder.backbone_call, _encoder.encoder_call
+@pytest.fixture
+def calls(monkeypatch):
+    """The names of the operators of csrc/ for frozen models that gave a result, call by call."""
+    seen: list[str] = []
 
-    def from_ids(*given):
-        out = whole(*given) if request.param == "backbone" else []
-        asked.extend([True] if out else [])
-        return out
+    def recorded(name):
+        operator = getattr(torch.ops.fastplm_C, name).default
 
-    def recorded(*given):
-        out = original(*given)
-        asked.append(out is not None)
-        return out
+        def call(*given):
+            out = operator(*given)
+            seen.extend([name] if out is not None and len(out) else [])
+            return out
 
-    monkeypatch.setattr(_encoder, "backbone_call", from_ids)
-    monkeypatch.setattr(_encoder, "encoder_call", recorded)
-    return asked
+        return SimpleNamespace(default=call)
+
+    if _extension.lacks("backbone", "CPU") is not None:
+        pytest.skip("csrc/ is not built")
+    for name in ("backbone", "encoder", "decoder_layer"):
+        monkeypatch.setattr(torch.ops.fastplm_C, name, recorded(name))
+    return seen
 
 
 @pytest.fixture

@@ -9,10 +9,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+import fastplm
 from fastplm import models, ops
 from fastplm._backends import record_decisions
 from fastplm.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
-from fastplm.models import _base, _encoder_call, _ragged
+from fastplm.models import _base, _ragged
 from fastplm.models._ragged import RaggedBatch
 from fastplm.testing import KeptDouble, check_in_fp64
 
@@ -799,10 +800,10 @@ def test_a_layers_own_chunks_keep_padding(family, training):
 
 
 @pytest.mark.parametrize("name", LANGUAGE_MODELS.values())
-def test_a_weight_that_is_an_attribute_of_its_module_is_obeyed(name, monkeypatch):
-    """In evaluation, where one call may compute all layers."""
-    monkeypatch.setattr(_encoder_call, "_is_faster", lambda *_: True)
+def test_a_weight_that_is_an_attribute_of_its_module_is_obeyed(name):
+    """Also in a model that is frozen: it thaws."""
     ours, parent = pair(name)
+    fastplm.freeze(ours)
     mask = PADDINGS["right"]
     given = {"input_ids": torch.randint(4, 37, mask.shape), "attention_mask": mask}
     if has_decoder(name):

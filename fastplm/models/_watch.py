@@ -1,0 +1,341 @@
+"""Modules of a frozen model: they are looked at once, and from then on watched.
+
+Each has a subclass of its class, and dicts in the place of its dicts, that thaw the model before
+they change anything. So a call checks nothing of the modules. Weights are read where they lie, as
+they are at that moment.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import logging
+
+from fastplm._registry import needs_dispatch
+from fastplm.hf import NAME
+from fastplm.models._layer import activation_of
+from fastplm.nn import Linear, LinearInt8
+from fastplm.nn._rows import THAWED, kind_of
+
+LINEAR = (Linear, LinearInt8)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_DICTS = ("_parameters", "_modules", "_buffers", *_HOOKS)
+#: What an instance may have in the place of its class's: a module that has it is not frozen.
+_METHODS = (
+    *("forward", "_call_impl", "_compiled_call_impl"),
+    *("feed_forward_chunk", "_create_attention_masks", "create_position_ids_from_input_ids"),
+)
+#: Where the hooks are written by which Transformers records outputs when it is asked to.
+_RECORDER = "transformers.utils.output_capturing"
+_RECORDS = "_output_capturing_hooks_installed"
+lock = threading.RLock()
+
+
+def thaw(model: nn.Module, why: str) -> None:
+    """Undo ``freeze`` of what has a module of ``model``."""
+    for module in list(model.modules()):
+        freeze_of(module).thaw(why)
+
+
+class UnsupportedModule(Exception):
+    """Why one call cannot stand for a module."""
+
+
+def require(right: bool, why: str) -> None:
+    if not right:
+        raise UnsupportedModule(why)
+
+
+# --- watched modules ------------------------------------------------------------------------------
+
+
+class Freeze:
+    """What one call of ``freeze`` froze. It keeps no module alive."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.modules: list[weakref.ref[nn.Module]] = []
+
+    def watch(
+        self,
+        module: nn.Module,
+        plan: Any = None,
+        call: Callable[..., Any] | None = None,
+        layers_call: Callable[..., Any] | None = None,
+    ) -> None:
+        """Thaw before the module changes; a module with a plan runs by ``call`` where it can."""
+        own: Any = vars(module)
+        for name in _DICTS:
+            if type(own[name]) not in _WATCHED.values():
+                own[name] = _WATCHED.get(type(own[name]), _WatchedDict)(own[name])
+            own[name].freeze = self
+        watched = own if type(own) is _WatchedDict else _WatchedDict(own)
+        watched.freeze, watched.plan = self, plan
+        object.__setattr__(module, "__dict__", watched)
+        kind = kind_of(module)
+        object.__setattr__(module, "__class__", _frozen_class(kind, call, layers_call))
+        self.modules.append(weakref.ref(module))
+
+    def end(self) -> None:
+        """Give all modules their classes back. Their dicts stay, as others may hold them."""
+        modules, self.modules = self.modules, []
+        for module in filter(None, (reference() for reference in modules)):
+            own: Any = vars(module)
+            held: Any
+            for held in (own, *map(own.get, _DICTS)):
+                if type(held) in _WATCHED.values():
+                    held.freeze = held.plan = None
+            object.__setattr__(module, "__class__", kind_of(module))
+
+    def thaw(self, why: str) -> None:
+        with lock:
+            is_frozen = bool(self.modules)
+            self.end()
+        if is_frozen:
+            logging.get_logger(__name__).warning(
+                f"{self.name} is not frozen any more, as {why}: its modules run one by one. "
+                "Call fastplm.freeze again when it is as it shall be."
+            )
+
+
+_NOTHING = Freeze("")
+
+
+def freeze_of(module: nn.Module) -> Freeze:
+    return getattr(vars(module), "freeze", None) or _NOTHING
+
+
+def plan_in(module: nn.Module) -> Any:
+    """The plan of a frozen module; None of others."""
+    return getattr(vars(module), "plan", None)
+
+
+_WRITE = ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault")
+_WRITE += ("update", "move_to_end")  # type: ignore[assignment]
+
+
+def _watched(kind: Any) -> Any:
+    """A subclass of a dict that thaws before it is written."""
+
+    def writer(name: str) -> Any:
+        write = getattr(kind, name)
+
+        @functools.wraps(write)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            same = name == "__setitem__" and self.get(args[0], _NOTHING) is args[1]
+            if self.freeze is not None and not (same or _records(*args[1:])):
+                self.freeze.thaw(f"{args[0]!r} was written" if args else "a dict was written")
+            return write(self, *args, **kwargs)
+
+        return method
+
+    body: dict[str, Any] = {"freeze": None, "plan": None, "copy": lambda self: kind(self)}
+    body |= {name: writer(name) for name in _WRITE if hasattr(kind, name)}
+    body["__reduce_ex__"] = lambda self, protocol: (kind, (), None, None, iter(self.items()))
+    return type(f"_Watched{kind.__name__}", (kind,), body)
+
+
+def _records(*values: Any) -> bool:
+    return any(getattr(value, "__module__", None) == _RECORDER for value in values)
+
+
+_WatchedDict = _watched(dict)
+_WATCHED: dict[type, Any] = {dict: _WatchedDict, OrderedDict: _watched(OrderedDict)}
+
+
+@functools.cache
+def _frozen_class(
+    kind: Any, call: Callable[..., Any] | None, layers_call: Callable[..., Any] | None
+) -> type:
+    """The subclass of frozen modules. ``call`` gets what ``forward`` gets, and returns its result,
+    or None if the modules must run."""
+
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        if vars(self).get(name, _NOTHING) is value:  # as by ``eval()``
+            return
+        if name != _RECORDS:
+            freeze_of(self).thaw(f"`{name}` of its {kind.__name__} was set")
+        kind.__setattr__(self, name, value)
+
+    def delete_attribute(self: Any, name: str) -> None:
+        freeze_of(self).thaw(f"`{name}` of its {kind.__name__} was deleted")
+        kind.__delattr__(self, name)
+
+    def apply(self: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        own = (*self._parameters.values(), *self._buffers.values())
+        if any(one is not None and function(one) is not one for one in own):
+            freeze_of(self).thaw(f"its {kind.__name__} was moved or given another dtype")
+        return kind._apply(self, function, *args, **kwargs)
+
+    def requires_grad(self: Any, requires_grad: bool = True) -> Any:
+        if requires_grad:
+            freeze_of(self).thaw(f"its {kind.__name__} shall have gradients")
+        return kind.requires_grad_(self, requires_grad)
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        return object.__new__, (kind_of(self),), dict(vars(self))
+
+    body: dict[str, Any] = {
+        "__setattr__": set_attribute,
+        "__delattr__": delete_attribute,
+        "__reduce_ex__": reduce,
+        "_apply": apply,
+        "requires_grad_": requires_grad,
+    }
+    if call is not None:
+
+        @functools.wraps(kind.forward)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                out = call(self, *args, **kwargs)
+                if out is not None:
+                    return out
+            return kind.forward(self, *args, **kwargs)
+
+        body["forward"] = forward
+    if layers_call is not None:
+        body["_layers_in_one_call"] = layers_call
+    body["__module__"] = ""  # with one of fastplm it would be a drop-in class
+    frozen: Any = type(kind.__name__, (kind,), body)
+    frozen.__module__, frozen.__qualname__ = kind.__module__, kind.__qualname__
+    THAWED[frozen] = kind
+    return frozen
+
+
+# --- what is looked at once -----------------------------------------------------------------------
+
+
+def tensor(module: nn.Module, held: dict[str, Any], name: str, kind: type = nn.Parameter) -> Tensor:
+    found: Any = held.get(name)
+    right: bool = type(found) is kind and name not in vars(module)
+    right = right and found.layout is torch.strided and found.is_cpu
+    require(right, f"a `{name}` is not an ordinary one on a CPU")
+    return found
+
+
+def tensors(module: Any, biased: bool = True) -> list[Tensor]:
+    """A weight, or one in 8 bits with its scale; and the bias."""
+    if type(module) is LinearInt8:
+        found = [tensor(module, module._buffers, name, Tensor) for name in ("packed", "scale")]
+    else:
+        found = [tensor(module, module._parameters, "weight")]
+    if biased:
+        return [*found, tensor(module, module._parameters, "bias")]
+    require(module._parameters.get("bias") is None, "a module has a bias")
+    return found
+
+
+def child(parent: nn.Module, name: str, *kinds: type) -> Any:
+    """A module of just one of these classes."""
+    found: Any = parent._modules.get(name)
+    require(type(found) in kinds, f"its `{name}` is a {type(found).__name__}")
+    return found
+
+
+def norm(parent: nn.Module, name: str, weights: list[Tensor]) -> float:
+    """Add the tensors of a norm; its epsilon."""
+    found = child(parent, name, nn.LayerNorm)
+    weights += tensors(found)
+    require(found.normalized_shape == weights[-1].shape, "a norm is of another shape")
+    return found.eps
+
+
+def gelu_of(activation: Any) -> str:
+    """The form of a GELU, as ``ops.gelu`` calls it."""
+    form = activation_of(activation)
+    require(form in ("none", "tanh"), f"its activation is a {type(activation).__name__}")
+    return str(form)
+
+
+def _bases_of(kind: type) -> list[type]:
+    """The class and its bases that have a forward of their own, which may call one another."""
+    return [base for base in kind.__mro__ if "forward" in vars(base) and base is not nn.Module]
+
+
+def _is_known(function: Any) -> bool:
+    """Whether it and all that it wraps was written in one of these packages."""
+    while function is not None:
+        written = getattr(function, "__globals__", {}).get("__name__", "").split(".")[0]
+        if written not in ("fastplm", "torch", "transformers"):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
+_FLAGS = ("_attn_implementation_internal", "output_hidden_states", "_output_attentions")
+_FLAGS = (*_FLAGS, "return_dict", "is_decoder", "chunk_size_feed_forward")  # type: ignore[assignment]
+_RUNS = operator.attrgetter("forward", "__call__", "_call_impl")
+_FORWARD = operator.attrgetter("forward")
+
+
+class Facts(NamedTuple):
+    """What nothing watches, so each call looks at it."""
+
+    settings: dict[str, Any]  # of a configuration, with these flags
+    flags: tuple[Any, ...]
+    kinds: tuple[type, ...]  # the classes of modules, and how they run ...
+    runs: tuple[Any, ...]
+    bases: tuple[type, ...]  # ... and all classes with a forward behind them
+    forwards: tuple[Any, ...]
+
+    def may_call(self, given: tuple[Tensor, ...]) -> bool:
+        """Whether no gradient is needed, and nobody would see the calls of the modules."""
+        return not (
+            torch.is_grad_enabled()
+            or needs_dispatch(given)
+            or torch.is_autocast_enabled("cpu")
+            or _has_global_hook()
+            or _len_function_modes() > 0
+            or tuple(map(self.settings.get, _FLAGS)) != self.flags
+            or _functions() != _FUNCTIONS
+            or tuple(map(_RUNS, self.kinds)) != self.runs
+            or tuple(map(_FORWARD, self.bases)) != self.forwards
+        )
+
+
+def facts_of(root: nn.Module, config: Any) -> Facts:
+    """Of all modules in ``root``, which are as their classes made them, without hooks."""
+    kinds: dict[Any, None] = dict.fromkeys(map(type, root.modules()))
+    for kind in kinds:
+        known = kind._call_impl is nn.Module._call_impl and _is_known(kind.__call__)
+        known = known and all(_is_known(vars(base)["forward"]) for base in _bases_of(kind))
+        require(known, f"the class {kind.__name__} runs in a way of its own")
+    for module in root.modules():
+        own = vars(module)
+        hidden = own.keys() & {*module._modules, *module._parameters, *module._buffers, *_METHODS}
+        require(not {name for name in hidden if own[name] is not None}, f"{[*hidden]} is replaced")
+        hooks = (hook for name in _HOOKS for hook in own[name].values())
+        require(all(map(_records, hooks)), "there is a hook")
+        require(not module.training, "a module trains")
+    settings = object.__getattribute__(config, "__dict__")
+    flags = tuple(map(settings.get, _FLAGS))
+    require(settings.get(_FLAGS[0]) == NAME, "its attention is not fastplm's")
+    require(not any(flags[1:3]), "its configuration asks for more outputs")
+    bases = tuple({base for kind in kinds for base in _bases_of(kind)})
+    runs, forwards = map(_RUNS, kinds), map(_FORWARD, bases)
+    return Facts(settings, flags, tuple(kinds), tuple(runs), bases, tuple(forwards))
+
+
+def _functions() -> tuple[Callable[..., Any], ...]:
+    """What runs modules and what they call, which a profiler may replace."""
+    return (
+        *(F.linear, F.gelu, F.relu, F.layer_norm, F.embedding, F.scaled_dot_product_attention),
+        *(nn.Module.__call__, ALL_ATTENTION_FUNCTIONS[NAME]),
+    )
+
+
+_FUNCTIONS = _functions()
+_has_global_hook = torch.nn.modules.module._has_any_global_hook
+_len_function_modes = torch._C._len_torch_function_stack
+#: Of a module: what its call gets, and the methods of ``Freeze.watch``.
+Plans = Iterator[tuple[Any, Iterable[Callable[..., Any]]]]
