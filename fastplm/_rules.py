@@ -124,8 +124,10 @@ RULES = {
             | avx512-amd-zen5, conv1d, 1 thread float32 native, 16 131072 64: 1.82
         cpp: float32, threads, rows < 16, products >= 96K
             | avx2, linear float32 native, 2 1048576 16: 2.00
+        cpp: avx2, float32, linear, threads, rows < 96, products >= 96K
+            | avx2, linear float32 native, 56 65536 256: 1.53
         cpp: float32, 1 thread, rows < 32 | avx2, conv1d, 1 thread float32 native, 3 262144 64: 1.33
-        stock: float32, outputs < 384 | avx2, linear float32 native, 128 147456 16: 0.83
+        stock: float32, outputs < 384 | avx2, linear float32 native, 2 16384 256: 0.83
         stock: float32, threads, rows >= 96, outputs < 1K
             | avx512-amd, linear float32 native, 256 1048576 16: 0.86
         stock: float32, threads, rows >= 1K, outputs < 3K
@@ -134,7 +136,7 @@ RULES = {
             | avx2, conv1d, 1 thread float32 native, 56 262144 64: 0.93
         stock: avx2, float32, 1 thread, rows >= 96
             | avx2, linear, 1 thread float32 native, 96 4194304 64: 0.89
-        cpp: float32 | avx512-amd, linear float32 native, 56 147456 64: 1.21
+        cpp: float32 | avx2, linear float32 native, 256 4194304 64: 1.18
         stock: intel, native | avx512-intel, conv1d, 1 thread bfloat16 native, 256 1048576 64: 0.11
         cpp: native, rows < 8 | avx512-amd, conv1d, 1 thread bfloat16 native, 4 131072 64: 1.96
         cpp: native, rows < 192, products < 3M
