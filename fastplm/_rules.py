@@ -77,8 +77,11 @@ RULES = {
     "attention": _read("""
         stock: avx512, intel, half, native, forward
             | avx512-intel, forward bfloat16 native, 64 128 24: 0.53
-        cpp: half, training, scores >= 2K | avx2, training bfloat16, 1 128 96: 4.29
-        stock: half, training | avx2, training bfloat16, 16 16 2: 0.68
+        stock: avx512, intel, half, native, scores < 2K
+            | avx512-intel, training float16 native, 1 64 2: 0.56
+        cpp: half, training, queries < 16, keys >= 768 | avx2, training bfloat16, 4 512 12: 3.07
+        cpp: half, training, scores >= 1536 | avx2, training, 1 thread float16, 64 128 2: 4.49
+        stock: half, training | avx2, training float16, 16 16 2: 0.69
         cpp: half, queries < 16, keys >= 1280 | avx2-intel, forward bfloat16, 1 128 96: 2.40
         cpp: half, queries >= 16, scores >= 2K | avx2-intel, forward bfloat16, 128 16 96: 2.45
         stock: half | avx512-amd, forward bfloat16 native, 4 16 24: 0.72
