@@ -77,8 +77,11 @@ RULES = {
     "attention": _read("""
         stock: avx512, intel, half, native, forward
             | avx512-intel, forward bfloat16 native, 64 128 24: 0.53
-        cpp: half, training, scores >= 2K | avx2, training bfloat16, 1 128 96: 4.29
-        stock: half, training | avx2, training bfloat16, 16 16 2: 0.68
+        stock: avx512, intel, half, native, scores < 2K
+            | avx512-intel, training float16 native, 1 64 2: 0.56
+        cpp: half, training, queries < 16, keys >= 768 | avx2, training bfloat16, 4 512 12: 3.07
+        cpp: half, training, scores >= 1536 | avx2, training, 1 thread float16, 64 128 2: 4.49
+        stock: half, training | avx2, training float16, 16 16 2: 0.69
         cpp: half, queries < 16, keys >= 1280 | avx2-intel, forward bfloat16, 1 128 96: 2.40
         cpp: half, queries >= 16, scores >= 2K | avx2-intel, forward bfloat16, 128 16 96: 2.45
         stock: half | avx512-amd, forward bfloat16 native, 4 16 24: 0.72
@@ -124,8 +127,10 @@ RULES = {
             | avx512-amd-zen5, conv1d, 1 thread float32 native, 16 131072 64: 1.82
         cpp: float32, threads, rows < 16, products >= 96K
             | avx2, linear float32 native, 2 1048576 16: 2.00
+        cpp: avx2, float32, linear, threads, rows < 96, products >= 96K
+            | avx2, linear float32 native, 56 65536 256: 1.53
         cpp: float32, 1 thread, rows < 32 | avx2, conv1d, 1 thread float32 native, 3 262144 64: 1.33
-        stock: float32, outputs < 384 | avx2, linear float32 native, 128 147456 16: 0.83
+        stock: float32, outputs < 384 | avx2, linear float32 native, 2 16384 256: 0.83
         stock: float32, threads, rows >= 96, outputs < 1K
             | avx512-amd, linear float32 native, 256 1048576 16: 0.86
         stock: float32, threads, rows >= 1K, outputs < 3K
@@ -134,7 +139,7 @@ RULES = {
             | avx2, conv1d, 1 thread float32 native, 56 262144 64: 0.93
         stock: avx2, float32, 1 thread, rows >= 96
             | avx2, linear, 1 thread float32 native, 96 4194304 64: 0.89
-        cpp: float32 | avx512-amd, linear float32 native, 56 147456 64: 1.21
+        cpp: float32 | avx2, linear float32 native, 256 4194304 64: 1.18
         stock: intel, native | avx512-intel, conv1d, 1 thread bfloat16 native, 256 1048576 64: 0.11
         cpp: native, rows < 8 | avx512-amd, conv1d, 1 thread bfloat16 native, 4 131072 64: 1.96
         cpp: native, rows < 192, products < 3M
