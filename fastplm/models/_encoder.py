@@ -46,17 +46,17 @@ from fastplm.models._layer import (
     stand_for,
 )
 from fastplm.models._ragged import (
-    NUMBERED,
+    NUMBERED_REASONS,
     Counted,
     LastRows,
-    OnRows,
     RaggedBatch,
     Rows,
+    SetsDropoutRows,
     Unpad,
-    are_on_rows,
     either,
-    for_caller,
+    know_their_rows,
     mask_at,
+    restore_layout,
     rows_computed,
     unpadded,
 )
@@ -161,39 +161,39 @@ class EncoderModel(FastplmModel):
         if counted and past_key_values is None and not (plain and lookup is None and given.is_cpu):
             position_ids = self._positions(input_ids, given)
         first = None if plain else torch.arange(batch, device=given.device) * seqlen
-        told, kept = Rows(), None if plain else self._keeps_padding(masks, kwargs)
+        row_plan, kept = Rows(), None if plain else self._keeps_padding(masks, kwargs)
         if first is not None and kept is None:
-            told, full = self._rows_of(
+            row_plan, full = self._rows_of(
                 given, attention_mask, first, output_rows, extra_rows, unpad, encoder_rows, kwargs
             )
-        note(lambda: rows_computed(self, (batch, seqlen), attention_mask, told, kept))
-        if self.training and kept in NUMBERED:
-            told.number(given, sample_index, offsets, drops and are_on_rows(self._layers()))
-            told.draw_seeds(self, given, self._layer_numbers)
+        note(lambda: rows_computed(self, (batch, seqlen), attention_mask, row_plan, kept))
+        if self.training and kept in NUMBERED_REASONS:
+            row_plan.number(given, sample_index, offsets, drops and know_their_rows(self._layers()))
+            row_plan.draw_seeds(self, given, self._layer_numbers)
 
         # --- the parent's forward on these rows ---
-        if told.own is not None:
-            input_ids, token_type_ids = told.own.pack(input_ids), told.own.pack(token_type_ids)
-            position_ids = told.own.pack(position_ids)
-            inputs_embeds = told.own.pack_rows(inputs_embeds)
-        attention_mask = self._mask_on(given, told.own, attention_mask, full, counted, kept)
-        states, told.cross = cross_inputs(*crossed, told.own)
-        told.layers = of_one_forward(self._layers(), given, self.dtype)
-        if told.matters:
-            kwargs["rows"] = told
+        if (packed := row_plan.own) is not None:
+            input_ids, token_type_ids = packed.pack(input_ids), packed.pack(token_type_ids)
+            position_ids = packed.pack(position_ids)
+            inputs_embeds = packed.pack_rows(inputs_embeds)
+        attention_mask = self._mask_on(given, packed, attention_mask, full, counted, kept)
+        states, row_plan.cross = cross_inputs(*crossed, packed)
+        row_plan.layers = of_one_forward(self._layers(), given, self.dtype)
+        if row_plan.layers_need_it:
+            kwargs["rows"] = row_plan
         if lookup is not None and inputs_embeds is None and past_key_values is None:
             inputs_embeds = self._looked_up(lookup, input_ids, position_ids)
             input_ids = input_ids if inputs_embeds is None else None
         inputs: dict[str, Any] = dict(input_ids=input_ids, token_type_ids=token_type_ids)
         inputs.update(position_ids=position_ids, inputs_embeds=inputs_embeds)
-        whole = not states and (full or told.own is not None)
-        outputs = self._in_one_call(given, inputs, told, masks, kwargs) if whole else None
+        whole = not states and (full or packed is not None)
+        outputs = self._in_one_call(given, inputs, row_plan, masks, kwargs) if whole else None
         if outputs is None:
             inputs.update(attention_mask=attention_mask, return_dict=True, **states, **kwargs)
-            outputs = on_rows(told.numbers, super().forward, **inputs)  # type: ignore[misc]
+            outputs = on_rows(row_plan.numbers, super().forward, **inputs)  # type: ignore[misc]
         pooled = self._pooled if self._pools() else None
-        outputs = for_caller(outputs, told, output_rows, unpad, first, pooled)
-        return _in_dtype(outputs, self.dtype) if told.layers else outputs
+        outputs = restore_layout(outputs, row_plan, output_rows, unpad, first, pooled)
+        return _in_dtype(outputs, self.dtype) if row_plan.layers else outputs
 
     def _is_ours(self) -> bool:
         """Whether one call may run the layers: not if the class is a subclass of the user."""
@@ -226,12 +226,12 @@ class EncoderModel(FastplmModel):
         self,
         given: Tensor,
         inputs: dict[str, Any],
-        told: Rows,
+        row_plan: Rows,
         masks: Iterable[Tensor | None],
         kwargs: dict[str, Any],
     ) -> ModelOutput | None:
         """The parent's forward with all layers in one call; None if they must run themselves."""
-        own = told.own
+        own = row_plan.own
         rows = given.shape[0] * given.shape[1] if own is None else own.positions.shape[0]
         if (
             not self._is_ours()
@@ -244,7 +244,7 @@ class EncoderModel(FastplmModel):
             or (own is None and self._keeps_padding(masks, kwargs, layers=False) is not None)
         ):
             return None
-        hidden = encoder_call(self.encoder, given, lambda: self._embedded(**inputs), told)
+        hidden = encoder_call(self.encoder, given, lambda: self._embedded(**inputs), row_plan)
         if hidden is None:
             return None
         name = type(self).__name__
@@ -252,8 +252,8 @@ class EncoderModel(FastplmModel):
         note(lambda: f"{name}: its {len(self.encoder.layer)} layers in one call of csrc/")
         if not self._pools():
             return output(last_hidden_state=hidden)
-        # The first rows of packed sequences lie elsewhere, where ``for_caller`` finds them.
-        pooled = None if told.own or told.last else self._pooled(hidden)
+        # The first rows of packed sequences lie elsewhere, where ``restore_layout`` finds them.
+        pooled = None if row_plan.own or row_plan.last else self._pooled(hidden)
         return output(last_hidden_state=hidden, pooler_output=pooled)
 
     def _embedded(self, **inputs: Any) -> Tensor:
@@ -351,7 +351,7 @@ class EncoderModel(FastplmModel):
     def _keeps_padding(
         self, masks: Iterable[Tensor | None], kwargs: dict[str, Any], layers: bool = True
     ) -> str | None:
-        """The name in ``KEPT`` of what makes the parent compute padding; None = nothing does.
+        """The name in ``PADDING_REASONS`` of what makes the parent compute padding, or None.
 
         ``layers``: whether to look at the layers, too.
         """
@@ -585,7 +585,7 @@ def looks_up_alone(table: Any) -> bool:
     )
 
 
-class EncoderLayer(OnRows):
+class EncoderLayer(SetsDropoutRows):
     """Mixin of a layer of BERT: it runs as ``_layer`` says, and the last may compute few rows."""
 
     #: The classes of the modules around those of a ``Layer``, as Transformers made them, and the

@@ -27,7 +27,7 @@ from fastplm.models._layer import (
     run_blocks,
     stand_for,
 )
-from fastplm.models._ragged import OnRows
+from fastplm.models._ragged import SetsDropoutRows
 from fastplm.nn._rows import is_plain
 
 
@@ -53,7 +53,7 @@ class GPT2Attention(modeling_gpt2.GPT2Attention):
 
 
 @drop_in
-class GPT2Block(OnRows, modeling_gpt2.GPT2Block):
+class GPT2Block(SetsDropoutRows, modeling_gpt2.GPT2Block):
     """A layer that passes the arguments of attention on to its cross-attention too.
 
     On a CPU, one call of csrc/ computes the next token of a sequence (``_decoder_call``).
