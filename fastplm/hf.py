@@ -551,6 +551,8 @@ def attention_of(kind: type) -> str:
     modules.remove(PreTrainedModel.__module__)
     if any(module.startswith("fastplm.") for module in modules):
         return "interface"
+    # By source, as no behaviour says it before a forward: ``_supports_attention_backend`` is False
+    # of 517 classes of Transformers 5.23 that do call the interface, and True of 13 that do not.
     # Modules of Transformers first: the user's module may contain other, unrelated attention.
     modules.sort(key=lambda module: not module.startswith("transformers."))
     for found in (*map(_attention_in, modules), *map(_attention_of_parts, modules)):
@@ -609,7 +611,8 @@ def _checked(transformers_own: Callable[..., str]) -> Callable[..., str]:
     return get_correct_attn_implementation
 
 
-# Transformers calls this when a model is built or its attention is set; it has no hook for it.
+# Transformers calls this when a model is built or its attention is set. It has no hook for it, and
+# a check in the first forward would come after a training has begun to load its data.
 PreTrainedModel.get_correct_attn_implementation = _checked(
     PreTrainedModel.get_correct_attn_implementation
 )

@@ -332,7 +332,7 @@ MUTATIONS = (
     # --- models
     Mutation(
         RAGGED,
-        "key_mask = values_at(mask.flatten(), positions) & (positions >= 0) if hides else None",
+        "key_mask = values_at(mask.flatten(), positions) & (positions >= 0)",
         "key_mask = None",
         f"{CONTRACT} 'equals and (DoubleHeads or Multiple)'",
     ),

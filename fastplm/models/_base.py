@@ -391,7 +391,7 @@ def check_parts(model: Any, *parts: Any) -> None:
 
 
 def keeps_padding(model: Any, masks: Iterable[Tensor | None], kwargs: dict[str, Any]) -> str | None:
-    """The name in ``_ragged.KEPT`` of what makes a backbone keep padding; None = nothing does."""
+    """The name in ``_ragged.PADDING_REASONS`` of what makes a backbone keep padding, or None."""
     if not model._has_our_attention():
         return "attention"
     if any(mask is not None and mask.dim() != 2 for mask in masks):

@@ -45,17 +45,17 @@ from fastplm.models._layer import (
     stand_for,
 )
 from fastplm.models._ragged import (
-    NUMBERED,
+    NUMBERED_REASONS,
     Counted,
     LastRows,
-    OnRows,
     RaggedBatch,
     Rows,
+    SetsDropoutRows,
     Unpad,
-    are_on_rows,
     either,
-    for_caller,
+    know_their_rows,
     mask_at,
+    restore_layout,
     rows_computed,
     unpadded,
 )
@@ -153,39 +153,40 @@ class EncoderModel(FastplmModel):
         if counted and past_key_values is None and not (plain and lookup is None and given.is_cpu):
             position_ids = self._positions(input_ids, given)
         first = None if plain else torch.arange(batch, device=given.device) * seqlen
-        told, kept = Rows(), None if plain else self._keeps_padding(masks, kwargs)
+        row_plan, kept = Rows(), None if plain else self._keeps_padding(masks, kwargs)
         if first is not None and kept is None:
-            told, full = self._rows_of(
+            row_plan, full = self._rows_of(
                 given, attention_mask, first, output_rows, extra_rows, unpad, encoder_rows, kwargs
             )
-        note(lambda: rows_computed(self, (batch, seqlen), attention_mask, told, kept))
-        if self.training and kept in NUMBERED:
-            told.number(given, sample_index, offsets, drops and are_on_rows(self._layers()))
-            told.draw_seeds(self, given, self._layer_numbers)
+        note(lambda: rows_computed(self, (batch, seqlen), attention_mask, row_plan, kept))
+        if self.training and kept in NUMBERED_REASONS:
+            row_plan.number(given, sample_index, offsets, drops and know_their_rows(self._layers()))
+            row_plan.draw_seeds(self, given, self._layer_numbers)
 
         # --- the parent's forward on these rows ---
-        if told.own is not None:
-            input_ids, token_type_ids = told.own.pack(input_ids), told.own.pack(token_type_ids)
-            position_ids = told.own.pack(position_ids)
-            inputs_embeds = told.own.pack_rows(inputs_embeds)
-        attention_mask = self._mask_on(given, told.own, attention_mask, full, counted, kept)
-        states, told.cross = cross_inputs(*crossed, told.own)
-        told.layers = of_one_forward(self._layers(), given, self.dtype)
-        if told.matters:
-            kwargs["rows"] = told
+        if (packed := row_plan.own) is not None:
+            input_ids, token_type_ids = packed.pack(input_ids), packed.pack(token_type_ids)
+            position_ids = packed.pack(position_ids)
+            inputs_embeds = packed.pack_rows(inputs_embeds)
+        attention_mask = self._mask_on(given, packed, attention_mask, full, counted, kept)
+        states, row_plan.cross = cross_inputs(*crossed, packed)
+        row_plan.layers = of_one_forward(self._layers(), given, self.dtype)
+        if row_plan.layers_need_it:
+            kwargs["rows"] = row_plan
         if lookup is not None and inputs_embeds is None and past_key_values is None:
             inputs_embeds = self._looked_up(lookup, input_ids, position_ids)
             input_ids = input_ids if inputs_embeds is None else None
         inputs: dict[str, Any] = dict(input_ids=input_ids, token_type_ids=token_type_ids)
         inputs.update(position_ids=position_ids, inputs_embeds=inputs_embeds)
-        whole = not states and (full or told.own is not None)
-        outputs = self._layers_in_one_call(given, inputs, told, masks, kwargs) if whole else None
+        outputs = None
+        if not states and (full or packed is not None):
+            outputs = self._layers_in_one_call(given, inputs, row_plan, masks, kwargs)
         if outputs is None:
             inputs.update(attention_mask=attention_mask, return_dict=True, **states, **kwargs)
-            outputs = on_rows(told.numbers, super().forward, **inputs)  # type: ignore[misc]
+            outputs = on_rows(row_plan.numbers, super().forward, **inputs)  # type: ignore[misc]
         pooled = self._pooled if self._pools() else None
-        outputs = for_caller(outputs, told, output_rows, unpad, first, pooled)
-        return _in_dtype(outputs, self.dtype) if told.layers else outputs
+        outputs = restore_layout(outputs, row_plan, output_rows, unpad, first, pooled)
+        return _in_dtype(outputs, self.dtype) if row_plan.layers else outputs
 
     def _layers_in_one_call(self, *given: Any) -> Any:
         """The parent's forward on the rows that are computed; None if its modules must run, as in
@@ -287,7 +288,7 @@ class EncoderModel(FastplmModel):
     def _keeps_padding(
         self, masks: Iterable[Tensor | None], kwargs: dict[str, Any], layers: bool = True
     ) -> str | None:
-        """The name in ``KEPT`` of what makes the parent compute padding; None = nothing does.
+        """The name in ``PADDING_REASONS`` of what makes the parent compute padding, or None.
 
         ``layers``: whether to look at the layers, too.
         """
@@ -521,7 +522,7 @@ def looks_up_alone(table: Any) -> bool:
     )
 
 
-class EncoderLayer(OnRows):
+class EncoderLayer(SetsDropoutRows):
     """Mixin of a layer of BERT: it runs as ``_layer`` says, and the last may compute few rows."""
 
     #: The classes of the modules around those of a ``Layer``, as Transformers made them, and the

@@ -203,20 +203,20 @@ def layers_call(
     model: Any,
     given: Tensor,
     inputs: dict[str, Any],
-    told: Rows,
+    row_plan: Rows,
     masks: Iterable[Tensor | None],
     kwargs: dict[str, Any],
 ) -> ModelOutput | None:
     """The parent's forward with all layers in one call; None if they must run themselves.
 
     Args:
-        given: ids [B, T], or embeddings [B, T, E]; without ``told.own`` none of it is padding.
+        given: ids [B, T], or embeddings [B, T, E]; without ``row_plan.own`` none of it is padding.
         inputs: of the embeddings.
-        told: which rows are computed, as the layers would get it.
+        row_plan: which rows are computed, as the layers would get it.
         masks, kwargs: other arguments of the forward.
     """
     plan: _Plan | None = plan_in(model)
-    own, last = told.own, told.last
+    own, last = row_plan.own, row_plan.last
     batch, seqlen = given.shape[:2]
     rows = batch * seqlen if own is None else own.positions.shape[0]
     if (
@@ -245,7 +245,7 @@ def layers_call(
     note(lambda: f"{name}: its {len(model.encoder.layer)} layers in one call of csrc/")
     if not model._pools():
         return model._output(last_hidden_state=out)
-    # The first rows of packed sequences lie elsewhere, where ``for_caller`` finds them.
+    # The first rows of packed sequences lie elsewhere, where ``restore_layout`` finds them.
     pooled = None if own or last else model._pooled(out)
     return model._output(last_hidden_state=out, pooler_output=pooled)
 

@@ -20,11 +20,11 @@ from fastplm.models._base import FastplmModel, TiedLookup, wants_output
 from fastplm.models._encoder import EncoderModel
 from fastplm.models._heads import (
     mean_of_labelled,
-    of_samples,
     requested_rows,
     set_output_rows,
     shifted,
     wants_logits,
+    with_dropout_rows,
 )
 from fastplm.models._ragged import encoder_side, mask_at, slots_of_labels
 from fastplm.nn._rows import as_normalizer, as_tokens, batch_share, labels_at, vocabulary_loss
@@ -219,7 +219,7 @@ class DoubleHeads(FastplmModel):
             seen, place = read[count:].view(*lead, 1, -1), None
         else:
             seen, place = hidden, mc_token_ids
-        mc_logits = of_samples(self, inputs, lambda: head(seen, place)).squeeze(-1)
+        mc_logits = with_dropout_rows(self, inputs, lambda: head(seen, place)).squeeze(-1)
         if mc_labels is not None:
             mc_loss = nn.functional.cross_entropy(
                 mc_logits.view(-1, mc_logits.shape[-1]), mc_labels.view(-1)

@@ -338,7 +338,7 @@ class SequencePairPreTraining(FastplmModel):
         if labelled is not None:
             loss = labelled.loss(hidden, num_items_in_batch, dense=masked_positions is not None)
         pair_head = self._pair_head()
-        pair_logits = of_samples(self, inputs, lambda: pair_head(pooled))
+        pair_logits = with_dropout_rows(self, inputs, lambda: pair_head(pooled))
         if pair_label is not None:
             where = type(self).__name__
             pair_loss = _pair_loss(where, pair_logits, name, pair_label, num_sequences_in_batch)
@@ -480,7 +480,7 @@ def shifted(labels: Tensor | None) -> Tensor | None:
     return nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
 
 
-def of_samples(
+def with_dropout_rows(
     model: Any, inputs: dict[str, Any], function: Callable, *, positions: bool = False, **given: Any
 ) -> Any:
     """Call ``function(**given)``, and tell dropout that its tensors have one row for each sequence.
@@ -506,7 +506,7 @@ class ScaledLoss(FastplmModel):
     #: Whether the head's dropout reads a row for each position, not one for each sequence.
     _reads_positions = False
 
-    def _ask(self, inputs: dict[str, Any], labels: Tensor | None) -> None:
+    def _select_rows(self, inputs: dict[str, Any], labels: Tensor | None) -> None:
         """Add the arguments that tell the backbone which rows the head reads."""
 
     @can_return_tuple
@@ -517,10 +517,12 @@ class ScaledLoss(FastplmModel):
         num_items_in_batch: int | Tensor | None = None,
         **inputs: Any,
     ) -> Any:
-        self._ask(inputs, labels)
+        self._select_rows(inputs, labels)
         inputs.update(labels=labels, return_dict=True)
         forward = super().forward  # type: ignore[misc]
-        outputs = of_samples(self, inputs, forward, positions=self._reads_positions, **inputs)
+        outputs = with_dropout_rows(
+            self, inputs, forward, positions=self._reads_positions, **inputs
+        )
         return self._scaled(outputs, labels, num_items_in_batch)
 
     def _scaled(self, outputs: Any, labels: Tensor | None, num_items: Any) -> Any:
@@ -538,7 +540,7 @@ class SequenceClassification(ScaledLoss):
 
     _summary = "whose last layer computes only the first token of a text, such as [CLS]."
 
-    def _ask(self, inputs: dict[str, Any], labels: Tensor | None) -> None:
+    def _select_rows(self, inputs: dict[str, Any], labels: Tensor | None) -> None:
         inputs.setdefault("output_rows", "first")
 
 
@@ -552,7 +554,7 @@ class TokenClassification(ScaledLoss):
     _summary = "computing only tokens."
     _reads_positions = True
 
-    def _ask(self, inputs: dict[str, Any], labels: Tensor | None) -> None:
+    def _select_rows(self, inputs: dict[str, Any], labels: Tensor | None) -> None:
         where, shape = type(self).__name__, shape_of(inputs)
         if labels is None or shape is None:
             return

@@ -424,7 +424,7 @@ def run_layer(
     mask: Tensor | None,
     last: LastRows | None,
     kwargs: dict[str, Any],
-    crossed: tuple[Tensor | None, Tensor | None] = (None, None),
+    cross_attention_args: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
     """A layer whose norms come last: hidden [B, T, E], or [1, N, E] of packed rows -> the same.
 
@@ -432,7 +432,7 @@ def run_layer(
         mask: as the attention interface takes it.
         last: the rows to compute, if it is the last layer and computes only some: -> [1, P, E].
         kwargs: what else the attention interface gets.
-        crossed: the states of an encoder, and their mask, for the second attention.
+        cross_attention_args: the states of an encoder, and their mask, for the second attention.
     """
     rows: Rows | None = kwargs.get(ROWS)
     numbers = None if rows is None else rows.numbers_of(last)
@@ -447,8 +447,10 @@ def run_layer(
             hidden, states, mask = last.attention_inputs(hidden)
             kwargs = {ROWS: replace(kwargs[ROWS], is_cut=True)}
         hidden, *_ = attend(made, 0, hidden, None, states, mask, first, numbers, kwargs)
-        if crossed[0] is not None:
-            hidden, *_ = attend(made, 1, hidden, None, *crossed, second, numbers, kwargs)
+        if cross_attention_args[0] is not None:
+            hidden, *_ = attend(
+                made, 1, hidden, None, *cross_attention_args, second, numbers, kwargs
+            )
         return feed(made, hidden, None, end, numbers)[0]
 
     return on_rows(numbers, run, hidden, mask, kwargs)
@@ -588,7 +590,7 @@ def run_blocks(
     norm: Any,
     mask: Tensor | None,
     kwargs: dict[str, Any],
-    crossed: tuple[Tensor | None, Tensor | None] = (None, None),
+    cross_attention_args: tuple[Tensor | None, Tensor | None] = (None, None),
     of_states: Any = None,
     table: Tensor | None = None,
     biased: Callable[[Tensor], dict[str, Any]] | None = None,
@@ -599,7 +601,7 @@ def run_blocks(
         blocks: the modules of the layers, which may be checkpointed.
         norm: the first.
         mask, kwargs: what the attention interface gets.
-        crossed: the states of an encoder, and their mask, for the second attention.
+        cross_attention_args: the states of an encoder, and their mask, for the second attention.
         of_states: what else that attention gets.
         table: a tensor that all layers share, of which ``biased`` makes what else the first gets.
     """
@@ -607,7 +609,7 @@ def run_blocks(
     numbers = None if rows is None else rows.numbers
     dtype = made[0].form.dtype
     hidden = hidden if dtype is None else hidden.to(dtype)
-    normed, (states, mask_of_states) = norm(hidden), crossed
+    normed, (states, mask_of_states) = norm(hidden), cross_attention_args
     normed = normed if dtype is None else normed.to(dtype)
 
     def run(one: Ready, normed: Any, hidden: Any, states: Any, table: Any) -> tuple[Any, ...]:

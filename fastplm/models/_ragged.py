@@ -26,7 +26,7 @@ from fastplm.nn.dropout import RowNumbers, on_rows
 from fastplm.ops._attention_call import made_for_one_forward
 
 #: The reasons why a backbone computes padding, too; docs/faq.md lists them.
-KEPT = {
+PADDING_REASONS = {
     "attention": "attn_implementation is not 'fastplm'",
     "mask": "a mask with more than two dimensions",
     "packed": "cu_seq_lens_q: the batch is packed already",
@@ -40,7 +40,7 @@ KEPT = {
     "asked": "unpad=False, or a head that reads padding",
 }
 #: The reasons, and None, with which a backbone still knows the sample and position of its rows.
-NUMBERED = (None, "packed")
+NUMBERED_REASONS = (None, "packed")
 #: Where every draw of a seed is a launch, so that ``Rows.draw_seeds`` draws all of them at once.
 ONE_DRAW = ("cuda",)
 #: How configurations call the dropout of attention, and of hidden states in an encoder layer.
@@ -123,12 +123,12 @@ class RaggedBatch(_Movable):
         batch, seqlen = keep.shape
         total = batch * seqlen
         lengths = keep.sum(1)
-        max_seqlen, hides = seqlen, kept is not None
+        max_seqlen, has_masked_rows = seqlen, kept is not None
         if capacity is None:
             count, hidden = counts or _counts(keep, mask)
             if count in (0, total):
                 return None
-            hides = hidden > 0
+            has_masked_rows = hidden > 0
         elif is_written_down():
             expected = (
                 "None or False in torch.jit.trace and ONNX's exporters, which would drop the "
@@ -148,7 +148,9 @@ class RaggedBatch(_Movable):
         positions = compact(keep, count)
         if values_are_known(keep):
             max_seqlen = int(lengths.max())
-        key_mask = values_at(mask.flatten(), positions) & (positions >= 0) if hides else None
+        key_mask = None
+        if has_masked_rows:
+            key_mask = values_at(mask.flatten(), positions) & (positions >= 0)
         return cls(positions, _offsets(lengths), max_seqlen, key_mask, batch, seqlen)
 
     @classmethod
@@ -268,7 +270,7 @@ class Rows(_Movable):
         self.seeds = torch.randint(2**63 - 1, (len(layers), 5), device=given.device)
 
     @property
-    def matters(self) -> bool:
+    def layers_need_it(self) -> bool:
         """Whether layers need this object: some rows are left out, or dropout depends on it."""
         cut = self.own is not None or self.last is not None
         drops = self.numbers is not None or self.seeds is not None or self.sample_index is not None
@@ -400,7 +402,7 @@ def numbers_of_rows(
     return RowNumbers(sample if sample_index is None else sample_index[sample], position)
 
 
-class OnRows:
+class SetsDropoutRows:
     """Mixin of a layer that tells its dropout which rows it computes.
 
     It reads them from its keyword argument ``rows``. So a checkpointed layer draws the same dropout
@@ -413,9 +415,9 @@ class OnRows:
         return on_rows(numbers, super().forward, *args, **kwargs)  # type: ignore[misc]
 
 
-def are_on_rows(layers: Iterable[Any]) -> bool:
+def know_their_rows(layers: Iterable[Any]) -> bool:
     """Whether all of these layers tell their dropout which rows they compute."""
-    return all(isinstance(layer, OnRows) for layer in layers)
+    return all(isinstance(layer, SetsDropoutRows) for layer in layers)
 
 
 def _counts(keep: Tensor, mask: Tensor) -> tuple[int, int]:
@@ -587,19 +589,19 @@ def backbone_unpad(rows: RaggedBatch | None, full: bool, mask: Tensor | None) ->
 
 
 def rows_computed(
-    model: Any, shape: tuple[int, int], mask: Tensor | None, told: Rows, kept: str | None
+    model: Any, shape: tuple[int, int], mask: Tensor | None, row_plan: Rows, kept: str | None
 ) -> str:
     """The line of ``fastplm.explain`` about the rows that a backbone computes of a batch [B, T]."""
     total = shape[0] * shape[1]
-    if told.own is not None:
-        rows = f"{told.own.positions.shape[0]} of {total} rows, padding left out"
+    if row_plan.own is not None:
+        rows = f"{row_plan.own.positions.shape[0]} of {total} rows, padding left out"
     elif mask is None or (mask.dim() == 2 and values_can_be_read(mask) and bool(mask.all())):
         rows = f"{total} rows, no padding"
     else:
         kept = kept or ("asked" if values_can_be_read(mask) else "traced")
-        rows = f"{total} rows with their padding: {KEPT[kept]}"
-    if told.last is not None:
-        rows += f"; {told.last.source.shape[0]} of them in the last layer"
+        rows = f"{total} rows with their padding: {PADDING_REASONS[kept]}"
+    if row_plan.last is not None:
+        rows += f"; {row_plan.last.source.shape[0]} of them in the last layer"
     name = model.config._attn_implementation
     return f"{type(model).__name__}: {rows}; attention by {name!r}"
 
@@ -616,7 +618,7 @@ def rows_at(hidden: Tensor, positions: Tensor, slots: Tensor | None = None) -> T
     return ops.gather_rows(hidden.flatten(0, -2), positions)[:, None]
 
 
-def for_caller(
+def restore_layout(
     outputs: Any,
     rows: Rows,
     output_rows: Tensor | str | None,

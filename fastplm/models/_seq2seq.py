@@ -45,17 +45,17 @@ from fastplm.models._heads import (
 )
 from fastplm.models._layer import of_one_forward
 from fastplm.models._ragged import (
-    NUMBERED,
+    NUMBERED_REASONS,
     RaggedBatch,
     Rows,
     Side,
     Unpad,
-    are_on_rows,
     between,
     either,
-    for_caller,
+    know_their_rows,
     mask_at,
     padded,
+    restore_layout,
     rows_computed,
     unpadded,
     until_last,
@@ -180,7 +180,7 @@ class Stack(FastplmModel):
         past_key_values: Any = None,
         use_cache: bool | None = None,
     ) -> str | None:
-        """The name in ``KEPT`` of what makes the parent compute padding; None = nothing does."""
+        """The name in ``PADDING_REASONS`` of what makes the parent compute padding, or None."""
         if use_cache is None:
             use_cache = self._takes_cache and self.config.use_cache
         if self.gradient_checkpointing and self.training:
@@ -237,44 +237,44 @@ class Stack(FastplmModel):
         # --- which rows are computed ---
         if output_rows is not None:
             read_rows = mask_at(output_rows, batch, seqlen)
-        told, kept = Rows(), self._keeps_padding(masks, kwargs, **caching)
+        row_plan, kept = Rows(), self._keeps_padding(masks, kwargs, **caching)
         if kept is None:
             if read_rows is not None and wants_output(self, "output_hidden_states", kwargs):
                 extra_rows, read_rows = either(extra_rows, read_rows), None
             rows = attention_mask, read_rows, extra_rows, unpad
-            told.own, attention_mask = decoder_rows(*rows, self)
-            if told.own is None and encoder_rows is not None:
-                told.own = RaggedBatch.whole(given, attention_mask)
-        note(lambda: rows_computed(self, (batch, seqlen), attention_mask, told, kept))
-        if self.training and kept in NUMBERED:
-            hidden = are_on_rows(self._layers())
+            row_plan.own, attention_mask = decoder_rows(*rows, self)
+            if row_plan.own is None and encoder_rows is not None:
+                row_plan.own = RaggedBatch.whole(given, attention_mask)
+        note(lambda: rows_computed(self, (batch, seqlen), attention_mask, row_plan, kept))
+        if self.training and kept in NUMBERED_REASONS:
+            hidden = know_their_rows(self._layers())
             # If the parent calls PyTorch's dropout function, only ``_on_rows`` can tell it which
             # rows it computes. So a batch without padding is packed, too.
             by_function = isinstance(self.dropout, float) and self.dropout > 0.0
-            if told.own is kept is None and hidden and by_function and is_eager(given):
-                told.own = RaggedBatch.whole(given, attention_mask)
-            told.number(given, sample_index, offsets, hidden)
-            told.draw_seeds(self, given, self._layer_numbers)
+            if row_plan.own is kept is None and hidden and by_function and is_eager(given):
+                row_plan.own = RaggedBatch.whole(given, attention_mask)
+            row_plan.number(given, sample_index, offsets, hidden)
+            row_plan.draw_seeds(self, given, self._layer_numbers)
 
         # --- the parent's forward on these rows ---
         if inputs_embeds is None:
-            ids = given if told.own is None else told.own.pack(given)
+            ids = given if row_plan.own is None else row_plan.own.pack(given)
             inputs_embeds = (self.embed_tokens if lookup is None else lookup)(ids)
-        elif told.own is not None:
-            inputs_embeds = told.own.pack_rows(inputs_embeds)
-        states, told.cross = cross_inputs(
-            encoder_hidden_states, encoder_attention_mask, encoder_rows, told.own
+        elif row_plan.own is not None:
+            inputs_embeds = row_plan.own.pack_rows(inputs_embeds)
+        states, row_plan.cross = cross_inputs(
+            encoder_hidden_states, encoder_attention_mask, encoder_rows, row_plan.own
         )
         forward = super().forward  # type: ignore[misc]
-        if told.own is not None:
-            forward, attention_mask = self._on_rows, told.own.key_mask_row()
+        if row_plan.own is not None:
+            forward, attention_mask = self._on_rows, row_plan.own.key_mask_row()
             caching = {"use_cache": False} if self._takes_cache else {}
-        told.layers = of_one_forward(self._layers(), given, self.dtype)
-        if told.matters:
-            kwargs["rows"] = told
+        row_plan.layers = of_one_forward(self._layers(), given, self.dtype)
+        if row_plan.layers_need_it:
+            kwargs["rows"] = row_plan
         kwargs |= dict(inputs_embeds=inputs_embeds, attention_mask=attention_mask)
-        outputs = on_rows(told.numbers, forward, **caching, **states, **kwargs)
-        return for_caller(outputs, told, output_rows, unpad)
+        outputs = on_rows(row_plan.numbers, forward, **caching, **states, **kwargs)
+        return restore_layout(outputs, row_plan, output_rows, unpad)
 
 
 class EncoderDecoder(FastplmModel):
@@ -477,7 +477,7 @@ class LastEosClassification(ScaledLoss):
 
     _summary = "whose decoder ends at the last <eos>, the end-of-sequence token."
 
-    def _ask(self, inputs: dict[str, Any], labels: Tensor | None) -> None:
+    def _select_rows(self, inputs: dict[str, Any], labels: Tensor | None) -> None:
         input_ids, shape = inputs.get("input_ids"), shape_of(inputs, "decoder_")
         if input_ids is not None and (shape is None or shape == input_ids.shape):
             inputs["read_rows"] = input_ids == self.config.eos_token_id

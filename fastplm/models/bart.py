@@ -32,7 +32,7 @@ from fastplm.models._layer import (
     run_layer,
     stand_for,
 )
-from fastplm.models._ragged import OnRows, Rows
+from fastplm.models._ragged import Rows, SetsDropoutRows
 from fastplm.models._seq2seq import (
     ConditionalGeneration,
     DecoderQuestionAnswering,
@@ -46,7 +46,7 @@ from fastplm.nn.dropout import dropout
 stand_for(modeling_bart.BartAttention)
 
 
-class _Layer(OnRows):
+class _Layer(SetsDropoutRows):
     """Mixin of a layer: it runs as ``_layer`` says, or the parent's forward with a dropout that
     knows the rows."""
 
@@ -87,8 +87,10 @@ class _Layer(OnRows):
         if past_key_values is None:
             made = ready_layer(self, kwargs.get("rows"), hidden_states)
         if made is not None:
-            crossed = (encoder_hidden_states, encoder_attention_mask)
-            return run_layer(made, hidden_states, attention_mask, None, kwargs, crossed)
+            cross_attention_args = (encoder_hidden_states, encoder_attention_mask)
+            return run_layer(
+                made, hidden_states, attention_mask, None, kwargs, cross_attention_args
+            )
         if past_key_values is not None:
             kwargs["past_key_values"] = past_key_values
         attended, _ = self.self_attn(hidden_states, attention_mask=attention_mask, **kwargs)

@@ -26,7 +26,7 @@ from fastplm.models._layer import (
     run_blocks,
     stand_for,
 )
-from fastplm.models._ragged import OnRows
+from fastplm.models._ragged import SetsDropoutRows
 from fastplm.nn._rows import is_plain
 
 
@@ -52,7 +52,7 @@ class GPT2Attention(modeling_gpt2.GPT2Attention):
 
 
 @drop_in
-class GPT2Block(OnRows, modeling_gpt2.GPT2Block):
+class GPT2Block(SetsDropoutRows, modeling_gpt2.GPT2Block):
     """A layer that passes the arguments of attention on to its cross-attention too."""
 
     def forward(

@@ -24,7 +24,7 @@ from fastplm.models._layer import (
     run_layer,
     stand_for,
 )
-from fastplm.models._ragged import OnRows, Rows
+from fastplm.models._ragged import Rows, SetsDropoutRows
 from fastplm.nn._rows import is_plain
 from fastplm.nn.dropout import Dropout, on_rows
 from fastplm.nn.gelu import gelu
@@ -92,7 +92,7 @@ class MLP(modeling_openai.MLP):
 
 
 @drop_in
-class Block(OnRows, modeling_openai.Block):
+class Block(SetsDropoutRows, modeling_openai.Block):
     """A layer that runs as ``_layer`` says, or by modules whose dropout knows the rows."""
 
     def forward(

@@ -34,7 +34,7 @@ from fastplm.models._layer import (
     Ready,
     run_blocks,
 )
-from fastplm.models._ragged import OnRows, Unpad
+from fastplm.models._ragged import SetsDropoutRows, Unpad
 from fastplm.models._seq2seq import (
     ConditionalGeneration,
     DecoderQuestionAnswering,
@@ -129,7 +129,7 @@ class T5Attention(modeling_t5.T5Attention):
 
 
 @drop_in
-class T5Block(OnRows, modeling_t5.T5Block):
+class T5Block(SetsDropoutRows, modeling_t5.T5Block):
     """A layer that tells its dropout which rows it computes."""
 
 

@@ -25,19 +25,17 @@ def tied_embedding(
     weight: Tensor,
     padding_idx: int | None = None,
     *,
-    sole_use: bool = False,
     read: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """(``weight[input_ids]`` [..., E], an alias of ``weight`` [V, E] for a head tied to it).
 
-    The gradient of ``weight`` is the sum of both uses.
+    The gradient of ``weight`` is the sum of both uses. Only ``ops.linear_cross_entropy`` may use
+    the returned table: its gradient is then a new tensor that nothing else uses, so the gradient of
+    the rows is added in place.
 
     Args:
         input_ids: int64 or int32, any shape.
         padding_idx: in [0, V), a token that gets no gradient from the rows.
-        sole_use: the returned table is used only by ``ops.linear_cross_entropy``. Its gradient is
-            then a new tensor that nothing else uses, so the gradient of the rows is added in
-            place. Otherwise it is added to a copy, because other operators may share a gradient.
         read: False: the rows are one element of the table, for a caller that looks up itself and
             gives their gradient, such as ``ops.embedding_layer_norm``.
 
@@ -51,7 +49,7 @@ def tied_embedding(
         Under ``torch.compile`` Inductor uses atomic additions, unless PyTorch's deterministic
         algorithms are on.
     """
-    return _TiedEmbedding.apply(input_ids, weight, padding_idx, sole_use, read)
+    return _TiedEmbedding.apply(input_ids, weight, padding_idx, read)
 
 
 def shares_table(
@@ -97,7 +95,7 @@ def tied_lookup(
     ``tied_embedding``.
     """
     table = embedding.weight if weight is None else weight
-    rows, weight = tied_embedding(input_ids, table, embedding.padding_idx, sole_use=True, read=read)
+    rows, weight = tied_embedding(input_ids, table, embedding.padding_idx, read=read)
     scale: Any = getattr(embedding, "embed_scale", 1.0)
     if scale != 1.0:
         rows = rows * scale
@@ -111,7 +109,7 @@ def tied_lookup(
 class _TiedEmbedding(torch.autograd.Function):
     @staticmethod
     def forward(
-        input_ids: Tensor, weight: Tensor, padding_idx: int | None, sole_use: bool, read: bool
+        input_ids: Tensor, weight: Tensor, padding_idx: int | None, read: bool
     ) -> tuple[Tensor, Tensor]:
         # Not view_as: torch.compile does not support a second lookup in its result.
         if read:
@@ -120,7 +118,7 @@ class _TiedEmbedding(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-        input_ids, weight, ctx.padding_idx, ctx.sole_use, _ = inputs
+        input_ids, weight, ctx.padding_idx, _ = inputs
         ctx.vocab = weight.shape[0]
         ctx.save_for_backward(input_ids)
         ctx.set_materialize_grads(False)
@@ -130,18 +128,16 @@ class _TiedEmbedding(torch.autograd.Function):
         (input_ids,) = ctx.saved_tensors
         grad_rows, table = grads
         if grad_rows is None:
-            return None, table, None, None, None
+            return None, table, None, None
         if table is None:
             table = grad_rows.new_zeros(ctx.vocab, grad_rows.shape[-1])
-        elif not ctx.sole_use or torch.is_grad_enabled():
-            # This tensor may be used elsewhere: by another operator, a hook or the caller of
-            # autograd.grad. Or it is part of a graph (create_graph=True).
+        elif torch.is_grad_enabled():  # it is part of a graph (create_graph=True)
             table = table.clone()
         # Otherwise in place is safe: the backward of linear_cross_entropy created this tensor, and
         # only this function uses it. With retain_graph, a second backward creates a new one.
         rows = grad_rows.reshape(-1, table.shape[1])
         _add_rows_(table, input_ids.flatten(), rows, ctx.padding_idx)
-        return None, table, None, None, None
+        return None, table, None, None
 
 
 def _is_known_on_cpu(ids: Tensor) -> bool:

@@ -16,7 +16,7 @@ import fastplm
 from fastplm import models
 from fastplm._backends import record_notes
 from fastplm.errors import ArgumentValueError
-from fastplm.models._ragged import KEPT
+from fastplm.models._ragged import PADDING_REASONS
 
 from .conftest import changed, small_config
 
@@ -174,7 +174,7 @@ def test_explain_says_what_is_computed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reason", KEPT)
+@pytest.mark.parametrize("reason", PADDING_REASONS)
 def test_explain_says_why_padding_is_kept(reason):
     make, inputs = REASONS[reason]
     arguments = {"input_ids": IDS, "attention_mask": MASK} | inputs
@@ -184,13 +184,13 @@ def test_explain_says_why_padding_is_kept(reason):
         said = notes[0]
     else:
         said = fastplm.explain(make().train(reason == "noise"), **arguments)
-    assert said.splitlines()[0].split("; ")[0].endswith(KEPT[reason].split("; ")[0])
+    assert said.splitlines()[0].split("; ")[0].endswith(PADDING_REASONS[reason].split("; ")[0])
 
 
 def test_the_questions_list_every_reason():
     page = (Path(__file__).parents[2] / "docs/faq.md").read_text()
     section = " ".join(page.split("## When is padding not removed?")[1].split("\n## ")[0].split())
-    for reason in KEPT.values():
+    for reason in PADDING_REASONS.values():
         assert reason.split(":")[0].split(",")[0].split(" (")[0] in section.replace("`", "")
 
 

@@ -177,7 +177,7 @@ def test_the_sums_of_words_are_added_to_a_gradient(device):
     inputs = make(device, 63, 40) | {"padding_idx": 3}
     _, expected, *_ = gradients(inputs)
     table = inputs["word_weight"].requires_grad_()
-    rows, alias = tied_embedding(inputs["input_ids"], table, 3, sole_use=True, read=False)
+    rows, alias = tied_embedding(inputs["input_ids"], table, 3, read=False)
     assert rows.untyped_storage().data_ptr() == table.data_ptr()
     buffer = torch.randn(VOCAB, 40, device=device)
     before = buffer.clone()
