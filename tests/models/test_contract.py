@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+import fastplm
 from fastplm import models, ops
 from fastplm._backends import record_decisions
 from fastplm.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
