@@ -998,7 +998,7 @@ MUTATIONS = (
             ('        object.__setattr__(module, "__dict__", watched)\n', "", "shadowed"),
             ('or torch.is_autocast_enabled("cpu")', "", "autocast"),
             ("            or _has_global_hook()\n", "", "run_themselves"),
-            ("            or tuple(map(_RUNS, self.kinds)) != self.runs\n", "", "run_themselves"),
+            ("or tuple(map(_RUNS, self.kinds)) != self.runs", "", "run_themselves"),
             (
                 "            or tuple(map(_FORWARD, self.bases)) != self.forwards\n",
                 "",
