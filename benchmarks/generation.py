@@ -18,6 +18,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+import fastplm
 from fastplm import models
 from fastplm.testing import FORWARD_FACTOR, check_error
 from fastplm.train.presets import configuration
@@ -41,7 +42,7 @@ def make(arch: str, dtype: torch.dtype) -> dict[str, nn.Module]:
     )
     ours = getattr(models, CLASSES[family])(copy.deepcopy(config))
     ours.load_state_dict(theirs.state_dict())
-    return {"fastplm": ours.to(dtype).eval(), "transformers sdpa": theirs.to(dtype).eval()}
+    return {"fastplm": fastplm.freeze(ours.to(dtype)), "transformers sdpa": theirs.to(dtype).eval()}
 
 
 def generate(model: Any, prompts: Tensor, tokens: int, beams: int) -> Tensor:

@@ -130,7 +130,8 @@ LIBRARIES: dict[tuple[str, str], Callable[[str], tuple[Any, Call]]] = {
 
 def variants_of(stock: Any) -> dict[str, Any]:
     ours = fastplm.accelerate(copy.deepcopy(stock))
-    return {"stock": stock, "fastplm": ours, "fastplm int8": fastplm.quantize(copy.deepcopy(ours))}
+    int8 = fastplm.quantize(copy.deepcopy(ours))
+    return {"stock": stock, "fastplm": fastplm.freeze(ours), "fastplm int8": fastplm.freeze(int8)}
 
 
 def difference(some: list[np.ndarray], others: list[np.ndarray]) -> str:

@@ -153,8 +153,12 @@ def torch_int8(model: nn.Module) -> nn.Module:
     return quantize_dynamic(model, {nn.Linear: per_channel_dynamic_qconfig})
 
 
+def frozen(model: Any) -> Any:
+    return fastplm.freeze(fastplm.accelerate(model))
+
+
 def fastplm_int8(model: nn.Module) -> nn.Module:
-    return fastplm.quantize(fastplm.accelerate(model))
+    return fastplm.freeze(fastplm.quantize(fastplm.accelerate(model)))
 
 
 def of_cross_encoder(change: Callable[[Any], Any]) -> Callable[[Given], Run]:
@@ -406,7 +410,7 @@ GENERATION = {
     STOCK: TRAINING[STOCK],
     "ctranslate2": Variant("ctranslate2", of_ctranslate2("float32")),
     "ctranslate2 int8": Variant("ctranslate2", of_ctranslate2("int8"), exact=False),
-    "fastplm": TRAINING["fastplm"],
+    "fastplm": Variant("fastplm", of_torch(frozen)),
     "fastplm int8": Variant("fastplm", of_torch(fastplm_int8), exact=False),
 }
 ENCODING = {
@@ -425,9 +429,7 @@ VARIANTS: dict[str, dict[str, Variant]] = {
     "rerank": {
         **ENCODING,
         "CrossEncoder": Variant("sentence-transformers", of_cross_encoder(same)),
-        "CrossEncoder, fastplm": Variant(
-            "sentence-transformers", of_cross_encoder(fastplm.accelerate)
-        ),
+        "CrossEncoder, fastplm": Variant("sentence-transformers", of_cross_encoder(frozen)),
     },
     "tag": ENCODING,
     "generate": GENERATION,

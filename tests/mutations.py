@@ -28,11 +28,12 @@ class Mutation(NamedTuple):
     group: int = 0  # bugs of csrc/ in one group share a build
 
 
-CALL = "fastplm/models/_encoder_call.py"
-PLAN = "fastplm/models/_plan.py"
-STEP = "fastplm/models/_decoder_call.py"
-STEPPED = "tests/models/test_decoder_call.py -k"
-CALLED = "tests/models/test_encoder_call.py -k"
+WATCH = "fastplm/models/_watch.py"
+CALL = "fastplm/models/_frozen_encoder.py"
+STEP = "fastplm/models/_frozen_decoder.py"
+FROZEN = "tests/models/test_freeze.py -k"
+STEPPED = "tests/models/test_frozen_decoder.py -k"
+CALLED = "tests/models/test_frozen_encoder.py -k"
 LINEAR = "tests/ops/test_linear.py -k"
 INT8 = "tests/ops/test_linear_int8.py -k"
 QUANTIZED = "tests/models/test_quantize.py -k"
@@ -623,15 +624,6 @@ MUTATIONS = (
         "tests/ops/test_linear.py -k long_slices",
         1,
     ),
-    *(
-        Mutation("csrc/python/unchanged.cpp", old, new, f"{CALLED} unchanged", group)
-        for old, new, group in (
-            (" || PyTuple_GetItem(values, i) != value", "", 1),
-            ("none_or(found) != PyTuple_GetItem", "found != PyTuple_GetItem", 2),
-            ("PyDict_Size(dict) != count || ", "", 3),
-            ("PyTuple_GetItem(names, i) != name || ", "", 4),
-        )
-    ),
     Mutation(
         "csrc/index/mask_tokens.h",
         "total_ += n <= max_ngram ? kMultiple / n : 0;",
@@ -900,68 +892,56 @@ MUTATIONS = (
         "tests/models/test_encoder.py -k any_dtype",
     ),
     *(
+        Mutation(WATCH, old, new, f"{FROZEN} '{cases}'")
+        for old, new, cases in (
+            (
+                '_WRITE += ("update", "move_to_end")  # type: ignore[assignment]',
+                "",
+                "written_parameter",
+            ),
+            ('same = name == "__setitem__" and ', "same = ", "pop"),
+            ("if vars(self).get(name, _NOTHING) is value:", "if True:", "eps or train"),
+            ('        object.__setattr__(module, "__dict__", watched)\n', "", "shadowed"),
+            ('or torch.is_autocast_enabled("cpu")', "", "autocast"),
+            ("            or _has_global_hook()\n", "", "run_themselves"),
+            ("or tuple(map(_RUNS, self.kinds)) != self.runs", "", "run_themselves"),
+            (
+                "            or tuple(map(_FORWARD, self.bases)) != self.forwards\n",
+                "",
+                "run_themselves",
+            ),
+            ("            or _functions() != _FUNCTIONS\n", "", "run_themselves"),
+            (
+                "            torch.is_grad_enabled()\n            or ",
+                "            ",
+                "run_themselves",
+            ),
+            ("tuple(map(self.settings.get, _FLAGS)) != self.flags", "False", "configuration"),
+            ("(kind_of(self),), dict(vars(self))", "(type(self),), dict(vars(self))", "copies"),
+            ("weakref.ref(module)", "lambda: module", "kept_alive"),
+            ("held.freeze = held.plan = None", "held.freeze = None", "kept_alive"),
+            ('    body["__module__"] = ""', '    body["__module__"] = __name__', "as_before"),
+            ('require(all(map(_records, hooks)), "there is a hook")', "", "left_is_said"),
+            ('require(known, "the class', 'require(True, "the class', "patched_class"),
+        )
+    ),
+    *(
         Mutation(CALL, old, new, f"{CALLED} {cases}")
         for old, new, cases in (
-            ('"_create_attention_masks" not in own', "True", "around_the_layers"),
-            ("table.max_norm is None", "True", "around_the_layers"),
-            ("and list(self.layers) == self.order", "", "change_is_seen"),
-            ("if rows.key_mask is not None:", "if False:", "run_themselves"),
-            ("forget(encoder, model)  # whose", "pass  # whose", "replaced_are_not_kept"),
-            ("type(encoder) is self.kind", "True", "change_is_seen"),
-            ("[*planner.modules, layers]", "[*planner.modules]", "change_is_seen"),
-        )
-    ),
-    *(
-        Mutation(PLAN, old, new, f"{CALLED} {cases}")
-        for old, new, cases in (
-            ("unchanged.entries((home,) * len(keys), keys, values)", "True", "change_is_seen"),
-            ("and not any(self.hooks)", "", "change_is_seen"),
-            ('written not in ("fastplm", "torch", "transformers")', "False", "patched_runs"),
-            (
-                "unchanged.attributes(self.modules, self.names, self.attributes)",
-                "True",
-                "change_is_seen",
-            ),
-            ('self.need(not module.training, "training")', "", "hook_that_is_gone"),
-            ("self.facts.append((held, key, found))", "", "change_is_seen"),
-            ("        or _has_global_hook()\n", "", "run_themselves"),
-            ("and key not in vars(module)", "", "found_first"),
-            ("name not in vars(parent), name", "True, name", "found_first"),
-            ("_is_known(kind.__call__)", "True", "around_the_layers"),
-            ("tuple(map(id, each)), tuple(each)", "tuple(each), tuple(each)", "at_each_call"),
-        )
-    ),
-    *(
-        Mutation(PLAN, old, new, f"{STEPPED} {cases}")
-        for old, new, cases in (
-            ("map(_forward_of, self.bases), self.forwards", "(), ()", "patched_class"),
-            ('self.need(_is_known(vars(base)["forward"]), "forward")', "pass", "patched_class"),
-            ('getattr(function, "__wrapped__", None)', "None", "patched_class"),
-            ("map(_runs_of, self.kinds), self.runs", "(), ()", "another_way"),
-            ("if not any(fact[0] is home for home in homes)", "", "kept_alive"),
+            ("if rows.key_mask is not None:", "if False:", "unused_slots"),
+            ("or not (_is_dense(own) and _is_dense(last))", "", "unused_slots"),
+            ("max(1, int(rows.count_nonzero()))", "rows.numel()", "asked_of_the_tokens"),
+            ("return_dict is False or type(input_ids) is not Tensor", "False", "wrong_input"),
+            ("if not all(map(_is_dense_on_cpu, given)) or not", "if not", "wrong_input"),
         )
     ),
     *(
         Mutation(STEP, old, new, f"{STEPPED} {cases}")
         for old, new, cases in (
-            (
-                '"bias"] is None and "bias" not in vars(module)',
-                '"bias"] is None or True',
-                "change_is_seen",
-            ),
-            (
-                '        self.facts.append((module._parameters, "bias", None))\n',
-                "",
-                "change_is_seen",
-            ),
-            ('self.need(len(kinds) == 1, "int8")', "", "both_kinds"),
-            ("or tuple(self.order) == _PARTS", "or True", "change_is_seen"),
+            ('require(len(kinds) == 1, "some of its products are in 8 bits")', "", "both_kinds"),
             ("type(layer) is DynamicLayer", "True", "of_its_own"),
             (' or any("update" in vars(each) for each in (cache, layer))', "", "of_its_own"),
-            ("or _updates() != _UPDATES", "", "of_its_own"),
-            ("torch.is_grad_enabled() or block.training", "block.training", "run_themselves"),
-            ('plan.need(norms[0].eps == norms[1].eps, "eps")', "", "change_is_seen"),
-            ("attention.scaling == layers[0].SelfAttention.scaling", "True", "change_is_seen"),
+            ("        and _updates() == _UPDATES\n", "", "of_its_own"),
         )
     ),
     Mutation(

@@ -29,6 +29,7 @@ def test_names():
         "accelerate",
         "dequantize",
         "explain",
+        "freeze",
         "info",
         "keep_memory",
         "ops",

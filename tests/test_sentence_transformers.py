@@ -13,6 +13,7 @@ from sentence_transformers import CrossEncoder, SentenceTransformer, SparseEncod
 import fastplm
 from fastplm import models
 from fastplm._backends import record_notes
+from fastplm.nn._rows import kind_of
 
 TEXTS = ["ab cd", "a long text that is here to make the other ones short", "b", "of the b c d"]
 PAIRS = [("ab", "cd of it"), ("a long question that has no answer", "b")]
@@ -38,8 +39,8 @@ def test_the_same_results_with_our_classes_inside(kind, run, checkpoint):
     options = {"num_labels": 1} if kind is CrossEncoder else {}
     torch.manual_seed(0)
     stock = kind(str(checkpoint), device="cpu", **options)
-    ours = fastplm.accelerate(copy.deepcopy(stock))
-    inner = [type(module) for module in ours.modules()]
+    ours = fastplm.freeze(fastplm.accelerate(copy.deepcopy(stock)))
+    inner = [kind_of(module) for module in ours.modules()]
     assert models.BertModel in inner and transformers.BertModel not in inner
     with record_notes() as notes, fastplm.use_backend("cpp", "linear"):
         out = run(ours)
@@ -62,7 +63,8 @@ def test_the_same_object_in_8_bits(kind, run, checkpoint, tmp_path):
     torch.manual_seed(0)
     stock = kind(str(checkpoint), device="cpu", **options)
     ours = fastplm.quantize(fastplm.accelerate(copy.deepcopy(stock)), keep_weights=True)
-    assert any(type(module) is fastplm.nn.LinearInt8 for module in ours.modules())
+    fastplm.freeze(ours)
+    assert any(kind_of(module) is fastplm.nn.LinearInt8 for module in ours.modules())
     with record_notes() as notes:
         out = run(ours)
     assert np.isfinite(out).all() and not np.array_equal(out, run(stock))
@@ -71,5 +73,5 @@ def test_the_same_object_in_8_bits(kind, run, checkpoint, tmp_path):
     torch.save(ours.state_dict(), tmp_path / "int8.pt")
     other = fastplm.quantize(kind(str(checkpoint), device="cpu", **options))
     other.load_state_dict(torch.load(tmp_path / "int8.pt"))
-    np.testing.assert_array_equal(run(fastplm.accelerate(other)), run(ours))
+    np.testing.assert_array_equal(run(fastplm.freeze(fastplm.accelerate(other))), run(ours))
     np.testing.assert_array_equal(run(fastplm.restore(fastplm.dequantize(ours))), run(stock))

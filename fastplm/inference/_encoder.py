@@ -135,7 +135,7 @@ def _tokens(state: Tensor, rows: RaggedBatch) -> Tensor:
 def load_encoder(
     where: str,
     folder: str | Path,
-    layers: Sequence[int],
+    layers: Sequence[int] = (-1,),
     *,
     bf16: bool = False,
     split: bool = False,

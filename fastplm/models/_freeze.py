@@ -52,18 +52,21 @@ def freeze(model: _Model) -> _Model:
     """
     inner = module_of("freeze", model)
     found, left = freeze_parts(inner)
-    text = f"left to their modules: {'; '.join(left)}"
-    if not (found or left):
-        text = f"no part of this {type(inner).__name__} runs in one call. Those of BERT, RoBERTa, "
-        text += "ELECTRA, DPR, GPT-2 and T5 do after fastplm.accelerate(model)."
-    if left or not found:
-        logging.get_logger(__name__).warning(f"freeze: {text}")
+    say = logging.get_logger(__name__).warning
+    if left:
+        say("freeze left to their modules: %s", "; ".join(left))
+    elif not found:
+        say(
+            "freeze: no part of this %s runs in one call. Those of BERT, RoBERTa, ELECTRA, DPR, "
+            "GPT-2 and T5 do after fastplm.accelerate(model).",
+            type(inner).__name__,
+        )
     return model
 
 
 def freeze_parts(model: nn.Module) -> tuple[bool, list[str]]:
     """(whether anything is frozen now, what runs by its modules and why)."""
-    left: dict[str, str] = {}
+    left: dict[str, str] = {}  # the first module, by each reason
     found: list[tuple[nn.Module, Any, Any]] = []
     model.eval()
     with lock:
@@ -80,4 +83,4 @@ def freeze_parts(model: nn.Module) -> tuple[bool, list[str]]:
             for module in root.modules():
                 frozen.watch(module)
             frozen.watch(root, plan, *methods)
-    return bool(found), [f"`{path}`, as {reason}" for reason, path in left.items()]
+    return bool(found), ["`{}`, as {}".format(*each[::-1]) for each in left.items()]

@@ -124,7 +124,7 @@ def _part(model: nn.Module, name: str, end: str) -> Any:
     kind: Any = type(model._modules.get(name))
     right = kind.__module__.startswith(("transformers.models.", "fastplm.models."))
     right = right and kind.__name__ == type(model).__name__.replace("Model", end)
-    require(right, f"its `{name}` is a {kind.__name__}")
+    require(right, "its `{}` is a {}", name, kind.__name__)
     return model._modules[name]
 
 

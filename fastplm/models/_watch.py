@@ -42,7 +42,7 @@ lock = threading.RLock()
 
 
 def thaw(model: nn.Module, why: str) -> None:
-    """Undo ``freeze`` of what has a module of ``model``."""
+    """Undo ``freeze`` of all that modules of ``model`` are part of."""
     for module in list(model.modules()):
         freeze_of(module).thaw(why)
 
@@ -51,9 +51,9 @@ class UnsupportedModule(Exception):
     """Why one call cannot stand for a module."""
 
 
-def require(right: bool, why: str) -> None:
+def require(right: bool, why: str, *details: Any) -> None:
     if not right:
-        raise UnsupportedModule(why)
+        raise UnsupportedModule(why.format(*details))
 
 
 # --- watched modules ------------------------------------------------------------------------------
@@ -97,14 +97,15 @@ class Freeze:
                     held.freeze = held.plan = None
             object.__setattr__(module, "__class__", kind_of(module))
 
-    def thaw(self, why: str) -> None:
+    def thaw(self, why: str, *details: Any) -> None:
         with lock:
             is_frozen = bool(self.modules)
             self.end()
         if is_frozen:
             logging.get_logger(__name__).warning(
-                f"{self.name} is not frozen any more, as {why}: its modules run one by one. "
-                "Call fastplm.freeze again when it is as it shall be."
+                "%s is not frozen any more, as %s: its modules run one by one. Call fastplm.freeze "
+                "again when it is as it shall be.",
+                *(self.name, why.format(*details)),
             )
 
 
@@ -134,7 +135,7 @@ def _watched(kind: Any) -> Any:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             same = name == "__setitem__" and self.get(args[0], _NOTHING) is args[1]
             if self.freeze is not None and not (same or _records(*args[1:])):
-                self.freeze.thaw(f"{args[0]!r} was written" if args else "a dict was written")
+                self.freeze.thaw("`{}` was written", *args[:1] or ("a dict",))
             return write(self, *args, **kwargs)
 
         return method
@@ -142,7 +143,7 @@ def _watched(kind: Any) -> Any:
     body: dict[str, Any] = {"freeze": None, "plan": None, "copy": lambda self: kind(self)}
     body |= {name: writer(name) for name in _WRITE if hasattr(kind, name)}
     body["__reduce_ex__"] = lambda self, protocol: (kind, (), None, None, iter(self.items()))
-    return type(f"_Watched{kind.__name__}", (kind,), body)
+    return type("_Watched", (kind,), body)
 
 
 def _records(*values: Any) -> bool:
@@ -164,22 +165,22 @@ def _frozen_class(
         if vars(self).get(name, _NOTHING) is value:  # as by ``eval()``
             return
         if name != _RECORDS:
-            freeze_of(self).thaw(f"`{name}` of its {kind.__name__} was set")
+            freeze_of(self).thaw("`{}` of its {} was set", name, kind.__name__)
         kind.__setattr__(self, name, value)
 
     def delete_attribute(self: Any, name: str) -> None:
-        freeze_of(self).thaw(f"`{name}` of its {kind.__name__} was deleted")
+        freeze_of(self).thaw("`{}` of its {} was deleted", name, kind.__name__)
         kind.__delattr__(self, name)
 
     def apply(self: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
         own = (*self._parameters.values(), *self._buffers.values())
         if any(one is not None and function(one) is not one for one in own):
-            freeze_of(self).thaw(f"its {kind.__name__} was moved or given another dtype")
+            freeze_of(self).thaw("its {} was moved or given another dtype", kind.__name__)
         return kind._apply(self, function, *args, **kwargs)
 
     def requires_grad(self: Any, requires_grad: bool = True) -> Any:
         if requires_grad:
-            freeze_of(self).thaw(f"its {kind.__name__} shall have gradients")
+            freeze_of(self).thaw("its {} shall have gradients", kind.__name__)
         return kind.requires_grad_(self, requires_grad)
 
     def reduce(self: Any, protocol: Any) -> Any:
@@ -219,7 +220,7 @@ def tensor(module: nn.Module, held: dict[str, Any], name: str, kind: type = nn.P
     found: Any = held.get(name)
     right: bool = type(found) is kind and name not in vars(module)
     right = right and found.layout is torch.strided and found.is_cpu
-    require(right, f"a `{name}` is not an ordinary one on a CPU")
+    require(right, "a `{}` is not an ordinary one on a CPU", name)
     return found
 
 
@@ -238,7 +239,7 @@ def tensors(module: Any, biased: bool = True) -> list[Tensor]:
 def child(parent: nn.Module, name: str, *kinds: type) -> Any:
     """A module of just one of these classes."""
     found: Any = parent._modules.get(name)
-    require(type(found) in kinds, f"its `{name}` is a {type(found).__name__}")
+    require(type(found) in kinds, "its `{}` is a {}", name, type(found).__name__)
     return found
 
 
@@ -253,7 +254,7 @@ def norm(parent: nn.Module, name: str, weights: list[Tensor]) -> float:
 def gelu_of(activation: Any) -> str:
     """The form of a GELU, as ``ops.gelu`` calls it."""
     form = activation_of(activation)
-    require(form in ("none", "tanh"), f"its activation is a {type(activation).__name__}")
+    require(form in ("none", "tanh"), "its activation is a {}", type(activation).__name__)
     return str(form)
 
 
@@ -304,16 +305,16 @@ class Facts(NamedTuple):
 
 
 def facts_of(root: nn.Module, config: Any) -> Facts:
-    """Of all modules in ``root``, which are as their classes made them, without hooks."""
+    """These facts of all modules in ``root``; raises unless they are as their classes made them."""
     kinds: dict[Any, None] = dict.fromkeys(map(type, root.modules()))
     for kind in kinds:
         known = kind._call_impl is nn.Module._call_impl and _is_known(kind.__call__)
         known = known and all(_is_known(vars(base)["forward"]) for base in _bases_of(kind))
-        require(known, f"the class {kind.__name__} runs in a way of its own")
+        require(known, "the class {} runs in a way of its own", kind.__name__)
     for module in root.modules():
         own = vars(module)
         hidden = own.keys() & {*module._modules, *module._parameters, *module._buffers, *_METHODS}
-        require(not {name for name in hidden if own[name] is not None}, f"{[*hidden]} is replaced")
+        require(all(own[name] is None for name in hidden), "{} is replaced", hidden)
         hooks = (hook for name in _HOOKS for hook in own[name].values())
         require(all(map(_records, hooks)), "there is a hook")
         require(not module.training, "a module trains")
@@ -337,5 +338,5 @@ def _functions() -> tuple[Callable[..., Any], ...]:
 _FUNCTIONS = _functions()
 _has_global_hook = torch.nn.modules.module._has_any_global_hook
 _len_function_modes = torch._C._len_torch_function_stack
-#: Of a module: what its call gets, and the methods of ``Freeze.watch``.
+#: What the call of a module gets, and the methods for ``Freeze.watch``.
 Plans = Iterator[tuple[Any, Iterable[Callable[..., Any]]]]
