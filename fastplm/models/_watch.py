@@ -330,7 +330,8 @@ def facts_of(root: nn.Module, config: Any) -> Facts:
 def _functions() -> tuple[Callable[..., Any], ...]:
     """What runs modules and what they call, which a profiler may replace."""
     return (
-        *(F.linear, F.gelu, F.relu, F.layer_norm, F.embedding, F.scaled_dot_product_attention),
+        *(F.linear, F.gelu, F.relu, F.layer_norm, F.embedding, F.dropout),
+        F.scaled_dot_product_attention,
         *(nn.Module.__call__, ALL_ATTENTION_FUNCTIONS[NAME]),
     )
 
