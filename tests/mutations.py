@@ -758,7 +758,9 @@ MUTATIONS = (
         f"{LINEAR} few_rows",
         6,
     ),
-    Mutation("csrc/common/tensors.h", "if (type != type_of<T>())", "if (false)", DTYPES, 2),
+    Mutation(
+        "csrc/common/tensors.h", "== expected) return;", "== expected || true) return;", DTYPES, 2
+    ),
     Mutation(
         "csrc/common/scratch.h",
         "floats <= kMostOfThread ? of_thread() : new_",

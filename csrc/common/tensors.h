@@ -45,18 +45,30 @@ constexpr ScalarType type_of() {
   throw WrongType(std::string("a tensor of ") + torch::headeronly::toString(type) + ", where it takes " + expected);
 }
 
+// A dtype as PyTorch's libraries number it. To ask for it takes a fraction of the time of Tensor::scalar_type().
+inline int32_t number_of(ScalarType type) {
+  return torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
+}
+
+inline int32_t number_of_type(const Tensor& tensor) {
+  int32_t number = -1;
+  STD_TORCH_CHECK(aoti_torch_get_dtype(tensor.get(), &number) == AOTI_TORCH_SUCCESS, "a tensor without a dtype");
+  return number;
+}
+
 template <typename T>
 void check_type(const Tensor& tensor) {
-  const ScalarType type = tensor.scalar_type();
-  if (type != type_of<T>()) refuse_type(type, torch::headeronly::toString(type_of<T>()));
+  static const int32_t expected = number_of(type_of<T>());
+  if (number_of_type(tensor) == expected) return;
+  refuse_type(tensor.scalar_type(), torch::headeronly::toString(type_of<T>()));
 }
 
 // The others are of the dtype of the first.
 template <typename... Tensors>
 void check_same_type(const Tensor& first, const Tensors&... others) {
-  const ScalarType type = first.scalar_type();
-  for (const ScalarType other : {others.scalar_type()...}) {
-    if (other != type) refuse_type(other, torch::headeronly::toString(type));
+  for (const Tensor* other : {&others...}) {
+    if (number_of_type(*other) == number_of_type(first)) continue;
+    refuse_type(other->scalar_type(), torch::headeronly::toString(first.scalar_type()));
   }
 }
 
@@ -76,13 +88,12 @@ T* data_to(const Tensor& tensor) {
 
 // A new dense tensor on the device of `like`. The stable ABI's new_empty is not used: it looks up
 // its operator by name, which takes several times as long as making a tensor.
-inline Tensor empty_tensor(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
-                           ScalarType type) {
+inline Tensor empty_tensor(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes, int32_t dtype) {
   std::array<int64_t, 8> strides;
   STD_TORCH_CHECK(sizes.size() <= strides.size(), "a tensor of more than 8 dimensions");
   int64_t stride = 1;
   for (size_t i = sizes.size(); i-- > 0; stride *= std::max<int64_t>(1, sizes[i])) strides[i] = stride;
-  int32_t device = 0, dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
+  int32_t device = 0;
   AtenTensorHandle out = nullptr;
   const bool made =
       aoti_torch_get_device_type(like.get(), &device) == AOTI_TORCH_SUCCESS &&
@@ -96,8 +107,12 @@ inline Tensor empty_tensor(const Tensor& like, torch::headeronly::IntHeaderOnlyA
   return Tensor(out);
 }
 
+inline Tensor empty_tensor(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType type) {
+  return empty_tensor(like, sizes, number_of(type));
+}
+
 inline Tensor empty_tensor(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes) {
-  return empty_tensor(like, sizes, like.scalar_type());
+  return empty_tensor(like, sizes, number_of_type(like));
 }
 
 // The tensor itself, or a copy in row-major order.
