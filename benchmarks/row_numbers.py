@@ -36,7 +36,7 @@ FIELDS = (
 def one_turn(kind: str, skip: int, steps: int, options: list[str]) -> None:
     """Print the seconds of a step, and end."""
     if kind == "exact":  # as the library was before; no option brings that back
-        _rows.in_steps = lambda count, most: count  # type: ignore[assignment]
+        _rows.bucketed_rows = lambda count, most: count  # type: ignore[assignment]
     plain, done, begun = transformers.Trainer.training_step, 0, 0.0
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:

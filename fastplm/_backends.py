@@ -65,7 +65,7 @@ class Backend:
             depends. The backend runs a call if it is faster by the rules of ``_rules.py``. Without
             ``measured``, or if it returns None, it runs every call that it can.
         compiled: ``compiled(dtype)`` returns why a compiled program, which serves calls of any
-            size, should not use this backend, or None. See ``of_any_size``.
+            size, should not use this backend, or None. See ``compiled_rule``.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Backend:
         return None if measured is None else slower(op, measured)
 
 
-def of_any_size(
+def compiled_rule(
     op: str, typical: Callable[[torch.dtype], CallClass]
 ) -> Callable[[torch.dtype], str | None]:
     """A ``compiled`` for a backend that runs if it is faster for the ``typical`` call of a dtype.
@@ -124,7 +124,7 @@ def needs_plain_pytorch() -> str | None:
 
     fastplm's operators support gradients of ``torch.func``, and ``vmap`` without gradients.
     """
-    if is_written_down():
+    if is_exporting():
         return "torch.jit.trace or an ONNX export, which record only PyTorch's own operators"
     if torch.compiler.is_compiling():  # ``_registry._refuse_tangents`` checks for tangents
         return None
@@ -146,7 +146,7 @@ def _transforms() -> set[Any]:
     return {level.key() for level in torch._C._functorch.get_interpreter_stack()}
 
 
-def is_written_down() -> bool:
+def is_exporting() -> bool:
     """Whether ``torch.jit.trace`` or an ONNX export records a call: only PyTorch's operators exist
     there."""
     if torch.compiler.is_compiling():

@@ -430,7 +430,9 @@ def _once(op: str, compute: Callable[[], Any], read: Iterable[Any]) -> tuple[Any
     read = [one for one in read if one is not None and one.requires_grad]
     if not read:
         return results
-    return tuple(None if one is None else _Once.apply(op, one, *read) for one in results)
+    return tuple(
+        None if one is None else _RaiseOnDoubleBackward.apply(op, one, *read) for one in results
+    )
 
 
 def _refuse_dtensors(op: str, arguments: tuple[Any, ...]) -> None:
@@ -502,7 +504,7 @@ def is_transformed() -> bool:
     )
 
 
-class _Once(torch.autograd.Function):
+class _RaiseOnDoubleBackward(torch.autograd.Function):
     """The identity on a gradient; its backward raises an error. It also takes what the gradient
     depends on, so that autograd calls that backward."""
 

@@ -182,7 +182,7 @@ def spare_slots(monkeypatch):
         return count + added[-1]
 
     monkeypatch.setattr(_rows, "_is_compiled", lambda dtype: True)
-    monkeypatch.setattr(_rows, "in_steps", two_more)
+    monkeypatch.setattr(_rows, "bucketed_rows", two_more)
     return added
 
 

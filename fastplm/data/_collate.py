@@ -22,7 +22,7 @@ from fastplm.errors import (
     fail,
 )
 from fastplm.models._ragged import RaggedBatch
-from fastplm.nn._rows import in_steps
+from fastplm.nn._rows import bucketed_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -277,7 +277,7 @@ class Collator:
 
     def _fit(self, longest: int, room: int | None, beside: str = "", most: object = "") -> int:
         if room is None:
-            return in_steps(longest, max(longest, self._most())) if self.unpad else longest
+            return bucketed_rows(longest, max(longest, self._most())) if self.unpad else longest
         where, got = type(self).__name__, f"a sample of {longest} tokens{beside}"
         expected, fix = f"at most {most or room}", "Raise block_size or cut the samples."
         check(longest <= room, where, "input_ids", got, expected, fix)

@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from fastplm import ops
-from fastplm._backends import is_written_down, needs_triton, note, requested
+from fastplm._backends import is_exporting, needs_triton, note, requested
 from fastplm._checks import check_shape, values_are_known
 from fastplm._registry import is_eager, is_fake
 from fastplm.hf import of_batch
@@ -362,7 +362,7 @@ class EncoderModel(FastplmModel):
     ) -> LastRows | None:
         """The rows of the last layer; None = all of them."""
         index = self._last_layer()
-        if index is None or is_written_down():  # ONNX has no stable sort
+        if index is None or is_exporting():  # ONNX has no stable sort
             return None
         batch, seqlen = needed.shape
         capacity = batch if one_each else rows.shape[0] + (batch if self._pools() else 0)

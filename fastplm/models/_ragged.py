@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fastplm import ops
-from fastplm._backends import is_written_down
+from fastplm._backends import is_exporting
 from fastplm._checks import read, values_are_known, values_can_be_read
 from fastplm._registry import is_eager
 from fastplm.errors import UnsupportedError, fail
-from fastplm.nn._rows import IGNORE_INDEX, compact, in_steps, places_on_cpu, with_spare_slots
+from fastplm.nn._rows import IGNORE_INDEX, bucketed_rows, compact, places_on_cpu, with_spare_slots
 from fastplm.nn.dropout import RowNumbers, on_rows
 from fastplm.ops._attention_call import made_for_one_forward
 
@@ -129,7 +129,7 @@ class RaggedBatch(_Movable):
             if count in (0, total):
                 return None
             has_masked_rows = hidden > 0
-        elif is_written_down():
+        elif is_exporting():
             expected = (
                 "None or False in torch.jit.trace and ONNX's exporters, which would drop the "
             )
@@ -168,7 +168,7 @@ class RaggedBatch(_Movable):
 
     @classmethod
     def in_steps_on_cpu(cls, mask: Tensor) -> RaggedBatch | None:
-        """The tokens of a batch, in one of few numbers of rows, see ``in_steps``.
+        """The tokens of a batch, in one of few numbers of rows, see ``bucketed_rows``.
 
         So a step reads no value of them, and has one of few shapes.
 
@@ -182,7 +182,7 @@ class RaggedBatch(_Movable):
         count, (batch, seqlen) = positions.shape[0], mask.shape
         if count == mask.numel():
             return None
-        positions = F.pad(positions, (0, in_steps(count, mask.numel()) - count), value=-1)
+        positions = F.pad(positions, (0, bucketed_rows(count, mask.numel()) - count), value=-1)
         return cls(positions, _offsets((mask != 0).sum(1)), seqlen, None, batch, seqlen)
 
     def with_spare_slots(self, dtype: torch.dtype | None = None) -> RaggedBatch:

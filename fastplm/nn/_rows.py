@@ -36,10 +36,10 @@ def labelled_positions(
 ) -> Tensor:
     """Flat positions, int64 [P], of all labels that are not ``ignore_index``, in ascending order.
 
-    P is their number, or unless ``exact`` what ``in_steps`` makes of it on a CPU. Counting them is
-    a sync on a GPU, unless the caller knows the number of ``slots``. In a trace and in the capture
-    of a CUDA graph nothing can be counted, and P is that of all labels. Unused slots at the end are
-    -1.
+    P is their number, or unless ``exact`` what ``bucketed_rows`` makes of it on a CPU. Counting
+    them is a sync on a GPU, unless the caller knows the number of ``slots``. In a trace and in the
+    capture of a CUDA graph nothing can be counted, and P is that of all labels. Unused slots at the
+    end are -1.
     """
     labelled = labels.flatten() != ignore_index
     if values_are_known(labelled):
@@ -66,7 +66,7 @@ def places_on_cpu(mask: Tensor) -> Tensor:
     return mask.nonzero().squeeze(1)
 
 
-def in_steps(count: int, most: int) -> int:
+def bucketed_rows(count: int, most: int) -> int:
     """``count`` rounded up to one of 16 numbers between two powers of two; ``most`` at most.
 
     For products of bf16 on a CPU, oneDNN compiles a program for each number of rows, in one or two
@@ -97,7 +97,7 @@ def with_spare_slots(positions: Tensor, most: int, dtype: torch.dtype | None = N
     if not _is_compiled(dtype):
         return positions
     count = positions.shape[0]
-    return F.pad(positions, (0, in_steps(count, most) - count), value=-1)
+    return F.pad(positions, (0, bucketed_rows(count, most) - count), value=-1)
 
 
 def labels_at(

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, is_inference_mode_enabled, nn
 
-from fastplm._backends import is_written_down
+from fastplm._backends import is_exporting
 from fastplm._registry import is_transformed
 from fastplm.nn._rows import kind_of
 from fastplm.nn.linear import Linear
@@ -69,7 +69,7 @@ def shares_table(
         and embedding.weight.requires_grad
         and torch.is_grad_enabled()
         and (torch.compiler.is_compiling() or not (is_transformed() or is_inference_mode_enabled()))
-        and not is_written_down()  # a trace cannot store an autograd function
+        and not is_exporting()  # a trace cannot store an autograd function
         and embedding.max_norm is None
         and not embedding.scale_grad_by_freq
         and not embedding.sparse

@@ -26,7 +26,7 @@ _ROW_INDEX = Arg("[N]", (torch.int64,), "Pass one a row.")
 
 
 class Call(NamedTuple):
-    """``spare``: that more than ``kept_rows`` rows count is unlikely."""
+    """``overflow_unlikely``: that more than ``kept_rows`` rows count is unlikely."""
 
     input: Annotated[Tensor, Arg("[N, E > 0]")]
     linear_weight: Annotated[Tensor, Arg("[V > 0, E]")]
@@ -40,7 +40,7 @@ class Call(NamedTuple):
     temperature: float
     need_argmax: bool
     kept_rows: Size
-    spare: bool
+    overflow_unlikely: bool
     normalizer: Tensor | None
     reduction: str
 
@@ -64,7 +64,7 @@ class Saved(NamedTuple):
     order: Tensor
     ignore_index: int
     label_smoothing: float
-    spare: bool
+    overflow_unlikely: bool
     need_input: bool
     need_linear_weight: bool
     need_linear_bias: bool

@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastplm._backends import of_any_size, requested
+from fastplm._backends import compiled_rule, requested
 from fastplm._checks import check_probability, check_shape, check_tensor
 from fastplm._declare import Arg
 from fastplm._registry import Op, is_eager
@@ -177,5 +177,5 @@ OP.backend(
     backward=_cpp_backward,
     rejects=csrc_rejects("dropout", fp64=False),
     measured=_measured,
-    compiled=of_any_size("dropout", lambda dtype: ("training", dtype, (_MANY,))),
+    compiled=compiled_rule("dropout", lambda dtype: ("training", dtype, (_MANY,))),
 )

@@ -8,7 +8,7 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from fastplm._backends import DIFFERENTIABLE, fast_choice, is_traced, of_any_size, requested
+from fastplm._backends import DIFFERENTIABLE, compiled_rule, fast_choice, is_traced, requested
 from fastplm._checks import FLOATING, check_same, check_shape, check_tensor
 from fastplm._declare import Arg
 from fastplm._registry import Op, needs_dispatch
@@ -307,6 +307,6 @@ OP.backend(
     rejects=_cpp_rejects,
     measured=_measured,
     # For few rows less is won than the operator's call costs.
-    compiled=of_any_size("linear", _many),
+    compiled=compiled_rule("linear", _many),
 )
 OP.backend("stock", forward=lambda call: torch.nn.functional.linear(*call))

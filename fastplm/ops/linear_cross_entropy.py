@@ -252,8 +252,10 @@ def _vocabulary_pass(
     backend = OP.resolve(call, dispatches)
     if backend == "eager":
         return _eager(call)
-    kept_rows, spare = _kept_rows(call, logits_budget, expected_targets, backend)
-    call = OP.arguments.laid_out(call)._replace(kept_rows=kept_rows, spare=spare)
+    kept_rows, overflow_unlikely = _kept_rows(call, logits_budget, expected_targets, backend)
+    call = OP.arguments.laid_out(call)._replace(
+        kept_rows=kept_rows, overflow_unlikely=overflow_unlikely
+    )
     outputs = run_loss(OP, call, backend, dispatches)
     loss, _, log_probability, row_max, row_sum, argmax, drawn, *_ = outputs
     statistics = None
@@ -292,12 +294,12 @@ def _kept_rows(
         rows = most if expected is None else torch.sym_min(rows, expected)
     if budget is None:
         budget = usual_budget(input.shape[1], on_cpu=backend == "torch")
-    spare = expected is not None and (
+    overflow_unlikely = expected is not None and (
         rows_that_fit(expected, input, linear_weight, budget) == expected
     )
     if backend == "torch" and multiplies_in(input) is not input.dtype:
-        return 0, spare  # a CPU without 16-bit products makes them in fp32
-    return rows_that_fit(rows, input, linear_weight, budget), spare
+        return 0, overflow_unlikely  # a CPU without 16-bit products makes them in fp32
+    return rows_that_fit(rows, input, linear_weight, budget), overflow_unlikely
 
 
 def usual_budget(columns: int, passes: int = 2, *, on_cpu: bool) -> int:
@@ -340,7 +342,7 @@ def _torch_backward(grad: Tensor, saved: Saved) -> Gradients:
 def _triton_forward(call: Call) -> tuple[Tensor, ...]:
     outputs, arguments = empty_outputs(call, "triton"), call._asdict()
     check_targets(call)
-    for name in ("normalizer", "reduction", "spare"):
+    for name in ("normalizer", "reduction", "overflow_unlikely"):
         del arguments[name]
     kernels(_NAME).linear_cross_entropy_fwd(*outputs, **arguments)
     return reduced_on_triton(call, outputs)

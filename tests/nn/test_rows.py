@@ -7,17 +7,17 @@ import torch
 
 from fastplm._machine import computes_in
 from fastplm.models._ragged import RaggedBatch, unpadded
-from fastplm.nn._rows import in_steps, labelled_positions
+from fastplm.nn._rows import bucketed_rows, labelled_positions
 
 MANY = 1 << 30
 
 
 def test_few_numbers_serve_all_batches():
-    rounded = [in_steps(count, MANY) for count in range(1, 5000)]
+    rounded = [bucketed_rows(count, MANY) for count in range(1, 5000)]
     assert rounded[:31] == list(range(1, 32)) and rounded == sorted(rounded)
     assert all(0 <= more - count <= count / 16 for count, more in enumerate(rounded, 1))
     assert len({more for more in rounded if 512 < more <= 1024}) == 16
-    assert [in_steps(count, 1010) for count in (999, 1010)] == [1010, 1010]
+    assert [bucketed_rows(count, 1010) for count in (999, 1010)] == [1010, 1010]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -121,15 +121,15 @@ def linear_cross_entropy_bwd(
     order: torch.Tensor,
     ignore_index: int,
     label_smoothing: float,
-    spare: bool,
+    overflow_unlikely: bool,
     need_input: bool,
     need_weight: bool,
     need_bias: bool,
 ) -> None:
     """Launch the backward, which writes the three gradients; those not needed have no elements.
 
-    ``grad_loss`` fp32 [N] has any stride; 0 if all rows have one gradient. ``spare``: that of
-    ``backward_recomputed``, for the rows that do not keep their logits.
+    ``grad_loss`` fp32 [N] has any stride; 0 if all rows have one gradient. ``overflow_unlikely`` is
+    ``spare`` of ``backward_recomputed``, for the rows that do not keep their logits.
     """
     parts = parts_of(order, grad_logits.shape[0])
     if not parts:
@@ -156,7 +156,7 @@ def linear_cross_entropy_bwd(
             operands,
             **grads,
             accumulates=number > 0,
-            spare=spare and number > 0,
+            spare=overflow_unlikely and number > 0,
             target_ptr=target,
             g_ptr=grad_loss,
             log_probability_ptr=log_probability,
