@@ -266,6 +266,14 @@ def test_sequences_without_a_row(calls):
     assert calls[:2] == ["encoder", "backbone"]
 
 
+def test_a_tuple():
+    model, _ = made()
+    with torch.no_grad():
+        out, expected = model(**batch([5]), return_dict=False), model(**batch([5]))
+    assert type(out) is tuple
+    torch.testing.assert_close(out, expected.to_tuple(), rtol=1e-3, atol=1e-3)
+
+
 def test_explain_says_it():
     model, _ = made()
     with torch.no_grad(), record_notes() as notes:
@@ -375,6 +383,7 @@ LEFT = {
     "embeddings": {"inputs_embeds": torch.ones(1, 6, 48)},
     "rows": {**batch([6, 6]), "output_rows": torch.tensor([3, 7])},
     "padding that is kept": {**batch([6, 4]), "unpad": False},
+    "padding that is computed": {**batch([6, 4]), "extra_rows": torch.ones(2, 6).bool()},
     "the first row of a sequence without one": {
         **{**batch([6, 6]), "attention_mask": torch.arange(12).view(2, 6) < 6},
         "output_rows": "first",
@@ -386,7 +395,7 @@ LEFT = {
 def test_what_is_left_to_the_modules(given, calls):
     model, parent = made("electra" if "without a pooler" in given else "bert")
     rows = LEFT[given].get("output_rows")
-    own = ("output_rows", "unpad")
+    own = ("output_rows", "unpad", "extra_rows")
     theirs = {name: value for name, value in LEFT[given].items() if name not in own}
 
     def read(out):
