@@ -402,8 +402,10 @@ class _Formula:
             one is not None and is_batched(one) for one in (grad, *further)
         ):
             grads = op._backward_operator(grad, *arguments, backend)
-        else:
+        elif torch._C._is_any_autocast_enabled():
             grads = _outside_autocast(op.backends[backend].backward, grad, saved)
+        else:
+            grads = op.backends[backend].backward(grad, saved)
         if op.finish is not None:
             grads = op.finish(grads, saved)
         grads = (grads,) if len(self.gradients) == 1 else grads

@@ -65,22 +65,39 @@ def roads(run, *ends: str) -> list[list[str]]:
     return [found.get(end, []) for end in ends]
 
 
-def test_a_masked_lm_step_to_the_kernel_of_attention_and_back():
+def masked_lm_step():
     torch.manual_seed(0)
     sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
     model = BertForMaskedLM(BertConfig(**sizes, vocab_size=50)).train()
     ids = torch.arange(5, 37).view(2, 16)
     mask = (torch.arange(16) < torch.tensor([[16], [9]])).long()
     labels = ids.where(ids % 8 == 0, -100)
+    return model, {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def test_a_masked_lm_step_to_the_kernel_of_attention_and_back():
+    model, inputs = masked_lm_step()
     found = []
 
     def step():
-        found.append(model(input_ids=ids, attention_mask=mask, labels=labels).loss)
+        found.append(model(**inputs).loss)
 
     with fastplm.use_backend("cpp", "attention"):
         for run, title in (
             (step, "**`input_ids` of a masked-LM step"),
             (lambda: found[-1].backward(), "and back:"),
+        ):
+            walk = written(title)
+            assert roads(run, walk[-1]) == [walk]
+
+
+def test_a_layers_norm_on_a_gpu_to_the_kernel_and_back():
+    model, inputs = masked_lm_step()
+    loss = []
+    with fastplm.use_backend("triton", "dropout_add_layer_norm", "bias_gelu"):
+        for run, title in (
+            (lambda: loss.append(model(**inputs).loss), "**A layer's norm on a GPU"),
+            (lambda: loss[0].backward(), "and its gradient:"),
         ):
             walk = written(title)
             assert roads(run, walk[-1]) == [walk]

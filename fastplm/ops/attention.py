@@ -566,10 +566,6 @@ def _triton_rejects(call: Call, *, forced: bool) -> str | None:
     return triton_rejects(call, forced=forced)
 
 
-def _triton_forward(call: Call) -> tuple[Tensor, Tensor]:
-    return kernels("attention").attention_fwd(call)
-
-
 def _triton_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return kernels("attention").attention_bwd(grad, saved)
 
@@ -730,6 +726,11 @@ OP.backend(
     rejects=_CSRC_REJECTS,
     measured=_measured,
 )
-OP.backend("triton", forward=_triton_forward, backward=_triton_backward, rejects=_triton_rejects)
+OP.backend(
+    "triton",
+    forward=lambda call: kernels("attention").attention_fwd(call),
+    backward=_triton_backward,
+    rejects=_triton_rejects,
+)
 OP.backend("cudnn", forward=_cudnn_forward, backward=_cudnn_backward, rejects=_cudnn_rejects)
 OP.backend("stock", forward=_stock, rejects=_stock_rejects)
