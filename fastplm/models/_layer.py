@@ -140,9 +140,10 @@ class Form(NamedTuple):
 
     backend: str
     dtype: torch.dtype | None
+    no_grad: bool  # inside of inference mode gradients may be enabled, but a function saves nothing
 
 
-_BY_MODULES = Form("", None)
+_BY_MODULES = Form("", None, False)
 
 
 def form_of(x: Tensor, layer: Layer) -> Form | None:
@@ -154,8 +155,6 @@ def form_of(x: Tensor, layer: Layer) -> Form | None:
         return None
     if not (is_eager(x) or is_fake(x)) or requested("attention") == "eager":
         return None
-    if torch.is_inference_mode_enabled() and torch.is_grad_enabled():
-        return None  # inside of it a function saves nothing
     dtype, device = x.dtype, x.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -173,7 +172,8 @@ def form_of(x: Tensor, layer: Layer) -> Form | None:
     )
     usual = "cpp" if device == "cpu" else "triton"
     name, *others = {_backend_of(op, call, usual) for op, call in calls}
-    return None if others or name is None else Form(name, dtype)
+    no_grad = torch.is_inference_mode_enabled() and torch.is_grad_enabled()
+    return None if others or name is None else Form(name, dtype, no_grad)
 
 
 def _backend_of(op: Op, call: Any, usual: str) -> str | None:
@@ -434,6 +434,9 @@ def run_layer(
         kwargs: what else the attention interface gets.
         cross_attention_args: the states of an encoder, and their mask, for the second attention.
     """
+    if made.form.no_grad and torch.is_grad_enabled():
+        with torch.no_grad():
+            return run_layer(made, hidden, mask, last, kwargs, cross_attention_args)
     rows: Rows | None = kwargs.get(ROWS)
     numbers = None if rows is None else rows.numbers_of(last)
     module, dtype = made.layer.attentions[0].module, made.form.dtype
@@ -605,6 +608,10 @@ def run_blocks(
         of_states: what else that attention gets.
         table: a tensor that all layers share, of which ``biased`` makes what else the first gets.
     """
+    if made[0].form.no_grad and torch.is_grad_enabled():
+        with torch.no_grad():
+            given = kwargs, cross_attention_args, of_states, table, biased
+            return run_blocks(made, blocks, hidden, norm, mask, *given)
     rows: Rows | None = kwargs.get(ROWS)
     numbers = None if rows is None else rows.numbers
     dtype = made[0].form.dtype
@@ -681,7 +688,7 @@ def expand(
     x: Tensor, block: FeedForward, activation: str, drawn: Drawn, copies: Copies, form: Form
 ) -> tuple[Tensor, Tensor]:
     """What the outer product reads: [N, E] -> [N, F]; and ``x`` as the residual of what follows."""
-    read, weights, turned = [], [], type(block.inner) in _CONV1D
+    read, weights, turned = [], [], isinstance(block.inner, _CONV1D)
     for one in (block.inner,) if block.factor is None else (block.inner, block.factor):
         weight = one._parameters["weight"]
         copy = copies.get(id(weight), weight)

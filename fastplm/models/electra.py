@@ -183,5 +183,5 @@ class ElectraForMultipleChoice(_heads.MultipleChoice, transformers.ElectraForMul
     def forward(self, **inputs: Any) -> Any:
         if self.sequence_summary.summary_type != "first":
             _heads.set_output_rows(self, inputs, None)
-            inputs["unpad"] = False
+            inputs.update(output_rows=None, unpad=False)
         return super().forward(**inputs)

@@ -169,7 +169,7 @@ def test_no_layer_above_the_chosen_ones_runs(family, tokenizer):
 def test_the_last_layer_computes_only_the_tokens_that_are_read(tokenizer):
     model, _ = pair("BertModel")
     rows = []
-    model.encoder.layer[-1].intermediate.register_forward_hook(
+    model.encoder.layer[-1].intermediate.dense.register_forward_hook(
         lambda module, inputs, output: rows.append(output.shape[-2])
     )
     embed(model, tokenizer, TEXTS, pooling="cls", batch_tokens=1000)

@@ -245,8 +245,8 @@ def test_no_padding_and_no_other_row_is_computed(pair, monkeypatch):
         return hook
 
     layers = model.bert.encoder.layer
-    layers[0].intermediate.register_forward_pre_hook(count("first"))
-    layers[1].intermediate.register_forward_pre_hook(count("last"))
+    layers[0].intermediate.dense.register_forward_pre_hook(count("first"))
+    layers[1].intermediate.dense.register_forward_pre_hook(count("last"))
     loss = ops.linear_cross_entropy
 
     def counted(input: Tensor, *args: Any, **options: Any) -> Tensor:

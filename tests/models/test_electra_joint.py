@@ -323,7 +323,7 @@ def test_only_needed_rows_are_computed(options):
     for part in (model.generator, model.discriminator):
         if part is not None:
             layers = part.electra.encoder.layer
-            seen.append(rows_of(*(layer.intermediate for layer in layers)))
+            seen.append(rows_of(*(layer.intermediate.dense for layer in layers)))
     with record_decisions() as decisions:
         run(model, ids, labels)
     tokens, chosen = (1, int(MASK.sum())), (1, int((labels != -100).sum()))

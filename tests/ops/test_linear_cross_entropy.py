@@ -1386,7 +1386,7 @@ def test_spare_rows_take_three_launches_and_no_buffer_for_their_gradients(monkey
     def measure(rows: int) -> tuple[int, int]:
         monkeypatch.setattr(cases, "linear_cross_entropy_bwd", counted)
         with launches_of(90):
-            cases.meta_case(torch.bfloat16, 768, 4915, rows=rows, spare=True)
+            cases.meta_case(torch.bfloat16, 768, 4915, rows=rows, overflow_unlikely=True)
         return found.pop()
 
     def counted(*grads, **arguments):

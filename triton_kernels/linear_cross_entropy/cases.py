@@ -28,7 +28,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "label_smoothing": 0.1,
     },
     " sampled at T": {"temperature": 0.5},
-    " spare": {"spare": True},
+    " spare": {"overflow_unlikely": True},
 }
 
 
@@ -66,7 +66,7 @@ def meta_case(
     need_argmax: bool = False,
     temperature: float | None = None,
     reduces: bool = True,
-    spare: bool = False,
+    overflow_unlikely: bool = False,
     weight_dtype: torch.dtype | None = None,
 ) -> None:
     """Launch forward and backward on meta tensors; with a ``temperature`` it samples.
@@ -127,7 +127,7 @@ def meta_case(
         grad_logits=grad_logits,
         slots=slots,
         order=order,
-        spare=spare,
+        overflow_unlikely=overflow_unlikely,
         need_input=True,
         need_weight=True,
         need_bias=True,
