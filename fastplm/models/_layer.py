@@ -681,7 +681,7 @@ def expand(
     x: Tensor, block: FeedForward, activation: str, drawn: Drawn, copies: Copies, form: Form
 ) -> tuple[Tensor, Tensor]:
     """What the outer product reads: [N, E] -> [N, F]; and ``x`` as the residual of what follows."""
-    read, weights, turned = [], [], type(block.inner) in _CONV1D
+    read, weights, turned = [], [], isinstance(block.inner, _CONV1D)
     for one in (block.inner,) if block.factor is None else (block.inner, block.factor):
         weight = one._parameters["weight"]
         copy = copies.get(id(weight), weight)

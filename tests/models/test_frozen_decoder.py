@@ -102,6 +102,22 @@ def test_layers_of_both_kinds_run_themselves(family, calls):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("inner", [70, 48])  # a square weight fits the wrong way round, too
+def test_whole_sequences_without_a_cache_are_the_layers(family, inner, calls):
+    size = {"n_inner": inner} if family.startswith("gpt2") else {"d_ff": inner}
+    name, changed = FAMILIES[family]
+    model, parent = made(name, **changed, **size)
+    given = {**prompt((0, 0)), "labels": prompt((0, 0))["input_ids"]}
+
+    def run(each):
+        return each(**given).logits
+
+    with torch.no_grad():
+        hold("logits", run(model), parent, run)
+    assert not calls
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}], ids=str)
 def test_what_is_generated(family, options, calls):
     model, parent = of_family(family)
