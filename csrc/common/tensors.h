@@ -125,7 +125,7 @@ inline Tensor dense(const Tensor& tensor) {
   }
 }
 
-// An optional tensor in row-major order; the object owns a copy if the tensor was not. Of type void, any dtype.
+// An optional tensor in row-major order; the object owns a copy if the tensor was not. A `T` of void takes any dtype.
 template <typename T>
 struct Dense {
   Dense() = default;
