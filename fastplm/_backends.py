@@ -252,8 +252,6 @@ def _choice() -> _Choice:
     did not start is PyTorch's: it runs a backward on a GPU, where a checkpoint must recompute on
     the backend of the forward, in whichever thread that was.
     """
-    if not _CHOICES.open:
-        return _DEFAULT
     choice = _CHOICES.innermost()
     if choice is not None or torch.compiler.is_compiling():
         return choice or _DEFAULT
@@ -267,7 +265,7 @@ def _choice() -> _Choice:
 
 def requested(op: str) -> str:
     """The backend that the user chose for ``op``, or "auto"."""
-    choice = _choice()
+    choice = _choice() if _CHOICES.open else _DEFAULT  # every layer asks, mostly of no block
     return choice.per_op.get(op, choice.default)
 
 
@@ -302,7 +300,7 @@ def use_backend(backend: str, *ops: str) -> Iterator[None]:
 
 def is_recorded() -> bool:
     """Whether ``record_decisions`` is active in this thread or coroutine."""
-    return _DECISIONS.innermost() is not None
+    return bool(_DECISIONS.open) and _DECISIONS.innermost() is not None
 
 
 def takes_notes() -> bool:
@@ -342,7 +340,7 @@ def resolve(op: str, backends: dict[str, Backend], call: Any, dispatches: bool =
         BackendError: the requested backend cannot run it.
     """
     wanted = requested(op)
-    record = _DECISIONS.innermost()
+    record = _DECISIONS.innermost() if _DECISIONS.open else None
     if record is not None:
         record.append(_decide(op, backends, call, wanted))
     if wanted == "auto":

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from fastplm.errors import fail
 Size = Annotated[int, "SymInt"]
 
 _STRIDED = torch.strided
+_MOST_INT = 1 << 63  # int64
 _SCHEMA: dict[Any, str] = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
@@ -144,6 +145,7 @@ class Signature:
             ArgumentValueError, ArgumentTypeError: with the name of the argument.
         """
         sizes: dict[str, int] = {}
+        traced = torch.compiler.is_compiling()
         for place, name, optional, dtypes, dtype_of, shape, fix in self.tensors[1 if packed else 0]:
             tensor = call[place]
             if tensor is None and optional:
@@ -151,7 +153,22 @@ class Signature:
             if not isinstance(tensor, Tensor) or tensor.layout is not _STRIDED or tensor.is_nested:
                 check_tensor(where, name, tensor)
             if shape is not None:
-                _check_shape(where, name, tensor, shape, sizes, fix)
+                found, letters = tensor.shape, shape.sizes
+                extra, known, wrong = len(found) - len(letters), len(sizes), ""
+                fits = extra == 0 or (extra > 0 and shape.leading)
+                for at, (letter, more) in enumerate(letters if fits else ()):
+                    size = found[extra + at]
+                    if at in shape.positive and (guard_or_false(size == 0) if traced else not size):
+                        fits = False
+                        break
+                    size = size - more if more else size
+                    expected = sizes.setdefault(letter, size)
+                    if not (same_size(expected, size) if traced else expected == size):
+                        fits, wrong = False, letter
+                        break
+                if not fits:
+                    before = dict(list(sizes.items())[:known]) if wrong else {}
+                    _refuse_shape(where, name, tensor, shape, before, fix)
             if dtype_of is None:
                 if tensor.dtype not in dtypes:
                     check_dtype(where, name, tensor, dtypes, fix or "Convert it with .to(dtype).")
@@ -160,8 +177,10 @@ class Signature:
             if place and tensor.device != call[0].device:
                 check_same_device(where, **{self.names[0]: call[0], name: tensor})
         for place, name, kind in self.scalars:
-            if kind is int or type(call[place]) is not kind:
-                check_scalar(where, name, call[place], kind)
+            value: Any = call[place]
+            is_kind: bool = type(value) is kind  # in a name, or mypy takes it for an object
+            if not is_kind or (kind is int and not -_MOST_INT <= value < _MOST_INT):
+                check_scalar(where, name, value, kind)
 
     def check_dimensions(self, where: str, call: Any, *names: str) -> None:
         """These arguments are tensors of as many dimensions as declared: what code may rely on that
@@ -223,31 +242,14 @@ def _shape(text: str | None) -> _Shape | None:
     return _Shape(text, pairs, positive, "..." in words)
 
 
-def _check_shape(
-    where: str, name: str, tensor: Tensor, shape: _Shape, sizes: dict[str, int], fix: str
-) -> None:
-    """The tensor has this shape, whose letters are added to ``sizes``.
-
-    In traced code a size may be unknown: the graph asserts what cannot be compared.
-    """
-    traced, found, letters = torch.compiler.is_compiling(), tensor.shape, shape.sizes
-    extra, before, known = len(found) - len(letters), len(sizes), ""
-    if extra == 0 or (extra > 0 and shape.leading):
-        for at, (letter, more) in enumerate(letters):
-            size = found[extra + at]
-            if at in shape.positive and (guard_or_false(size == 0) if traced else size == 0):
-                break
-            size = size - more if more else size
-            expected = sizes.setdefault(letter, size)
-            if not (same_size(expected, size) if traced else expected == size):
-                names = dict.fromkeys(letter for letter, _ in letters)
-                said = [f"{key} = {sizes[key]}" for key in list(sizes)[:before] if key in names]
-                known = " with " * bool(said) + ", ".join(said)
-                break
-        else:
-            return
-    got = f"shape {tuple(found)}"
-    if extra != 0 and not shape.leading:
-        got = f"{tensor.dim()} dimensions {tuple(found)}"
+def _refuse_shape(
+    where: str, name: str, tensor: Tensor, shape: _Shape, known: dict[str, int], fix: str
+) -> NoReturn:
+    """The error of a tensor of another shape; ``known``: the sizes of letters from before it."""
+    got = f"shape {tuple(tensor.shape)}"
+    if tensor.dim() != len(shape.sizes) and not shape.leading:
+        got = f"{tensor.dim()} dimensions {tuple(tensor.shape)}"
+    used = dict.fromkeys(letter for letter, _ in shape.sizes if letter in known)
+    given = " with " * bool(used) + ", ".join(f"{key} = {known[key]}" for key in used)
     fix = fix or "Check the layout of the tensors of this call."
-    fail(where, name, got, shape.text + known, fix)
+    fail(where, name, got, shape.text + given, fix)

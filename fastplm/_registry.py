@@ -18,12 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from fastplm._backends import (
+    _DECISIONS,
     BACKENDS,
     DIFFERENTIABLE,
     OP_NAMES,
     Backend,
     accepts_all,
-    is_recorded,
     is_traced,
     requested,
     resolve,
@@ -211,7 +211,7 @@ class Op:
     def run(self, call: Any, backend: str) -> Any:
         """The outputs of a checked call, as constants: for functions with a gradient of their own,
         which runs ``gradients``."""
-        if is_recorded():
+        if _DECISIONS.open:
             self.resolve(call)  # which records it
         if needs_dispatch(call):
             return self._operator(*call, backend)
@@ -369,12 +369,12 @@ class _Formula:
             values[name] = getattr(call, name)
         if self.unused is not None:
             values |= dict.fromkeys(self.unused(call, outputs, needs, backend))
-        ctx.save_for_backward(*[values[name] for name in self.tensors])
-        ctx.others, ctx.backend = [values[name] for name in self.others], backend
+        ctx.save_for_backward(*map(values.__getitem__, self.tensors))
+        ctx.others, ctx.backend = [*map(values.__getitem__, self.others)], backend
         if self.reads_grads:
             ctx.first = outputs[0].shape, outputs[0].dtype, outputs[0].device
         if len(outputs) > 1:
-            ctx.mark_non_differentiable(*[outputs[at] for at in self.constant])
+            ctx.mark_non_differentiable(*map(outputs.__getitem__, self.constant))
             # Otherwise autograd would allocate zeros as the gradient of each such output.
             ctx.set_materialize_grads(False)
 
@@ -394,12 +394,14 @@ class _Formula:
             return self._once(ctx, tensors, grad, *further)
         values |= zip(self.tensors, tensors, strict=True)
         values |= zip(self.others, ctx.others, strict=True)
-        arguments = [values[name] for name in op.saved.names]
+        arguments = [*map(values.__getitem__, op.saved.names)]
         saved = op.saved.build(arguments)
         if self.second is not None and torch.is_grad_enabled():
             grads = self.second(grad, saved, backend)
-        elif needs_dispatch((grad, *arguments)) or any(
-            one is not None and is_batched(one) for one in (grad, *further)
+        elif (
+            needs_dispatch((grad, *arguments))
+            or is_batched(grad)
+            or (self.reads_grads and any(is_batched(one) for one in further if one is not None))
         ):
             grads = op._backward_operator(grad, *arguments, backend)
         elif torch._C._is_any_autocast_enabled():
@@ -410,8 +412,11 @@ class _Formula:
             grads = op.finish(grads, saved)
         grads = (grads,) if len(self.gradients) == 1 else grads
         found = dict(zip(self.gradients, grads, strict=True))
-        needed = zip(op.arguments.names, ctx.needs_input_grad, strict=False)
-        return (*[found.get(name) if need else None for name, need in needed], None)
+        results: list[Any] = [None] * (len(op.arguments.names) + 1)
+        for at, name in enumerate(op.arguments.names):
+            if ctx.needs_input_grad[at]:
+                results[at] = found.get(name)
+        return tuple(results)
 
     def _once(self, ctx: Any, tensors: tuple[Any, ...], *grads: Any) -> tuple[Any, ...]:
         compute = partial(self.backward, ctx, *grads, tensors=tensors)

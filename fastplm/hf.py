@@ -280,7 +280,8 @@ def fastplm_attention_forward(
         "seed": _seed(rows, module, causal) if dropout and not complete else None,
     }
     if attention_mask is not None and not complete:
-        options["key_mask"] = keys = attention_mask if lengths is None else attention_mask[0]
+        keys = of_batch(attention_mask, query.shape[0]) if lengths is None else attention_mask[0]
+        options["key_mask"] = keys
         share_bits(given_mask, keys)  # type: ignore[arg-type]
     if lengths is None:
         return attention(query, key, value, attn_mask=attn_mask, **options).transpose(1, 2), None

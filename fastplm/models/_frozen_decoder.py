@@ -56,6 +56,7 @@ class _Plan(NamedTuple):
     facts: Facts
     ops: tuple[str, ...]  # whose backends decide, too
     weights: list[Tensor]
+    forms: list[Any]  # their dtypes and shapes
     products: tuple[tuple[int, ...], ...]  # their outputs and inputs
     head_size: int
     eps: float
@@ -159,8 +160,13 @@ def _planned(
     turned = tuple(shape[::-1] if gpt2 else shape for shape in shapes)
     activation = _ACTIVATIONS.index(form)
     return _Plan(
-        *(facts, ops, weights, turned, head_size, eps.pop(), scale, activation, place, gpt2, int8)
+        *(facts, ops, weights, _forms_of(weights), turned, head_size, eps.pop(), scale),
+        *(activation, place, gpt2, int8),
     )
+
+
+def _forms_of(weights: list[Tensor]) -> list[Any]:
+    return [(each.dtype, each.shape, each.device) for each in weights]
 
 
 # --- the calls ------------------------------------------------------------------------------------
@@ -174,6 +180,7 @@ def _may_call(plan: _Plan | None, hidden: Any, mask: Any, others: dict[str, Any]
         and hidden.dim() == 3
         and hidden.shape[1] == 1
         and hidden.dtype is torch.float32
+        and hidden.is_contiguous()
         and _is_keys(mask)
         and not any(value is not None for name, value in others.items() if name not in _IGNORED)
         and all(requested(op) in ("auto", "cpp") for op in plan.ops)
@@ -296,8 +303,9 @@ def _called(
         *(hidden, plan.weights, layer.keys, layer.values, mask, bias, states, states_mask),
         *(plan.head_size, plan.eps, plan.scale, plan.activation, plan.gpt2, plan.int8),
     )
-    if not results:
-        thaw(block, "a weight has another dtype or shape")
+    if not results:  # perhaps it is the cache or a mask that does not fit
+        if _forms_of(plan.weights) != plan.forms:
+            thaw(block, "a weight has another dtype or shape")
         return None
     out, layer.keys, layer.values = results
     return out

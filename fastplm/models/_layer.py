@@ -43,7 +43,7 @@ from fastplm.models._base import Conv1D, GELUTanh, NewGELUActivation, wants_outp
 from fastplm.models._functions import NO_DROPOUT, RELU, Drawn
 from fastplm.models._ragged import LastRows, Rows
 from fastplm.nn import Dropout, Linear
-from fastplm.nn._rows import are_plain, kind_of
+from fastplm.nn._rows import are_plain
 from fastplm.nn.dropout import dropout, on_rows
 from fastplm.nn.gelu import gelu
 from fastplm.ops._common import seed_tensor
@@ -301,7 +301,7 @@ def _kind_of(block: FeedForward) -> tuple[Any, ...]:
     outer, norm = end.dense._parameters, end.norm._parameters
     read = (*map(inner.get, _NAMES), outer.get("weight"), *map(norm.get, _NAMES))
     kinds = [None if one is None else (one.dtype, one.device, one.shape) for one in read]
-    return kind_of(block.inner), end.rms, *kinds
+    return type(block.inner), end.rms, *kinds
 
 
 _NAMES = ("weight", "bias")

@@ -189,6 +189,10 @@ class Stack(FastplmModel):
             return "cache"
         return keeps_padding(self, masks, kwargs)
 
+    def _is_causal(self) -> bool:
+        """Whether no row sees those after it."""
+        return self._takes_cache
+
     def _on_rows(self, **inputs: Any) -> Any:
         """The parent's forward on packed rows [1, N, E]."""
         return super().forward(**inputs)  # type: ignore[misc]
@@ -239,7 +243,8 @@ class Stack(FastplmModel):
             read_rows = mask_at(output_rows, batch, seqlen)
         row_plan, kept = Rows(), self._keeps_padding(masks, kwargs, **caching)
         if kept is None:
-            if read_rows is not None and wants_output(self, "output_hidden_states", kwargs):
+            states_wanted = wants_output(self, "output_hidden_states", kwargs)
+            if read_rows is not None and (states_wanted or not self._is_causal()):
                 extra_rows, read_rows = either(extra_rows, read_rows), None
             rows = attention_mask, read_rows, extra_rows, unpad
             row_plan.own, attention_mask = decoder_rows(*rows, self)

@@ -236,6 +236,9 @@ class T5Stack(Stack, _Blocks, modeling_t5.T5Stack):
     def _layer_numbers(self) -> list[Any]:
         return [block.layer[0].SelfAttention.layer_idx for block in self.block]
 
+    def _is_causal(self) -> bool:
+        return self.is_decoder
+
     def forward(self, *, decoder_unpad: Unpad = None, **inputs: Any) -> Any:
         """Like ``Stack``, with one additional argument.
 

@@ -96,7 +96,7 @@ def calls_of_layers() -> Cases:
     for int8 in (False, True):
         for family, (kind, config) in ENCODERS.items():
             model = kind(config(**LAYERS)).eval()
-            model = fastplm.quantize(model) if int8 else model
+            model = fastplm.freeze(fastplm.quantize(model) if int8 else model)
             states = torch.randn(2, 300, LAYERS["hidden_size"])
             yield f"{family} of states, 8 bits: {int8}", forward(model, inputs_embeds=states)
             for shape in ((1, 7), (3, 40), (2, 500)):
@@ -106,7 +106,7 @@ def calls_of_layers() -> Cases:
                 yield f"{family} {shape}, 8 bits: {int8}", forward(model, **given)
         for family, make in DECODERS.items():
             model = make().eval()
-            model = fastplm.quantize(model) if int8 else model
+            model = fastplm.freeze(fastplm.quantize(model) if int8 else model)
             ids = torch.randint(2, 60, (3, 7))
             generate = functools.partial(model.generate, max_new_tokens=4, do_sample=False)
             given = dict(input_ids=ids, attention_mask=torch.ones_like(ids))

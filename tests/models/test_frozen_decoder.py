@@ -102,6 +102,22 @@ def test_layers_of_both_kinds_run_themselves(family, calls):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("inner", [70, 48])  # a square weight fits the wrong way round, too
+def test_whole_sequences_without_a_cache_are_the_layers(family, inner, calls):
+    size = {"n_inner": inner} if family.startswith("gpt2") else {"d_ff": inner}
+    name, changed = FAMILIES[family]
+    model, parent = made(name, **changed, **size)
+    given = {**prompt((0, 0)), "labels": prompt((0, 0))["input_ids"]}
+
+    def run(each):
+        return each(**given).logits
+
+    with torch.no_grad():
+        hold("logits", run(model), parent, run)
+    assert not calls
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}], ids=str)
 def test_what_is_generated(family, options, calls):
     model, parent = of_family(family)
@@ -247,6 +263,46 @@ def test_a_cache_with_an_update_of_its_own_is_asked(of, calls, monkeypatch):
         model(torch.tensor([[3], [4], [5]]), past_key_values=cache)
     count = 1 if of in ("class", "layer") else 3
     assert asked == [(3, 4, 1, 12)] * count and calls == ["decoder_layer"] * (3 - count)
+
+
+@pytest.mark.parametrize("mask", [(3, 4, 1, 8), (2, 1, 1, 8)], ids=str)
+def test_a_mask_or_a_cache_that_does_not_fit_thaws_nothing(mask, calls):
+    model, parent = of_family("gpt2")
+    token, mask = torch.tensor([[3], [4], [5]]), torch.ones(mask, dtype=torch.bool)
+
+    def run(each):
+        cache = DynamicCache()
+        each(**prompt(), past_key_values=cache)
+        return each(token, past_key_values=cache, attention_mask=mask).logits
+
+    with torch.no_grad():
+        if mask.shape[0] == 3:
+            hold("logits", run(model), parent, run)
+        else:
+            with pytest.raises((ValueError, RuntimeError)):
+                run(model)
+        assert all(plan_in(layer) is not None for layer in layers_of(model))
+
+
+def test_a_state_that_is_not_contiguous_thaws_nothing(calls):
+    model, parent = of_family("t5")
+    given = torch.randn(2, 5, 48)[:, -1:]
+
+    def run(each):
+        states = each.encoder(**prompt((0, 0)))
+        cache, logits = None, []
+        for _ in range(2):
+            out = each(
+                encoder_outputs=states, decoder_inputs_embeds=given.to(each.dtype),
+                past_key_values=cache, use_cache=True,
+            )  # fmt: skip
+            cache = out.past_key_values
+            logits.append(out.logits)
+        return torch.cat(logits, 1)
+
+    with torch.no_grad():
+        hold("logits", run(model), parent, run)
+    assert all(plan_in(layer) is not None for layer in layers_of(model))
 
 
 def test_it_runs_where_the_rules_say_that_all_products_are_faster(calls, measured):

@@ -372,6 +372,16 @@ def test_rows_that_a_4d_mask_leaves_nothing_are_zero():
     assert not out[1, 2].any() and out[0].all() and out[1, :2].all()
 
 
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_4d_mask_of_keys_may_be_one_for_all(queries):
+    query, key, value = (torch.randn(2, 2, size, 4) for size in (queries, 5, 5))
+    given = (torch.nn.Identity(), query, key, value)
+    mask = torch.tensor([True, False, True, True, False]).view(1, 1, 1, 5)
+    each = mask.expand(2, 1, 1, 5).contiguous()
+    out, expected = (hf.fastplm_attention_forward(*given, one)[0] for one in (mask, each))
+    assert torch.equal(out, expected)
+
+
 def test_a_4d_mask_of_integers_is_one_of_booleans():
     query = torch.randn(1, 2, 3, 4)
     mask = torch.ones(1, 1, 3, 3, dtype=torch.int64).tril()

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from transformers import EncoderDecoderConfig
+from transformers import BartConfig, EncoderDecoderConfig, T5Config
 
 from fastplm import models
 from fastplm._backends import record_decisions
@@ -291,3 +291,25 @@ def test_a_decoder_that_stays_padded_keeps_its_mask(hold, ours, options):
         return {"hidden": hidden, "loss": as_loss(hidden)}
 
     hold(kind(config), eager_parent(kind, config), lambda model: run(model, **options), run)
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+@pytest.mark.parametrize("by_mask", [False, True])
+def test_rows_of_an_encoder_see_the_tokens_after_them(kind, by_mask):
+    torch.manual_seed(0)
+    if kind == "t5":
+        config = T5Config(vocab_size=30, d_model=16, d_kv=8, num_heads=2, d_ff=32, num_layers=2)
+        encoder = models.T5EncoderModel(config).eval()
+    else:
+        sizes = dict(encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=32)
+        config = BartConfig(vocab_size=30, d_model=16, max_position_embeddings=16, **sizes)
+        encoder = models.BartModel(config).eval().encoder
+    ids, rows = torch.randint(3, 30, (2, 7)), torch.tensor([0, 9])
+    read = torch.zeros(14).index_fill(0, rows, 1).view(2, 7).bool()
+    with torch.no_grad():
+        expected = encoder(input_ids=ids)[0].flatten(0, 1)[rows]
+        if by_mask:
+            found = encoder(input_ids=ids, read_rows=read)[0].flatten(0, 1)[rows]
+        else:
+            found = encoder(input_ids=ids, output_rows=rows)[0][:, 0]
+    torch.testing.assert_close(found, expected)
