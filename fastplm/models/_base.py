@@ -23,6 +23,7 @@ from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor, val
 from fastplm.errors import check_choice, fail
 from fastplm.hf import IS_CHOSEN, NAME
 from fastplm.nn import GELU, Dropout, Linear, RMSNorm
+from fastplm.nn._rows import check_flat_positions
 from fastplm.nn._tied_embedding import shares_table, tied_lookup
 from fastplm.nn.gelu import gelu
 from fastplm.ops.linear import OP as LINEAR
@@ -435,6 +436,9 @@ def check_batch(
     elif output_rows is not None:
         check_tensor(where, "output_rows", output_rows, ndim=1)
         check_dtype(where, "output_rows", output_rows, (torch.int64,))
+        if values_are_known(output_rows):
+            total = given.shape[0] * given.shape[1]
+            check_flat_positions(where, "output_rows", output_rows, total)
 
 
 def check_mask(where: str, name: str, mask: Any) -> None:

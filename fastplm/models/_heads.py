@@ -541,7 +541,7 @@ class SequenceClassification(ScaledLoss):
     _summary = "whose last layer computes only the first token of a text, such as [CLS]."
 
     def _select_rows(self, inputs: dict[str, Any], labels: Tensor | None) -> None:
-        inputs.setdefault("output_rows", "first")
+        set_output_rows(self, inputs, "first")
 
 
 class MultipleChoice(SequenceClassification):

@@ -40,6 +40,7 @@ from fastplm.models._heads import (
     Head,
     LabelledRows,
     ScaledLoss,
+    set_output_rows,
     shape_of,
     wants_logits,
 )
@@ -483,6 +484,7 @@ class LastEosClassification(ScaledLoss):
     _summary = "whose decoder ends at the last <eos>, the end-of-sequence token."
 
     def _select_rows(self, inputs: dict[str, Any], labels: Tensor | None) -> None:
+        set_output_rows(self, inputs, None)
         input_ids, shape = inputs.get("input_ids"), shape_of(inputs, "decoder_")
         if input_ids is not None and (shape is None or shape == input_ids.shape):
             inputs["read_rows"] = input_ids == self.config.eos_token_id
@@ -495,4 +497,5 @@ class DecoderQuestionAnswering(FastplmModel):
     _summary = "whose encoder computes only tokens."
 
     def forward(self, **inputs: Any) -> Any:
+        set_output_rows(self, inputs, None)
         return super().forward(**{**inputs, "decoder_unpad": False})  # type: ignore[misc]

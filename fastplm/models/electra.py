@@ -180,8 +180,8 @@ class ElectraForMultipleChoice(_heads.MultipleChoice, transformers.ElectraForMul
     padding, so all rows are computed.
     """
 
-    def forward(self, **inputs: Any) -> Any:
-        if self.sequence_summary.summary_type != "first":
-            _heads.set_output_rows(self, inputs, None)
-            inputs.update(output_rows=None, unpad=False)
-        return super().forward(**inputs)
+    def _select_rows(self, inputs: dict[str, Any], labels: Tensor | None) -> None:
+        first = self.sequence_summary.summary_type == "first"
+        _heads.set_output_rows(self, inputs, "first" if first else None)
+        if not first:
+            inputs["unpad"] = False

@@ -127,7 +127,7 @@ def labels_at(
         check_tensor(where, argument, positions, ndim=1)
         check_dtype(where, argument, positions, (torch.int64,))
         if values_are_known(positions):
-            _check_positions(where, argument, positions, labels.numel())
+            check_flat_positions(where, argument, positions, labels.numel())
     # One additional element, so that position -1 reads "no label", also in an empty batch.
     targets = torch.cat((labels, labels.new_full((1,), IGNORE_INDEX)))[positions]
     return positions, targets
@@ -145,7 +145,8 @@ def as_tokens(where: str, labels: Tensor, shape: Sequence[int]) -> Tensor:
     return labels
 
 
-def _check_positions(where: str, argument: str, positions: Tensor, total: int) -> None:
+def check_flat_positions(where: str, argument: str, positions: Tensor, total: int) -> None:
+    """Positions are those of a batch of ``total`` tokens, or -1."""
     if positions.numel() == 0:
         return
     low, high = (int(bound) for bound in positions.aminmax())

@@ -772,7 +772,11 @@ def test_output_rows_are_positions_or_first(name, labelled):
     """Backbones say so; a head that chooses the rows itself takes none from the caller."""
     model, _ = pair(name)
     inputs = inputs_of(name, model.config, PADDINGS["right"])
+    far = PADDINGS["right"].numel()
     wrong = ["last", "First", 3, torch.zeros(2), torch.zeros(1, 2).long()]
+    wrong += [torch.tensor([0, -2]), torch.tensor([9 * far])]
+    if name.endswith(("SequenceClassification", "MultipleChoice", "NextSentencePrediction")):
+        wrong.append(torch.zeros(2, dtype=torch.int64))
     if not labelled:
         inputs = {key: one for key, one in inputs.items() if "label" not in key}
         if name.endswith("ConditionalGeneration"):
