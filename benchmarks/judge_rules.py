@@ -38,9 +38,9 @@ ordered list of rules decides (`fastplm/_rules.py`): the first one that holds fo
 `fastplm.explain` shows it. Each rule names the measured row that it stands on: the file in
 `benchmarks/results/cpu/rules/`, the series, the sizes, and how many times as fast as PyTorch C++
 was there; products of fewer than 64 rows in older series, whose one weight stayed in the caches,
-count 1.25 times less. The rules are a few thresholds, so that they hold on other CPUs of the level as well; the
-tables below say what that costs on the CPUs that were measured. On other CPUs than x86 with AVX2,
-and in fp64, PyTorch's function runs.
+count 1.25 times less. The rules are a few thresholds, so that they hold on other CPUs of the level
+as well; the tables below say what that costs on the CPUs that were measured. On other CPUs than x86
+with AVX2, and in fp64, PyTorch's function runs.
 
 `fastplm measure` times the same on your machine, writes the rows to a file, and says what the rules
 keep there, where they lose, and which other bounds would be better. It does not change what runs.
