@@ -45,13 +45,13 @@ from fastplm.models.t5 import (
 from fastplm.nn import Dropout, LinearInt8
 
 _LACKS = _extension.lacks("decoder_layer", "CPU")
-#: What csrc/decoder.cpp calls activations.
+#: What csrc/layers/decoder.cpp calls activations.
 _ACTIVATIONS = ("relu", "none", "tanh")
 _DROPOUT = (nn.Dropout, Dropout)
 
 
 class _Plan(NamedTuple):
-    """What ``decoder_layer`` in csrc/decoder.cpp gets of a layer."""
+    """What ``decoder_layer`` in csrc/layers/decoder.cpp gets of a layer."""
 
     facts: Facts
     ops: tuple[str, ...]  # whose backends decide, too

@@ -43,7 +43,7 @@ _LACKS = _extension.lacks("encoder", "CPU")
 
 
 class _Plan(NamedTuple):
-    """What ``backbone`` and ``encoder`` in csrc/encoder.cpp get of a model."""
+    """What ``backbone`` and ``encoder`` in csrc/layers/encoder.cpp get of a model."""
 
     facts: Facts
     ops: tuple[str, ...]  # whose backends decide, too

@@ -121,8 +121,10 @@ def plan_in(module: nn.Module) -> Any:
     return getattr(vars(module), "plan", None)
 
 
-_WRITE = ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault")
-_WRITE += ("update", "move_to_end")  # type: ignore[assignment]
+_WRITE = (
+    *("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem"),
+    *("setdefault", "update", "move_to_end"),
+)
 
 
 def _watched(kind: Any) -> Any:
@@ -273,8 +275,10 @@ def _is_known(function: Any) -> bool:
     return True
 
 
-_FLAGS = ("_attn_implementation_internal", "output_hidden_states", "_output_attentions")
-_FLAGS = (*_FLAGS, "return_dict", "is_decoder", "chunk_size_feed_forward")  # type: ignore[assignment]
+_FLAGS = (
+    *("_attn_implementation_internal", "output_hidden_states", "_output_attentions"),
+    *("return_dict", "is_decoder", "chunk_size_feed_forward"),
+)
 _RUNS = operator.attrgetter("forward", "__call__", "_call_impl")
 _FORWARD = operator.attrgetter("forward")
 

@@ -374,7 +374,7 @@ def test_a_change_is_seen_or_thaws(change, family, mode, calls, lines):
     out = run(model, mode)
     assert bool(calls) == (outcome == SEEN)
     if change in (shadowed_weight, shadowed_by_update, pruned):  # which no .double() reaches
-        torch.testing.assert_close(out, run(parent), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(out, run(parent), rtol=1e-5, atol=1e-4)
     else:
         hold("out", out, parent, run)
     assert (out - before).abs().max() > 1e-3 * before.abs().mean() or change is half_and_back
@@ -521,7 +521,7 @@ def test_copies_are_not_frozen(family, calls):
         kinds = zip(other.modules(), made(family, freeze=False)[0].modules(), strict=True)
         assert all(type(one) is type(right) for one, right in kinds)
         assert all(type(vars(one)["_parameters"]) is dict for one in other.modules())
-        torch.testing.assert_close(run(other), out, rtol=1e-3, atol=1e-3)
+        assert torch.equal(run(other), run(made(family, freeze=False)[0]))
         assert not calls and is_frozen(fastplm.freeze(other))
         assert torch.equal(run(other), out) and calls
         with torch.no_grad():
@@ -659,12 +659,15 @@ WAYS = {
      if getattr(call, "family", None) in (None, of)],
 )  # fmt: skip
 def test_the_modules_run_themselves(way, family, calls, lines, monkeypatch):
-    model, _ = made(family)
+    model, other = made(family)[0], made(family, freeze=False)[0]
     mode = torch.enable_grad if way == "gradients" else torch.no_grad
-    with monkeypatch.context() as patch:
-        out = WAYS[way](functools.partial(run, model, mode), patch)
+    outs = []
+    for one in (model, other):
+        with monkeypatch.context() as patch:
+            outs.append(WAYS[way](functools.partial(run, one, mode), patch))
+    assert torch.equal(*outs)
     assert not calls and is_frozen(model) and not lines()
-    torch.testing.assert_close(out.detach().float(), run(model), rtol=0.1, atol=0.5)
+    run(model)
     assert calls
 
 
@@ -707,7 +710,7 @@ def test_compiled_and_exported():
         with mode():
             program = torch.compile(lambda ids: model(ids)[0], backend="eager", fullgraph=True)
             out = program(given["input_ids"])
-            torch.testing.assert_close(out, parent(**given)[0], rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(out, parent(**given)[0], rtol=1e-5, atol=1e-4)
     assert is_frozen(model)
     with torch.no_grad():
         for strict in (True, False):
@@ -742,7 +745,7 @@ def test_a_thaw_while_others_call():
     def one(_):
         with fastplm.use_backend("cpp", "linear"):
             while not stop:
-                torch.testing.assert_close(run(model), out, rtol=1e-3, atol=1e-3)
+                torch.testing.assert_close(run(model), out, rtol=1e-5, atol=1e-4)
 
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         running = [pool.submit(one, i) for i in range(3)]
