@@ -897,8 +897,8 @@ MUTATIONS = (
         Mutation(WATCH, old, new, f"{FROZEN} '{cases}'")
         for old, new, cases in (
             (
-                '_WRITE += ("update", "move_to_end")  # type: ignore[assignment]',
-                "",
+                '*("setdefault", "update", "move_to_end"),',
+                '*("setdefault",),',
                 "written_parameter",
             ),
             ('same = name == "__setitem__" and ', "same = ", "pop"),
