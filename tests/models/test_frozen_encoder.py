@@ -267,7 +267,7 @@ def test_a_tuple():
     with torch.no_grad():
         out, expected = model(**batch([5]), return_dict=False), model(**batch([5]))
     assert type(out) is tuple
-    torch.testing.assert_close(out, expected.to_tuple(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(out, expected.to_tuple(), rtol=1e-3, atol=1e-3)
 
 
 def test_explain_says_it():
