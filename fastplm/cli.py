@@ -33,8 +33,8 @@ _MORE_FILES = "Allow more (ulimit -n 4096), or take fewer --workers."
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit code.
 
-    0: done. 1: the demo did not show all that it should, or a training diverged. 2: one line said
-    what is wrong with the input or the machine. 130: Ctrl-C. 143: SIGTERM.
+    0: done. 1: the demo did not show all that it should. 2: one line said what is wrong with the
+    input or the machine. 3: a training diverged. 130: Ctrl-C. 143: SIGTERM.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     with lasting_streams():
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not diverged or (os.environ.get("RANK") or "0") == "0":
                 line = f"fastplm: error: {rank}{' '.join(line.split())}"
                 print(line, file=sys.stderr, flush=True)
-            return 1 if diverged else 2
+            return DivergenceError.EXIT_CODE if diverged else 2
 
 
 def _processes() -> int:

@@ -48,6 +48,8 @@ class TooLittleTextError(DataError):
 class DivergenceError(FastplmError, ArithmeticError):
     """A training came to a loss, gradient or weight that is not finite."""
 
+    EXIT_CODE = 3  # of a command; no other error has it
+
 
 _CHOOSE = "Choose one of these."
 #: The longest text of a value that a message repeats.

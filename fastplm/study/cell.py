@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fastplm.data._folder import lock, say, unlock
+from fastplm.errors import DivergenceError
 from fastplm.run.folder import RECORD, can_resume, last_checkpoint, read_hashed, write_hashed
 from fastplm.study.progress import DONE, clock, progress, seconds_of
 
@@ -28,7 +29,6 @@ _CELL, _LOG, _LOCK = "cell.json", "log.txt", "cell.lock"
 _OURS = ("level", "name", "paradigms", "pairs", "ties", "accuracy", "low", "high")
 #: The last lines of a log that are shown when a command fails.
 _SHOWN = 12
-_DIVERGED = 1
 #: Exit codes after Ctrl-C and SIGTERM, heard or not.
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
 #: The figures of a training that diverged, and of what would have judged it.
@@ -86,8 +86,7 @@ def _run(folder: Path, cell: Mapping[str, Any], descriptor: int) -> int:
         code = _awaited(child)
     seconds, used = time.perf_counter() - begun, resource.getrusage(resource.RUSAGE_CHILDREN)
     tail = (folder / _LOG).read_text("utf-8", "replace").rstrip().splitlines()[-_SHOWN:]
-    # A bug ends with the same code as a loss that is not finite, but with a traceback.
-    diverged = code == _DIVERGED and bool(tail) and tail[-1].startswith("fastplm: error: ")
+    diverged = code == DivergenceError.EXIT_CODE
     if code in _STOPPED:
         say(f"{cell['label']}: stopped; the same command goes on.")
         return code
@@ -96,7 +95,7 @@ def _run(folder: Path, cell: Mapping[str, Any], descriptor: int) -> int:
         return code
     figures, train_seconds = _NOTHING, None
     if diverged:
-        say(f"{cell['label']}: it diverged. {tail[-1]}")
+        say("\n".join([f"{cell['label']}: it diverged. {folder / _LOG} ends:", *tail[-1:]]))
     else:
         figures, train_seconds = FIGURES[cell["command"]](out)
     _finish(folder, content, figures, train_seconds, (seconds, used.ru_utime + used.ru_stime))

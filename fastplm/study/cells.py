@@ -22,6 +22,7 @@ import fastplm
 from fastplm._machine import hardware_has_bf16
 from fastplm.data._folder import file_hash
 from fastplm.errors import ArgumentValueError, DataError, check, fail
+from fastplm.run.config_file import read
 from fastplm.run.folder import checkpoints, read_hashed
 from fastplm.study.costs import config_at_folder, configuration_of, cost_of
 from fastplm.study.grid import (
@@ -406,7 +407,7 @@ class Planner:
         if key not in self._cells:
             words = tuple(words_of(command, plain))
             config = _config_of(command, args, models)
-            cost = cost_of(command, args, config)
+            cost = cost_of(command, args, config, self.folder)
             cell = Cell(
                 *(command, label, key, words, needs, cost, self.folder, self.threads, facts),
                 *(waits, config),
@@ -526,5 +527,14 @@ def _hash_of(path: Path, folder: Path | None = None) -> Any:
     own = _hash_at(path, stat.st_size, stat.st_mtime_ns)
     if folder is None or path.suffix not in (".yaml", ".yml"):
         return own
-    words = sorted({word.strip("\"',{}[]") for word in path.read_text("utf-8").split()})
-    return [own, *(_hash_of(folder / word) for word in words if (folder / word).is_file())]
+    texts = sorted({*_texts(read("study", str(path), "data"))})
+    return [own, *(_hash_of(folder / text) for text in texts if (folder / text).is_file())]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts in what a YAML file holds."""
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _texts(each)
+    elif isinstance(value, str):
+        yield value

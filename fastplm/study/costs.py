@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from fastplm.data.examples import read_examples
 from fastplm.run.checkpoint import config_at
+from fastplm.train.finetune_mixture import counts_of_epoch, read_parts
 from fastplm.train.flops import flops_a_token, training_flops
 
 #: Tokens of a word, and special tokens of a text.
@@ -26,13 +27,14 @@ _SPANS = 0.23
 _TIMED = 0.2  # seconds
 
 
-def cost_of(command: str, args: Any, model: Any) -> float:
+def cost_of(command: str, args: Any, model: Any, folder: Path = Path()) -> float:
     """The FLOPs of a command, about.
 
     Args:
         command: its name.
         args: its settings.
         model: the configuration of the model that it makes or reads.
+        folder: the one that it runs in.
     """
     if getattr(args, "flops", None) is not None:  # a budget
         return float(args.flops)
@@ -42,7 +44,7 @@ def cost_of(command: str, args: Any, model: Any) -> float:
         tokens = args.steps * args.batch_size * args.gradient_accumulation * args.block_size
         return tokens * flops_a_token(model, args.block_size)
     if command == "finetune":
-        return _of_finetuning(args, model)
+        return _of_finetuning(args, model, folder)
     return _of_scoring(args, model)
 
 
@@ -77,10 +79,20 @@ def _of_pretraining(args: Any, config: Any) -> float:
     return a_step * args.samples / args.samples_a_step
 
 
-def _of_finetuning(args: Any, config: Any) -> float:
-    columns = (tuple(args.text_columns) if args.text_columns else None, args.label_column)
-    targets = args.targets and str(args.targets)
-    count, words = _examples(args.task, str(args.data), *columns, targets)
+def _of_finetuning(args: Any, config: Any, folder: Path) -> float:
+    parts = [
+        _examples(
+            part.task,
+            str(folder / part.data),
+            tuple(part.text_columns) if part.text_columns else None,
+            part.label_column,
+            part.targets and str(folder / part.targets),
+        )
+        for part in [*read_parts(args).values()] or [args]
+    ]
+    of_parts = counts_of_epoch(args, [count for count, _ in parts])
+    count = sum(of_parts)
+    words = sum(n * mean for n, (_, mean) in zip(of_parts, parts, strict=True)) / count
     most = args.max_samples
     counts = most if isinstance(most, list) else [most or count]
     length = round(min(_A_WORD * words + _SPECIAL, args.max_length or 512))
@@ -123,7 +135,7 @@ def _examples(
         return max(1, Path(data).stat().st_size // 600), 90.0
     found = read_examples(task, data, columns, label, targets=targets)
     words = sum(len(str(text).split()) for each in found for text in each.texts)
-    return len(found), words / max(1, len(found))
+    return max(1, len(found)), words / max(1, len(found))
 
 
 def product_speed(width: int, threads: int) -> float:

@@ -154,6 +154,32 @@ def test_keys_change_with_what_matters(name, before, after, changes, place):
     assert all(old[key] != new[key] for key in old if key[0] in changes)
 
 
+def test_a_mixture_depends_on_its_files_and_costs_what_they_hold(place):
+    """The files may have spaces in their names. Before, such a one was not in the key, and a study
+    with a mixture read the YAML as a table and stopped."""
+    rows = "source\ttarget\n" + "a b c\td e\n" * 30
+    (place / "first part.tsv").write_text(rows)
+    (place / "second.tsv").write_text(rows)
+    parts = '{first: {data: "first part.tsv", prefix: "one: "}, second: {data: second.tsv}}'
+    (place / "tasks.yaml").write_text(parts)
+    for before, after in (
+        ("arch: bert-tiny", "arch: t5-tiny"),
+        ("objective: mlm", "objective: spans"),
+        ("mlm_probability: 0.15, ", ""),
+        ("mlm_probability: 0.40, ", ""),
+        ("{task: classification, data: train.tsv}", "{task: seq2seq, data: tasks.yaml}"),
+    ):
+        changed(place, before, after)
+
+    def found():
+        return planner().plan().variants["40 %"].judged["sentiment", 1.0][0]
+
+    old = found()
+    assert old.cost > 0
+    (place / "first part.tsv").write_text(rows.replace("d e", "e d"))
+    assert found().key != old.key
+
+
 def test_keys_change_with_threads_and_recipes(place, monkeypatch):
     before = keys()
     assert not {*before} & {*keys(threads=2)}

@@ -159,12 +159,12 @@ def test_a_cell_that_goes_on_and_one_that_fails(place, monkeypatch, capfd):
     monkeypatch.setattr(cell, "last_checkpoint", lambda out: out)
     (store.at(one) / "run").mkdir()
     (store.at(one) / "run/run.json").write_text("{}")
-    stands_in("raise SystemExit(3)")
-    assert cell.main(words) == 3
+    stands_in("raise SystemExit(4)")
+    assert cell.main(words) == 4
     assert (store.at(one) / "log.txt").read_text().rstrip().endswith("--resume")
-    stands_in("print('Traceback'); print('ValueError: a bug'); sys.exit(1)")
+    stands_in("print('fastplm: error: a bug'); sys.exit(1)")
     assert cell.main(words) == 1 and store.done(one) is None, "a bug is no result"
-    stands_in("print('fastplm: error: the loss is nan at step 3.'); sys.exit(1)")
+    stands_in("print('the loss is nan at step 3.\\nand a line of a library'); sys.exit(3)")
     assert cell.main(words) == 0 and store.done(one)["diverged"]
     # What would have judged it has no model.
     judge = plan.variants["40 %"].judged["pairs", 1.0][0]

@@ -235,7 +235,7 @@ def test_weights_that_are_no_numbers(value, words, refused, arguments, tmp_path,
         return model
 
     monkeypatch.setattr(pretrain, "make_model", spoilt)
-    line = refused(arguments(tmp_path / "out"), "at step 1", words.format(name), code=1)
+    line = refused(arguments(tmp_path / "out"), "at step 1", words.format(name), code=3)
     assert "learning rate" not in line
 
 

@@ -469,7 +469,7 @@ def test_links_in_a_circle(arguments, refused, tmp_path):
 
 def test_a_step_that_was_too_large_leaves_no_model(arguments, refused, tmp_path):
     words = arguments(tmp_path / "out", lr=1e30, warmup=0, steps=1, save_every=100)
-    refused(words, "of held-out text is not finite", "lower learning rate", code=1)
+    refused(words, "of held-out text is not finite", "lower learning rate", code=3)
     assert not (tmp_path / "out" / "model").exists()
 
 

@@ -332,7 +332,7 @@ def test_a_full_disk(target, bert, arguments, run, tmp_path, monkeypatch, refuse
 def test_divergence(arguments, tmp_path, refused):
     out = tmp_path / "out"
     argv = arguments(out, lr=1e30, warmup=3, steps=30, log_every=100, save_every=2)
-    line = refused(argv, "diverged", "lower learning rate", "1e+30", code=1)
+    line = refused(argv, "diverged", "lower learning rate", "1e+30", code=3)
     step = int(line.split("at step ")[1].split()[0])
     last = last_checkpoint(out)
     saved = int(last.name.removeprefix("checkpoint-"))
@@ -361,7 +361,7 @@ def test_the_step_that_diverged_is_the_last(spoilt, arguments, tmp_path, monkeyp
 
     monkeypatch.setattr(Trainer, "training_step", spoiled)
     argv = arguments(tmp_path / "out", steps=9, log_every=100, save_every=8)
-    refused(argv, f"at step 5 {spoilt} is not finite", "No checkpoint", code=1)
+    refused(argv, f"at step 5 {spoilt} is not finite", "No checkpoint", code=3)
     assert steps == [1, 2, 3, 4, 5]
 
 
@@ -388,14 +388,14 @@ def test_weights_that_are_not_finite_are_not_saved(arguments, tmp_path, monkeypa
 
     monkeypatch.setattr(torch.optim.AdamW, "step", spoiled)
     argv = arguments(tmp_path / "out", steps=1)
-    refused(argv, "at step 1 a weight is not finite", code=1)
+    refused(argv, "at step 1 a weight is not finite", code=3)
     assert not list((tmp_path / "out").glob("*/model.safetensors"))
 
 
 def test_divergence_of_a_seed(labelled, tmp_path, refused):
     out = tmp_path / "out"
     argv = labelled(out, learning_rate=1e38, warmup=0, steps=6, log_every=2)
-    refused(argv, "finetune: at step ", "diverged", "seed 0", code=1)
+    refused(argv, "finetune: at step ", "diverged", "seed 0", code=3)
     assert not (out / "seed-0" / "model").exists() and not (out / "metrics.json").exists()
 
 
