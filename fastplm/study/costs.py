@@ -80,6 +80,8 @@ def _of_pretraining(args: Any, config: Any) -> float:
 
 
 def _of_finetuning(args: Any, config: Any, folder: Path) -> float:
+    from fastplm.train.finetune import KINDS
+
     parts = [
         _examples(
             part.task,
@@ -95,7 +97,8 @@ def _of_finetuning(args: Any, config: Any, folder: Path) -> float:
     words = sum(n * mean for n, (_, mean) in zip(of_parts, parts, strict=True)) / count
     most = args.max_samples
     counts = most if isinstance(most, list) else [most or count]
-    length = round(min(_A_WORD * words + _SPECIAL, args.max_length or 512))
+    longest = args.max_length or KINDS[args.task].max_length
+    length = round(min(_A_WORD * words + _SPECIAL, longest))
     each = _of_sequence(config, length)
     runs = args.seeds
     if isinstance(args.learning_rate, list):

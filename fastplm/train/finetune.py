@@ -72,7 +72,7 @@ from fastplm.train.finetune_teacher import of_batch
 from fastplm.train.frozen import Frozen, Kept
 from fastplm.train.optimizer import Adafactor
 
-_KINDS: dict[str, type[Task]] = {
+KINDS: dict[str, type[Task]] = {
     **TASKS,
     "seq2seq": Seq2Seq,
     **dict.fromkeys(NAMES, SegmentPairs),
@@ -412,7 +412,7 @@ def prepare_task(args: FinetuneArguments, *, choosing: bool = False) -> Task:
             again, and those that the run is judged by are not in it.
     """
     tokenizer, config = read_tokenizer(args), read_config(args)
-    kind = _KINDS[args.task]
+    kind = KINDS[args.task]
     length = longest(args, kind.max_length, config, tokenizer)
     train, test, known = _divided(args, kind, length)
     if args.task in ("choice", "regression"):

@@ -14,7 +14,7 @@ import pytest
 from fastplm.cli import main
 from fastplm.errors import DataError
 from fastplm.run.folder import write_hashed
-from fastplm.study import cells
+from fastplm.study import cells, costs
 from fastplm.study.cells import Planner, Store, loss_of_choice
 from fastplm.study.code import meaning
 from fastplm.study.engine import rules, words_of
@@ -172,10 +172,19 @@ def test_a_mixture_depends_on_its_files_and_costs_what_they_hold(place):
         changed(place, before, after)
 
     def found():
+        costs._examples.cache_clear()
         return planner().plan().variants["40 %"].judged["sentiment", 1.0][0]
 
     old = found()
     assert old.cost > 0
+    for name in ("first part.tsv", "second.tsv"):  # cut to 128 tokens, as fine-tuning does
+        (place / name).write_text(rows.replace("a b c", "a b c " * 100))
+    at_most = found().cost
+    for name in ("first part.tsv", "second.tsv"):
+        (place / name).write_text(rows.replace("a b c", "a b c " * 400))
+    assert found().cost == at_most > old.cost
+    (place / "first part.tsv").write_text(rows)
+    old = found()
     (place / "first part.tsv").write_text(rows.replace("d e", "e d"))
     assert found().key != old.key
 
