@@ -98,7 +98,7 @@ def test_no_code_is_cut_off_and_no_name_broken(pages, site):
 @needs_mkdocs
 def test_first_page_is_the_readme(pages):
     page = text_of(pages["index.html"])
-    assert "Fast and correct pre-training" in page
+    assert "Pre-training, fine-tuning, distillation and inference of BERT" in page
     assert "from fastplm.models import BertForMaskedLM" in page
     assert "images/padding-cpu.png" in pages["index.html"]
 
