@@ -24,8 +24,8 @@ from fastplm.triton_kernels.linear_cross_entropy.tiles import (
     tile_ptrs,
 )
 
-# A few spare rows split the vocabulary into so many parts, to use more of a device.
-SPARE_SPLITS = tl.constexpr(16)
+# A few rows split the vocabulary into at most so many parts, to use more of a device.
+MOST_SPLITS = tl.constexpr(16)
 
 
 class Logits(NamedTuple):
@@ -155,11 +155,11 @@ def _linear_cross_entropy_bwd_logits_kernel(
 
 
 @triton.jit
-def spare_splits(count, N, BLOCK_N: tl.constexpr):
-    """(splits of the vocabulary, slots of each) of dX of ``count`` spare rows of N: the fewer rows,
-    the more splits, in the memory of one split of all."""
+def few_rows_splits(count, N, BLOCK_N: tl.constexpr):
+    """(splits of the vocabulary, slots of each) of dX of ``count`` rows of N: the fewer rows, the
+    more splits, in the memory of one split of all."""
     tiles = tl.maximum(tl.cdiv(count, BLOCK_N), 1)
-    return tl.minimum(tl.cdiv(N, BLOCK_N) // tiles, SPARE_SPLITS), tiles * BLOCK_N
+    return tl.minimum(tl.cdiv(N, BLOCK_N) // tiles, MOST_SPLITS), tiles * BLOCK_N
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -196,13 +196,14 @@ def _linear_cross_entropy_bwd_input_kernel(
     BLOCK_E: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SMOOTHED: tl.constexpr,
-    FROM_SCRATCH: tl.constexpr,
-    SPARE: tl.constexpr,
+    DZ_IS_STORED: tl.constexpr,
+    FEW_ROWS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """One tile of dX, by slot and in fp32: over one split or, from scratch, over one chunk more.
+    """One tile of dX, by slot and in fp32: the sum over one split of the vocabulary or, if dZ is
+    stored, over one chunk more of it.
 
-    ``SPARE``: the split is one of as many as fit into the memory of one of all slots.
+    ``FEW_ROWS``: few slots are used, so the memory of one split of all slots has many of these.
     """
     TILE: tl.constexpr = Tile(E, BLOCK_N, BLOCK_V, BLOCK_E, HAS_BIAS, UPCAST)
     operands = Operands(x_ptr, w_ptr, bias_ptr, V, stride_xn, stride_wv)
@@ -215,8 +216,8 @@ def _linear_cross_entropy_bwd_input_kernel(
     if start_n >= count:
         return
     split_rows = N
-    if SPARE:
-        num_splits, split_rows = spare_splits(count, N, BLOCK_N)
+    if FEW_ROWS:
+        num_splits, split_rows = few_rows_splits(count, N, BLOCK_N)
         split_columns = tl.cdiv(tl.cdiv(V, BLOCK_V), num_splits) * BLOCK_V
         if split >= num_splits:
             return
@@ -227,7 +228,7 @@ def _linear_cross_entropy_bwd_input_kernel(
     if chunk_start > 0:  # the sum over the chunks before
         dx_ptrs = tile_ptrs(split_dx_ptr, start_n, start_e, E, BLOCK_N, BLOCK_E)
         dx = tl.load(dx_ptrs, mask=mask_dx, other=0.0)
-    if not FROM_SCRATCH:
+    if not DZ_IS_STORED:
         if E <= BLOCK_E:
             x = load_x(operands, rows, used, 0, TILE)  # [BLOCK_N, BLOCK_E]
         row = load_row_scalars(saved, rows, used, V, SMOOTHED)
@@ -236,7 +237,7 @@ def _linear_cross_entropy_bwd_input_kernel(
     end_v = tl.minimum(tl.minimum(first_v + split_columns, chunk_start + chunk_columns), V)
     for start_v in range(first_v, end_v, BLOCK_V):
         w = load_weight(operands, start_v, start_e, TILE)
-        if FROM_SCRATCH:
+        if DZ_IS_STORED:
             start_c = start_v - chunk_start
             ptrs = tile_ptrs(dz_ptr, start_n, start_c, stride_dzn, BLOCK_N, BLOCK_V)
             dz = tl.load(ptrs, mask=used[:, None], other=0.0)  # [BLOCK_N, BLOCK_V]
@@ -271,11 +272,11 @@ def _linear_cross_entropy_reduce_input_kernel(
     E: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    SPARE_BLOCK_N: tl.constexpr,
+    FEW_ROWS_BLOCK_N: tl.constexpr,
 ):
     """dX from slots to rows, its splits summed in order, times g if given; 0 for ignored rows.
 
-    ``SPARE_BLOCK_N``: the slots of a tile where the splits are those of ``spare_splits``, else 0.
+    ``FEW_ROWS_BLOCK_N``: the slots of a tile where ``few_rows_splits`` says the splits, else 0.
     """
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -285,8 +286,8 @@ def _linear_cross_entropy_reduce_input_kernel(
     dx = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
     offs_s = offs_n.to(tl.int64)
     split_rows = N
-    if SPARE_BLOCK_N:
-        num_splits, split_rows = spare_splits(count, N, SPARE_BLOCK_N)
+    if FEW_ROWS_BLOCK_N:
+        num_splits, split_rows = few_rows_splits(count, N, FEW_ROWS_BLOCK_N)
     for _ in range(0, num_splits):
         ptrs = split_dx_ptr + offs_s[:, None] * E + offs_e[None, :]
         dx += tl.load(ptrs, mask=used, other=0.0)
@@ -332,7 +333,7 @@ def _linear_cross_entropy_bwd_weight_kernel(
     BLOCK_E: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SMOOTHED: tl.constexpr,
-    FROM_SCRATCH: tl.constexpr,
+    DZ_IS_STORED: tl.constexpr,
     ACCUMULATES: tl.constexpr,
     NEED_WEIGHT: tl.constexpr,
     NEED_BIAS: tl.constexpr,
@@ -348,7 +349,7 @@ def _linear_cross_entropy_bwd_weight_kernel(
     saved = Saved(
         target_ptr, g_ptr, log_probability_ptr, max_ptr, sum_ptr, label_smoothing, stride_g
     )
-    tl.static_assert(not (FROM_SCRATCH and NEED_BIAS))
+    tl.static_assert(not (DZ_IS_STORED and NEED_BIAS))
     start_c, start_e = tl.program_id(0) * BLOCK_V, tl.program_id(1) * BLOCK_E
     count = tl.load(count_ptr).to(tl.int32)
     if ACCUMULATES and count == 0:
@@ -357,13 +358,13 @@ def _linear_cross_entropy_bwd_weight_kernel(
     offs_v = chunk_start + offs_c
     mask_v = offs_v < V
     mask_dw = mask_v[:, None] & (start_e + tl.arange(0, BLOCK_E) < E)[None, :]
-    if not FROM_SCRATCH:
+    if not DZ_IS_STORED:
         if E <= BLOCK_E:
             w = load_weight(operands, chunk_start + start_c, 0, TILE)
         bias = load_bias(operands, offs_v, HAS_BIAS)
     dw = tl.zeros([BLOCK_V, BLOCK_E], tl.float32)
     db = tl.zeros([BLOCK_V], tl.float32)
-    if ACCUMULATES:  # the sum over the rows of the other data flow
+    if ACCUMULATES:  # what ``backward_kept`` has written, of the other rows
         if NEED_WEIGHT:
             dw_ptrs = tile_ptrs(dw_ptr, chunk_start + start_c, start_e, E, BLOCK_V, BLOCK_E)
             dw = tl.load(dw_ptrs, mask=mask_dw, other=0.0)
@@ -375,13 +376,13 @@ def _linear_cross_entropy_bwd_weight_kernel(
         rows, used = next_rows, next_used
         # Loaded one tile before they are needed: else the copies of x, whose addresses they give,
         # would run only one iteration ahead, whatever the stages. With dZ in registers it spills.
-        if FROM_SCRATCH:
+        if DZ_IS_STORED:
             next_rows, next_used = load_slots(order_ptr, count, start_n + BLOCK_N, BLOCK_N)
         else:
             rows, used = load_slots(order_ptr, count, start_n, BLOCK_N)
         x = load_x(operands, rows, used, start_e, TILE)  # [BLOCK_N, BLOCK_E]
         # dZ is computed transposed, as the second product needs it as its left operand.
-        if FROM_SCRATCH:
+        if DZ_IS_STORED:
             ptrs = tile_ptrs(dz_ptr, start_n, start_c, stride_dzn, BLOCK_N, BLOCK_V)
             dz_t = tl.trans(tl.load(ptrs, mask=used[:, None], other=0.0))  # [BLOCK_V, BLOCK_N]
         elif E > BLOCK_E:
@@ -447,7 +448,7 @@ def _linear_cross_entropy_bwd_bias_kernel(
         db += tl.sum(dz, 0)
     if scale_ptr is not None:
         db *= tl.load(scale_ptr)
-    if ACCUMULATES:  # the sum over the rows of the other data flow
+    if ACCUMULATES:  # what ``backward_kept`` has written, of the other rows
         db += tl.load(db_ptr + offs_v, mask=mask_v, other=0.0)
     tl.store(db_ptr + offs_v, db.to(db_ptr.dtype.element_ty), mask=mask_v)
 
@@ -532,7 +533,7 @@ def _reduce_input(
     split_dx: torch.Tensor,
     g: torch.Tensor | None,
     dx: torch.Tensor,
-    spare_block_n: int = 0,
+    few_rows_block_n: int = 0,
 ) -> None:
     """Launch the sum of ``split_dx`` [splits, slots, E] into the rows of dX, times g if given."""
     splits, _, width = split_dx.shape
@@ -550,7 +551,7 @@ def _reduce_input(
         E=width,
         BLOCK_N=32,
         BLOCK_E=64,
-        SPARE_BLOCK_N=spare_block_n,
+        FEW_ROWS_BLOCK_N=few_rows_block_n,
         **part.arguments(),
     )
 
@@ -563,47 +564,49 @@ def backward_recomputed(
     dw_ptr: torch.Tensor | None,
     db_ptr: torch.Tensor | None,
     accumulates: bool,
-    spare: bool = False,
+    few_rows: bool = False,
     logits: Logits | None = None,
     **scalars: Any,
 ) -> None:
     """Launch the backward of the rows whose logits were not stored.
 
     Args:
-        spare: probably none of these rows counts. So dZ has no buffer, and each tile of E computes
-            it again; the programs of the three launches end at once if no row counts.
+        few_rows: probably none of these rows counts. So dZ is not stored, each tile of E computes
+            it again, and the programs of the three launches end at once if no row counts.
         logits: what writes another op's dZ, instead of this op's; such a dZ is always read from a
             buffer.
     """
     input, rows, vocab, width = operands["x_ptr"], part.rows, operands["V"], operands["E"]
     device = input.device
-    # If wide, all products read a stored dZ; in a second part, which is rare, they always do.
-    wide = not spare and (configs.is_wide(width) or accumulates or logits is not None)
-    prefix = "wide " if wide else ""
+    # With wide rows, in a second part and for another op, dZ is written once and read by products.
+    stores_dz = not few_rows and (configs.is_wide(width) or accumulates or logits is not None)
+    prefix = "wide " if stores_dz else ""
     config_x, config_w = (configs.config_of(prefix + which, input) for which in ("dX", "dW"))
-    if wide and (accumulates or not configs.is_wide(width)):
+    if stores_dz and (accumulates or not configs.is_wide(width)):
         config_w = configs.config_of("wide dW with more", input)
-    config_z = configs.config_of("wide dZ", input) if wide else {}
+    config_z = configs.config_of("wide dZ", input) if stores_dz else {}
     if logits is not None:
         config_z = logits.config
-    scratch, chunk_columns = input, vocab  # the buffer is never read
+    dz, chunk_columns = input, vocab  # the buffer is never read
     split_columns = configs.split_columns_of(config_x["BLOCK_V"])
-    if wide:
+    if stores_dz:
         chunk_columns = configs.chunk_columns_of(rows, vocab, config_x, config_w, config_z)
-        scratch = input.new_empty(rows, chunk_columns)
+        dz = input.new_empty(rows, chunk_columns)
         split_columns = configs.wide_split_columns(rows, width, chunk_columns, config_x)
     splits, split_rows = cdiv(min(chunk_columns, vocab), split_columns), rows
-    if spare:
-        splits = SPARE_SPLITS.value
+    if few_rows:
+        splits = MOST_SPLITS.value
         split_rows = cdiv(rows, config_x["BLOCK_N"]) * config_x["BLOCK_N"]
-    shared = dict(**scalars, dz_ptr=scratch, stride_dzn=scratch.stride(0))
+    shared = dict(**scalars, dz_ptr=dz, stride_dzn=dz.stride(0))
     if dx_ptr is not None:
-        split_dx = input.new_empty(1 if spare else splits, split_rows, width, dtype=torch.float32)
+        split_dx = input.new_empty(
+            1 if few_rows else splits, split_rows, width, dtype=torch.float32
+        )
     for chunk_start in range(0, vocab, chunk_columns):
         columns = min(chunk_columns, vocab - chunk_start)
         if logits is not None:
-            logits.write(scratch, chunk_start, columns)
-        elif wide:
+            logits.write(dz, chunk_start, columns)
+        elif stores_dz:
             launch(
                 _linear_cross_entropy_bwd_logits_kernel,
                 (cdiv(rows, config_z["BLOCK_N"]), cdiv(columns, config_z["BLOCK_V"])),
@@ -628,14 +631,14 @@ def backward_recomputed(
                 chunk_start=chunk_start,
                 chunk_columns=chunk_columns,
                 split_columns=split_columns,
-                FROM_SCRATCH=wide,
-                SPARE=spare,
+                DZ_IS_STORED=stores_dz,
+                FEW_ROWS=few_rows,
                 **shared,
                 **part.arguments(),
                 **operands,
                 **config_x,
             )
-        sums_bias = db_ptr is not None and not wide
+        sums_bias = db_ptr is not None and not stores_dz
         if dw_ptr is not None or sums_bias:
             tiles_e = cdiv(width, config_w["BLOCK_E"]) if dw_ptr is not None else 1
             launch(
@@ -645,7 +648,7 @@ def backward_recomputed(
                 dw_ptr=dw_ptr,
                 db_ptr=db_ptr if sums_bias else None,
                 chunk_start=chunk_start,
-                FROM_SCRATCH=wide,
+                DZ_IS_STORED=stores_dz,
                 ACCUMULATES=accumulates,
                 NEED_WEIGHT=dw_ptr is not None,
                 NEED_BIAS=sums_bias,
@@ -654,10 +657,10 @@ def backward_recomputed(
                 **operands,
                 **config_w,
             )
-        if db_ptr is not None and wide:
+        if db_ptr is not None and stores_dz:
             _bias_gradient(
                 part,
-                scratch,
+                dz,
                 vocab,
                 db_ptr,
                 chunk_start=chunk_start,
@@ -665,4 +668,4 @@ def backward_recomputed(
                 accumulates=accumulates,
             )
     if dx_ptr is not None:
-        _reduce_input(part, split_dx, None, dx_ptr, config_x["BLOCK_N"] if spare else 0)
+        _reduce_input(part, split_dx, None, dx_ptr, config_x["BLOCK_N"] if few_rows else 0)

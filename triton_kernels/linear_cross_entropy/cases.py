@@ -28,7 +28,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "label_smoothing": 0.1,
     },
     " sampled at T": {"temperature": 0.5},
-    " spare": {"overflow_unlikely": True},
+    " few rows": {"overflow_unlikely": True},
 }
 
 
@@ -45,12 +45,12 @@ def compile_cases() -> Iterator[tuple[str, Callable[[], object]]]:
                 for option, arguments in _OPTIONS.items():
                     if option and not (default or width == 64 or dtype is torch.bfloat16):
                         continue
-                    if option and (kept_rows == 256) != (option == " spare"):
+                    if option and (kept_rows == 256) != (option == " few rows"):
                         continue
                     always = default and (dtype is torch.bfloat16 or (width == 128 and not option))
                     if (width, kept_rows) == (768, 0):  # its options are for the long lane
                         always &= not option
-                    always |= option == " spare" and (width, dtype) == (768, torch.bfloat16)
+                    always |= option == " few rows" and (width, dtype) == (768, torch.bfloat16)
                     case = functools.partial(meta_case, dtype, width, kept_rows, **arguments)
                     yield label + option if always else f"slow: {label}{option}", case
 

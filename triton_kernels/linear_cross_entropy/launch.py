@@ -129,7 +129,7 @@ def linear_cross_entropy_bwd(
     """Launch the backward, which writes the three gradients; those not needed have no elements.
 
     ``grad_loss`` fp32 [N] has any stride; 0 if all rows have one gradient. ``overflow_unlikely`` is
-    ``spare`` of ``backward_recomputed``, for the rows that do not keep their logits.
+    ``few_rows`` of ``backward_recomputed``, for the rows that do not keep their logits.
     """
     parts = parts_of(order, grad_logits.shape[0])
     if not parts:
@@ -156,7 +156,7 @@ def linear_cross_entropy_bwd(
             operands,
             **grads,
             accumulates=number > 0,
-            spare=overflow_unlikely and number > 0,
+            few_rows=overflow_unlikely and number > 0,
             target_ptr=target,
             g_ptr=grad_loss,
             log_probability_ptr=log_probability,
