@@ -149,7 +149,7 @@ class RunTrainer(Trainer):
     """
 
     #: The name of the command, for error messages.
-    where = "pretrain"
+    where: str
     #: What scores the model in ``evaluate``, in the place of an ``eval_dataset``.
     judge: Callable[[], dict[str, float]] | None = None
     #: The steps whose checkpoints are kept beside the newest ones, see ``KeepStates``.

@@ -51,6 +51,8 @@ class PretrainingTrainer(RunTrainer):
             it then runs on the device of the model.
     """
 
+    where = "pretrain"
+
     lr_scheduler: LRScheduler | None
 
     def __init__(
