@@ -24,6 +24,7 @@ from fastplm.inference.embed import embed
 from fastplm.inference.score import log_likelihood, pseudo_log_likelihood
 from fastplm.inference.sentence_folder import sentence_transformers_settings
 from fastplm.run.checkpoint import config_at
+from fastplm.run.hub import folder_of
 from fastplm.run.settings import MATMUL_PRECISIONS
 from fastplm.run.threads import computing, fp32_products
 
@@ -56,6 +57,7 @@ class _Column:
         check_choice(where, "matmul_precision", matmul_precision, MATMUL_PRECISIONS)
         if threads is not None:
             check_int(where, "threads", threads, 1, 1024, "Pass a number of threads.")
+        model = folder_of(where, "model", model)
         config_at(where, "model", model)
         self._where, self._columns, self._into, self._settings = where, columns, into, settings
         self._model, self._bf16 = Path(model), bf16
@@ -95,9 +97,9 @@ class TextEmbedder(_Column):
     """Adds the vectors of a column of texts, as ``embed`` gives them, to each batch.
 
     Args:
-        model: folder of a checkpoint and its tokenizer. If it has the ``modules.json`` of
-            sentence-transformers, and neither ``pooling`` nor ``words`` is given, its files say
-            what is not given of pooling, normalisation and the longest text.
+        model: folder of a checkpoint and its tokenizer, or its name on the Hub. If it has the
+            ``modules.json`` of sentence-transformers, and neither ``pooling`` nor ``words`` is
+            given, its files say what is not given of pooling, normalisation and the longest text.
         column: of the texts.
         into: the new column: fp32 [B, width]; with ``words`` a list of arrays.
         bf16: compute in bfloat16.
@@ -125,7 +127,7 @@ class TextEmbedder(_Column):
         how = bf16, matmul_precision, threads
         super().__init__("embed", embed, model, (column,), (into,), settings, *how)
         if not {"pooling", "words"} & settings.keys():
-            self._settings = (sentence_transformers_settings(model) or {}) | settings
+            self._settings = (sentence_transformers_settings(self._model) or {}) | settings
 
     @cached_property
     def _loaded(self) -> tuple[Any, Any]:
@@ -140,7 +142,7 @@ class TextScorer(_Column):
     """Adds the (pseudo-)log-likelihood of a column of texts, and its number of tokens.
 
     Args:
-        model: folder of a checkpoint and its tokenizer.
+        model: folder of a checkpoint and its tokenizer, or its name on the Hub.
         column: of the texts.
         source: column of their sources, of an encoder-decoder; None = empty ones.
         into: the new column, fp64 [B], the sum over the tokens of a text. Beside it ``into_tokens``
@@ -170,7 +172,7 @@ class TextScorer(_Column):
         threads: int | None = None,
         **settings: Any,
     ) -> None:
-        where = "score"
+        where, model = "score", folder_of("score", "model", model)
         self._head = head_of(config_at(where, "model", model))
         usual = "pseudo-log-likelihood" if self._head == "MaskedLM" else "log-likelihood"
         self._metric = metric or usual

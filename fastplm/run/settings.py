@@ -93,6 +93,8 @@ def whole(low: int = 1, high: int = 10**9) -> Number:
 
 #: Settings of one call, which are not those of its run: no file of settings has them.
 CALL = ("resume", "overwrite", "dry_run")
+#: What a setting is that takes a checkpoint: a folder, or a name on the Hugging Face Hub.
+MODEL = "DIR|NAME"
 #: The help of ``--config``.
 CONFIG = (
     "YAML or JSON file of the options' names and values, as a run writes it (OUT/settings.yaml), "
@@ -323,9 +325,21 @@ class Settings:
             if each.metadata["path"] and given is not None:
                 for path in given if isinstance(given, list | tuple) else (given,):
                     self._check_path(each.name, str(path))
-            if each.metadata["path"] == "DIR" or each.name == "out":
+            if each.metadata["path"] in ("DIR", MODEL) or each.name == "out":
                 self._check_name(each.name, str(given))
+            if each.metadata["path"] == MODEL and given is not None:
+                self._find_model(each.name, given)
         self.check_reports()
+
+    def _find_model(self, name: str, given: str | Path) -> None:
+        """Put the folder of a model in the place of its name on the Hub."""
+        from fastplm.run.hub import folder_of, name_of
+
+        folder = folder_of(self.where, name, given, weights=name != "tokenizer")
+        if str(folder) != str(given):
+            setattr(self, name, folder)
+        # The revision is written down with the name, which alone is another model one day.
+        self.given[name] = name_of(folder) or given
 
     def _check_path(self, name: str, path: str) -> None:
         """A path that the system can follow; an empty one would be the current folder."""
@@ -366,7 +380,10 @@ class _Common:
         path="PATH",
         on_command_line=["embedded"],
     )
-    model: str | Path = setting("folder of the checkpoint and its tokenizer", path="DIR")
+    model: str | Path = setting(
+        "folder of the checkpoint and its tokenizer, or its name on the Hugging Face Hub",
+        path=MODEL,
+    )
     steps: int = setting("optimizer steps of the run", number=COUNT)
     out: str | Path = setting("folder of all results", path="DIR")
     block_size: int = setting("tokens of a sample", 128, number=whole(8))

@@ -498,6 +498,7 @@ def _facts(command: str, args: Any, identities: Mapping[str, Any], folder: Path)
         if name in identities:
             found[name] = identities[name]
         elif is_path(command, name):
+            value = getattr(args, name)  # of a name on the Hub the folder
             several = isinstance(value, list | tuple)
             parts = value if several else [value]
             found[name] = [_hash_of(Path(part), folder) for part in parts]

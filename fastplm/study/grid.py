@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 from fastplm.errors import FastplmError, check, fail
 from fastplm.inference.score_settings import ScoreArguments
 from fastplm.run.config_file import read
-from fastplm.run.settings import Numbers, Settings, add_settings, whole
+from fastplm.run.hub import is_name
+from fastplm.run.settings import MODEL, Numbers, Settings, add_settings, whole
 from fastplm.train.distill_settings import DistillArguments
 from fastplm.train.finetune_settings import FinetuneArguments
 from fastplm.train.pretrain_settings import PretrainArguments
@@ -249,6 +250,12 @@ def is_path(command: str, name: str) -> bool:
     """Whether an option names files or folders."""
     each = next(each for each in fields(COMMANDS[command]) if each.name == name)  # type: ignore[arg-type]
     return bool(each.metadata["path"])
+
+
+def takes_model(command: str, name: str) -> bool:
+    """Whether an option names a checkpoint, by its folder or its name on the Hub."""
+    each = next(each for each in fields(COMMANDS[command]) if each.name == name)  # type: ignore[arg-type]
+    return each.metadata["path"] == MODEL
 
 
 class _Reader:
@@ -573,14 +580,20 @@ def resolved(options: Options, command: str, data: str | Path | None, grid: Grid
             found[name] = value
             continue
         parts = [value] if isinstance(value, str) else value
-        paths = [part if part == "embedded" else _there(part, data, grid) for part in parts]
+        models = takes_model(command, name)
+        paths = [
+            part if part == "embedded" else _there(part, data, grid, models=models)
+            for part in parts
+        ]
         found[name] = paths[0] if isinstance(value, str) else paths
     return found
 
 
-def _there(path: str, data: str | Path | None, grid: Grid) -> str:
+def _there(path: str, data: str | Path | None, grid: Grid, *, models: bool) -> str:
     folder = Path(data) if data is not None else grid.path.parent
     full = (folder / path).resolve()
+    if models and is_name(path) and not full.exists():
+        return path
     ours = data is None and grid.path.parent == STUDIES
     fix = "Give --data DIR, the folder of the texts." if ours else "Check the path, or --data."
     expected = f"a file that is there, for the study {grid.name}"

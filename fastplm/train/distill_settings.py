@@ -9,6 +9,7 @@ from typing import Any
 
 from fastplm.run import budget
 from fastplm.run.settings import (
+    MODEL,
     POSITIVE,
     WEIGHT,
     WIDTH,
@@ -92,7 +93,7 @@ class DistillArguments(budget.BudgetSettings):
     }
 
     recipe: str = setting("what the student learns from the teacher", choices=tuple(RECIPES))
-    teacher: str | Path = setting("folder of the teacher and its tokenizer", path="DIR")
+    teacher: str | Path = setting("folder of the teacher and its tokenizer", path=MODEL)
     corpus: Sequence[str | Path] = common("corpus")
     #: None where ``flops`` is given, until the models are read.
     steps: int = budget.steps()
@@ -101,7 +102,7 @@ class DistillArguments(budget.BudgetSettings):
     student: str | Path | None = setting(
         "folder of the student (default: made of layers of the teacher)",
         None,
-        path="DIR",
+        path=MODEL,
         excludes="student",
     )
     student_layers: int | None = setting(
@@ -132,7 +133,7 @@ class DistillArguments(budget.BudgetSettings):
     tokenizer: str | Path | None = setting(
         "multilingual: folder of the student's tokenizer (default: the student's or the teacher's)",
         None,
-        path="DIR",
+        path=MODEL,
         excludes="vocabulary",
     )
     vocab_size: int | None = setting(
@@ -150,7 +151,7 @@ class DistillArguments(budget.BudgetSettings):
         choices=POOLINGS,
     )
     generator: str | Path | None = setting(
-        "electra: folder of the generator that replaces tokens; it is not trained", None, path="DIR"
+        "electra: folder of the generator that replaces tokens; it is not trained", None, path=MODEL
     )
     temperature: float = setting(
         "distilbert, electra: divides the logits of both models before the divergence",

@@ -12,6 +12,7 @@ from fastplm.run.settings import (
     ANY,
     BATCH,
     COUNT,
+    MODEL,
     NOT_NEGATIVE,
     POSITIVE,
     Number,
@@ -107,9 +108,10 @@ class FinetuneArguments(Settings):
     )
     out: str | Path = common("out")
     model: str | Path | None = setting(
-        "folder of the checkpoint and its tokenizer; needed unless there is --encoder",
+        "folder of the checkpoint and its tokenizer, or its name on the Hugging Face Hub; needed "
+        "unless there is --encoder",
         None,
-        path="DIR",
+        path=MODEL,
     )
     eval_data: str | Path | None = setting(
         "file of examples to score (default: a tenth of --data is held out)", None, path="FILE"
@@ -179,7 +181,7 @@ class FinetuneArguments(Settings):
         "folder of a checkpoint that was fine-tuned for the same task and labels: the model learns "
         "its predictions, too",
         None,
-        path="DIR",
+        path=MODEL,
     )
     teacher_weight: float = setting(
         "with --teacher: weight of its predictions in the loss; the labels have the rest",
@@ -232,12 +234,12 @@ class FinetuneArguments(Settings):
         "seq2seq: in place of --model, folder of the checkpoint that starts the encoder of a new "
         "encoder-decoder",
         None,
-        path="DIR",
+        path=MODEL,
     )
     decoder: str | Path | None = setting(
         "with --encoder: folder of the checkpoint that starts the decoder (default: the same)",
         None,
-        path="DIR",
+        path=MODEL,
     )
     warm: str = setting(
         "with --encoder: which parts take their weights from the checkpoints; the others are new",

@@ -17,6 +17,7 @@ from fastplm.models import (
 )
 from fastplm.run import budget
 from fastplm.run.settings import (
+    MODEL,
     POSITIVE,
     SHARE,
     Number,
@@ -117,7 +118,7 @@ class PretrainArguments(budget.BudgetSettings):
     out: str | Path = setting("folder of all results", "", path="DIR", required=True)
     flops: float | None = budget.flops()
     tokenizer: str | Path | None = setting(
-        "folder of a saved tokenizer (default: train one)", None, path="DIR", excludes="vocabulary"
+        "folder of a saved tokenizer (default: train one)", None, path=MODEL, excludes="vocabulary"
     )
     vocab_size: int | None = setting(
         "most tokens of a trained tokenizer (default: the published number: "
@@ -130,7 +131,7 @@ class PretrainArguments(budget.BudgetSettings):
         "folder of a checkpoint of this architecture, whose weights and tokenizer the run begins "
         "with; its optimizer and its schedule are new",
         None,
-        path="DIR",
+        path=MODEL,
         excludes="vocabulary",
     )
     block_size: int = common("block_size")
