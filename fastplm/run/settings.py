@@ -298,8 +298,23 @@ class Settings:
         fix = f"pip install {name}, or --report-to none."
         self.check("report_to", there, "a package that is installed", fix)
 
+    def find_models(self) -> None:
+        """Put the folders of models in the place of their names on the Hub."""
+        from fastplm.run.hub import folder_of, name_of
+
+        for each in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, each.name)
+            if each.metadata["path"] != MODEL or value is None:
+                continue
+            folder = folder_of(self.where, each.name, value, weights=each.name != "tokenizer")
+            if str(folder) != str(value):
+                setattr(self, each.name, folder)
+            # The revision is written down with the name, which alone is another model one day.
+            self.given[each.name] = name_of(folder) or value
+
     def inputs(self) -> dict[str, Sequence[str | Path]]:
-        """The paths that the command reads, by their settings."""
+        """The paths that the command reads, by their settings. Models are found first."""
+        self.find_models()
         found: dict[str, Sequence[str | Path]] = {}
         for each in fields(self):  # type: ignore[arg-type]
             value = getattr(self, each.name)
@@ -327,19 +342,7 @@ class Settings:
                     self._check_path(each.name, str(path))
             if each.metadata["path"] in ("DIR", MODEL) or each.name == "out":
                 self._check_name(each.name, str(given))
-            if each.metadata["path"] == MODEL and given is not None:
-                self._find_model(each.name, given)
         self.check_reports()
-
-    def _find_model(self, name: str, given: str | Path) -> None:
-        """Put the folder of a model in the place of its name on the Hub."""
-        from fastplm.run.hub import folder_of, name_of
-
-        folder = folder_of(self.where, name, given, weights=name != "tokenizer")
-        if str(folder) != str(given):
-            setattr(self, name, folder)
-        # The revision is written down with the name, which alone is another model one day.
-        self.given[name] = name_of(folder) or given
 
     def _check_path(self, name: str, path: str) -> None:
         """A path that the system can follow; an empty one would be the current folder."""

@@ -386,6 +386,7 @@ class Planner:
         else:
             plain["format"] = "json"
         args = settings_of(command, {**plain, "out": str(self.store.folder / "out")})
+        args.find_models()
         facts = {
             "command": command,
             "recipe": RECIPES[command],

@@ -35,6 +35,7 @@ def dry_run(args: PretrainArguments) -> dict[str, Any]:
         ``tokens_per_second``, ``seconds`` of the whole run; and ``rows``, the same as text. Under
         torchrun the first process has them.
     """
+    args.find_models()
     with (
         tempfile.TemporaryDirectory(prefix="fastplm-dry-run-") as folder,
         computing(args.threads, huge_pages=True),  # as the run itself
