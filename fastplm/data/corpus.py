@@ -12,14 +12,18 @@ import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from fastplm.data._files import SUFFIXES, check_regular, lines_of, refuse
 from fastplm.data._folder import build_once
+from fastplm.data.sources import fingerprint as fingerprint_of
+from fastplm.data.sources import is_table, json_lines
 from fastplm.errors import ArgumentTypeError, DataError, check, message
 
 #: How a file marks where a document begins.
-Boundary = Literal["title", "blank", "line"]
+Boundary = Literal["title", "blank", "line", "json"]
+#: The names of the column of texts in JSON lines and tables.
+_COLUMNS = ("text", "content")
 
 # ` = Robert Boulter = ` begins an article of WikiText; ` = = Career = = ` only a section of it.
 _TITLE = re.compile(r"\s*= [^=\s](.*[^=\s])? =\s*")
@@ -40,7 +44,7 @@ class TextFiles(Iterable[str]):
 
     def __iter__(self) -> Iterator[str]:
         for path, boundary in self.files:
-            yield from _documents_of(lines_of(path), boundary)
+            yield from _documents_of(_lines_of(path), boundary)
 
     def release(self) -> None:
         """Give back the disk space of a copy of the text, see ``read_documents``."""
@@ -78,8 +82,7 @@ class _CachedFiles(TextFiles):
         self._parts, self._text = [], b""  # the space is free when nothing maps the copy
 
     def _state_of_files(self) -> str:
-        stats = [(os.path.abspath(path), check_regular(path)) for path in self._paths]
-        return repr([(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats])
+        return repr([*map(_state_of, self._paths)])
 
     def _build(self, folder: Path) -> None:
         self._read()
@@ -96,11 +99,11 @@ class _CachedFiles(TextFiles):
 
                 def lines(path: Path = path) -> Iterator[str]:
                     nonlocal end
-                    for line in lines_of(path):
+                    for line in _lines_of(path):
                         end += copy.write(line.encode())
                         yield line
 
-                self.boundaries.append(_boundary_of(lines()))
+                self.boundaries.append(_boundary_of(path, lines()))
                 self._parts.append((begin, end))
             copy.flush()
             self._text = mmap.mmap(copy.fileno(), 0, access=mmap.ACCESS_READ) if end else b""
@@ -113,6 +116,13 @@ class _CachedFiles(TextFiles):
         for (begin, end), boundary in zip(self._parts, self.boundaries, strict=True):
             if boundary is not None:
                 yield from _documents_of(_lines_within(text, begin, end), boundary)
+
+
+def _state_of(path: Path) -> tuple[Any, ...]:
+    if is_table(path):
+        return (fingerprint_of(path),)
+    found = check_regular(path)
+    return os.path.abspath(path), found.st_size, found.st_mtime_ns
 
 
 def _lines_within(text: mmap.mmap | bytes, begin: int, end: int) -> Iterator[str]:
@@ -157,7 +167,7 @@ def read_documents(paths: Iterable[str | Path], *, cache: str | Path | None = No
     check(bool(named), where, "paths", "no path", "one at least", fix, DataError)
     files = [file for _, inside in named for file in inside]
     if cache is None:
-        marks = ((file, _boundary_of(lines_of(file))) for file in files)
+        marks = ((file, _boundary_of(file, _lines_of(file))) for file in files)
         documents = TextFiles([(file, mark) for file, mark in marks if mark is not None])
     else:
         documents = _CachedFiles(files, cache)
@@ -233,9 +243,15 @@ def _texts_in(folder: Path) -> list[Path]:
     return texts
 
 
-def _boundary_of(lines: Iterable[str]) -> Boundary | None:
+def _lines_of(path: Path) -> Iterator[str]:
+    return json_lines(path) if is_table(path) else lines_of(path)
+
+
+def _boundary_of(path: Path, lines: Iterable[str]) -> Boundary | None:
     """What marks the documents of a file; None for a file without text. Takes all lines, so that
     a file that is not text fails before any work is done."""
+    if is_table(path) or ".jsonl" in path.suffixes:
+        return "json" if sum(1 for _ in _texts_of(path, lines)) else None
     text = blank = blank_inside = title = False
     for line in lines:
         if line.isspace():
@@ -249,7 +265,30 @@ def _boundary_of(lines: Iterable[str]) -> Boundary | None:
     return "title" if title else "blank" if blank_inside else "line"
 
 
+def _texts_of(path: Path | None, lines: Iterable[str]) -> Iterator[str]:
+    """The texts of JSON lines: of the column "text" or "content", or of the only one of texts."""
+    column = ""
+    for number, line in enumerate(lines, 1):
+        if line.isspace():
+            continue
+        try:
+            row = json.loads(line)
+            named = [*{*_COLUMNS} & row.keys()] if isinstance(row, dict) else []
+            columns = named or [name for name, value in row.items() if isinstance(value, str)]
+        except (ValueError, AttributeError):
+            refuse(Path(f"{path}:{number}"), "a line that is no JSON object", "Correct it.")
+        if not column and len(columns) != 1:
+            got = f"a row with the columns {', '.join(row)}"
+            refuse(Path(f"{path}:{number}"), got, 'Name the column of the texts "text".')
+        column = column or columns[0]
+        if isinstance(text := row.get(column), str) and text.strip():
+            yield "\n".join(line.strip() for line in text.splitlines() if line.strip())
+
+
 def _documents_of(lines: Iterable[str], boundary: Boundary) -> Iterator[str]:
+    if boundary == "json":
+        yield from _texts_of(None, lines)
+        return
     document: list[str] = []
     for line in lines:
         blank = line.isspace()

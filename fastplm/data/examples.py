@@ -17,6 +17,7 @@ import torch
 
 from fastplm.data._files import lines_of
 from fastplm.data._folder import say
+from fastplm.data.sources import is_table, json_lines
 from fastplm.errors import DataError, check, fail
 
 #: The maximum length of a CSV field: the largest C long, which has 32 bits on Windows.
@@ -87,7 +88,8 @@ def read_examples(
         task: "classification", "pair", "regression", "tagging", "qa", "choice", "seq2seq", or
             "sop" and "nsp", which read text and give the two segments of each pair in order.
         path: a UTF-8 file, with or without byte order mark. The first three tasks and "seq2seq"
-            read JSON lines, or a header and rows, separated by tabs (without quotes) or commas.
+            read JSON lines, or a header and rows, separated by tabs (without quotes) or commas; or
+            a .parquet or .arrow file, or a data set of the Hugging Face Hub (``data.sources``).
             "tagging" reads lines token<TAB>tag, with a blank line between sentences. "qa" reads
             SQuAD 1.1 or 2.0. "choice" reads JSON lines.
         text_columns, label_column: names of columns of a table. Default: the first usual names
@@ -423,6 +425,8 @@ _GZIP = b"\x1f\x8b"
 
 
 def _read(path: Path) -> str:
+    if is_table(path):
+        return "".join(json_lines(path))
     try:
         data = path.read_bytes()
         if data.startswith(_GZIP):

@@ -21,6 +21,7 @@ from typing import Any
 import fastplm
 from fastplm._machine import hardware_has_bf16
 from fastplm.data._folder import file_hash
+from fastplm.data.sources import HUB, fingerprint
 from fastplm.errors import ArgumentValueError, DataError, check, fail
 from fastplm.run.config_file import read
 from fastplm.run.folder import checkpoints, read_hashed
@@ -522,6 +523,8 @@ def _hash_of(path: Path, folder: Path | None = None) -> Any:
     """
     if str(path) == "embedded":
         return f"embedded in Python {platform.python_version()}"
+    if str(path).startswith(HUB):
+        return fingerprint(path)
     if path.is_dir():
         inside = sorted(each for each in path.rglob("*") if each.is_file())
         return [[each.relative_to(path).as_posix(), _hash_of(each)] for each in inside]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+from fastplm.data.sources import HUB
 from fastplm.errors import FastplmError, check, fail
 from fastplm.inference.score_settings import ScoreArguments
 from fastplm.run.config_file import read
@@ -592,7 +593,7 @@ def resolved(options: Options, command: str, data: str | Path | None, grid: Grid
 def _there(path: str, data: str | Path | None, grid: Grid, *, models: bool) -> str:
     folder = Path(data) if data is not None else grid.path.parent
     full = (folder / path).resolve()
-    if models and is_name(path) and not full.exists():
+    if path.startswith(HUB) or (models and is_name(path) and not full.exists()):
         return path
     ours = data is None and grid.path.parent == STUDIES
     fix = "Give --data DIR, the folder of the texts." if ours else "Check the path, or --data."

@@ -151,7 +151,12 @@ def test_bad_batches(checkpoint, make, batch, error, said):
         (TextScorer, {"source": "q"}, ArgumentValueError, "`source` got q with metric pseudo-log"),
         (TextEmbedder, {"threads": 0}, ArgumentValueError, "`threads` got 0"),
         (TextEmbedder, {"matmul_precision": "low"}, ArgumentValueError, "`matmul_precision` got"),
-        (TextEmbedder, {"model": "nowhere"}, DataError, "`model` got nowhere"),
+        (
+            TextEmbedder,
+            {"model": "nowhere"},
+            DataError,
+            "`model` got 'nowhere', which is no folder",
+        ),
     ],
 )
 def test_bad_settings_are_found_before_a_batch(checkpoint, make, options, error, said):

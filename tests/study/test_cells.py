@@ -189,6 +189,22 @@ def test_a_mixture_depends_on_its_files_and_costs_what_they_hold(place):
     assert found().key != old.key
 
 
+def test_names_of_the_hub_stay_names(place, monkeypatch):
+    """A corpus and a data set by name: their keys are those of their rows."""
+    changed(place, "data: train.tsv", "data: 'hf:acme/tiny'")
+    changed(place, "corpus: stories.txt", "corpus: ['hf:acme/text']")
+    rows = {"hf:acme/tiny": "1", "hf:acme/text": "2"}
+    monkeypatch.setattr(cells, "fingerprint", lambda path: rows[str(path)])
+    monkeypatch.setattr(costs, "_examples", lambda *call: (10, 5.0))
+    before = planner().plan().variants["40 %"]
+    assert "hf:acme/text" in before.trainings[0].words
+    rows["hf:acme/tiny"] = "3"
+    after = planner().plan().variants["40 %"]
+    assert [c.key for c in before.trainings] == [c.key for c in after.trainings]
+    judged = [plan.judged["sentiment", 1.0][0].key for plan in (before, after)]
+    assert judged[0] != judged[1]
+
+
 def test_keys_change_with_threads_and_recipes(place, monkeypatch):
     before = keys()
     assert not {*before} & {*keys(threads=2)}

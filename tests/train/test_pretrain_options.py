@@ -846,7 +846,7 @@ def test_a_joint_training_that_begins_with_another(run, tmp_path, electra, refus
         ({"arch": "bert-mini"}, ["`layers` got 4 with bert-mini"]),
         ({"arch": "electra-tiny", "objective": "mlm"}, ["`start_from`", "a bert"]),
         ({"block_size": 1024}, ["`block_size` got 1024; expected 512 at most"]),
-        ({"start_from": "nowhere"}, ["nowhere", "without a config.json"]),
+        ({"start_from": "nowhere"}, ["nowhere", "no folder"]),
         ({"vocab_size": 99}, ["--vocab-size", "not allowed", "--start-from"]),
     ],
     ids=str,
