@@ -1,6 +1,6 @@
 """What ``accelerate`` and ``quantize`` do to the objects of other libraries on a CPU.
 
-    pip install "fastplm[serve]" gliner setfit
+    pip install ".[serve]" gliner setfit
     python benchmarks/libraries_cpu.py --model DIR --texts FILE --rows FILE.csv
 
 Each call gets eight texts in their order, so a batch has the padding that texts of natural lengths

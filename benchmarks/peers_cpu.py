@@ -1,6 +1,6 @@
 """Encoders, generation and training on a CPU: fastplm beside what users would take in its place.
 
-    pip install "fastplm[cpu-peers]"
+    pip install ".[cpu-peers]"
     python benchmarks/peers_cpu.py --task embed --texts FILE --rows FILE.csv --model DIR
 
 The tasks are hidden states (embed), one score for a pair of texts (rerank), a class for each token

@@ -1,6 +1,6 @@
 """Requests a second of examples/serve_embeddings.py, with a model as it comes and with ours.
 
-    pip install "fastplm[serve]"
+    pip install ".[serve]"
     python benchmarks/serving.py --model DIR --texts FILE --rows FILE.csv
 
 Each client sends one text after the other, which is the last column of a line of FILE, and waits

@@ -377,3 +377,12 @@ def test_at_most_four_environment_variables():
 def test_packages_are_listed_by_name():
     assert "find_packages" not in (ROOT / "setup.py").read_text()
     assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+def test_no_message_advises_a_package_of_others():
+    """On the package index fastplm is another project's name."""
+    for folder in ("fastplm", "benchmarks", "docs", "examples"):
+        for path in (ROOT / folder).rglob("*.*"):
+            if path.suffix in (".py", ".md"):
+                advised = re.findall(r"pip install[^`\n]*\bfastplm\b", path.read_text("utf-8"))
+                assert not advised, f"{path}: {advised}"

@@ -31,7 +31,7 @@ def check_engine() -> None:
         DataError: it is not.
     """
     there = importlib.util.find_spec("snakemake") is not None
-    fix = "pip install 'fastplm[study]' (or snakemake), with Python 3.11 or later."
+    fix = "pip install 'snakemake>=9', with Python 3.11 or later."
     got = "no Snakemake, which runs the cells"
     check(there, "study", "engine", got, "a package that is installed", fix, DataError)
 

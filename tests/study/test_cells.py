@@ -461,7 +461,7 @@ def test_a_file_that_is_not_there(place, capsys):
 def test_without_the_engine(place, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["study", "grid.yaml"]) == 2
-    assert "pip install 'fastplm[study]'" in capsys.readouterr().err
+    assert "pip install 'snakemake>=9'" in capsys.readouterr().err
     assert not (place / "runs").exists()
 
 
