@@ -18,7 +18,8 @@ from fastplm.errors import ArgumentValueError, FastplmError, check_choice, first
 
 PRECISIONS = ("auto", "fp32", "bf16")
 #: Where a run logs, and the package that it takes.
-REPORTS = {"tensorboard": "tensorboard", "wandb": "wandb", "none": ""}
+#: Where losses are logged, as Transformers' ``report_to`` names it, and the package that it needs.
+REPORTS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "none": ""}
 
 
 @dataclass(frozen=True)
@@ -410,7 +411,7 @@ class _Common:
     )
     report_to: str = setting(
         "where losses and scores are logged, as the Trainer of Transformers does it, beside "
-        "metrics.json: OUT/tensorboard, Weights & Biases, or nowhere",
+        "metrics.json: OUT/tensorboard, Weights & Biases, MLflow, or nowhere",
         "tensorboard",
         choices=tuple(REPORTS),
     )

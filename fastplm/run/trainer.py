@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib
 import math
 import os
 import shutil
@@ -85,35 +86,39 @@ def trained(
 @contextlib.contextmanager
 def _reporting(trainer: RunTrainer, name: str, done: int) -> Iterator[None]:
     """In this block a trainer also logs to what ``--report-to`` names."""
-    from transformers.integrations import TensorBoardCallback, WandbCallback
+    from transformers.integrations import INTEGRATION_TO_CALLBACK
 
-    first, out = trainer.is_world_process_zero(), Path(trainer.args.output_dir)
-    if first and name == "tensorboard":
+    out = Path(trainer.args.output_dir)
+    if name == "none" or not trainer.is_world_process_zero():
+        yield
+        return
+    trainer.args.run_name = out.name
+    if name == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
         folder = str(out / "tensorboard")
-        board = TensorBoardCallback(SummaryWriter(folder, purge_step=done + 1))
-        board.logging_dir = folder  # for scores that are logged after the training
-        trainer.add_callback(board)
-    if not (first and name == "wandb"):
-        yield
-        return
-    import wandb  # type: ignore[import-not-found]
-
-    callback = WandbCallback()
-    trainer.args.run_name = out.name
-    try:
-        callback.setup(trainer.args, trainer.state, trainer.model)
-    except Exception as error:  # wandb has its own exceptions, such as for a missing key
-        fix = "Call wandb login, set WANDB_MODE=offline, or choose another --report-to."
-        reason = " ".join(str(error).split())
-        got = f"wandb ({reason:.200})"
-        fail(trainer.where, "report_to", got, "a way to log there", fix, DataError)
+        callback = INTEGRATION_TO_CALLBACK[name](SummaryWriter(folder, purge_step=done + 1))
+        callback.logging_dir = folder  # for scores that are logged after the training
+    else:
+        library = importlib.import_module(name)
+        try:
+            if name == "mlflow":  # a run that its callback starts ends with the training
+                library.start_run(run_name=out.name)
+            callback = INTEGRATION_TO_CALLBACK[name]()
+            callback.setup(trainer.args, trainer.state, trainer.model)
+        except Exception as error:  # each has its own, such as for a missing key
+            fix = f"Set {name} up (a login, a server, its offline mode), or choose another one."
+            reason = " ".join(str(error).split())
+            got = f"{name} ({reason:.200})"
+            fail(trainer.where, "report_to", got, "a way to log there", fix, DataError)
     trainer.add_callback(callback)
     try:
         yield
     finally:
-        wandb.finish()  # the next seed is another run of wandb
+        if name == "wandb":
+            library.finish()
+        elif name == "mlflow":
+            library.end_run()  # the next seed is another run
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.machinery
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import runpy
 import shutil
 import statistics
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -208,6 +210,30 @@ def test_each_seed_is_logged(arguments, tmp_path):
     (last,) = events.Scalars("eval/accuracy")
     assert last.step == 3 and last.value == torch.tensor(result["scores"]["accuracy"]).item()
     assert not result["scores_by_step"]
+
+
+def test_mlflow_has_a_run_for_each_seed_with_its_scores(arguments, monkeypatch):
+    """Its callback ends the run that it has started with the training, before the scores."""
+    seen = []
+    library = types.ModuleType("mlflow")
+    library.__spec__ = importlib.machinery.ModuleSpec("mlflow", None)
+    library.start_run = lambda run_name: seen.append(run_name)
+    library.end_run = lambda: seen.append("end")
+
+    class Callback(transformers.TrainerCallback):
+        def setup(self, args, state, model):
+            seen.append("set up")
+
+        def on_log(self, args, state, control, logs, **kwargs):
+            seen.append("score" if "eval_accuracy" in logs else "loss")
+
+    monkeypatch.setitem(sys.modules, "mlflow", library)
+    monkeypatch.setitem(
+        transformers.integrations.integration_utils.INTEGRATION_TO_CALLBACK, "mlflow", Callback
+    )
+    finetune(arguments("classification", report_to="mlflow", seeds=2, steps=1, log_every=1))
+    each = [[f"seed-{seed}", "set up", "loss", "loss", "score", "end"] for seed in (0, 1)]
+    assert seen == each[0] + each[1]
 
 
 def test_a_score_at_the_end_of_an_epoch_is_taken_once(arguments):
