@@ -466,11 +466,12 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         check_input_ids(_WHERE, input_ids, config.discriminator.vocab_size)
         counted: dict[str, Any] = {"unpad": unpad}
         seen = _seen(input_ids, attention_mask)
-        labels, *found = _labels(input_ids, attention_mask, seen, labels, masked_positions, counted)
-        slots = _Slots(
-            *(*found, *_counters(input_ids, found[0], sample_index)),
-            per_label=as_normalizer(num_items_in_batch, input_ids.device),
+        labels, positions, targets = _labels(
+            input_ids, attention_mask, seen, labels, masked_positions, counted
         )
+        index, position = _counters(input_ids, positions, sample_index)
+        per_label = as_normalizer(num_items_in_batch, input_ids.device)
+        slots = _Slots(positions, targets, index, position, per_label)
         ragged, full = unpadded(attention_mask, None, counted["unpad"], dtype=self.dtype)
         kwargs.update(attention_mask=attention_mask, token_type_ids=token_type_ids)
         kwargs.update(return_dict=True, unpad=backbone_unpad(ragged, full, attention_mask))
@@ -488,20 +489,20 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         rows = self.discriminator.electra(replaced_ids, output_rows=output_rows, **kwargs)
         rows = rows.last_hidden_state.flatten(0, 1)
         if by_label:
-            loss, parts = self._judge(rows, filled.sampled, slots.targets, None, slots.per_label)
+            loss, fields = self._judge(rows, filled.sampled, slots.targets, None, slots.per_label)
         else:
             per_token = _per_token(num_tokens_in_batch, num_items_in_batch, labels, seen)
             if ragged is not None:
                 ids, originals = ragged.pack(ids), ragged.pack(originals)
                 seen = ragged.positions >= 0
-            given = (one.flatten() for one in (ids, originals, seen))
-            loss, parts = self._judge(rows, *given, per_token)
+            ids, originals, seen = (one.flatten() for one in (ids, originals, seen))
+            loss, fields = self._judge(rows, ids, originals, seen, per_token)
         if config.adversarial:
             if not by_label:  # in a packed batch, ``slots()`` says in which row a position is
                 packed = None if ragged is None else ragged.slots()
                 rows = rows_at(rows, slots.positions, packed)[:, 0]
             trained, baseline = self._reinforce(filled, rows, slots)
-            parts |= {"generator_loss": trained.detach(), "baseline_loss": baseline.detach()}
+            fields |= {"generator_loss": trained.detach(), "baseline_loss": baseline.detach()}
             loss = trained + baseline + config.discriminator_weight * loss
         elif filled.loss is not None and config.stage is None:
             loss = filled.loss + config.discriminator_weight * loss
@@ -509,7 +510,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             loss=loss,
             mlm_loss=generated,
             replaced_ids=replaced_ids if output_replaced_ids else None,
-            **parts,
+            **fields,
         )
 
     def _vocabulary(self, part: Any) -> Any:
