@@ -130,7 +130,7 @@ class EncoderModel(FastplmModel):
             ``RaggedBatch`` as ``unpad`` it is [1, N, E], and the pooler gets 0 for a sequence whose
             first row is not in that batch.
         """
-        crossed = (encoder_hidden_states, encoder_attention_mask, encoder_rows)
+        cross_attention_args = (encoder_hidden_states, encoder_attention_mask, encoder_rows)
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None or (input_ids is not None and inputs_embeds is not None):
             return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds)  # type: ignore
@@ -148,18 +148,19 @@ class EncoderModel(FastplmModel):
         drops = self.training and (sample_index is not None or is_eager(given))
 
         # --- which rows are computed ---
-        # A batch without padding takes no longer than in the parent.
-        plain = full and output_rows is None and encoder_rows is None and not drops
-        if counted and past_key_values is None and not (plain and lookup is None and given.is_cpu):
-            position_ids = self._positions(input_ids, given)
-        first = None if plain else torch.arange(batch, device=given.device) * seqlen
-        row_plan, kept = Rows(), None if plain else self._keeps_padding(masks, kwargs)
-        if first is not None and kept is None:
-            row_plan, full = self._rows_of(
-                given, attention_mask, first, output_rows, extra_rows, unpad, encoder_rows, kwargs
-            )
-        note(lambda: rows_computed(self, (batch, seqlen), attention_mask, row_plan, kept))
-        if self.training and kept in NUMBERED_REASONS:
+        row_plan, padding_reason, first = Rows(), None, None
+        needs_no_row_selection = full and output_rows is None and encoder_rows is None and not drops
+        if counted and past_key_values is None:
+            if not (needs_no_row_selection and lookup is None and given.is_cpu):
+                position_ids = self._positions(input_ids, given)
+        if not needs_no_row_selection:  # then a batch takes no longer than in the parent
+            first = torch.arange(batch, device=given.device) * seqlen
+            padding_reason = self._keeps_padding(masks, kwargs)
+            if padding_reason is None:
+                chosen = output_rows, extra_rows, unpad, encoder_rows
+                row_plan, full = self._rows_of(given, attention_mask, first, *chosen, kwargs)
+        note(lambda: rows_computed(self, (batch, seqlen), attention_mask, row_plan, padding_reason))
+        if self.training and padding_reason in NUMBERED_REASONS:
             row_plan.number(given, sample_index, offsets, drops and know_their_rows(self._layers()))
             row_plan.draw_seeds(self, given, self._layer_numbers)
 
@@ -168,8 +169,13 @@ class EncoderModel(FastplmModel):
             input_ids, token_type_ids = packed.pack(input_ids), packed.pack(token_type_ids)
             position_ids = packed.pack(position_ids)
             inputs_embeds = packed.pack_rows(inputs_embeds)
-        attention_mask = self._mask_on(given, packed, attention_mask, full, counted, kept)
-        states, row_plan.cross = cross_inputs(*crossed, packed)
+            attention_mask = packed.key_mask_row()
+            attention_mask = self._no_mask(given) if attention_mask is None else attention_mask
+        # The parent may find packed sequences in the caller's position ids, if there is no mask.
+        elif full and padding_reason is None and not (attention_mask is None and not counted):
+            if self._has_our_attention() or not self._is_causal():
+                attention_mask = self._no_mask(given)
+        states, row_plan.cross = cross_inputs(*cross_attention_args, packed)
         row_plan.layers = of_one_forward(self._layers(), given, self.dtype)
         if row_plan.layers_need_it:
             kwargs["rows"] = row_plan
@@ -219,7 +225,7 @@ class EncoderModel(FastplmModel):
         return self.pooler(first)
 
     def _layers_are_ours(self) -> bool:
-        """Whether layers and attention are what Transformers made, which support packed rows."""
+        """Whether all layers and their attention support packed rows."""
         return all(
             isinstance(one, EncoderLayer) and one.attends_as_made() for one in self._layers()
         )
@@ -242,27 +248,6 @@ class EncoderModel(FastplmModel):
         if at_once and rows is not None:
             rows.ids = ids
         return rows
-
-    def _mask_on(
-        self,
-        given: Tensor,
-        own: RaggedBatch | None,
-        mask: Tensor | None,
-        full: bool,
-        counted: bool,  # whether the caller gives no position ids
-        kept: str | None,
-    ) -> Tensor | None:
-        """The parent's mask, of the packed rows ``own`` if there are any."""
-        if own is not None:
-            if own.key_mask is not None:
-                return own.key_mask_row()
-        elif not full or kept is not None:
-            return mask
-        elif self._is_causal() and not self._has_our_attention():
-            return mask
-        elif mask is None and not counted:
-            return None  # the parent may find packed sequences in the caller's position ids
-        return self._no_mask(given)
 
     def _no_mask(self, given: Tensor) -> Tensor | None:
         """The parent's mask where every token may be attended to."""
@@ -292,9 +277,9 @@ class EncoderModel(FastplmModel):
 
         ``layers``: whether to look at the layers, too.
         """
-        kept = keeps_padding(self, masks, kwargs)
-        if kept is not None:
-            return kept
+        reason = keeps_padding(self, masks, kwargs)
+        if reason is not None:
+            return reason
         use_cache = kwargs.get("use_cache", getattr(self.config, "use_cache", False))
         if "past_key_values" in kwargs or (self._is_causal() and use_cache):
             return "cache"
@@ -343,14 +328,14 @@ class EncoderModel(FastplmModel):
         needed: Any = None if rows is None else mask_at(rows, batch, seqlen)
         if self._pools() and (rows is not None or not _are_tokens(mask, 0)):
             needed = either(needed, mask_at(first, batch, seqlen))
-        own, full = unpadded(mask, either(extra_rows, needed), unpad, dtype=self.dtype)
+        packed, full = unpadded(mask, either(extra_rows, needed), unpad, dtype=self.dtype)
         mask = None if full else mask
-        if own is None and encoder_rows is not None:
-            own = RaggedBatch.whole(given, mask)
+        if packed is None and encoder_rows is not None:
+            packed = RaggedBatch.whole(given, mask)
         if rows is None or wants_output(self, "output_hidden_states", kwargs):
-            return Rows(own), full
-        last = self._last_rows(needed, rows, own, mask, one_each)
-        return Rows(own, last=last), full
+            return Rows(packed), full
+        last = self._last_rows(needed, rows, packed, mask, one_each)
+        return Rows(packed, last=last), full
 
     def _last_rows(
         self,
@@ -373,13 +358,11 @@ class EncoderModel(FastplmModel):
         elif statically_known_true(rows.shape[0] >= total):
             return None
         # While sizes are symbols, both conditions are unknown, and the last layer cuts the rows.
-        none = statically_known_true(capacity == 0)
-        worth = _WORTH_CUTTING
-        if self.training and getattr(self.config, "attention_probs_dropout_prob", 0.0) > 0.0:
-            # Attention's dropout depends on the index of a query among those computed, so whether
-            # rows are cut must not depend on the batch.
-            worth = 1.0
-        if none or statically_known_true(capacity > worth * total):
+        drops = self.training and getattr(self.config, "attention_probs_dropout_prob", 0.0) > 0.0
+        # Attention's dropout depends on the index of a query among those computed, so whether
+        # rows are cut must not depend on the batch.
+        most = total if drops else _WORTH_CUTTING * total
+        if statically_known_true(capacity == 0) or statically_known_true(capacity > most):
             return None
         mask = None if mask is None else mask.bool()
         return LastRows.of(index, needed, capacity, longest, ragged, mask, self.dtype)
@@ -573,22 +556,26 @@ class EncoderLayer(SetsDropoutRows):
         return Layer((attention,), feed_forward, self.training)
 
     def attends_as_made(self: Any) -> bool:
+        """Whether its attention is what Transformers made, which supports packed rows."""
         attention = self._modules.get("attention")
-        own = None if attention is None else attention._modules.get("self")
-        made = self._around[:2]
-        return (type(attention), type(own)) == made or (kind_of(attention), kind_of(own)) == made
+        both = attention, None if attention is None else attention._modules.get("self")
+        return _are_of(both, self._around[:2])
 
     def _is_known(self: Any, around: tuple[Any, ...]) -> bool:
         """Whether the layer and the modules around those that run are as they were made."""
-        own, feeds = vars(self), getattr(type(self), self._feeds, None)
+        held, feeds = vars(self), getattr(type(self), self._feeds, None)
         return (
-            (
-                tuple(map(type, around)) == self._around
-                or tuple(map(kind_of, around)) == self._around
-            )
+            _are_of(around, self._around)
             and are_plain(around, *self._around)
             and nothing_hides_modules(self, *around)
-            and not own["chunk_size_feed_forward"]
-            and self._feeds not in own
+            and not held["chunk_size_feed_forward"]
+            and self._feeds not in held
             and getattr(feeds, "__module__", "").startswith("transformers.models.")
         )
+
+
+def _are_of(modules: tuple[Any, ...], kinds: tuple[type, ...]) -> bool:
+    """Whether each of the modules, frozen or not, is of its class; ALBERT's attention is one."""
+    return tuple(map(type, modules))[: len(kinds)] == kinds or (
+        tuple(map(kind_of, modules))[: len(kinds)] == kinds
+    )

@@ -203,10 +203,8 @@ def have_own(modules: Iterable[Any], biased: bool = True) -> bool:
 def nothing_hides_modules(*modules: Any) -> bool:
     """Whether the children of modules are what their names give: an attribute is found first."""
     for module in modules:
-        own = module.__dict__
-        for name in module._modules:
-            if name in own:
-                return False
+        if not module.__dict__.keys().isdisjoint(module._modules):
+            return False
     return True
 
 
@@ -274,12 +272,17 @@ class Ready(NamedTuple):
     feeds: str | None  # the activation's form, if the function of the feed-forward runs
 
 
-def ready(layers: Iterable[Layer], x: Tensor) -> list[Ready]:
-    """Layers that get rows like ``x``."""
-    made: list[Ready] = []
+def ready(layers: Iterable[Layer | None], x: Tensor) -> list[Ready | None]:
+    """Layers that get rows like ``x``; None for one whose parent's forward must run."""
+    made: list[Ready | None] = []
     copies: Copies = {}
     forms: dict[Any, Form | None] = {}  # most layers of a model are alike
+    named: dict[int, bool] = {}
+    patched = is_patched()
     for layer in layers:
+        if layer is None or patched or not _attends_by_name(layer, named):
+            made.append(None)
+            continue
         kind = _kind_of(layer.feed_forward)
         if kind not in forms:
             forms[kind] = form_of(x, layer)
@@ -291,7 +294,7 @@ def ready(layers: Iterable[Layer], x: Tensor) -> list[Ready]:
         if form is not None and feed.outer.is_plain():
             feeds = _expands(feed, layer.training)
         made.append(Ready(layer, form or _BY_MODULES, copies, projects, joins, feeds))
-    copies.update(copies_of(made))
+    copies.update(copies_of([one for one in made if one is not None]))
     return made
 
 
@@ -309,11 +312,8 @@ _NAMES = ("weight", "bias")
 
 def all_ready(layers: list[Layer], x: Tensor) -> list[Ready] | None:
     """``ready``; None unless all layers run in one way."""
-    named: dict[int, bool] = {}
-    if is_patched() or not all(_attends_by_name(one, named) for one in layers):
-        return None
-    made = ready(layers, x)
-    return made if all(one.form.backend for one in made) else None
+    made = [one for one in ready(layers, x) if one is not None and one.form.backend]
+    return made if len(made) == len(layers) else None
 
 
 def of_one_forward(layers: Iterable[Any], given: Tensor, dtype: torch.dtype) -> dict[int, Ready]:
@@ -328,26 +328,15 @@ def of_one_forward(layers: Iterable[Any], given: Tensor, dtype: torch.dtype) -> 
     """
     if given.device.type == "cpu" and not torch.is_autocast_enabled("cpu"):
         return {}  # there is nothing to copy
-    if is_patched():
-        return {}
-    named: dict[int, bool] = {}
-    parts = {id(one): _parts_of(one, named) for one in layers if hasattr(one, "_parts")}
-    known = {key: one for key, one in parts.items() if one is not None}
-    made = ready(known.values(), given.new_empty(0, dtype=dtype))
-    return {key: one for key, one in zip(known, made, strict=True) if one.form.backend}
+    parts = {id(one): one._parts() for one in layers if hasattr(one, "_parts")}
+    made = zip(parts, ready(parts.values(), given.new_empty(0, dtype=dtype)), strict=True)
+    return {key: one for key, one in made if one is not None and one.form.backend}
 
 
 def ready_layer(layer: Any, rows: Rows | None, hidden: Tensor) -> Ready | None:
     """A layer with a method ``_parts``; None if its own forward must run."""
     made = None if rows is None else rows.layers.get(id(layer))
-    if made is None and not is_patched() and (parts := _parts_of(layer, {})) is not None:
-        made = ready([parts], hidden)[0]
-    return made
-
-
-def _parts_of(layer: Any, named: dict[int, bool]) -> Layer | None:
-    parts = layer._parts()
-    return parts if parts is not None and _attends_by_name(parts, named) else None
+    return ready([layer._parts()], hidden)[0] if made is None else made
 
 
 def _attends_by_name(layer: Layer, named: dict[int, bool]) -> bool:
@@ -355,13 +344,12 @@ def _attends_by_name(layer: Layer, named: dict[int, bool]) -> bool:
 
     ``named``: what is known of configurations, by their ``id``: a model has one for all layers.
     """
-    for one in layer.attentions:
-        config = vars(one.module).get("config")
-        if config is not None:
-            if id(config) not in named:
-                named[id(config)] = config._attn_implementation == NAME
-            if not named[id(config)]:
-                return False
+    for block in layer.attentions:
+        config = vars(block.module).get("config")
+        if config is not None and id(config) not in named:
+            named[id(config)] = config._attn_implementation == NAME
+        if not named.get(id(config), True):
+            return False
     return True
 
 
