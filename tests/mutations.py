@@ -907,11 +907,6 @@ MUTATIONS = (
             ('or torch.is_autocast_enabled("cpu")', "", "autocast"),
             ("            or _has_global_hook()\n", "", "run_themselves"),
             ("or tuple(map(_RUNS, self.kinds)) != self.runs", "", "run_themselves"),
-            (
-                "            or tuple(map(_FORWARD, self.bases)) != self.forwards\n",
-                "",
-                "run_themselves",
-            ),
             ("            or _functions() != _FUNCTIONS\n", "", "run_themselves"),
             (
                 "            torch.is_grad_enabled()\n            or ",

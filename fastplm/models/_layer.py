@@ -203,8 +203,10 @@ def have_own(modules: Iterable[Any], biased: bool = True) -> bool:
 def nothing_hides_modules(*modules: Any) -> bool:
     """Whether the children of modules are what their names give: an attribute is found first."""
     for module in modules:
-        if not module.__dict__.keys().isdisjoint(module._modules):
-            return False
+        own = module.__dict__
+        for name in module._modules:
+            if name in own:
+                return False
     return True
 
 

@@ -260,11 +260,6 @@ def gelu_of(activation: Any) -> str:
     return str(form)
 
 
-def _bases_of(kind: type) -> list[type]:
-    """The class and its bases that have a forward of their own, which may call one another."""
-    return [base for base in kind.__mro__ if "forward" in vars(base) and base is not nn.Module]
-
-
 def _is_known(function: Any) -> bool:
     """Whether it and all that it wraps was written in one of these packages."""
     while function is not None:
@@ -280,7 +275,6 @@ _FLAGS = (
     *("return_dict", "is_decoder", "chunk_size_feed_forward"),
 )
 _RUNS = operator.attrgetter("forward", "__call__", "_call_impl")
-_FORWARD = operator.attrgetter("forward")
 
 
 class Facts(NamedTuple):
@@ -288,10 +282,8 @@ class Facts(NamedTuple):
 
     settings: dict[str, Any]  # of a configuration, with these flags
     flags: tuple[Any, ...]
-    kinds: tuple[type, ...]  # the classes of modules, and how they run ...
-    runs: tuple[Any, ...]
-    bases: tuple[type, ...]  # ... and all classes with a forward behind them
-    forwards: tuple[Any, ...]
+    kinds: tuple[type, ...]  # the classes of modules and their bases, which they may call ...
+    runs: tuple[Any, ...]  # ... and how they run
 
     def may_call(self, given: tuple[Tensor, ...]) -> bool:
         """Whether no gradient is needed, and nobody would see the calls of the modules."""
@@ -304,16 +296,16 @@ class Facts(NamedTuple):
             or tuple(map(self.settings.get, _FLAGS)) != self.flags
             or _functions() != _FUNCTIONS
             or tuple(map(_RUNS, self.kinds)) != self.runs
-            or tuple(map(_FORWARD, self.bases)) != self.forwards
         )
 
 
 def facts_of(root: nn.Module, config: Any) -> Facts:
     """These facts of all modules in ``root``; raises unless they are as their classes made them."""
-    kinds: dict[Any, None] = dict.fromkeys(map(type, root.modules()))
+    bases: Any = {base for module in root.modules() for base in type(module).__mro__}
+    kinds = tuple(base for base in bases if issubclass(base, nn.Module))
     for kind in kinds:
-        known = kind._call_impl is nn.Module._call_impl and _is_known(kind.__call__)
-        known = known and all(_is_known(vars(base)["forward"]) for base in _bases_of(kind))
+        known = kind._call_impl is nn.Module._call_impl
+        known = known and _is_known(kind.__call__) and _is_known(kind.forward)
         require(known, "the class {} runs in a way of its own", kind.__name__)
     for module in root.modules():
         own = vars(module)
@@ -326,9 +318,7 @@ def facts_of(root: nn.Module, config: Any) -> Facts:
     flags = tuple(map(settings.get, _FLAGS))
     require(settings.get(_FLAGS[0]) == NAME, "its attention is not fastplm's")
     require(not any(flags[1:3]), "its configuration asks for more outputs")
-    bases = tuple({base for kind in kinds for base in _bases_of(kind)})
-    runs, forwards = map(_RUNS, kinds), map(_FORWARD, bases)
-    return Facts(settings, flags, tuple(kinds), tuple(runs), bases, tuple(forwards))
+    return Facts(settings, flags, kinds, tuple(map(_RUNS, kinds)))
 
 
 def _functions() -> tuple[Callable[..., Any], ...]:
@@ -336,7 +326,7 @@ def _functions() -> tuple[Callable[..., Any], ...]:
     return (
         *(F.linear, F.gelu, F.relu, F.layer_norm, F.embedding, F.dropout),
         F.scaled_dot_product_attention,
-        *(nn.Module.__call__, ALL_ATTENTION_FUNCTIONS[NAME]),
+        ALL_ATTENTION_FUNCTIONS[NAME],
     )
 
 
