@@ -66,7 +66,7 @@ from fastplm.ops.embedding_layer_norm import OP as EMBEDDINGS
 
 # If the head reads a larger share of the rows than this, the last layer computes all rows.
 _WORTH_CUTTING = 0.75
-_TABLES = ("word_embeddings", "position_embeddings", "token_type_embeddings")
+EMBEDDING_TABLES = ("word_embeddings", "position_embeddings", "token_type_embeddings")
 _OF_DECODERS = ("encoder_hidden_states", "encoder_attention_mask", "past_key_values")
 
 
@@ -82,6 +82,10 @@ class EncoderModel(FastplmModel):
     4-D masks, caches, ``output_attentions``, ``chunk_size_feed_forward``, and layers or attention
     modules of the user. If rows are left out, a hook on the pooler runs twice, and the result of
     the second run is used.
+
+    A family whose modules are not called as BERT's says which they are: ``_layers`` and
+    ``_layer_numbers``, ``_position_table`` and ``_positions``, ``_pooled``, ``_is_causal``; its
+    ``EncoderLayer`` says ``_parts``, ``_around``, ``_last`` and ``_index``.
     """
 
     _summary = "with fused attention, computing only tokens."
@@ -136,45 +140,24 @@ class EncoderModel(FastplmModel):
             return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds)  # type: ignore
         masks, offsets = (attention_mask, encoder_attention_mask), kwargs.get("cu_seq_lens_q")
         check_batch(self, given, input_ids, masks, sample_index, offsets, output_rows, ("first",))
-        batch, seqlen = given.shape[:2]
-        if counted := position_ids is None:
+        if no_positions := position_ids is None:
             longest = self._positions_taken(input_ids, given)
             check_positions(type(self).__name__, self._position_table(), longest, past_key_values)
-        attention_mask, full = self._mask_of(given, attention_mask, past_key_values, unpad)
         use_cache = caches(use_cache, past_key_values) if self._is_causal() else use_cache
         cache = {"past_key_values": past_key_values, "use_cache": use_cache}
         kwargs |= {name: value for name, value in cache.items() if value is not None}
-        # In a compiled program, dropout of hidden states does not depend on the samples.
-        drops = self.training and (sample_index is not None or is_eager(given))
-
-        # --- which rows are computed ---
-        row_plan, padding_reason, first = Rows(), None, None
-        needs_no_row_selection = full and output_rows is None and encoder_rows is None and not drops
-        if counted and past_key_values is None:
-            if not (needs_no_row_selection and lookup is None and given.is_cpu):
+        row_plan, first, attention_mask = self._plan_rows(
+            *(given, masks, unpad, output_rows, extra_rows, encoder_rows),
+            *(sample_index, no_positions, kwargs),
+        )
+        # A batch without padding takes no longer than in the parent.
+        if no_positions and past_key_values is None:
+            if first is not None or lookup is not None or not given.is_cpu:
                 position_ids = self._positions(input_ids, given)
-        if not needs_no_row_selection:  # then a batch takes no longer than in the parent
-            first = torch.arange(batch, device=given.device) * seqlen
-            padding_reason = self._keeps_padding(masks, kwargs)
-            if padding_reason is None:
-                chosen = output_rows, extra_rows, unpad, encoder_rows
-                row_plan, full = self._rows_of(given, attention_mask, first, *chosen, kwargs)
-        note(lambda: rows_computed(self, (batch, seqlen), attention_mask, row_plan, padding_reason))
-        if self.training and padding_reason in NUMBERED_REASONS:
-            row_plan.number(given, sample_index, offsets, drops and know_their_rows(self._layers()))
-            row_plan.draw_seeds(self, given, self._layer_numbers)
-
-        # --- the parent's forward on these rows ---
         if (packed := row_plan.own) is not None:
             input_ids, token_type_ids = packed.pack(input_ids), packed.pack(token_type_ids)
             position_ids = packed.pack(position_ids)
             inputs_embeds = packed.pack_rows(inputs_embeds)
-            attention_mask = packed.key_mask_row()
-            attention_mask = self._no_mask(given) if attention_mask is None else attention_mask
-        # The parent may find packed sequences in the caller's position ids, if there is no mask.
-        elif full and padding_reason is None and not (attention_mask is None and not counted):
-            if self._has_our_attention() or not self._is_causal():
-                attention_mask = self._no_mask(given)
         states, row_plan.cross = cross_inputs(*cross_attention_args, packed)
         row_plan.layers = of_one_forward(self._layers(), given, self.dtype)
         if row_plan.layers_need_it:
@@ -185,7 +168,7 @@ class EncoderModel(FastplmModel):
         inputs: dict[str, Any] = dict(input_ids=input_ids, token_type_ids=token_type_ids)
         inputs.update(position_ids=position_ids, inputs_embeds=inputs_embeds)
         outputs = None
-        if not states and (full or packed is not None):
+        if not states and (attention_mask is None or packed is not None):
             outputs = self._layers_in_one_call(given, inputs, row_plan, masks, kwargs)
         if outputs is None:
             inputs.update(attention_mask=attention_mask, return_dict=True, **states, **kwargs)
@@ -195,8 +178,8 @@ class EncoderModel(FastplmModel):
         return _in_dtype(outputs, self.dtype) if row_plan.layers else outputs
 
     def _layers_in_one_call(self, *given: Any) -> Any:
-        """The parent's forward on the rows that are computed; None if its modules must run, as in
-        a model that is not frozen."""
+        """The parent's forward on the rows that are computed; None if its modules must run. In the
+        class of a frozen model it is ``_frozen_encoder.layers_call``."""
         return None
 
     def _embedded(self, **inputs: Any) -> Tensor:
@@ -239,8 +222,8 @@ class EncoderModel(FastplmModel):
     def _looked_up(
         self, lookup: Callable[..., Any], ids: Tensor | None, position_ids: Tensor | None
     ) -> Tensor | None:
-        """The rows of the words; or, if the embeddings are one call, what gets the gradient of
-        these, which holds their ``ids``. None: the embeddings take the ids."""
+        """The embedded words; or, where one op embeds, a tensor that gets the gradient of their
+        rows, with the ids as its attribute ``ids``. None: the embeddings take the ids."""
         embeddings: Any = getattr(self, "embeddings", None)
         at_once = isinstance(embeddings, EncoderEmbeddings) and position_ids is not None
         at_once = at_once and embeddings.are_one_call(ids)
@@ -307,35 +290,55 @@ class EncoderModel(FastplmModel):
             full = unpad.tokens == given.shape[0] * given.shape[1]
         return None if full and not self._is_causal() else mask, full
 
-    def _rows_of(
+    def _plan_rows(
         self,
         given: Tensor,
-        mask: Tensor | None,
-        first: Tensor,
+        masks: tuple[Tensor | None, Tensor | None],
+        unpad: Unpad,
         output_rows: Tensor | str | None,
         extra_rows: Tensor | None,
-        unpad: Unpad,
         encoder_rows: RaggedBatch | None,
+        sample_index: Tensor | None,
+        no_positions: bool,  # whether the caller gives no position ids
         kwargs: dict[str, Any],
-    ) -> tuple[Rows, bool]:
-        """(the rows that are computed, whether no key is known to be masked).
+    ) -> tuple[Rows, Tensor | None, Tensor | None]:
+        """(which rows are computed, flat positions [B] of first tokens, the mask of the layers).
 
-        ``first`` are the flat positions [B] of the first tokens.
+        The positions are None if all rows are computed, and nothing depends on which they are.
         """
-        batch, seqlen = given.shape[:2]
-        one_each = isinstance(output_rows, str)
-        rows: Any = first if one_each else output_rows
-        needed: Any = None if rows is None else mask_at(rows, batch, seqlen)
-        if self._pools() and (rows is not None or not _are_tokens(mask, 0)):
-            needed = either(needed, mask_at(first, batch, seqlen))
-        packed, full = unpadded(mask, either(extra_rows, needed), unpad, dtype=self.dtype)
-        mask = None if full else mask
-        if packed is None and encoder_rows is not None:
-            packed = RaggedBatch.whole(given, mask)
-        if rows is None or wants_output(self, "output_hidden_states", kwargs):
-            return Rows(packed), full
-        last = self._last_rows(needed, rows, packed, mask, one_each)
-        return Rows(packed, last=last), full
+        (batch, seqlen), offsets = given.shape[:2], kwargs.get("cu_seq_lens_q")
+        mask, full = self._mask_of(given, masks[0], kwargs.get("past_key_values"), unpad)
+        # In a compiled program, dropout of hidden states does not depend on the samples.
+        drops = self.training and (sample_index is not None or is_eager(given))
+        row_plan, padding_reason, first = Rows(), None, None
+        if not full or drops or output_rows is not None or encoder_rows is not None:
+            first = torch.arange(batch, device=given.device) * seqlen
+            padding_reason = self._keeps_padding(masks, kwargs)
+        if first is not None and padding_reason is None:
+            one_each = isinstance(output_rows, str)
+            rows: Any = first if one_each else output_rows
+            needed: Any = None if rows is None else mask_at(rows, batch, seqlen)
+            if self._pools() and (rows is not None or not _are_tokens(mask, 0)):
+                needed = either(needed, mask_at(first, batch, seqlen))
+            extra_rows = either(extra_rows, needed)
+            row_plan.own, full = unpadded(mask, extra_rows, unpad, dtype=self.dtype)
+            seen = None if full else mask
+            if row_plan.own is None and encoder_rows is not None:
+                row_plan.own = RaggedBatch.whole(given, seen)
+            if rows is not None and not wants_output(self, "output_hidden_states", kwargs):
+                row_plan.last = self._last_rows(needed, rows, row_plan.own, seen, one_each)
+        note(lambda: rows_computed(self, (batch, seqlen), mask, row_plan, padding_reason))
+        if self.training and padding_reason in NUMBERED_REASONS:
+            row_plan.number(given, sample_index, offsets, drops and know_their_rows(self._layers()))
+            row_plan.draw_seeds(self, given, self._layer_numbers)
+        if row_plan.own is not None:
+            mask = row_plan.own.key_mask_row()
+            return row_plan, first, self._no_mask(given) if mask is None else mask
+        # The parent may find packed sequences in the caller's position ids, if there is no mask.
+        if full and padding_reason is None and (no_positions or mask is not None):
+            if self._has_our_attention() or not self._is_causal():
+                mask = self._no_mask(given)
+        return row_plan, first, mask
 
     def _last_rows(
         self,
@@ -461,7 +464,7 @@ class EncoderEmbeddings:
         own = self._modules
         norm, forced = own["LayerNorm"], requested(EMBEDDINGS.name) == "triton"
         return (
-            all(looks_up_alone(own[name]) for name in _TABLES)
+            all(looks_up_alone(own[name]) for name in EMBEDDING_TABLES)
             and is_plain(norm, nn.LayerNorm)
             and have_own((norm,))
             and is_plain(own["dropout"], nn.Dropout, Dropout)
@@ -473,7 +476,7 @@ class EncoderEmbeddings:
         self: Any, ids: Tensor, types: Tensor | None, positions: Tensor, rows: Tensor | None = None
     ) -> Tensor:
         own, device = self._modules, ids.device
-        words, places, kinds = (own[name] for name in _TABLES)
+        words, places, kinds = (own[name] for name in EMBEDDING_TABLES)
         norm, dropout, dtype = own["LayerNorm"], own["dropout"], None
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
@@ -511,7 +514,7 @@ class EncoderLayer(SetsDropoutRows):
     #: The classes of the modules around those of a ``Layer``, as Transformers made them, and the
     #: method that calls those of the feed-forward.
     _around: tuple[type, ...] = ()
-    _feeds = "feed_forward_chunk"
+    _feed_forward_method = "feed_forward_chunk"
 
     def forward(
         self: Any, hidden_states: Tensor, attention_mask: Any = None, *others: Any, **kwargs: Any
@@ -534,13 +537,13 @@ class EncoderLayer(SetsDropoutRows):
     def _index(self: Any) -> int:
         return self._modules["attention"]._modules["self"].layer_idx
 
-    def _parts(self: Any) -> Layer | None:
-        """The modules that run; None if what is around them is not as it was made."""
+    def _parts(self: Any, no_hooks: bool = True) -> Layer | None:
+        """The modules that run; None if what is around them is not as it was made, or has hooks."""
         own = self._modules
         attention, inner, outer = own["attention"], own["intermediate"], own["output"]
         within = attention._modules
         around = (attention, within.get("self"), within.get("output"), inner, outer)
-        if not self._is_known(around):
+        if not self._is_known(around, no_hooks):
             return None
         itself, join = around[1]._modules, around[2]._modules
         mid, end = inner._modules, outer._modules
@@ -561,16 +564,16 @@ class EncoderLayer(SetsDropoutRows):
         both = attention, None if attention is None else attention._modules.get("self")
         return _are_of(both, self._around[:2])
 
-    def _is_known(self: Any, around: tuple[Any, ...]) -> bool:
+    def _is_known(self: Any, around: tuple[Any, ...], no_hooks: bool = True) -> bool:
         """Whether the layer and the modules around those that run are as they were made."""
-        held, feeds = vars(self), getattr(type(self), self._feeds, None)
+        held, method = vars(self), getattr(type(self), self._feed_forward_method, None)
         return (
             _are_of(around, self._around)
-            and are_plain(around, *self._around)
+            and (not no_hooks or are_plain(around, *self._around))
             and nothing_hides_modules(self, *around)
             and not held["chunk_size_feed_forward"]
-            and self._feeds not in held
-            and getattr(feeds, "__module__", "").startswith("transformers.models.")
+            and self._feed_forward_method not in held
+            and getattr(method, "__module__", "").startswith("transformers.models.")
         )
 
 

@@ -239,7 +239,7 @@ class _Expand(torch.autograd.Function):
         if grad is None:
             return of_x, *[None] * (6 + 2 * count)
         if len(between) == 1:
-            # An ELU whose lower part is 0: its scale is that of dropout.
+            # The backward of ReLU and dropout in one call: of an ELU whose lower part is 0, scaled.
             grads = [torch.ops.aten.elu_backward(grad, 0, _scale(drawn, grad), 0, True, *between)]
         else:
             first, bias, choice, *gated = between

@@ -118,7 +118,7 @@ class FeedForward(NamedTuple):
     def by_modules(self, x: Tensor, training: bool) -> Tensor:
         """What the outer product reads."""
         active, drop = self.inner(x), self.dropout
-        if activation_of(self.activation) == "tanh":  # of some families all models share the module
+        if activation_of(self.activation) == "tanh":  # all models share the module, a slow one
             active = gelu(active, "tanh")
         else:
             active = self.activation(active)
@@ -239,19 +239,22 @@ def _are_alike(modules: Sequence[Any]) -> bool:
 
 
 def _expands(block: FeedForward, training: bool) -> str | None:
-    """The form of the activation, if ``expand`` runs a feed-forward up to its second product."""
-    form, drop = activation_of(block.activation), block.dropout
+    """The activation, if ``expand`` runs a feed-forward up to its second product."""
+    activation, drop = activation_of(block.activation), block.dropout
     inner = [block.inner] if block.factor is None else [block.inner, block.factor]
-    if form is None or not _are_alike(inner):
+    if activation is None or not _are_alike(inner):
         return None
-    if training and drop if isinstance(drop, float) else not are_plain((drop,), *_DROPOUT):
+    if isinstance(drop, nn.Module):
+        if not are_plain((drop,), *_DROPOUT):
+            return None
+    elif training and drop:
         return None
-    alone = form != RELU and block.factor is None
-    return form if alone or block.inner._parameters.get("bias") is None else None
+    adds_bias = activation != RELU and block.factor is None  # no kernel of the others adds one
+    return activation if adds_bias or block.inner._parameters.get("bias") is None else None
 
 
 def activation_of(activation: Any) -> str | None:
-    """The form of a GELU, as ``ops.gelu`` calls it, or ``RELU``; None for another activation."""
+    """A GELU, as ``ops.gelu`` calls it, or ``RELU``; None for another activation."""
     if not are_plain((activation,), GELUActivation, nn.ReLU, *_TANH):
         return None
     if isinstance(activation, GELUActivation):
@@ -271,13 +274,13 @@ class Ready(NamedTuple):
     copies: Copies  # of all layers
     projects: list[bool]  # of each attention, whether its function runs
     joins: list[bool]
-    feeds: str | None  # the activation's form, if the function of the feed-forward runs
+    activation: str | None  # as ``ops.gelu`` calls it, if the function of the feed-forward runs
 
 
 def ready(layers: Iterable[Layer | None], x: Tensor) -> list[Ready | None]:
     """Layers that get rows like ``x``; None for one whose parent's forward must run."""
     made: list[Ready | None] = []
-    copies: Copies = {}
+    copies: Copies = {}  # of all layers, filled when these are known
     forms: dict[Any, Form | None] = {}  # most layers of a model are alike
     named: dict[int, bool] = {}
     patched = is_patched()
@@ -289,13 +292,13 @@ def ready(layers: Iterable[Layer | None], x: Tensor) -> list[Ready | None]:
         if kind not in forms:
             forms[kind] = form_of(x, layer)
         form, feed = forms[kind], layer.feed_forward
-        projects, joins, feeds = [], [], None
+        projects, joins, activation = [], [], None
         for block in layer.attentions:
             projects.append(form is not None and _are_alike(block.projections))
             joins.append(form is not None and block.join.is_plain())
         if form is not None and feed.outer.is_plain():
-            feeds = _expands(feed, layer.training)
-        made.append(Ready(layer, form or _BY_MODULES, copies, projects, joins, feeds))
+            activation = _expands(feed, layer.training)
+        made.append(Ready(layer, form or _BY_MODULES, copies, projects, joins, activation))
     copies.update(copies_of([one for one in made if one is not None]))
     return made
 
@@ -358,20 +361,19 @@ def _attends_by_name(layer: Layer, named: dict[int, bool]) -> bool:
 def copies_of(made: list[Ready]) -> Copies:
     """Copies, in one launch, of what products read in another dtype or place than it has."""
     sources: list[Any] = []
-    for layer, form, _, projects, joins, feeds in made:
+    for layer, form, _, projects, joins, activation in made:
         dense: list[Any] = []
         for block, projected, joined in zip(layer.attentions, projects, joins, strict=True):
             if projected:
                 first = block.projections[0]._parameters["weight"]
-                apart = len(block.projections) == 3 and form.backend != "cpp"
-                if apart or first.dtype is not form.dtype:
-                    for name in _NAMES:
-                        for one in block.projections:
-                            if one._parameters[name] is not None:
-                                sources.append(one._parameters[name])
+                # On a GPU three weights are copied side by side, so that one product reads them.
+                needs_joined_copy = len(block.projections) == 3 and form.backend != "cpp"
+                if needs_joined_copy or first.dtype is not form.dtype:
+                    both = [[one._parameters[n] for one in block.projections] for n in _NAMES]
+                    sources += [each for each in sum(both, []) if each is not None]
             if joined:
                 dense.append(block.join.dense)
-        if feeds:
+        if activation is not None:
             feed = layer.feed_forward
             dense += (feed.inner, feed.outer.dense)
             if feed.factor is not None:
@@ -390,13 +392,13 @@ def copies_of(made: list[Ready]) -> Copies:
     return dict(zip(map(id, sources), copies, strict=True))
 
 
-_NOT_DRAWN = (None, None, None)
-_NOT_NUMBERED = (None, None)
+_NO_SEEDS = (None, None, None)
+_NO_ROW_NUMBERS = (None, None)
 
 
 def _drawn(dropout: Any, training: bool, seed: Tensor | None, numbers: Any, x: Tensor) -> Drawn:
     """What the dropout of rows like ``x`` depends on. A module knows by itself whether it trains,
-    a layer's number not."""
+    a probability does not."""
     if isinstance(dropout, float):
         p = dropout if training else 0.0
     else:
@@ -405,7 +407,7 @@ def _drawn(dropout: Any, training: bool, seed: Tensor | None, numbers: Any, x: T
         return NO_DROPOUT
     if seed is None:
         seed = seed_tensor("", None, x, optional=True)
-    return Drawn(p, seed, numbers or _NOT_NUMBERED)
+    return Drawn(p, seed, numbers or _NO_ROW_NUMBERS)
 
 
 def run_layer(
@@ -430,7 +432,7 @@ def run_layer(
     rows: Rows | None = kwargs.get(ROWS)
     numbers = None if rows is None else rows.numbers_of(last)
     module, dtype = made.layer.attentions[0].module, made.form.dtype
-    first, second, end = (None if rows is None else rows.seeds_of(module)) or _NOT_DRAWN
+    first, second, end = (None if rows is None else rows.seeds_of(module)) or _NO_SEEDS
 
     def run(hidden: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> Tensor:
         if dtype is not None and hidden.dtype is not dtype:
@@ -525,13 +527,13 @@ def feed(
         residual, seed, numbers: as of ``attend``.
     """
     block, training, copies = made.layer.feed_forward, made.layer.training, made.copies
-    if not made.feeds:
+    if made.activation is None:
         before = hidden if residual is None else residual
         return block.outer.by_modules(block.by_modules(hidden, training), before, training)
     drop, within = block.dropout, NO_DROPOUT
     if not isinstance(drop, float) and drop.training:
-        within = Drawn(drop.p, None, numbers or _NOT_NUMBERED)
-    active, given = expand(hidden.flatten(0, -2), block, made.feeds, within, copies, made.form)
+        within = Drawn(drop.p, None, numbers or _NO_ROW_NUMBERS)
+    active, given = expand(hidden.flatten(0, -2), block, made.activation, within, copies, made.form)
     drawn = _drawn(block.outer.dropout, training, seed, numbers, hidden)
     before = given if residual is None else residual.reshape(given.shape)
     out, sum = join(active, before, block.outer, drawn, copies, made.form)
@@ -611,7 +613,7 @@ def run_blocks(
 
     def run(one: Ready, normed: Any, hidden: Any, states: Any, table: Any) -> tuple[Any, ...]:
         module = one.layer.attentions[0].module
-        first, second, end = (None if rows is None else rows.seeds_of(module)) or _NOT_DRAWN
+        first, second, end = (None if rows is None else rows.seeds_of(module)) or _NO_SEEDS
         given = kwargs if biased is None else kwargs | biased(table)
         normed, hidden, _ = attend(one, 0, normed, hidden, None, mask, first, numbers, given)
         if states is not None:

@@ -208,7 +208,8 @@ def _frozen_class(
         body["forward"] = forward
     if layers_call is not None:
         body["_layers_in_one_call"] = layers_call
-    body["__module__"] = ""  # with one of fastplm it would be a drop-in class
+    # With one of fastplm ``FastplmModel.__init_subclass__`` would register it; it is set below.
+    body["__module__"] = ""
     frozen: Any = type(kind.__name__, (kind,), body)
     frozen.__module__, frozen.__qualname__ = kind.__module__, kind.__qualname__
     THAWED[frozen] = kind
@@ -240,17 +241,23 @@ def tensors(module: Any, biased: bool = True) -> list[Tensor]:
 
 def child(parent: nn.Module, name: str, *kinds: type) -> Any:
     """A module of just one of these classes."""
-    found: Any = parent._modules.get(name)
-    require(type(found) in kinds, "its `{}` is a {}", name, type(found).__name__)
-    return found
+    return of_kind(parent._modules.get(name), name, *kinds)
+
+
+def of_kind(module: Any, name: str, *kinds: type) -> Any:
+    require(type(module) in kinds, "its `{}` is a {}", name, type(module).__name__)
+    return module
 
 
 def norm(parent: nn.Module, name: str, weights: list[Tensor]) -> float:
     """Add the tensors of a norm; its epsilon."""
-    found = child(parent, name, nn.LayerNorm)
-    weights += tensors(found)
-    require(found.normalized_shape == weights[-1].shape, "a norm is of another shape")
-    return found.eps
+    return norm_of(parent._modules.get(name), weights, name)
+
+
+def norm_of(module: Any, weights: list[Tensor], name: str = "norm") -> float:
+    weights += tensors(of_kind(module, name, nn.LayerNorm))
+    require(module.normalized_shape == weights[-1].shape, "a norm is of another shape")
+    return module.eps
 
 
 def gelu_of(activation: Any) -> str:

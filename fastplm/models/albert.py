@@ -166,14 +166,14 @@ class AlbertLayer(EncoderLayer, GradientCheckpointingLayer, modeling_albert.Albe
     """A layer, which in the last call may compute only some rows."""
 
     _around = (modeling_albert.AlbertAttention,)
-    _feeds = "ff_chunk"
+    _feed_forward_method = "ff_chunk"
 
     def _last(self, rows: Rows) -> LastRows | None:
         return rows.last  # the calls before it get no such rows
 
-    def _parts(self) -> Layer | None:
+    def _parts(self, no_hooks: bool = True) -> Layer | None:
         attention: Any = self._modules["attention"]
-        if not self._is_known((attention,)):
+        if not self._is_known((attention,), no_hooks):
             return None
         own, within = self._modules, attention._modules
         block = Attention(

@@ -25,6 +25,7 @@ from fastplm.models import (
     ELECTRA_SHARINGS,
 )
 from fastplm.models._base import FastplmModel, TiedLookup, check_input_ids, check_parts
+from fastplm.models._encoder import EMBEDDING_TABLES
 from fastplm.models._ragged import Unpad, backbone_unpad, rows_at, slots_of_labels, unpadded
 from fastplm.models.electra import ElectraForMaskedLM, ElectraForPreTraining
 from fastplm.nn._rows import (
@@ -41,7 +42,6 @@ from fastplm.reference._reduce import reduce_loss
 from fastplm.reference.philox import Stream, draw, uniform
 
 _WHERE = "ElectraForJointPreTraining"
-_EMBEDDINGS = ("word_embeddings", "position_embeddings", "token_type_embeddings")
 # The objectives with a loss only at the chosen positions.
 _BY_LABEL = ("rtd_masked", "replace_mlm")
 _CHOICES = {
@@ -326,7 +326,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         """{generator parameter: the discriminator parameter it is tied to}."""
         if self.generator is None or self.config.embedding_sharing == "none":
             return {}
-        names = [f"embeddings.{table}.weight" for table in _EMBEDDINGS]
+        names = [f"embeddings.{table}.weight" for table in EMBEDDING_TABLES]
         if self.config.embedding_sharing == "all":
             names = [name for name, _ in self.discriminator.electra.named_parameters()]
         return {f"generator.electra.{name}": f"discriminator.electra.{name}" for name in names}
@@ -461,15 +461,15 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
                 ids.
         """
         config, by_label = self.config, self.config.objective in _BY_LABEL
-        parts = [part for part in (self.generator, self.discriminator) if part is not None]
-        check_parts(self, *parts, *(part.electra for part in parts))
+        models = [part for part in (self.generator, self.discriminator) if part is not None]
+        check_parts(self, *models, *(model.electra for model in models))
         check_input_ids(_WHERE, input_ids, config.discriminator.vocab_size)
         counted: dict[str, Any] = {"unpad": unpad}
         seen = _seen(input_ids, attention_mask)
         labels, positions, targets = _labels(
             input_ids, attention_mask, seen, labels, masked_positions, counted
         )
-        index, position = _counters(input_ids, positions, sample_index)
+        index, position = _philox_counters(input_ids, positions, sample_index)
         per_label = as_normalizer(num_items_in_batch, input_ids.device)
         slots = _Slots(positions, targets, index, position, per_label)
         ragged, full = unpadded(attention_mask, None, counted["unpad"], dtype=self.dtype)
@@ -479,9 +479,9 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             kwargs["sample_index"] = sample_index
 
         filled = self._fill(input_ids, slots, kwargs)
-        generated = None if filled.loss is None else filled.loss.detach()
+        mlm_loss = None if filled.loss is None else filled.loss.detach()
         if config.stage == 1:
-            return ElectraJointOutput(loss=filled.loss, mlm_loss=generated)
+            return ElectraJointOutput(loss=filled.loss, mlm_loss=mlm_loss)
 
         originals = torch.where(labels == IGNORE_INDEX, input_ids, labels)
         replaced_ids = ids = _write(originals, slots.positions, filled.sampled)
@@ -489,28 +489,31 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         rows = self.discriminator.electra(replaced_ids, output_rows=output_rows, **kwargs)
         rows = rows.last_hidden_state.flatten(0, 1)
         if by_label:
-            loss, fields = self._judge(rows, filled.sampled, slots.targets, None, slots.per_label)
+            loss, metrics = self._judge(rows, filled.sampled, slots.targets, None, slots.per_label)
         else:
             per_token = _per_token(num_tokens_in_batch, num_items_in_batch, labels, seen)
             if ragged is not None:
                 ids, originals = ragged.pack(ids), ragged.pack(originals)
                 seen = ragged.positions >= 0
             ids, originals, seen = (one.flatten() for one in (ids, originals, seen))
-            loss, fields = self._judge(rows, ids, originals, seen, per_token)
+            loss, metrics = self._judge(rows, ids, originals, seen, per_token)
         if config.adversarial:
             if not by_label:  # in a packed batch, ``slots()`` says in which row a position is
                 packed = None if ragged is None else ragged.slots()
                 rows = rows_at(rows, slots.positions, packed)[:, 0]
-            trained, baseline = self._reinforce(filled, rows, slots)
-            fields |= {"generator_loss": trained.detach(), "baseline_loss": baseline.detach()}
-            loss = trained + baseline + config.discriminator_weight * loss
+            generator_loss, baseline_loss = self._reinforce(filled, rows, slots)
+            metrics |= {
+                "generator_loss": generator_loss.detach(),
+                "baseline_loss": baseline_loss.detach(),
+            }
+            loss = generator_loss + baseline_loss + config.discriminator_weight * loss
         elif filled.loss is not None and config.stage is None:
             loss = filled.loss + config.discriminator_weight * loss
         return ElectraJointOutput(
             loss=loss,
-            mlm_loss=generated,
+            mlm_loss=mlm_loss,
             replaced_ids=replaced_ids if output_replaced_ids else None,
-            **fields,
+            **metrics,
         )
 
     def _vocabulary(self, part: Any) -> Any:
@@ -713,7 +716,7 @@ def _labels(
     )
 
 
-def _counters(
+def _philox_counters(
     input_ids: Tensor, positions: Tensor, sample_index: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The sample index and the position in the sample of each slot, both int64 [P]."""
