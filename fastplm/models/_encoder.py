@@ -561,24 +561,22 @@ class EncoderLayer(SetsDropoutRows):
     def attends_as_made(self: Any) -> bool:
         """Whether its attention is what Transformers made, which supports packed rows."""
         attention = self._modules.get("attention")
-        both = attention, None if attention is None else attention._modules.get("self")
-        return _are_of(both, self._around[:2])
+        within = None if attention is None else attention._modules.get("self")
+        kinds = self._around[:2]  # ALBERT's attention is one module
+        both = (attention, within)[: len(kinds)]
+        return tuple(map(type, both)) == kinds or tuple(map(kind_of, both)) == kinds
 
     def _is_known(self: Any, around: tuple[Any, ...], no_hooks: bool = True) -> bool:
         """Whether the layer and the modules around those that run are as they were made."""
         held, method = vars(self), getattr(type(self), self._feed_forward_method, None)
         return (
-            _are_of(around, self._around)
+            (
+                tuple(map(type, around)) == self._around
+                or tuple(map(kind_of, around)) == self._around
+            )
             and (not no_hooks or are_plain(around, *self._around))
             and nothing_hides_modules(self, *around)
             and not held["chunk_size_feed_forward"]
             and self._feed_forward_method not in held
             and getattr(method, "__module__", "").startswith("transformers.models.")
         )
-
-
-def _are_of(modules: tuple[Any, ...], kinds: tuple[type, ...]) -> bool:
-    """Whether each of the modules, frozen or not, is of its class; ALBERT's attention is one."""
-    return tuple(map(type, modules))[: len(kinds)] == kinds or (
-        tuple(map(kind_of, modules))[: len(kinds)] == kinds
-    )

@@ -299,7 +299,7 @@ def ready(layers: Iterable[Layer | None], x: Tensor) -> list[Ready | None]:
         if form is not None and feed.outer.is_plain():
             activation = _expands(feed, layer.training)
         made.append(Ready(layer, form or _BY_MODULES, copies, projects, joins, activation))
-    copies.update(copies_of([one for one in made if one is not None]))
+    copies.update(copies_of(made))
     return made
 
 
@@ -358,10 +358,10 @@ def _attends_by_name(layer: Layer, named: dict[int, bool]) -> bool:
     return True
 
 
-def copies_of(made: list[Ready]) -> Copies:
+def copies_of(made: list[Ready | None]) -> Copies:
     """Copies, in one launch, of what products read in another dtype or place than it has."""
     sources: list[Any] = []
-    for layer, form, _, projects, joins, activation in made:
+    for layer, form, _, projects, joins, activation in filter(None, made):
         dense: list[Any] = []
         for block, projected, joined in zip(layer.attentions, projects, joins, strict=True):
             if projected:
@@ -369,8 +369,10 @@ def copies_of(made: list[Ready]) -> Copies:
                 # On a GPU three weights are copied side by side, so that one product reads them.
                 needs_joined_copy = len(block.projections) == 3 and form.backend != "cpp"
                 if needs_joined_copy or first.dtype is not form.dtype:
-                    both = [[one._parameters[n] for one in block.projections] for n in _NAMES]
-                    sources += [each for each in sum(both, []) if each is not None]
+                    for name in _NAMES:
+                        for one in block.projections:
+                            if one._parameters[name] is not None:
+                                sources.append(one._parameters[name])
             if joined:
                 dense.append(block.join.dense)
         if activation is not None:
@@ -385,7 +387,7 @@ def copies_of(made: list[Ready]) -> Copies:
     if not sources:
         return {}
     with torch.no_grad():
-        dtype = next(one.form.dtype for one in made if one.form.dtype is not None)
+        dtype = next(one.form.dtype for one in filter(None, made) if one.form.dtype is not None)
         flat = sources[0].new_empty(sum(map(Tensor.numel, sources)), dtype=dtype)
         copies = torch._utils._unflatten_dense_tensors(flat, sources)
         torch._foreach_copy_(copies, sources)

@@ -277,10 +277,9 @@ def _is_known(function: Any) -> bool:
     return True
 
 
-_FLAGS = (
-    *("_attn_implementation_internal", "output_hidden_states", "_output_attentions"),
-    *("return_dict", "is_decoder", "chunk_size_feed_forward"),
-)
+_ATTENTION = "_attn_implementation_internal"
+_RECORDED = ("output_hidden_states", "_output_attentions")
+_FLAGS = (_ATTENTION, *_RECORDED, "return_dict", "is_decoder", "chunk_size_feed_forward")
 _RUNS = operator.attrgetter("forward", "__call__", "_call_impl")
 
 
@@ -322,10 +321,9 @@ def facts_of(root: nn.Module, config: Any) -> Facts:
         require(all(map(_records, hooks)), "there is a hook")
         require(not module.training, "a module trains")
     settings = object.__getattribute__(config, "__dict__")
-    flags = tuple(map(settings.get, _FLAGS))
-    require(settings.get(_FLAGS[0]) == NAME, "its attention is not fastplm's")
-    require(not any(flags[1:3]), "its configuration asks for more outputs")
-    return Facts(settings, flags, kinds, tuple(map(_RUNS, kinds)))
+    require(settings.get(_ATTENTION) == NAME, "its attention is not fastplm's")
+    require(not any(map(settings.get, _RECORDED)), "its configuration asks for more outputs")
+    return Facts(settings, tuple(map(settings.get, _FLAGS)), kinds, tuple(map(_RUNS, kinds)))
 
 
 def _functions() -> tuple[Callable[..., Any], ...]:
