@@ -926,7 +926,7 @@ MUTATIONS = (
         Mutation(CALL, old, new, f"{CALLED} {cases}")
         for old, new, cases in (
             ("if rows.key_mask is not None:", "if False:", "left_to_the_modules"),
-            ("or not (_is_dense(own) and _is_dense(last))", "", "unused_slots"),
+            ("or not (_is_dense(packed) and _is_dense(last))", "", "unused_slots"),
             ("max(1, int(rows.count_nonzero()))", "rows.numel()", "asked_of_the_tokens"),
             ("return_dict is False or ", "", "tuple"),
             ("if not all(map(_is_dense_on_cpu, given)) or not", "if not", "wrong_input"),

@@ -36,10 +36,10 @@ from fastplm.models._layer import (
     FeedForward,
     Join,
     Layer,
-    have_own,
     is_patched,
     nothing_hides_modules,
     of_one_forward,
+    read_their_parameters,
     ready_layer,
     run_layer,
     stand_for,
@@ -425,10 +425,11 @@ def cross_inputs(
     return given, encoder_rows
 
 
-def around(module: Any, name: str) -> tuple[type, ...]:
-    """The classes of a layer's modules that hold others, from the Python module of a family."""
+def wrapper_classes(module: Any, prefix: str) -> tuple[type, ...]:
+    """The classes of a layer's modules that hold others, from the Python module of a family; the
+    functions of ``_layer`` stand for them from now on."""
     parts = ("Attention", "SelfAttention", "SelfOutput", "Intermediate", "Output")
-    kinds = tuple(getattr(module, name + part) for part in parts)
+    kinds = tuple(getattr(module, prefix + part) for part in parts)
     stand_for(*kinds)
     return kinds
 
@@ -461,23 +462,23 @@ class EncoderEmbeddings:
             return False
         if is_patched():
             return False
-        own = self._modules
-        norm, forced = own["LayerNorm"], requested(EMBEDDINGS.name) == "triton"
+        modules = self._modules
+        norm, forced = modules["LayerNorm"], requested(EMBEDDINGS.name) == "triton"
         return (
-            all(looks_up_alone(own[name]) for name in EMBEDDING_TABLES)
+            all(looks_up_alone(modules[name]) for name in EMBEDDING_TABLES)
             and is_plain(norm, nn.LayerNorm)
-            and have_own((norm,))
-            and is_plain(own["dropout"], nn.Dropout, Dropout)
-            and own["word_embeddings"].weight.dtype is not torch.float64
+            and read_their_parameters((norm,))
+            and is_plain(modules["dropout"], nn.Dropout, Dropout)
+            and modules["word_embeddings"].weight.dtype is not torch.float64
             and needs_triton(ids, forced) is None
         )
 
     def _in_one_call(
         self: Any, ids: Tensor, types: Tensor | None, positions: Tensor, rows: Tensor | None = None
     ) -> Tensor:
-        own, device = self._modules, ids.device
-        words, places, kinds = (own[name] for name in EMBEDDING_TABLES)
-        norm, dropout, dtype = own["LayerNorm"], own["dropout"], None
+        modules, device = self._modules, ids.device
+        words, places, kinds = (modules[name] for name in EMBEDDING_TABLES)
+        norm, dropout, dtype = modules["LayerNorm"], modules["dropout"], None
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
         options: dict[str, Any] = {"dropout_p": dropout.p if dropout.training else 0.0}
@@ -539,8 +540,8 @@ class EncoderLayer(SetsDropoutRows):
 
     def _parts(self: Any, no_hooks: bool = True) -> Layer | None:
         """The modules that run; None if what is around them is not as it was made, or has hooks."""
-        own = self._modules
-        attention, inner, outer = own["attention"], own["intermediate"], own["output"]
+        modules = self._modules
+        attention, inner, outer = modules["attention"], modules["intermediate"], modules["output"]
         within = attention._modules
         around = (attention, within.get("self"), within.get("output"), inner, outer)
         if not self._is_known(around, no_hooks):

@@ -218,22 +218,22 @@ def layers_call(
         masks, kwargs: other arguments of the forward.
     """
     plan: _Plan | None = plan_in(model)
-    own, last = row_plan.own, row_plan.last
+    packed, last = row_plan.own, row_plan.last
     batch, seqlen = given.shape[:2]
-    rows = batch * seqlen if own is None else own.positions.shape[0]
+    rows = batch * seqlen if packed is None else packed.positions.shape[0]
     if (
         plan is None
         or not plan.may_call((given,), rows)
         or wants_output(model, "output_hidden_states", kwargs)
-        or (own is None and model._keeps_padding(masks, kwargs, layers=False) is not None)
-        or not (_is_dense(own) and _is_dense(last))
+        or (packed is None and model._keeps_padding(masks, kwargs, layers=False) is not None)
+        or not (_is_dense(packed) and _is_dense(last))
     ):
         return None
     hidden = model._embedded(**inputs)
-    shape = (batch, seqlen) if own is None else (1, rows)
+    shape = (batch, seqlen) if packed is None else (1, rows)
     if type(hidden) is not Tensor or hidden.shape[:-1] != shape:
         return None
-    starts = _starts(batch, seqlen) if own is None else own.cu_seqlens
+    starts = _starts(batch, seqlen) if packed is None else packed.cu_seqlens
     source, of_source = (None, None) if last is None else (last.source, last.cu_seqlens_q)
     out = torch.ops.fastplm_C.encoder.default(
         *(hidden.flatten(0, 1), plan.weights, starts, source, of_source),
@@ -248,7 +248,7 @@ def layers_call(
     if not model._pools():
         return model._output(last_hidden_state=out)
     # The first rows of packed sequences lie elsewhere, where ``restore_layout`` finds them.
-    pooled = None if own or last else model._pooled(out)
+    pooled = None if packed or last else model._pooled(out)
     return model._output(last_hidden_state=out, pooler_output=pooled)
 
 

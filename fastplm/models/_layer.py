@@ -82,7 +82,7 @@ class Join(NamedTuple):
         return (
             _are_alike((dense,))
             and are_plain((norm,), rms or nn.LayerNorm)
-            and have_own((norm,), biased=rms is None)
+            and read_their_parameters((norm,), biased=rms is None)
             and norm._parameters["weight"].shape
             == (dense._parameters["weight"].shape[isinstance(dense, _CONV1D)],)
             and (isinstance(dropout, float) or are_plain((dropout,), *_DROPOUT))
@@ -184,17 +184,17 @@ def _backend_of(op: Op, call: Any, usual: str) -> str | None:
     return None if op.backends[name].rejects(call, forced=wanted != "auto") else name
 
 
-def have_own(modules: Iterable[Any], biased: bool = True) -> bool:
+def read_their_parameters(modules: Iterable[Any], biased: bool = True) -> bool:
     """Whether modules have a weight and, or not, a bias, and read them from nowhere else."""
     for module in modules:
-        own, parameters = module.__dict__, module._parameters
+        attributes, parameters = module.__dict__, module._parameters
         weight, bias = parameters.get("weight"), parameters.get("bias")
         if (
             type(weight) not in PARAMETER
             or weight.layout is not torch.strided
             or (type(bias) not in PARAMETER if biased else bias is not None)
-            or "weight" in own
-            or "bias" in own
+            or "weight" in attributes
+            or "bias" in attributes
         ):
             return False
     return True
@@ -203,9 +203,9 @@ def have_own(modules: Iterable[Any], biased: bool = True) -> bool:
 def nothing_hides_modules(*modules: Any) -> bool:
     """Whether the children of modules are what their names give: an attribute is found first."""
     for module in modules:
-        own = module.__dict__
+        attributes = module.__dict__
         for name in module._modules:
-            if name in own:
+            if name in attributes:
                 return False
     return True
 
@@ -235,7 +235,7 @@ def _are_alike(modules: Sequence[Any]) -> bool:
     kinds = _CONV1D if isinstance(modules[0], _CONV1D) else _LINEAR
     if not are_plain(modules, *kinds):
         return False
-    return have_own(modules, modules[0]._parameters.get("bias") is not None)
+    return read_their_parameters(modules, modules[0]._parameters.get("bias") is not None)
 
 
 def _expands(block: FeedForward, training: bool) -> str | None:
@@ -669,11 +669,12 @@ def join(
     x: Tensor, residual: Tensor, end: Join, drawn: Drawn, copies: Copies, form: Form
 ) -> tuple[Tensor, Tensor]:
     """(the norm, the sum) of ``residual + dropout(dense(x))``: [N, K], [N, E] -> [N, E] twice."""
-    own, norm, turned = end.dense._parameters, end.norm._parameters, isinstance(end.dense, _CONV1D)
-    weight, eps = own["weight"], end.norm.eps if end.rms is None else end.norm.variance_epsilon
+    dense, norm = end.dense._parameters, end.norm._parameters
+    weight, turned = dense["weight"], isinstance(end.dense, _CONV1D)
+    eps = end.norm.eps if end.rms is None else end.norm.variance_epsilon
     read = copies.get(id(weight), weight)
     return _functions.join(
-        *(x, residual, read.t() if turned else read, weight, own["bias"]),
+        *(x, residual, read.t() if turned else read, weight, dense["bias"]),
         *(norm["weight"], norm.get("bias"), drawn, eps, form.backend, turned),
     )
 

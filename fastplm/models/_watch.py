@@ -74,12 +74,14 @@ class Freeze:
         layers_call: Callable[..., Any] | None = None,
     ) -> None:
         """Thaw before the module changes; a module with a plan runs by ``call`` where it can."""
-        own: Any = vars(module)
+        attributes: Any = vars(module)
         for name in _DICTS:
-            if type(own[name]) not in _WATCHED.values():
-                own[name] = _WATCHED.get(type(own[name]), _WatchedDict)(own[name])
-            own[name].freeze = self
-        watched = own if type(own) is _WatchedDict else _WatchedDict(own)
+            if type(attributes[name]) not in _WATCHED.values():
+                attributes[name] = _WATCHED.get(type(attributes[name]), _WatchedDict)(
+                    attributes[name]
+                )
+            attributes[name].freeze = self
+        watched = attributes if type(attributes) is _WatchedDict else _WatchedDict(attributes)
         watched.freeze, watched.plan = self, plan
         object.__setattr__(module, "__dict__", watched)
         kind = kind_of(module)
@@ -90,9 +92,9 @@ class Freeze:
         """Give all modules their classes back. Their dicts stay, as others may hold them."""
         modules, self.modules = self.modules, []
         for module in filter(None, (reference() for reference in modules)):
-            own: Any = vars(module)
+            attributes: Any = vars(module)
             held: Any
-            for held in (own, *map(own.get, _DICTS)):
+            for held in (attributes, *map(attributes.get, _DICTS)):
                 if type(held) in _WATCHED.values():
                     held.freeze = held.plan = None
             object.__setattr__(module, "__class__", kind_of(module))
@@ -175,8 +177,8 @@ def _frozen_class(
         kind.__delattr__(self, name)
 
     def apply(self: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        own = (*self._parameters.values(), *self._buffers.values())
-        if any(one is not None and function(one) is not one for one in own):
+        tensors = (*self._parameters.values(), *self._buffers.values())
+        if any(one is not None and function(one) is not one for one in tensors):
             freeze_of(self).thaw("its {} was moved or given another dtype", kind.__name__)
         return kind._apply(self, function, *args, **kwargs)
 
@@ -314,10 +316,15 @@ def facts_of(root: nn.Module, config: Any) -> Facts:
         known = known and _is_known(kind.__call__) and _is_known(kind.forward)
         require(known, "the class {} runs in a way of its own", kind.__name__)
     for module in root.modules():
-        own = vars(module)
-        hidden = own.keys() & {*module._modules, *module._parameters, *module._buffers, *_METHODS}
-        require(all(own[name] is None for name in hidden), "{} is replaced", hidden)
-        hooks = (hook for name in _HOOKS for hook in own[name].values())
+        attributes = vars(module)
+        hidden = attributes.keys() & {
+            *module._modules,
+            *module._parameters,
+            *module._buffers,
+            *_METHODS,
+        }
+        require(all(attributes[name] is None for name in hidden), "{} is replaced", hidden)
+        hooks = (hook for name in _HOOKS for hook in attributes[name].values())
         require(all(map(_records, hooks)), "there is a hook")
         require(not module.training, "a module trains")
     settings = object.__getattribute__(config, "__dict__")

@@ -175,7 +175,7 @@ class AlbertLayer(EncoderLayer, GradientCheckpointingLayer, modeling_albert.Albe
         attention: Any = self._modules["attention"]
         if not self._is_known((attention,), no_hooks):
             return None
-        own, within = self._modules, attention._modules
+        modules, within = self._modules, attention._modules
         block = Attention(
             module=attention,
             head_size=attention.attention_head_size,
@@ -183,8 +183,8 @@ class AlbertLayer(EncoderLayer, GradientCheckpointingLayer, modeling_albert.Albe
             projections=(within["query"], within["key"], within["value"]),
             join=Join(within["dense"], within["LayerNorm"], within["output_dropout"]),
         )
-        ends = Join(own["ffn_output"], own["full_layer_layer_norm"], 0.0)
-        feed_forward = FeedForward(own["ffn"], own["activation"], ends)
+        ends = Join(modules["ffn_output"], modules["full_layer_layer_norm"], 0.0)
+        feed_forward = FeedForward(modules["ffn"], modules["activation"], ends)
         return Layer((block,), feed_forward, self.training)
 
 
