@@ -907,11 +907,6 @@ MUTATIONS = (
             ('or torch.is_autocast_enabled("cpu")', "", "autocast"),
             ("            or _has_global_hook()\n", "", "run_themselves"),
             ("or tuple(map(_RUNS, self.kinds)) != self.runs", "", "run_themselves"),
-            (
-                "            or tuple(map(_FORWARD, self.bases)) != self.forwards\n",
-                "",
-                "run_themselves",
-            ),
             ("            or _functions() != _FUNCTIONS\n", "", "run_themselves"),
             (
                 "            torch.is_grad_enabled()\n            or ",
@@ -931,7 +926,7 @@ MUTATIONS = (
         Mutation(CALL, old, new, f"{CALLED} {cases}")
         for old, new, cases in (
             ("if rows.key_mask is not None:", "if False:", "left_to_the_modules"),
-            ("or not (_is_dense(own) and _is_dense(last))", "", "unused_slots"),
+            ("or not (_is_dense(packed) and _is_dense(last))", "", "unused_slots"),
             ("max(1, int(rows.count_nonzero()))", "rows.numel()", "asked_of_the_tokens"),
             ("return_dict is False or ", "", "tuple"),
             ("if not all(map(_is_dense_on_cpu, given)) or not", "if not", "wrong_input"),

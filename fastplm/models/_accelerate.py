@@ -62,17 +62,17 @@ def accelerate(model: _Model) -> _Model:
     where, got = "accelerate", f"a {type(model).__name__}"
     inner = module_of(where, model)
     thaw(inner, "accelerate was called")
-    anything, kept = switch(inner)
-    got += " that cannot change" + (f": {'; '.join(kept)}" if kept else "")
+    anything, left = switch(inner)
+    got += " that cannot change" + (f": {'; '.join(left)}" if left else "")
     expected = "a model of Transformers with drop-in classes in fastplm.models, or one whose "
     expected += "attention implementation can be set"
     fix = "Use the ops of fastplm in its modules; or call accelerate before fully_shard and before "
     fix += "you replace its modules."
     check(anything, where, "model", got, expected, fix, UnsupportedError)
-    if kept:
+    if left:
         from transformers.utils import logging
 
-        logging.get_logger(__name__).warning(f"accelerate did not change: {'; '.join(kept)}")
+        logging.get_logger(__name__).warning(f"accelerate did not change: {'; '.join(left)}")
     return model
 
 
@@ -106,7 +106,7 @@ def switch(model: nn.Module, attention: bool = True) -> tuple[bool, list[str]]:
 
     by_class = {kind: drop_in_of(kind) for kind in {type(module) for module in model.modules()}}
     ours = set(DROP_INS.values())
-    kept = []
+    left = []
     switched = []
     dispatching = []
     for path, module in model.named_modules():
@@ -118,7 +118,7 @@ def switch(model: nn.Module, attention: bool = True) -> tuple[bool, list[str]]:
             continue
         foreign = _foreign(module)
         if foreign is not None:
-            kept.append(f"`{path or type(module).__name__}`, as {foreign}")
+            left.append(f"`{path or type(module).__name__}`, as {foreign}")
             continue
         if drop_in is not None:
             switched.append((module, drop_in))
@@ -144,7 +144,7 @@ def switch(model: nn.Module, attention: bool = True) -> tuple[bool, list[str]]:
             if by_class.get(type(inner)) is None and (drop_in := drop_in_for(inner)) is not None:
                 inner.__class__ = drop_in
     already = any(type(module) in ours for module in model.modules())
-    return bool(switched or dispatching or already), kept
+    return bool(switched or dispatching or already), left
 
 
 def restore(model: _Model) -> _Model:
@@ -181,10 +181,10 @@ def restore(model: _Model) -> _Model:
             expected = "a module that uses the forward of its class"
             fail("restore", "model", got, expected, fix, UnsupportedError)
     models = [module for module in inner.modules() if isinstance(module, PreTrainedModel)]
-    own = [module for module in models if type(module) in ours]
+    drop_ins = [module for module in models if type(module) in ours]
     restore_modules(inner)
     # First the models without a stored value: they may share their configuration with others.
-    for module in own:
+    for module in drop_ins:
         if _BEFORE not in vars(module) and module.config._attn_implementation == NAME:
             set_attention(module, module.get_correct_attn_implementation(None, is_init_check=True))
     for module in models:

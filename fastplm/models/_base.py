@@ -74,11 +74,11 @@ def drop_in(ours: _Class) -> _Class:
     parent: Any = _parent_of(ours)
     DROP_INS[parent] = ours
     forward: Any = ours.forward  # type: ignore[attr-defined]
-    own = inspect.signature(forward).parameters.values()
-    passes_on = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in own)
+    arguments = inspect.signature(forward).parameters.values()
+    passes_on = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in arguments)
     theirs = _positional(parent.forward)
     reordered = _positional(forward)[: len(theirs)] != theirs
-    hides = issubclass(parent, PreTrainedModel) and any(_not_of(theirs, p.name) for p in own)
+    hides = issubclass(parent, PreTrainedModel) and any(_not_of(theirs, p.name) for p in arguments)
     if not passes_on and (reordered or hides):
         ours.forward = _by_position(forward, parent.forward)  # type: ignore[attr-defined]
         # Transformers checkpoints a layer only if its outermost forward is the one that it wrapped.
@@ -108,7 +108,7 @@ def joined(*bases: Any, **attributes: Any) -> Any:
     It stands for the class statement of a module inside of a model, if that has no methods.
     """
     attributes["__module__"] = sys._getframe(1).f_globals["__name__"]
-    made = types.new_class(bases[-1].__name__, bases, exec_body=lambda own: own.update(attributes))
+    made = types.new_class(bases[-1].__name__, bases, {}, lambda body: body.update(attributes))
     return made if issubclass(made, FastplmModel) else drop_in(documented(made))
 
 
@@ -117,8 +117,8 @@ def documented(ours: _Class) -> _Class:
     differ from their parents."""
     if "__doc__" not in vars(ours) or ours.__doc__ is None:
         summary, name = getattr(ours, "_summary", ""), ours.__name__
-        own = f"``transformers.{name}``, " + summary
-        ours.__doc__ = own if summary else ours.__mro__[1].__doc__
+        text = f"``transformers.{name}``, " + summary
+        ours.__doc__ = text if summary else ours.__mro__[1].__doc__
     return ours
 
 
@@ -136,10 +136,10 @@ def _by_position(forward: Callable, parent: Callable) -> Callable:
     signature = inspect.signature(parent)
     theirs = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     names = [parameter.name for parameter in theirs[1:]]
-    _, *own = inspect.signature(forward).parameters.values()
-    both = (*signature.parameters.values(), *own)
+    _, *arguments = inspect.signature(forward).parameters.values()
+    both = (*signature.parameters.values(), *arguments)
     others = [p for p in both if p.kind is p.VAR_KEYWORD][:1]
-    options = [p for p in own if p.name not in names and p.kind is not p.VAR_KEYWORD]
+    options = [p for p in arguments if p.name not in names and p.kind is not p.VAR_KEYWORD]
     options = [p for p in options if not _not_of(names, p.name)]
     options = [p.replace(kind=p.POSITIONAL_OR_KEYWORD) for p in options]
     names += [parameter.name for parameter in options]
@@ -281,8 +281,8 @@ class FastplmModel:
         switch_modules(self)  # type: ignore[arg-type]
 
     def _say_what_is_left_aside(self, name: str | None) -> None:
-        own = "sdpa" if self._supports_sdpa else "eager"  # type: ignore[attr-defined]
-        if name not in (None, NAME, own):
+        usual = "sdpa" if self._supports_sdpa else "eager"  # type: ignore[attr-defined]
+        if name not in (None, NAME, usual):
             _logger.warning_once(
                 f"{type(self).__name__}: the configuration says attn_implementation={name!r}, as "
                 f"after a model was made with it; this one is made with {NAME!r}. To choose "

@@ -36,10 +36,10 @@ from fastplm.models._layer import (
     FeedForward,
     Join,
     Layer,
-    have_own,
     is_patched,
     nothing_hides_modules,
     of_one_forward,
+    read_their_parameters,
     ready_layer,
     run_layer,
     stand_for,
@@ -66,7 +66,7 @@ from fastplm.ops.embedding_layer_norm import OP as EMBEDDINGS
 
 # If the head reads a larger share of the rows than this, the last layer computes all rows.
 _WORTH_CUTTING = 0.75
-_TABLES = ("word_embeddings", "position_embeddings", "token_type_embeddings")
+EMBEDDING_TABLES = ("word_embeddings", "position_embeddings", "token_type_embeddings")
 _OF_DECODERS = ("encoder_hidden_states", "encoder_attention_mask", "past_key_values")
 
 
@@ -82,6 +82,10 @@ class EncoderModel(FastplmModel):
     4-D masks, caches, ``output_attentions``, ``chunk_size_feed_forward``, and layers or attention
     modules of the user. If rows are left out, a hook on the pooler runs twice, and the result of
     the second run is used.
+
+    A family whose modules are not called as BERT's says which they are: ``_layers`` and
+    ``_layer_numbers``, ``_position_table`` and ``_positions``, ``_pooled``, ``_is_causal``; its
+    ``EncoderLayer`` says ``_parts``, ``_around``, ``_last`` and ``_index``.
     """
 
     _summary = "with fused attention, computing only tokens."
@@ -130,46 +134,31 @@ class EncoderModel(FastplmModel):
             ``RaggedBatch`` as ``unpad`` it is [1, N, E], and the pooler gets 0 for a sequence whose
             first row is not in that batch.
         """
-        crossed = (encoder_hidden_states, encoder_attention_mask, encoder_rows)
+        cross_attention_args = (encoder_hidden_states, encoder_attention_mask, encoder_rows)
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None or (input_ids is not None and inputs_embeds is not None):
             return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds)  # type: ignore
         masks, offsets = (attention_mask, encoder_attention_mask), kwargs.get("cu_seq_lens_q")
         check_batch(self, given, input_ids, masks, sample_index, offsets, output_rows, ("first",))
-        batch, seqlen = given.shape[:2]
-        if counted := position_ids is None:
+        if no_positions := position_ids is None:
             longest = self._positions_taken(input_ids, given)
             check_positions(type(self).__name__, self._position_table(), longest, past_key_values)
-        attention_mask, full = self._mask_of(given, attention_mask, past_key_values, unpad)
         use_cache = caches(use_cache, past_key_values) if self._is_causal() else use_cache
         cache = {"past_key_values": past_key_values, "use_cache": use_cache}
         kwargs |= {name: value for name, value in cache.items() if value is not None}
-        # In a compiled program, dropout of hidden states does not depend on the samples.
-        drops = self.training and (sample_index is not None or is_eager(given))
-
-        # --- which rows are computed ---
+        row_plan, first, attention_mask = self._plan_rows(
+            *(given, masks, unpad, output_rows, extra_rows, encoder_rows),
+            *(sample_index, no_positions, kwargs),
+        )
         # A batch without padding takes no longer than in the parent.
-        plain = full and output_rows is None and encoder_rows is None and not drops
-        if counted and past_key_values is None and not (plain and lookup is None and given.is_cpu):
-            position_ids = self._positions(input_ids, given)
-        first = None if plain else torch.arange(batch, device=given.device) * seqlen
-        row_plan, kept = Rows(), None if plain else self._keeps_padding(masks, kwargs)
-        if first is not None and kept is None:
-            row_plan, full = self._rows_of(
-                given, attention_mask, first, output_rows, extra_rows, unpad, encoder_rows, kwargs
-            )
-        note(lambda: rows_computed(self, (batch, seqlen), attention_mask, row_plan, kept))
-        if self.training and kept in NUMBERED_REASONS:
-            row_plan.number(given, sample_index, offsets, drops and know_their_rows(self._layers()))
-            row_plan.draw_seeds(self, given, self._layer_numbers)
-
-        # --- the parent's forward on these rows ---
+        if no_positions and past_key_values is None:
+            if first is not None or lookup is not None or not given.is_cpu:
+                position_ids = self._positions(input_ids, given)
         if (packed := row_plan.own) is not None:
             input_ids, token_type_ids = packed.pack(input_ids), packed.pack(token_type_ids)
             position_ids = packed.pack(position_ids)
             inputs_embeds = packed.pack_rows(inputs_embeds)
-        attention_mask = self._mask_on(given, packed, attention_mask, full, counted, kept)
-        states, row_plan.cross = cross_inputs(*crossed, packed)
+        states, row_plan.cross = cross_inputs(*cross_attention_args, packed)
         row_plan.layers = of_one_forward(self._layers(), given, self.dtype)
         if row_plan.layers_need_it:
             kwargs["rows"] = row_plan
@@ -179,7 +168,7 @@ class EncoderModel(FastplmModel):
         inputs: dict[str, Any] = dict(input_ids=input_ids, token_type_ids=token_type_ids)
         inputs.update(position_ids=position_ids, inputs_embeds=inputs_embeds)
         outputs = None
-        if not states and (full or packed is not None):
+        if not states and (attention_mask is None or packed is not None):
             outputs = self._layers_in_one_call(given, inputs, row_plan, masks, kwargs)
         if outputs is None:
             inputs.update(attention_mask=attention_mask, return_dict=True, **states, **kwargs)
@@ -189,8 +178,8 @@ class EncoderModel(FastplmModel):
         return _in_dtype(outputs, self.dtype) if row_plan.layers else outputs
 
     def _layers_in_one_call(self, *given: Any) -> Any:
-        """The parent's forward on the rows that are computed; None if its modules must run, as in
-        a model that is not frozen."""
+        """The parent's forward on the rows that are computed; None if its modules must run. In the
+        class of a frozen model it is ``_frozen_encoder.layers_call``."""
         return None
 
     def _embedded(self, **inputs: Any) -> Tensor:
@@ -219,7 +208,7 @@ class EncoderModel(FastplmModel):
         return self.pooler(first)
 
     def _layers_are_ours(self) -> bool:
-        """Whether layers and attention are what Transformers made, which support packed rows."""
+        """Whether all layers and their attention support packed rows."""
         return all(
             isinstance(one, EncoderLayer) and one.attends_as_made() for one in self._layers()
         )
@@ -233,8 +222,8 @@ class EncoderModel(FastplmModel):
     def _looked_up(
         self, lookup: Callable[..., Any], ids: Tensor | None, position_ids: Tensor | None
     ) -> Tensor | None:
-        """The rows of the words; or, if the embeddings are one call, what gets the gradient of
-        these, which holds their ``ids``. None: the embeddings take the ids."""
+        """The embedded words; or, where one op embeds, a tensor that gets the gradient of their
+        rows, with the ids as its attribute ``ids``. None: the embeddings take the ids."""
         embeddings: Any = getattr(self, "embeddings", None)
         at_once = isinstance(embeddings, EncoderEmbeddings) and position_ids is not None
         at_once = at_once and embeddings.are_one_call(ids)
@@ -242,27 +231,6 @@ class EncoderModel(FastplmModel):
         if at_once and rows is not None:
             rows.ids = ids
         return rows
-
-    def _mask_on(
-        self,
-        given: Tensor,
-        own: RaggedBatch | None,
-        mask: Tensor | None,
-        full: bool,
-        counted: bool,  # whether the caller gives no position ids
-        kept: str | None,
-    ) -> Tensor | None:
-        """The parent's mask, of the packed rows ``own`` if there are any."""
-        if own is not None:
-            if own.key_mask is not None:
-                return own.key_mask_row()
-        elif not full or kept is not None:
-            return mask
-        elif self._is_causal() and not self._has_our_attention():
-            return mask
-        elif mask is None and not counted:
-            return None  # the parent may find packed sequences in the caller's position ids
-        return self._no_mask(given)
 
     def _no_mask(self, given: Tensor) -> Tensor | None:
         """The parent's mask where every token may be attended to."""
@@ -292,9 +260,9 @@ class EncoderModel(FastplmModel):
 
         ``layers``: whether to look at the layers, too.
         """
-        kept = keeps_padding(self, masks, kwargs)
-        if kept is not None:
-            return kept
+        reason = keeps_padding(self, masks, kwargs)
+        if reason is not None:
+            return reason
         use_cache = kwargs.get("use_cache", getattr(self.config, "use_cache", False))
         if "past_key_values" in kwargs or (self._is_causal() and use_cache):
             return "cache"
@@ -322,35 +290,55 @@ class EncoderModel(FastplmModel):
             full = unpad.tokens == given.shape[0] * given.shape[1]
         return None if full and not self._is_causal() else mask, full
 
-    def _rows_of(
+    def _plan_rows(
         self,
         given: Tensor,
-        mask: Tensor | None,
-        first: Tensor,
+        masks: tuple[Tensor | None, Tensor | None],
+        unpad: Unpad,
         output_rows: Tensor | str | None,
         extra_rows: Tensor | None,
-        unpad: Unpad,
         encoder_rows: RaggedBatch | None,
+        sample_index: Tensor | None,
+        no_positions: bool,  # whether the caller gives no position ids
         kwargs: dict[str, Any],
-    ) -> tuple[Rows, bool]:
-        """(the rows that are computed, whether no key is known to be masked).
+    ) -> tuple[Rows, Tensor | None, Tensor | None]:
+        """(which rows are computed, flat positions [B] of first tokens, the mask of the layers).
 
-        ``first`` are the flat positions [B] of the first tokens.
+        The positions are None if all rows are computed, and nothing depends on which they are.
         """
-        batch, seqlen = given.shape[:2]
-        one_each = isinstance(output_rows, str)
-        rows: Any = first if one_each else output_rows
-        needed: Any = None if rows is None else mask_at(rows, batch, seqlen)
-        if self._pools() and (rows is not None or not _are_tokens(mask, 0)):
-            needed = either(needed, mask_at(first, batch, seqlen))
-        own, full = unpadded(mask, either(extra_rows, needed), unpad, dtype=self.dtype)
-        mask = None if full else mask
-        if own is None and encoder_rows is not None:
-            own = RaggedBatch.whole(given, mask)
-        if rows is None or wants_output(self, "output_hidden_states", kwargs):
-            return Rows(own), full
-        last = self._last_rows(needed, rows, own, mask, one_each)
-        return Rows(own, last=last), full
+        (batch, seqlen), offsets = given.shape[:2], kwargs.get("cu_seq_lens_q")
+        mask, full = self._mask_of(given, masks[0], kwargs.get("past_key_values"), unpad)
+        # In a compiled program, dropout of hidden states does not depend on the samples.
+        drops = self.training and (sample_index is not None or is_eager(given))
+        row_plan, padding_reason, first = Rows(), None, None
+        if not full or drops or output_rows is not None or encoder_rows is not None:
+            first = torch.arange(batch, device=given.device) * seqlen
+            padding_reason = self._keeps_padding(masks, kwargs)
+        if first is not None and padding_reason is None:
+            one_each = isinstance(output_rows, str)
+            rows: Any = first if one_each else output_rows
+            needed: Any = None if rows is None else mask_at(rows, batch, seqlen)
+            if self._pools() and (rows is not None or not _are_tokens(mask, 0)):
+                needed = either(needed, mask_at(first, batch, seqlen))
+            extra_rows = either(extra_rows, needed)
+            row_plan.own, full = unpadded(mask, extra_rows, unpad, dtype=self.dtype)
+            seen = None if full else mask
+            if row_plan.own is None and encoder_rows is not None:
+                row_plan.own = RaggedBatch.whole(given, seen)
+            if rows is not None and not wants_output(self, "output_hidden_states", kwargs):
+                row_plan.last = self._last_rows(needed, rows, row_plan.own, seen, one_each)
+        note(lambda: rows_computed(self, (batch, seqlen), mask, row_plan, padding_reason))
+        if self.training and padding_reason in NUMBERED_REASONS:
+            row_plan.number(given, sample_index, offsets, drops and know_their_rows(self._layers()))
+            row_plan.draw_seeds(self, given, self._layer_numbers)
+        if row_plan.own is not None:
+            mask = row_plan.own.key_mask_row()
+            return row_plan, first, self._no_mask(given) if mask is None else mask
+        # The parent may find packed sequences in the caller's position ids, if there is no mask.
+        if full and padding_reason is None and (no_positions or mask is not None):
+            if self._has_our_attention() or not self._is_causal():
+                mask = self._no_mask(given)
+        return row_plan, first, mask
 
     def _last_rows(
         self,
@@ -373,13 +361,11 @@ class EncoderModel(FastplmModel):
         elif statically_known_true(rows.shape[0] >= total):
             return None
         # While sizes are symbols, both conditions are unknown, and the last layer cuts the rows.
-        none = statically_known_true(capacity == 0)
-        worth = _WORTH_CUTTING
-        if self.training and getattr(self.config, "attention_probs_dropout_prob", 0.0) > 0.0:
-            # Attention's dropout depends on the index of a query among those computed, so whether
-            # rows are cut must not depend on the batch.
-            worth = 1.0
-        if none or statically_known_true(capacity > worth * total):
+        drops = self.training and getattr(self.config, "attention_probs_dropout_prob", 0.0) > 0.0
+        # Attention's dropout depends on the index of a query among those computed, so whether
+        # rows are cut must not depend on the batch.
+        most = total if drops else _WORTH_CUTTING * total
+        if statically_known_true(capacity == 0) or statically_known_true(capacity > most):
             return None
         mask = None if mask is None else mask.bool()
         return LastRows.of(index, needed, capacity, longest, ragged, mask, self.dtype)
@@ -439,10 +425,11 @@ def cross_inputs(
     return given, encoder_rows
 
 
-def around(module: Any, name: str) -> tuple[type, ...]:
-    """The classes of a layer's modules that hold others, from the Python module of a family."""
+def wrapper_classes(module: Any, prefix: str) -> tuple[type, ...]:
+    """The classes of a layer's modules that hold others, from the Python module of a family; the
+    functions of ``_layer`` stand for them from now on."""
     parts = ("Attention", "SelfAttention", "SelfOutput", "Intermediate", "Output")
-    kinds = tuple(getattr(module, name + part) for part in parts)
+    kinds = tuple(getattr(module, prefix + part) for part in parts)
     stand_for(*kinds)
     return kinds
 
@@ -475,23 +462,23 @@ class EncoderEmbeddings:
             return False
         if is_patched():
             return False
-        own = self._modules
-        norm, forced = own["LayerNorm"], requested(EMBEDDINGS.name) == "triton"
+        modules = self._modules
+        norm, forced = modules["LayerNorm"], requested(EMBEDDINGS.name) == "triton"
         return (
-            all(looks_up_alone(own[name]) for name in _TABLES)
+            all(looks_up_alone(modules[name]) for name in EMBEDDING_TABLES)
             and is_plain(norm, nn.LayerNorm)
-            and have_own((norm,))
-            and is_plain(own["dropout"], nn.Dropout, Dropout)
-            and own["word_embeddings"].weight.dtype is not torch.float64
+            and read_their_parameters((norm,))
+            and is_plain(modules["dropout"], nn.Dropout, Dropout)
+            and modules["word_embeddings"].weight.dtype is not torch.float64
             and needs_triton(ids, forced) is None
         )
 
     def _in_one_call(
         self: Any, ids: Tensor, types: Tensor | None, positions: Tensor, rows: Tensor | None = None
     ) -> Tensor:
-        own, device = self._modules, ids.device
-        words, places, kinds = (own[name] for name in _TABLES)
-        norm, dropout, dtype = own["LayerNorm"], own["dropout"], None
+        modules, device = self._modules, ids.device
+        words, places, kinds = (modules[name] for name in EMBEDDING_TABLES)
+        norm, dropout, dtype = modules["LayerNorm"], modules["dropout"], None
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
         options: dict[str, Any] = {"dropout_p": dropout.p if dropout.training else 0.0}
@@ -528,7 +515,7 @@ class EncoderLayer(SetsDropoutRows):
     #: The classes of the modules around those of a ``Layer``, as Transformers made them, and the
     #: method that calls those of the feed-forward.
     _around: tuple[type, ...] = ()
-    _feeds = "feed_forward_chunk"
+    _feed_forward_method = "feed_forward_chunk"
 
     def forward(
         self: Any, hidden_states: Tensor, attention_mask: Any = None, *others: Any, **kwargs: Any
@@ -551,13 +538,13 @@ class EncoderLayer(SetsDropoutRows):
     def _index(self: Any) -> int:
         return self._modules["attention"]._modules["self"].layer_idx
 
-    def _parts(self: Any) -> Layer | None:
-        """The modules that run; None if what is around them is not as it was made."""
-        own = self._modules
-        attention, inner, outer = own["attention"], own["intermediate"], own["output"]
+    def _parts(self: Any, no_hooks: bool = True) -> Layer | None:
+        """The modules that run; None if what is around them is not as it was made, or has hooks."""
+        modules = self._modules
+        attention, inner, outer = modules["attention"], modules["intermediate"], modules["output"]
         within = attention._modules
         around = (attention, within.get("self"), within.get("output"), inner, outer)
-        if not self._is_known(around):
+        if not self._is_known(around, no_hooks):
             return None
         itself, join = around[1]._modules, around[2]._modules
         mid, end = inner._modules, outer._modules
@@ -573,22 +560,24 @@ class EncoderLayer(SetsDropoutRows):
         return Layer((attention,), feed_forward, self.training)
 
     def attends_as_made(self: Any) -> bool:
+        """Whether its attention is what Transformers made, which supports packed rows."""
         attention = self._modules.get("attention")
-        own = None if attention is None else attention._modules.get("self")
-        made = self._around[:2]
-        return (type(attention), type(own)) == made or (kind_of(attention), kind_of(own)) == made
+        within = None if attention is None else attention._modules.get("self")
+        kinds = self._around[:2]  # ALBERT's attention is one module
+        both = (attention, within)[: len(kinds)]
+        return tuple(map(type, both)) == kinds or tuple(map(kind_of, both)) == kinds
 
-    def _is_known(self: Any, around: tuple[Any, ...]) -> bool:
+    def _is_known(self: Any, around: tuple[Any, ...], no_hooks: bool = True) -> bool:
         """Whether the layer and the modules around those that run are as they were made."""
-        own, feeds = vars(self), getattr(type(self), self._feeds, None)
+        held, method = vars(self), getattr(type(self), self._feed_forward_method, None)
         return (
             (
                 tuple(map(type, around)) == self._around
                 or tuple(map(kind_of, around)) == self._around
             )
-            and are_plain(around, *self._around)
+            and (not no_hooks or are_plain(around, *self._around))
             and nothing_hides_modules(self, *around)
-            and not own["chunk_size_feed_forward"]
-            and self._feeds not in own
-            and getattr(feeds, "__module__", "").startswith("transformers.models.")
+            and not held["chunk_size_feed_forward"]
+            and self._feed_forward_method not in held
+            and getattr(method, "__module__", "").startswith("transformers.models.")
         )

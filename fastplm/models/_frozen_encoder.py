@@ -21,7 +21,7 @@ from fastplm import _extension
 from fastplm._backends import note, requested, takes_notes
 from fastplm._rules import ALONE, slower
 from fastplm.models._base import DROP_INS, wants_output
-from fastplm.models._encoder import EncoderLayer, EncoderModel
+from fastplm.models._encoder import EMBEDDING_TABLES, EncoderLayer, EncoderModel
 from fastplm.models._ragged import LastRows, RaggedBatch, Rows
 from fastplm.models._watch import (
     LINEAR,
@@ -31,6 +31,8 @@ from fastplm.models._watch import (
     facts_of,
     gelu_of,
     norm,
+    norm_of,
+    of_kind,
     plan_in,
     require,
     tensor,
@@ -93,7 +95,7 @@ def _plan_of(model: Any) -> _Plan:
     require(torch.ops.fastplm_C.encoder_fits(weights, head_size), "its weights do not fit")
     embeddings = _part(model, "embeddings", "Embeddings")
     tables: list[Tensor] = []
-    for name in ("word_embeddings", "position_embeddings", "token_type_embeddings"):
+    for name in EMBEDDING_TABLES:
         table = child(embeddings, name, nn.Embedding)
         require(table.max_norm is None, "an embedding has a max_norm")
         tables.append(tensor(table, table._parameters, "weight"))
@@ -131,22 +133,22 @@ def _part(model: nn.Module, name: str, end: str) -> Any:
 def _add_layer(layer: Any, weights: list[Tensor], config: Any) -> tuple[int, float, bool]:
     """Add the tensors of a layer; (the size of a head, the epsilon, whether GELU has a tanh)."""
     require(type(layer) in DROP_INS.values() and isinstance(layer, EncoderLayer), "a layer")
-    attention_kind, self_kind, join_kind, inner_kind, outer_kind = layer._around
-    attention = child(layer, "attention", attention_kind)
-    own, join = child(attention, "self", self_kind), child(attention, "output", join_kind)
-    inner, outer = child(layer, "intermediate", inner_kind), child(layer, "output", outer_kind)
-    require(own.config is config, "a layer has another configuration")
-    require(own.scaling == own.attention_head_size**-0.5, "its attention is scaled")
-    require(not (own.is_decoder or layer.is_decoder), "it is a decoder")
-    for parent, name in ((own, "query"), (own, "key"), (own, "value"), (join, "dense")):
-        weights += tensors(child(parent, name, *LINEAR))
-    eps = norm(join, "LayerNorm", weights)
-    for parent in (inner, outer):
-        weights += tensors(child(parent, "dense", *LINEAR))
-    require(norm(outer, "LayerNorm", weights) == eps, "its layers have different numbers")
-    for parent in (own, join, outer):
-        child(parent, "dropout", nn.Dropout, Dropout)
-    return own.attention_head_size, eps, gelu_of(inner.intermediate_act_fn) == "tanh"
+    parts = layer._parts(no_hooks=False)  # ``facts_of`` looks at hooks
+    require(parts is not None, "a layer is not as it was made")
+    (attention,), feed_forward, _ = parts
+    module, ends = attention.module, (attention.join, feed_forward.outer)
+    require(module.config is config, "a layer has another configuration")
+    require(module.scaling == attention.head_size**-0.5, "its attention is scaled")
+    require(not (module.is_decoder or layer.is_decoder), "it is a decoder")
+    child(module, "dropout", nn.Dropout, Dropout)
+    eps = set()
+    for inputs, end in zip((attention.projections, (feed_forward.inner,)), ends, strict=True):
+        for product in (*inputs, end.dense):
+            weights += tensors(of_kind(product, "product", *LINEAR))
+        eps.add(norm_of(end.norm, weights))
+        of_kind(end.dropout, "dropout", nn.Dropout, Dropout)
+    require(len(eps) == 1, "its layers have different numbers")
+    return attention.head_size, eps.pop(), gelu_of(feed_forward.activation) == "tanh"
 
 
 # --- the calls ------------------------------------------------------------------------------------
@@ -216,22 +218,22 @@ def layers_call(
         masks, kwargs: other arguments of the forward.
     """
     plan: _Plan | None = plan_in(model)
-    own, last = row_plan.own, row_plan.last
+    packed, last = row_plan.own, row_plan.last
     batch, seqlen = given.shape[:2]
-    rows = batch * seqlen if own is None else own.positions.shape[0]
+    rows = batch * seqlen if packed is None else packed.positions.shape[0]
     if (
         plan is None
         or not plan.may_call((given,), rows)
         or wants_output(model, "output_hidden_states", kwargs)
-        or (own is None and model._keeps_padding(masks, kwargs, layers=False) is not None)
-        or not (_is_dense(own) and _is_dense(last))
+        or (packed is None and model._keeps_padding(masks, kwargs, layers=False) is not None)
+        or not (_is_dense(packed) and _is_dense(last))
     ):
         return None
     hidden = model._embedded(**inputs)
-    shape = (batch, seqlen) if own is None else (1, rows)
+    shape = (batch, seqlen) if packed is None else (1, rows)
     if type(hidden) is not Tensor or hidden.shape[:-1] != shape:
         return None
-    starts = _starts(batch, seqlen) if own is None else own.cu_seqlens
+    starts = _starts(batch, seqlen) if packed is None else packed.cu_seqlens
     source, of_source = (None, None) if last is None else (last.source, last.cu_seqlens_q)
     out = torch.ops.fastplm_C.encoder.default(
         *(hidden.flatten(0, 1), plan.weights, starts, source, of_source),
@@ -246,7 +248,7 @@ def layers_call(
     if not model._pools():
         return model._output(last_hidden_state=out)
     # The first rows of packed sequences lie elsewhere, where ``restore_layout`` finds them.
-    pooled = None if own or last else model._pooled(out)
+    pooled = None if packed or last else model._pooled(out)
     return model._output(last_hidden_state=out, pooler_output=pooled)
 
 

@@ -96,15 +96,18 @@ class _Project(torch.autograd.Function):
         (x, *weights), needs, of_x = saved, ctx.needs_input_grad, grads[-1]
         count, sizes, pairs = len(weights), ctx.sizes, ctx.pairs
         found, first = [None] * 2 * pairs, 4 + 2 * count
-        each, own = len(sizes) // count, pairs // count  # outputs and parameters of one product
+        each, per_product = (
+            len(sizes) // count,
+            pairs // count,
+        )  # outputs and parameters of one product
         for at, weight in enumerate(weights):
             part = slice(at * each, (at + 1) * each)
             if all(map(is_none, grads[part])):
                 continue
             grad = _side_by_side(grads[part], sizes[part], x)
-            begin, end = 2 * at * own, 2 * (at + 1) * own
+            begin, end = 2 * at * per_product, 2 * (at + 1) * per_product
             places = slice(begin, end, 2), slice(begin + 1, end, 2)
-            rows = sizes[part] if own > 1 else [grad.shape[1]]
+            rows = sizes[part] if per_product > 1 else [grad.shape[1]]
             if any(needs[first:][places[0]]):
                 of_weight = _of_weight(grad, x, ctx.dtypes[0], ctx.turned)
                 found[places[0]] = of_weight.split_with_sizes(rows, int(ctx.turned))
@@ -239,7 +242,7 @@ class _Expand(torch.autograd.Function):
         if grad is None:
             return of_x, *[None] * (6 + 2 * count)
         if len(between) == 1:
-            # An ELU whose lower part is 0: its scale is that of dropout.
+            # The backward of ReLU and dropout in one call: of an ELU whose lower part is 0, scaled.
             grads = [torch.ops.aten.elu_backward(grad, 0, _scale(drawn, grad), 0, True, *between)]
         else:
             first, bias, choice, *gated = between

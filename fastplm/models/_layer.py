@@ -82,7 +82,7 @@ class Join(NamedTuple):
         return (
             _are_alike((dense,))
             and are_plain((norm,), rms or nn.LayerNorm)
-            and have_own((norm,), biased=rms is None)
+            and read_their_parameters((norm,), biased=rms is None)
             and norm._parameters["weight"].shape
             == (dense._parameters["weight"].shape[isinstance(dense, _CONV1D)],)
             and (isinstance(dropout, float) or are_plain((dropout,), *_DROPOUT))
@@ -118,7 +118,7 @@ class FeedForward(NamedTuple):
     def by_modules(self, x: Tensor, training: bool) -> Tensor:
         """What the outer product reads."""
         active, drop = self.inner(x), self.dropout
-        if activation_of(self.activation) == "tanh":  # of some families all models share the module
+        if activation_of(self.activation) == "tanh":  # all models share the module, a slow one
             active = gelu(active, "tanh")
         else:
             active = self.activation(active)
@@ -184,17 +184,17 @@ def _backend_of(op: Op, call: Any, usual: str) -> str | None:
     return None if op.backends[name].rejects(call, forced=wanted != "auto") else name
 
 
-def have_own(modules: Iterable[Any], biased: bool = True) -> bool:
+def read_their_parameters(modules: Iterable[Any], biased: bool = True) -> bool:
     """Whether modules have a weight and, or not, a bias, and read them from nowhere else."""
     for module in modules:
-        own, parameters = module.__dict__, module._parameters
+        attributes, parameters = module.__dict__, module._parameters
         weight, bias = parameters.get("weight"), parameters.get("bias")
         if (
             type(weight) not in PARAMETER
             or weight.layout is not torch.strided
             or (type(bias) not in PARAMETER if biased else bias is not None)
-            or "weight" in own
-            or "bias" in own
+            or "weight" in attributes
+            or "bias" in attributes
         ):
             return False
     return True
@@ -203,9 +203,9 @@ def have_own(modules: Iterable[Any], biased: bool = True) -> bool:
 def nothing_hides_modules(*modules: Any) -> bool:
     """Whether the children of modules are what their names give: an attribute is found first."""
     for module in modules:
-        own = module.__dict__
+        attributes = module.__dict__
         for name in module._modules:
-            if name in own:
+            if name in attributes:
                 return False
     return True
 
@@ -235,23 +235,26 @@ def _are_alike(modules: Sequence[Any]) -> bool:
     kinds = _CONV1D if isinstance(modules[0], _CONV1D) else _LINEAR
     if not are_plain(modules, *kinds):
         return False
-    return have_own(modules, modules[0]._parameters.get("bias") is not None)
+    return read_their_parameters(modules, modules[0]._parameters.get("bias") is not None)
 
 
 def _expands(block: FeedForward, training: bool) -> str | None:
-    """The form of the activation, if ``expand`` runs a feed-forward up to its second product."""
-    form, drop = activation_of(block.activation), block.dropout
+    """The activation, if ``expand`` runs a feed-forward up to its second product."""
+    activation, drop = activation_of(block.activation), block.dropout
     inner = [block.inner] if block.factor is None else [block.inner, block.factor]
-    if form is None or not _are_alike(inner):
+    if activation is None or not _are_alike(inner):
         return None
-    if training and drop if isinstance(drop, float) else not are_plain((drop,), *_DROPOUT):
+    if isinstance(drop, nn.Module):
+        if not are_plain((drop,), *_DROPOUT):
+            return None
+    elif training and drop:
         return None
-    alone = form != RELU and block.factor is None
-    return form if alone or block.inner._parameters.get("bias") is None else None
+    adds_bias = activation != RELU and block.factor is None  # no kernel of the others adds one
+    return activation if adds_bias or block.inner._parameters.get("bias") is None else None
 
 
 def activation_of(activation: Any) -> str | None:
-    """The form of a GELU, as ``ops.gelu`` calls it, or ``RELU``; None for another activation."""
+    """A GELU, as ``ops.gelu`` calls it, or ``RELU``; None for another activation."""
     if not are_plain((activation,), GELUActivation, nn.ReLU, *_TANH):
         return None
     if isinstance(activation, GELUActivation):
@@ -271,26 +274,31 @@ class Ready(NamedTuple):
     copies: Copies  # of all layers
     projects: list[bool]  # of each attention, whether its function runs
     joins: list[bool]
-    feeds: str | None  # the activation's form, if the function of the feed-forward runs
+    activation: str | None  # as ``ops.gelu`` calls it, if the function of the feed-forward runs
 
 
-def ready(layers: Iterable[Layer], x: Tensor) -> list[Ready]:
-    """Layers that get rows like ``x``."""
-    made: list[Ready] = []
-    copies: Copies = {}
+def ready(layers: Iterable[Layer | None], x: Tensor) -> list[Ready | None]:
+    """Layers that get rows like ``x``; None for one whose parent's forward must run."""
+    made: list[Ready | None] = []
+    copies: Copies = {}  # of all layers, filled when these are known
     forms: dict[Any, Form | None] = {}  # most layers of a model are alike
+    named: dict[int, bool] = {}
+    patched = is_patched()
     for layer in layers:
+        if layer is None or patched or not _attends_by_name(layer, named):
+            made.append(None)
+            continue
         kind = _kind_of(layer.feed_forward)
         if kind not in forms:
             forms[kind] = form_of(x, layer)
         form, feed = forms[kind], layer.feed_forward
-        projects, joins, feeds = [], [], None
+        projects, joins, activation = [], [], None
         for block in layer.attentions:
             projects.append(form is not None and _are_alike(block.projections))
             joins.append(form is not None and block.join.is_plain())
         if form is not None and feed.outer.is_plain():
-            feeds = _expands(feed, layer.training)
-        made.append(Ready(layer, form or _BY_MODULES, copies, projects, joins, feeds))
+            activation = _expands(feed, layer.training)
+        made.append(Ready(layer, form or _BY_MODULES, copies, projects, joins, activation))
     copies.update(copies_of(made))
     return made
 
@@ -309,11 +317,8 @@ _NAMES = ("weight", "bias")
 
 def all_ready(layers: list[Layer], x: Tensor) -> list[Ready] | None:
     """``ready``; None unless all layers run in one way."""
-    named: dict[int, bool] = {}
-    if is_patched() or not all(_attends_by_name(one, named) for one in layers):
-        return None
-    made = ready(layers, x)
-    return made if all(one.form.backend for one in made) else None
+    made = [one for one in ready(layers, x) if one is not None and one.form.backend]
+    return made if len(made) == len(layers) else None
 
 
 def of_one_forward(layers: Iterable[Any], given: Tensor, dtype: torch.dtype) -> dict[int, Ready]:
@@ -328,26 +333,15 @@ def of_one_forward(layers: Iterable[Any], given: Tensor, dtype: torch.dtype) -> 
     """
     if given.device.type == "cpu" and not torch.is_autocast_enabled("cpu"):
         return {}  # there is nothing to copy
-    if is_patched():
-        return {}
-    named: dict[int, bool] = {}
-    parts = {id(one): _parts_of(one, named) for one in layers if hasattr(one, "_parts")}
-    known = {key: one for key, one in parts.items() if one is not None}
-    made = ready(known.values(), given.new_empty(0, dtype=dtype))
-    return {key: one for key, one in zip(known, made, strict=True) if one.form.backend}
+    parts = {id(one): one._parts() for one in layers if hasattr(one, "_parts")}
+    made = zip(parts, ready(parts.values(), given.new_empty(0, dtype=dtype)), strict=True)
+    return {key: one for key, one in made if one is not None and one.form.backend}
 
 
 def ready_layer(layer: Any, rows: Rows | None, hidden: Tensor) -> Ready | None:
     """A layer with a method ``_parts``; None if its own forward must run."""
     made = None if rows is None else rows.layers.get(id(layer))
-    if made is None and not is_patched() and (parts := _parts_of(layer, {})) is not None:
-        made = ready([parts], hidden)[0]
-    return made
-
-
-def _parts_of(layer: Any, named: dict[int, bool]) -> Layer | None:
-    parts = layer._parts()
-    return parts if parts is not None and _attends_by_name(parts, named) else None
+    return ready([layer._parts()], hidden)[0] if made is None else made
 
 
 def _attends_by_name(layer: Layer, named: dict[int, bool]) -> bool:
@@ -355,33 +349,33 @@ def _attends_by_name(layer: Layer, named: dict[int, bool]) -> bool:
 
     ``named``: what is known of configurations, by their ``id``: a model has one for all layers.
     """
-    for one in layer.attentions:
-        config = vars(one.module).get("config")
-        if config is not None:
-            if id(config) not in named:
-                named[id(config)] = config._attn_implementation == NAME
-            if not named[id(config)]:
-                return False
+    for block in layer.attentions:
+        config = vars(block.module).get("config")
+        if config is not None and id(config) not in named:
+            named[id(config)] = config._attn_implementation == NAME
+        if not named.get(id(config), True):
+            return False
     return True
 
 
-def copies_of(made: list[Ready]) -> Copies:
+def copies_of(made: list[Ready | None]) -> Copies:
     """Copies, in one launch, of what products read in another dtype or place than it has."""
     sources: list[Any] = []
-    for layer, form, _, projects, joins, feeds in made:
+    for layer, form, _, projects, joins, activation in filter(None, made):
         dense: list[Any] = []
         for block, projected, joined in zip(layer.attentions, projects, joins, strict=True):
             if projected:
                 first = block.projections[0]._parameters["weight"]
-                apart = len(block.projections) == 3 and form.backend != "cpp"
-                if apart or first.dtype is not form.dtype:
+                # On a GPU three weights are copied side by side, so that one product reads them.
+                needs_joined_copy = len(block.projections) == 3 and form.backend != "cpp"
+                if needs_joined_copy or first.dtype is not form.dtype:
                     for name in _NAMES:
                         for one in block.projections:
                             if one._parameters[name] is not None:
                                 sources.append(one._parameters[name])
             if joined:
                 dense.append(block.join.dense)
-        if feeds:
+        if activation is not None:
             feed = layer.feed_forward
             dense += (feed.inner, feed.outer.dense)
             if feed.factor is not None:
@@ -393,20 +387,20 @@ def copies_of(made: list[Ready]) -> Copies:
     if not sources:
         return {}
     with torch.no_grad():
-        dtype = next(one.form.dtype for one in made if one.form.dtype is not None)
+        dtype = next(one.form.dtype for one in filter(None, made) if one.form.dtype is not None)
         flat = sources[0].new_empty(sum(map(Tensor.numel, sources)), dtype=dtype)
         copies = torch._utils._unflatten_dense_tensors(flat, sources)
         torch._foreach_copy_(copies, sources)
     return dict(zip(map(id, sources), copies, strict=True))
 
 
-_NOT_DRAWN = (None, None, None)
-_NOT_NUMBERED = (None, None)
+_NO_SEEDS = (None, None, None)
+_NO_ROW_NUMBERS = (None, None)
 
 
 def _drawn(dropout: Any, training: bool, seed: Tensor | None, numbers: Any, x: Tensor) -> Drawn:
     """What the dropout of rows like ``x`` depends on. A module knows by itself whether it trains,
-    a layer's number not."""
+    a probability does not."""
     if isinstance(dropout, float):
         p = dropout if training else 0.0
     else:
@@ -415,7 +409,7 @@ def _drawn(dropout: Any, training: bool, seed: Tensor | None, numbers: Any, x: T
         return NO_DROPOUT
     if seed is None:
         seed = seed_tensor("", None, x, optional=True)
-    return Drawn(p, seed, numbers or _NOT_NUMBERED)
+    return Drawn(p, seed, numbers or _NO_ROW_NUMBERS)
 
 
 def run_layer(
@@ -440,7 +434,7 @@ def run_layer(
     rows: Rows | None = kwargs.get(ROWS)
     numbers = None if rows is None else rows.numbers_of(last)
     module, dtype = made.layer.attentions[0].module, made.form.dtype
-    first, second, end = (None if rows is None else rows.seeds_of(module)) or _NOT_DRAWN
+    first, second, end = (None if rows is None else rows.seeds_of(module)) or _NO_SEEDS
 
     def run(hidden: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> Tensor:
         if dtype is not None and hidden.dtype is not dtype:
@@ -535,13 +529,13 @@ def feed(
         residual, seed, numbers: as of ``attend``.
     """
     block, training, copies = made.layer.feed_forward, made.layer.training, made.copies
-    if not made.feeds:
+    if made.activation is None:
         before = hidden if residual is None else residual
         return block.outer.by_modules(block.by_modules(hidden, training), before, training)
     drop, within = block.dropout, NO_DROPOUT
     if not isinstance(drop, float) and drop.training:
-        within = Drawn(drop.p, None, numbers or _NOT_NUMBERED)
-    active, given = expand(hidden.flatten(0, -2), block, made.feeds, within, copies, made.form)
+        within = Drawn(drop.p, None, numbers or _NO_ROW_NUMBERS)
+    active, given = expand(hidden.flatten(0, -2), block, made.activation, within, copies, made.form)
     drawn = _drawn(block.outer.dropout, training, seed, numbers, hidden)
     before = given if residual is None else residual.reshape(given.shape)
     out, sum = join(active, before, block.outer, drawn, copies, made.form)
@@ -621,7 +615,7 @@ def run_blocks(
 
     def run(one: Ready, normed: Any, hidden: Any, states: Any, table: Any) -> tuple[Any, ...]:
         module = one.layer.attentions[0].module
-        first, second, end = (None if rows is None else rows.seeds_of(module)) or _NOT_DRAWN
+        first, second, end = (None if rows is None else rows.seeds_of(module)) or _NO_SEEDS
         given = kwargs if biased is None else kwargs | biased(table)
         normed, hidden, _ = attend(one, 0, normed, hidden, None, mask, first, numbers, given)
         if states is not None:
@@ -675,11 +669,12 @@ def join(
     x: Tensor, residual: Tensor, end: Join, drawn: Drawn, copies: Copies, form: Form
 ) -> tuple[Tensor, Tensor]:
     """(the norm, the sum) of ``residual + dropout(dense(x))``: [N, K], [N, E] -> [N, E] twice."""
-    own, norm, turned = end.dense._parameters, end.norm._parameters, isinstance(end.dense, _CONV1D)
-    weight, eps = own["weight"], end.norm.eps if end.rms is None else end.norm.variance_epsilon
+    dense, norm = end.dense._parameters, end.norm._parameters
+    weight, turned = dense["weight"], isinstance(end.dense, _CONV1D)
+    eps = end.norm.eps if end.rms is None else end.norm.variance_epsilon
     read = copies.get(id(weight), weight)
     return _functions.join(
-        *(x, residual, read.t() if turned else read, weight, own["bias"]),
+        *(x, residual, read.t() if turned else read, weight, dense["bias"]),
         *(norm["weight"], norm.get("bias"), drawn, eps, form.backend, turned),
     )
 

@@ -74,12 +74,14 @@ class Freeze:
         layers_call: Callable[..., Any] | None = None,
     ) -> None:
         """Thaw before the module changes; a module with a plan runs by ``call`` where it can."""
-        own: Any = vars(module)
+        attributes: Any = vars(module)
         for name in _DICTS:
-            if type(own[name]) not in _WATCHED.values():
-                own[name] = _WATCHED.get(type(own[name]), _WatchedDict)(own[name])
-            own[name].freeze = self
-        watched = own if type(own) is _WatchedDict else _WatchedDict(own)
+            if type(attributes[name]) not in _WATCHED.values():
+                attributes[name] = _WATCHED.get(type(attributes[name]), _WatchedDict)(
+                    attributes[name]
+                )
+            attributes[name].freeze = self
+        watched = attributes if type(attributes) is _WatchedDict else _WatchedDict(attributes)
         watched.freeze, watched.plan = self, plan
         object.__setattr__(module, "__dict__", watched)
         kind = kind_of(module)
@@ -90,9 +92,9 @@ class Freeze:
         """Give all modules their classes back. Their dicts stay, as others may hold them."""
         modules, self.modules = self.modules, []
         for module in filter(None, (reference() for reference in modules)):
-            own: Any = vars(module)
+            attributes: Any = vars(module)
             held: Any
-            for held in (own, *map(own.get, _DICTS)):
+            for held in (attributes, *map(attributes.get, _DICTS)):
                 if type(held) in _WATCHED.values():
                     held.freeze = held.plan = None
             object.__setattr__(module, "__class__", kind_of(module))
@@ -175,8 +177,8 @@ def _frozen_class(
         kind.__delattr__(self, name)
 
     def apply(self: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        own = (*self._parameters.values(), *self._buffers.values())
-        if any(one is not None and function(one) is not one for one in own):
+        tensors = (*self._parameters.values(), *self._buffers.values())
+        if any(one is not None and function(one) is not one for one in tensors):
             freeze_of(self).thaw("its {} was moved or given another dtype", kind.__name__)
         return kind._apply(self, function, *args, **kwargs)
 
@@ -208,7 +210,8 @@ def _frozen_class(
         body["forward"] = forward
     if layers_call is not None:
         body["_layers_in_one_call"] = layers_call
-    body["__module__"] = ""  # with one of fastplm it would be a drop-in class
+    # With one of fastplm ``FastplmModel.__init_subclass__`` would register it; it is set below.
+    body["__module__"] = ""
     frozen: Any = type(kind.__name__, (kind,), body)
     frozen.__module__, frozen.__qualname__ = kind.__module__, kind.__qualname__
     THAWED[frozen] = kind
@@ -240,17 +243,23 @@ def tensors(module: Any, biased: bool = True) -> list[Tensor]:
 
 def child(parent: nn.Module, name: str, *kinds: type) -> Any:
     """A module of just one of these classes."""
-    found: Any = parent._modules.get(name)
-    require(type(found) in kinds, "its `{}` is a {}", name, type(found).__name__)
-    return found
+    return of_kind(parent._modules.get(name), name, *kinds)
+
+
+def of_kind(module: Any, name: str, *kinds: type) -> Any:
+    require(type(module) in kinds, "its `{}` is a {}", name, type(module).__name__)
+    return module
 
 
 def norm(parent: nn.Module, name: str, weights: list[Tensor]) -> float:
     """Add the tensors of a norm; its epsilon."""
-    found = child(parent, name, nn.LayerNorm)
-    weights += tensors(found)
-    require(found.normalized_shape == weights[-1].shape, "a norm is of another shape")
-    return found.eps
+    return norm_of(parent._modules.get(name), weights, name)
+
+
+def norm_of(module: Any, weights: list[Tensor], name: str = "norm") -> float:
+    weights += tensors(of_kind(module, name, nn.LayerNorm))
+    require(module.normalized_shape == weights[-1].shape, "a norm is of another shape")
+    return module.eps
 
 
 def gelu_of(activation: Any) -> str:
@@ -258,11 +267,6 @@ def gelu_of(activation: Any) -> str:
     form = activation_of(activation)
     require(form in ("none", "tanh"), "its activation is a {}", type(activation).__name__)
     return str(form)
-
-
-def _bases_of(kind: type) -> list[type]:
-    """The class and its bases that have a forward of their own, which may call one another."""
-    return [base for base in kind.__mro__ if "forward" in vars(base) and base is not nn.Module]
 
 
 def _is_known(function: Any) -> bool:
@@ -275,12 +279,10 @@ def _is_known(function: Any) -> bool:
     return True
 
 
-_FLAGS = (
-    *("_attn_implementation_internal", "output_hidden_states", "_output_attentions"),
-    *("return_dict", "is_decoder", "chunk_size_feed_forward"),
-)
+_ATTENTION = "_attn_implementation_internal"
+_RECORDED = ("output_hidden_states", "_output_attentions")
+_FLAGS = (_ATTENTION, *_RECORDED, "return_dict", "is_decoder", "chunk_size_feed_forward")
 _RUNS = operator.attrgetter("forward", "__call__", "_call_impl")
-_FORWARD = operator.attrgetter("forward")
 
 
 class Facts(NamedTuple):
@@ -288,10 +290,8 @@ class Facts(NamedTuple):
 
     settings: dict[str, Any]  # of a configuration, with these flags
     flags: tuple[Any, ...]
-    kinds: tuple[type, ...]  # the classes of modules, and how they run ...
-    runs: tuple[Any, ...]
-    bases: tuple[type, ...]  # ... and all classes with a forward behind them
-    forwards: tuple[Any, ...]
+    kinds: tuple[type, ...]  # the classes of modules and their bases, which they may call ...
+    runs: tuple[Any, ...]  # ... and how they run
 
     def may_call(self, given: tuple[Tensor, ...]) -> bool:
         """Whether no gradient is needed, and nobody would see the calls of the modules."""
@@ -304,31 +304,33 @@ class Facts(NamedTuple):
             or tuple(map(self.settings.get, _FLAGS)) != self.flags
             or _functions() != _FUNCTIONS
             or tuple(map(_RUNS, self.kinds)) != self.runs
-            or tuple(map(_FORWARD, self.bases)) != self.forwards
         )
 
 
 def facts_of(root: nn.Module, config: Any) -> Facts:
     """These facts of all modules in ``root``; raises unless they are as their classes made them."""
-    kinds: dict[Any, None] = dict.fromkeys(map(type, root.modules()))
+    bases: Any = {base for module in root.modules() for base in type(module).__mro__}
+    kinds = tuple(base for base in bases if issubclass(base, nn.Module))
     for kind in kinds:
-        known = kind._call_impl is nn.Module._call_impl and _is_known(kind.__call__)
-        known = known and all(_is_known(vars(base)["forward"]) for base in _bases_of(kind))
+        known = kind._call_impl is nn.Module._call_impl
+        known = known and _is_known(kind.__call__) and _is_known(kind.forward)
         require(known, "the class {} runs in a way of its own", kind.__name__)
     for module in root.modules():
-        own = vars(module)
-        hidden = own.keys() & {*module._modules, *module._parameters, *module._buffers, *_METHODS}
-        require(all(own[name] is None for name in hidden), "{} is replaced", hidden)
-        hooks = (hook for name in _HOOKS for hook in own[name].values())
+        attributes = vars(module)
+        hidden = attributes.keys() & {
+            *module._modules,
+            *module._parameters,
+            *module._buffers,
+            *_METHODS,
+        }
+        require(all(attributes[name] is None for name in hidden), "{} is replaced", hidden)
+        hooks = (hook for name in _HOOKS for hook in attributes[name].values())
         require(all(map(_records, hooks)), "there is a hook")
         require(not module.training, "a module trains")
     settings = object.__getattribute__(config, "__dict__")
-    flags = tuple(map(settings.get, _FLAGS))
-    require(settings.get(_FLAGS[0]) == NAME, "its attention is not fastplm's")
-    require(not any(flags[1:3]), "its configuration asks for more outputs")
-    bases = tuple({base for kind in kinds for base in _bases_of(kind)})
-    runs, forwards = map(_RUNS, kinds), map(_FORWARD, bases)
-    return Facts(settings, flags, tuple(kinds), tuple(runs), bases, tuple(forwards))
+    require(settings.get(_ATTENTION) == NAME, "its attention is not fastplm's")
+    require(not any(map(settings.get, _RECORDED)), "its configuration asks for more outputs")
+    return Facts(settings, tuple(map(settings.get, _FLAGS)), kinds, tuple(map(_RUNS, kinds)))
 
 
 def _functions() -> tuple[Callable[..., Any], ...]:
@@ -336,7 +338,7 @@ def _functions() -> tuple[Callable[..., Any], ...]:
     return (
         *(F.linear, F.gelu, F.relu, F.layer_norm, F.embedding, F.dropout),
         F.scaled_dot_product_attention,
-        *(nn.Module.__call__, ALL_ATTENTION_FUNCTIONS[NAME]),
+        ALL_ATTENTION_FUNCTIONS[NAME],
     )
 
 

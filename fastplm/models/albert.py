@@ -46,7 +46,7 @@ from fastplm.errors import check_choice, fail
 from fastplm.models import _heads
 from fastplm.models._base import FastplmModel, drop_in, joined, switch_modules
 from fastplm.models._encoder import EncoderEmbeddings, EncoderLayer, EncoderModel
-from fastplm.models._layer import Attention, FeedForward, Join, Layer, is_patched, stand_for
+from fastplm.models._layer import Attention, FeedForward, Join, Layer, stand_for
 from fastplm.models._ragged import LastRows, Rows
 from fastplm.nn._rows import is_plain
 
@@ -166,19 +166,16 @@ class AlbertLayer(EncoderLayer, GradientCheckpointingLayer, modeling_albert.Albe
     """A layer, which in the last call may compute only some rows."""
 
     _around = (modeling_albert.AlbertAttention,)
-    _feeds = "ff_chunk"
+    _feed_forward_method = "ff_chunk"
 
     def _last(self, rows: Rows) -> LastRows | None:
         return rows.last  # the calls before it get no such rows
 
-    def attends_as_made(self) -> bool:
-        return type(getattr(self, "attention", None)) is modeling_albert.AlbertAttention
-
-    def _parts(self) -> Layer | None:
+    def _parts(self, no_hooks: bool = True) -> Layer | None:
         attention: Any = self._modules["attention"]
-        if not self._is_known((attention,)):
+        if not self._is_known((attention,), no_hooks):
             return None
-        own, within = self._modules, attention._modules
+        modules, within = self._modules, attention._modules
         block = Attention(
             module=attention,
             head_size=attention.attention_head_size,
@@ -186,9 +183,22 @@ class AlbertLayer(EncoderLayer, GradientCheckpointingLayer, modeling_albert.Albe
             projections=(within["query"], within["key"], within["value"]),
             join=Join(within["dense"], within["LayerNorm"], within["output_dropout"]),
         )
-        ends = Join(own["ffn_output"], own["full_layer_layer_norm"], 0.0)
-        feed_forward = FeedForward(own["ffn"], own["activation"], ends)
+        ends = Join(modules["ffn_output"], modules["full_layer_layer_norm"], 0.0)
+        feed_forward = FeedForward(modules["ffn"], modules["activation"], ends)
         return Layer((block,), feed_forward, self.training)
+
+
+def _in_turn(calls: list[Any], hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    """Layers or groups in the order in which they run, each with the number of its first layer in
+    ``rows``; only the last may compute some rows."""
+    rows: Rows = kwargs["rows"]
+    number = rows.number_of_layer or 0
+    for at, call in enumerate(calls, 1):
+        others = rows.last is not None and at < len(calls)
+        kwargs["rows"] = (rows.of_others() if others else rows).for_layer(number)
+        hidden = call(hidden, **kwargs)
+        number += len(getattr(call, "albert_layers", (call,)))
+    return hidden
 
 
 @drop_in
@@ -196,16 +206,9 @@ class AlbertLayerGroup(modeling_albert.AlbertLayerGroup):
     """The layers of a group. The last one may compute only some rows."""
 
     def forward(self, *, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        rows: Rows | None = kwargs.get("rows")
-        if rows is None or (rows.last is None and rows.seeds is None):
+        if kwargs.get("rows") is None:
             return super().forward(hidden_states, **kwargs)
-        *others, last = self.albert_layers
-        number = rows.number_of_layer or 0
-        for layer in others:
-            own = rows.of_others().for_layer(number)
-            hidden_states = layer(hidden_states, **{**kwargs, "rows": own})
-            number += 1
-        return last(hidden_states, **{**kwargs, "rows": rows.for_layer(number)})
+        return _in_turn([*self.albert_layers], hidden_states, kwargs)
 
 
 @drop_in
@@ -213,18 +216,10 @@ class AlbertTransformer(modeling_albert.AlbertTransformer):
     """The calls of the groups. The last one may compute only some rows."""
 
     def forward(self, *, hidden_states: Tensor, **kwargs: Any) -> Any:
-        rows: Rows | None = kwargs.get("rows")
-        if rows is None or (rows.last is None and rows.seeds is None):
+        if kwargs.get("rows") is None:
             return super().forward(hidden_states, **kwargs)
-        hidden_states = self.embedding_hidden_mapping_in(hidden_states)
-        *others, last = self.calls()
-        number = 0
-        for group in others:
-            own = rows.of_others().for_layer(number)
-            hidden_states = group(hidden_states, **{**kwargs, "rows": own})
-            number += len(group.albert_layers)
-        rows = rows.for_layer(number)
-        return BaseModelOutput(last_hidden_state=last(hidden_states, **{**kwargs, "rows": rows}))
+        hidden = self.embedding_hidden_mapping_in(hidden_states)
+        return BaseModelOutput(last_hidden_state=_in_turn(self.calls(), hidden, kwargs))
 
     def calls(self) -> list[Any]:
         """The group of each layer, in the order in which they run."""
@@ -258,13 +253,8 @@ class AlbertModel(_Sharing, EncoderModel, transformers.AlbertModel):
         return [layer for group in groups for layer in getattr(group, "albert_layers", ())]
 
     def _layer_numbers(self) -> list[Any]:
+        # One of each call of a layer.
         return list(range(sum(len(group.albert_layers) for group in self.encoder.calls())))
-
-    def _last_layer(self) -> int | None:
-        # The index of the last call of a group.
-        calls = self.encoder.calls()
-        whole = calls and not is_patched() and calls[-1].albert_layers[-1]._parts() is not None
-        return self.encoder.config.num_hidden_layers - 1 if whole else None
 
     def _pooled(self, first: Tensor) -> Tensor:
         return self.pooler_activation(self.pooler(first[:, 0]))

@@ -20,7 +20,7 @@ BertEmbeddings = joined(_encoder.EncoderEmbeddings, modeling_bert.BertEmbeddings
 BertLayer = joined(
     _encoder.EncoderLayer,
     modeling_bert.BertLayer,
-    _around=_encoder.around(modeling_bert, "Bert"),
+    _around=_encoder.wrapper_classes(modeling_bert, "Bert"),
 )
 
 

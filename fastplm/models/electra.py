@@ -27,7 +27,7 @@ ElectraEmbeddings = joined(_encoder.EncoderEmbeddings, modeling_electra.ElectraE
 ElectraLayer = joined(
     _encoder.EncoderLayer,
     modeling_electra.ElectraLayer,
-    _around=_encoder.around(modeling_electra, "Electra"),
+    _around=_encoder.wrapper_classes(modeling_electra, "Electra"),
 )
 
 

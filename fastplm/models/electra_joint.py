@@ -25,6 +25,7 @@ from fastplm.models import (
     ELECTRA_SHARINGS,
 )
 from fastplm.models._base import FastplmModel, TiedLookup, check_input_ids, check_parts
+from fastplm.models._encoder import EMBEDDING_TABLES
 from fastplm.models._ragged import Unpad, backbone_unpad, rows_at, slots_of_labels, unpadded
 from fastplm.models.electra import ElectraForMaskedLM, ElectraForPreTraining
 from fastplm.nn._rows import (
@@ -41,10 +42,22 @@ from fastplm.reference._reduce import reduce_loss
 from fastplm.reference.philox import Stream, draw, uniform
 
 _WHERE = "ElectraForJointPreTraining"
-_EMBEDDINGS = ("word_embeddings", "position_embeddings", "token_type_embeddings")
 # The objectives with a loss only at the chosen positions.
 _BY_LABEL = ("rtd_masked", "replace_mlm")
-_REWARDING = ("objective", ("rtd", "rtd_masked"))
+_CHOICES = {
+    "embedding_sharing": ELECTRA_SHARINGS,
+    "objective": ELECTRA_OBJECTIVES,
+    "generator_type": ELECTRA_GENERATORS,
+    "second_stage_from": ELECTRA_SECOND_STAGES,
+}
+# (an option, some of its values, another option, the values that this one may then have)
+_NEEDS = (
+    ("adversarial", (True,), "generator_type", ("model",)),
+    ("adversarial", (True,), "stage", (None,)),
+    ("adversarial", (True,), "objective", ("rtd", "rtd_masked")),
+    ("generator_type", ("unigram",), "stage", (None,)),  # there is none to train first
+    ("stage", (1, 2), "embedding_sharing", ("none",)),  # the second leaves the generator as it is
+)
 # Sizes that must be equal to share embeddings, and additionally to share all weights.
 _EMBEDDING_SIZES = ("vocab_size", "embedding_size", "max_position_embeddings", "type_vocab_size")
 _ENCODER_SIZES = (
@@ -134,39 +147,25 @@ class ElectraJointConfig(PreTrainedConfig):
     def check_options(self) -> None:
         """Raise an error for unknown options, and for options that cannot be combined."""
         where = "ElectraJointConfig"
-        check_choice(where, "embedding_sharing", self.embedding_sharing, ELECTRA_SHARINGS)
-        check_choice(where, "objective", self.objective, ELECTRA_OBJECTIVES)
-        check_choice(where, "generator_type", self.generator_type, ELECTRA_GENERATORS)
-        check_choice(where, "second_stage_from", self.second_stage_from, ELECTRA_SECOND_STAGES)
-        if self.adversarial:
-            for name, wanted in (("generator_type", ("model",)), ("stage", (None,)), _REWARDING):
-                value = getattr(self, name)
-                if value not in wanted:
-                    got = f"{value!r} with adversarial=True"
-                    fix = "Leave one of the two out."
-                    fail(where, name, got, " or ".join(map(repr, wanted)), fix)
+        for name, choices in _CHOICES.items():
+            check_choice(where, name, getattr(self, name), choices)
         if self.stage not in (None, 1, 2):
             fail(where, "stage", self.stage, "None, 1 or 2", "Choose one.")
         if not self.temperature > 0:
             fail(where, "temperature", self.temperature, "over 0", "Raise it.")
+        for option, values, other, wanted in _NEEDS:
+            value, got = getattr(self, option), getattr(self, other)
+            if value in values and got not in wanted:
+                got, expected = f"{got!r} with {option}={value!r}", " or ".join(map(repr, wanted))
+                fail(where, other, got, expected, "Leave one of the two out.")
         if self.generator_type == "unigram":
-            if self.stage is not None:
-                got = f"{self.stage} with a unigram generator"
-                expected = "None, as there is no generator to train first"
-                fix = "Leave it out, or use generator_type='model'."
-                fail(where, "stage", got, expected, fix)
             return
-        if self.stage is not None and self.embedding_sharing != "none":
-            got = f"{self.embedding_sharing!r} with stage={self.stage}"
-            expected = "'none', as the second stage trains one model and leaves the other as it is"
-            fix = "Set embedding_sharing='none' for two-stage training."
-            fail(where, "embedding_sharing", got, expected, fix)
-        equal: tuple[str, ...] = ("vocab_size",)
-        if self.embedding_sharing != "none":
-            equal = _EMBEDDING_SIZES
         handed_over = self.stage is not None and self.second_stage_from == "generator"
+        equal: tuple[str, ...] = ("vocab_size",)
         if self.embedding_sharing == "all" or handed_over:
             equal = _EMBEDDING_SIZES + _ENCODER_SIZES
+        elif self.embedding_sharing == "embeddings":
+            equal = _EMBEDDING_SIZES
         for name in equal:
             got, wanted = getattr(self.generator, name), getattr(self.discriminator, name)
             if got != wanted:
@@ -198,17 +197,10 @@ class ElectraJointConfig(PreTrainedConfig):
         head_dim = discriminator.hidden_size // discriminator.num_attention_heads
         heads = max(1, round(discriminator.num_attention_heads * generator_size))
         ratio = discriminator.intermediate_size / discriminator.hidden_size
-        fields = discriminator.to_dict()
-        fields.update(
-            hidden_size=heads * head_dim,
-            num_attention_heads=heads,
-            intermediate_size=round(heads * head_dim * ratio),
-        )
-        return cls(
-            generator=ElectraConfig(**fields),
-            discriminator=ElectraConfig(**discriminator.to_dict()),
-            **kwargs,
-        )
+        width, fields = heads * head_dim, discriminator.to_dict()
+        sizes = {"hidden_size": width, "intermediate_size": round(width * ratio)}
+        sizes["num_attention_heads"] = heads
+        return cls(generator={**fields, **sizes}, discriminator=fields, **kwargs)
 
 
 # So that Transformers' AutoConfig and AutoTokenizer know the checkpoints of a pre-training.
@@ -248,26 +240,24 @@ class ElectraJointOutput(ModelOutput):
     replaced_ids: Tensor | None = None
 
 
+class _Slots(NamedTuple):
+    """The chosen tokens of a batch, P with unused slots."""
+
+    positions: Tensor  # int64 [P], flat; -1 in unused slots
+    targets: Tensor  # int64 [P], the original tokens; -100 in unused slots
+    sample_index: Tensor  # int64 [P]
+    position: Tensor  # int64 [P], in the sample
+    per_label: Tensor | None  # 0-d, the denominator of means over labels; None = of this batch
+
+
 class _Filled(NamedTuple):
-    """The generator's results for a masked batch; a unigram generator sets only ``sampled``."""
+    """The generator's results for these; a unigram generator sets only ``sampled``."""
 
     sampled: Tensor  # int64 [P], the replacements; -1 in unused slots
     loss: Tensor | None = None  # 0-d
     hidden: Any = None  # [P, E], the last hidden states of the slots
     rows: Any = None  # [P, E], what the head projects to the vocabulary
     weight: Any = None  # [V, E], the weight of that projection
-
-
-class _Replaced(NamedTuple):
-    """The batch of the discriminator: the N rows that it computes."""
-
-    ids: Tensor  # int64 [N], with replacements
-    originals: Tensor  # int64 [N]
-    seen: Tensor  # bool [N], False = padding or an unused row
-    targets: Tensor  # int64 [P], the labels; -100 in unused slots
-    sampled: Tensor  # int64 [P], the replacements; -1 in unused slots
-    per_label: Tensor | None  # 0-d, the denominator of means over labels; None = of this batch
-    per_token: Tensor | None  # 0-d, the denominator of means over tokens; None = of this batch
 
 
 class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
@@ -336,7 +326,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         """{generator parameter: the discriminator parameter it is tied to}."""
         if self.generator is None or self.config.embedding_sharing == "none":
             return {}
-        names = [f"embeddings.{table}.weight" for table in _EMBEDDINGS]
+        names = [f"embeddings.{table}.weight" for table in EMBEDDING_TABLES]
         if self.config.embedding_sharing == "all":
             names = [name for name, _ in self.discriminator.electra.named_parameters()]
         return {f"generator.electra.{name}": f"discriminator.electra.{name}" for name in names}
@@ -470,60 +460,60 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             ArgumentValueError, ArgumentTypeError: no labels, wrong shapes, dtypes or (on the CPU)
                 ids.
         """
-        config = self.config
-        parts = [part for part in (self.generator, self.discriminator) if part is not None]
-        check_parts(self, *parts, *(part.electra for part in parts))
+        config, by_label = self.config, self.config.objective in _BY_LABEL
+        models = [part for part in (self.generator, self.discriminator) if part is not None]
+        check_parts(self, *models, *(model.electra for model in models))
         check_input_ids(_WHERE, input_ids, config.discriminator.vocab_size)
         counted: dict[str, Any] = {"unpad": unpad}
-        labels, positions, targets = _labels(
-            input_ids, attention_mask, labels, masked_positions, counted
-        )
-        counters = _counters(input_ids, positions, sample_index)
-        per_label = as_normalizer(num_items_in_batch, input_ids.device)
-        ragged, full = unpadded(attention_mask, None, counted["unpad"], dtype=self.dtype)
-        encoder_arguments = {
-            "attention_mask": attention_mask,
-            "token_type_ids": token_type_ids,
-            "return_dict": True,
-            "unpad": backbone_unpad(ragged, full, attention_mask),
-            **kwargs,
-        }
-        if sample_index is not None:
-            encoder_arguments["sample_index"] = sample_index
-
-        filled = self._fill(input_ids, positions, targets, counters, per_label, encoder_arguments)
-        generated = None if filled.loss is None else filled.loss.detach()
-        if config.stage == 1:
-            return ElectraJointOutput(loss=filled.loss, mlm_loss=generated)
-
         seen = _seen(input_ids, attention_mask)
+        labels, positions, targets = _labels(
+            input_ids, attention_mask, seen, labels, masked_positions, counted
+        )
+        index, position = _philox_counters(input_ids, positions, sample_index)
+        per_label = as_normalizer(num_items_in_batch, input_ids.device)
+        slots = _Slots(positions, targets, index, position, per_label)
+        ragged, full = unpadded(attention_mask, None, counted["unpad"], dtype=self.dtype)
+        kwargs.update(attention_mask=attention_mask, token_type_ids=token_type_ids)
+        kwargs.update(return_dict=True, unpad=backbone_unpad(ragged, full, attention_mask))
+        if sample_index is not None:
+            kwargs["sample_index"] = sample_index
+
+        filled = self._fill(input_ids, slots, kwargs)
+        mlm_loss = None if filled.loss is None else filled.loss.detach()
+        if config.stage == 1:
+            return ElectraJointOutput(loss=filled.loss, mlm_loss=mlm_loss)
+
         originals = torch.where(labels == IGNORE_INDEX, input_ids, labels)
-        replaced_ids = _write(originals, positions, filled.sampled)
-        by_label = config.objective in _BY_LABEL
-        hidden = self.discriminator.electra(
-            replaced_ids, output_rows=positions if by_label else None, **encoder_arguments
-        ).last_hidden_state
-        per_token = _per_token(num_tokens_in_batch, num_items_in_batch, labels, seen)
-        ids = replaced_ids
-        if ragged is not None:
-            ids, originals = ragged.pack(ids), ragged.pack(originals)
-            seen = ragged.positions >= 0
-        ids, originals, seen = (one.flatten() for one in (ids, originals, seen))
-        replaced = _Replaced(ids, originals, seen, targets, filled.sampled, per_label, per_token)
-        judged = hidden.flatten(0, 1)
-        loss, parts = getattr(self, f"_{config.objective}")(judged, replaced)
+        replaced_ids = ids = _write(originals, slots.positions, filled.sampled)
+        output_rows = slots.positions if by_label else None
+        rows = self.discriminator.electra(replaced_ids, output_rows=output_rows, **kwargs)
+        rows = rows.last_hidden_state.flatten(0, 1)
+        if by_label:
+            loss, metrics = self._judge(rows, filled.sampled, slots.targets, None, slots.per_label)
+        else:
+            per_token = _per_token(num_tokens_in_batch, num_items_in_batch, labels, seen)
+            if ragged is not None:
+                ids, originals = ragged.pack(ids), ragged.pack(originals)
+                seen = ragged.positions >= 0
+            ids, originals, seen = (one.flatten() for one in (ids, originals, seen))
+            loss, metrics = self._judge(rows, ids, originals, seen, per_token)
         if config.adversarial:
-            rewards = self._rewards(judged, positions, replaced, ragged)
-            trained, baseline = self._reinforce(filled, rewards, replaced)
-            parts |= {"generator_loss": trained.detach(), "baseline_loss": baseline.detach()}
-            loss = trained + baseline + config.discriminator_weight * loss
+            if not by_label:  # in a packed batch, ``slots()`` says in which row a position is
+                packed = None if ragged is None else ragged.slots()
+                rows = rows_at(rows, slots.positions, packed)[:, 0]
+            generator_loss, baseline_loss = self._reinforce(filled, rows, slots)
+            metrics |= {
+                "generator_loss": generator_loss.detach(),
+                "baseline_loss": baseline_loss.detach(),
+            }
+            loss = generator_loss + baseline_loss + config.discriminator_weight * loss
         elif filled.loss is not None and config.stage is None:
             loss = filled.loss + config.discriminator_weight * loss
         return ElectraJointOutput(
             loss=loss,
-            mlm_loss=generated,
+            mlm_loss=mlm_loss,
             replaced_ids=replaced_ids if output_replaced_ids else None,
-            **parts,
+            **metrics,
         )
 
     def _vocabulary(self, part: Any) -> Any:
@@ -536,67 +526,51 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             fail(_WHERE, "generator_lm_head", got, expected, fix, UnsupportedError)
         return decoder
 
-    def _fill(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        targets: Tensor,
-        counters: tuple[Tensor, Tensor],
-        normalizer: Tensor | None,
-        arguments: dict[str, Any],
-    ) -> _Filled:
+    def _fill(self, input_ids: Tensor, slots: _Slots, arguments: dict[str, Any]) -> _Filled:
         """The generator's loss and one sample of its softmax for each slot, in one pass: §2."""
         config, generator = self.config, self.generator
         if generator is None:
-            return _Filled(self._draw_by_frequency(targets, counters))
-        sample_index, position = counters
+            return _Filled(self._draw_by_frequency(slots))
         with torch.set_grad_enabled(torch.is_grad_enabled() and config.stage != 2):
             decoder = self._vocabulary(generator)
             lookup = TiedLookup(decoder)
             looked_up = partial(lookup, generator.get_input_embeddings())
             hidden = generator.electra(
-                input_ids, output_rows=positions, lookup=looked_up, **arguments
+                input_ids, output_rows=slots.positions, lookup=looked_up, **arguments
             ).last_hidden_state[:, 0]
             rows = generator.generator_predictions(hidden)
             with torch.set_grad_enabled(torch.is_grad_enabled() and not config.adversarial):
                 loss, sampled = ops.linear_cross_entropy_with_sample(
                     rows,
                     lookup.weight,
-                    targets,
+                    slots.targets,
                     linear_bias=decoder.bias,
-                    normalizer=normalizer,
+                    normalizer=slots.per_label,
                     expected_targets=rows.shape[0],
                     temperature=config.temperature,
                     seed=config.sampling_seed,
-                    sample_index=sample_index,
-                    position=position,
+                    sample_index=slots.sample_index,
+                    position=slots.position,
                 )
         return _Filled(sampled, loss, hidden, rows, lookup.weight)
 
-    @torch.no_grad()
-    def _rewards(self, rows: Tensor, positions: Tensor, batch: _Replaced, ragged: Any) -> Tensor:
-        """The reward R of appendix F: the discriminator's loss at each slot, fp32 [P]."""
-        if self.config.objective not in _BY_LABEL:
-            # In a packed batch, ``slots`` says in which row a position is.
-            rows = rows_at(rows, positions, None if ragged is None else ragged.slots())[:, 0]
-        scores = in_fp32(self.discriminator.logits(self.discriminator.features(rows)))
-        replaced = (batch.sampled != batch.targets).to(scores.dtype)
-        return F.binary_cross_entropy_with_logits(scores, replaced, reduction="none")
-
-    def _reinforce(
-        self, filled: _Filled, rewards: Tensor, batch: _Replaced
-    ) -> tuple[Tensor, Tensor]:
+    def _reinforce(self, filled: _Filled, judged: Tensor, slots: _Slots) -> tuple[Tensor, Tensor]:
         """The losses of the generator and of its baseline: appendix F.
 
+        The reward is the discriminator's loss at each slot, of its hidden states ``judged`` [P, E].
         The generator gets no gradient from the baseline, nor from the discriminator.
         """
-        used = batch.targets != IGNORE_INDEX
+        used = slots.targets != IGNORE_INDEX
+        with torch.no_grad():
+            scores = in_fp32(self.discriminator.logits(self.discriminator.features(judged)))
+            replaced = (filled.sampled != slots.targets).to(scores.dtype)
+            rewards = F.binary_cross_entropy_with_logits(scores, replaced, reduction="none")
         decoder = self._vocabulary(self.generator)
         hotter = 1 / self.config.temperature
         nll = ops.linear_cross_entropy(
             filled.rows * hotter,
             filled.weight,
-            batch.sampled.masked_fill(~used, IGNORE_INDEX),
+            filled.sampled.masked_fill(~used, IGNORE_INDEX),
             linear_bias=decoder.bias * hotter,
             reduction="none",
             expected_targets=filled.rows.shape[0],
@@ -606,55 +580,61 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         matched = F.binary_cross_entropy_with_logits(logits, (-rewards).exp(), reduction="none")
 
         def mean(values: Tensor) -> Tensor:
-            return reduce_loss(values.masked_fill(~used, 0.0), used, "mean", batch.per_label)
+            return reduce_loss(values.masked_fill(~used, 0.0), used, "mean", slots.per_label)
 
         return mean(advantages * nll), mean(matched)
 
-    def _draw_by_frequency(self, targets: Tensor, counters: tuple[Tensor, Tensor]) -> Tensor:
+    def _draw_by_frequency(self, slots: _Slots) -> Tensor:
         """One token for each slot, sampled by its frequency: the unigram generator of §3.2.
 
         The token is the first whose cumulative count exceeds ``floor(u * total)``, where u is the
         same uniform number that a generator network would use. The counts are integers, so every
         device samples the same tokens.
         """
-        sample_index, position = counters
-        word, *_ = draw(
-            self.config.sampling_seed, Stream.SAMPLE, sample_index=sample_index, position=position
-        )
+        seed, index, position = self.config.sampling_seed, slots.sample_index, slots.position
+        word, *_ = draw(seed, Stream.SAMPLE, sample_index=index, position=position)
         if values_are_known(self.token_counts) and not self.token_counts.any():
             expected = "the frequencies of the tokens in the corpus"
             fail(_WHERE, "token_counts", "no counts", expected, "Call set_token_counts first.")
         reached = self.token_counts.cumsum(0)
         level = (uniform(word) * reached[-1]).long()
         drawn = torch.searchsorted(reached, level, right=True)
-        return drawn.masked_fill(targets == IGNORE_INDEX, -1)
+        return drawn.masked_fill(slots.targets == IGNORE_INDEX, -1)
 
-    # --- the discriminator's loss of each objective: (loss, fields of the output) ---
-    # Input: the last hidden states of all rows [N, E], or of the slots [P, E].
-
-    def _rtd(self, rows: Tensor, batch: _Replaced) -> tuple[Tensor, dict[str, Tensor]]:
-        """Detection over all tokens: §2, L_Disc."""
-        return self._detect(rows, (batch.ids, batch.originals), batch.seen, batch.per_token)
-
-    def _rtd_masked(self, rows: Tensor, batch: _Replaced) -> tuple[Tensor, dict[str, Tensor]]:
-        """Detection at the chosen positions: §3.4, ELECTRA 15%."""
-        chosen = batch.targets != IGNORE_INDEX
-        return self._detect(rows, (batch.sampled, batch.targets), chosen, batch.per_label)
-
-    def _detect(
-        self, rows: Tensor, ids: tuple[Tensor, Tensor], judged: Tensor, normalizer: Tensor | None
+    def _judge(
+        self,
+        rows: Tensor,
+        ids: Tensor,
+        originals: Tensor,
+        seen: Tensor | None,
+        normalizer: Tensor | None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of detecting where the two ids differ, and the counts, in one pass."""
-        loss, counts = rtd_loss(
-            self.discriminator.features(rows),
-            ids,
-            self.discriminator.prediction(),
-            judged,
-            normalizer=normalizer,
-            return_counts=True,
-            where=_WHERE,
-        )
-        return loss, {"rtd_loss": loss.detach(), **counts._asdict()}
+        """(the discriminator's loss, fields of the output), of all tokens or of the slots: §3.4.
+
+        Args:
+            rows: the last hidden states [N, E], or [P, E] of the slots.
+            ids, originals: what the discriminator gets, and the tokens before; -100 = no label.
+            seen: bool [N], which tokens count; None = those with a label.
+            normalizer: the denominator of the mean.
+        """
+        if self.config.detects:
+            loss, counts = rtd_loss(
+                self.discriminator.features(rows),
+                (ids, originals),
+                self.discriminator.prediction(),
+                originals != IGNORE_INDEX if seen is None else seen,
+                normalizer=normalizer,
+                return_counts=True,
+                where=_WHERE,
+            )
+            return loss, {"rtd_loss": loss.detach(), **counts._asdict()}
+        if seen is None:
+            loss = self._predict(rows, originals, normalizer=normalizer)
+        else:
+            labels = originals.masked_fill(~seen, IGNORE_INDEX)
+            losses = self._copied_or_predicted(rows, ids, labels)
+            loss = reduce_loss(losses, seen, "mean", normalizer)
+        return loss, {"discriminator_mlm_loss": loss.detach()}
 
     def _predict(self, rows: Tensor, targets: Tensor, **options: Any) -> Tensor:
         """The cross-entropy of the discriminator's MLM head."""
@@ -668,24 +648,12 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             **options,
         )
 
-    def _replace_mlm(self, rows: Tensor, batch: _Replaced) -> tuple[Tensor, dict[str, Tensor]]:
-        """The original tokens at the chosen positions: §3.4, Replace MLM."""
-        loss = self._predict(rows, batch.targets, normalizer=batch.per_label)
-        return loss, {"discriminator_mlm_loss": loss.detach()}
-
-    def _all_tokens_mlm(self, rows: Tensor, batch: _Replaced) -> tuple[Tensor, dict[str, Tensor]]:
-        """The original tokens at all positions, copied or predicted: §3.4, All-Tokens MLM.
+    def _copied_or_predicted(self, rows: Tensor, ids: Tensor, originals: Tensor) -> Tensor:
+        """The loss of each original token, copied or predicted, [N], 0 where it is -100: §3.4.
 
         ``-log(D 1[x = x'] + (1 - D) softmax(x))``, computed with logarithms, so that no
         probability underflows.
         """
-        originals = batch.originals.masked_fill(~batch.seen, IGNORE_INDEX)
-        losses = self._copied_or_predicted(rows, batch.ids, originals)
-        loss = reduce_loss(losses, batch.seen, "mean", batch.per_token)
-        return loss, {"discriminator_mlm_loss": loss.detach()}
-
-    def _copied_or_predicted(self, rows: Tensor, ids: Tensor, originals: Tensor) -> Tensor:
-        """The loss of each original token, [N], 0 where it is -100: of the input, or predicted."""
         nll = self._predict(rows, originals, reduction="none")
         copy = self.copy_head(rows).squeeze(-1).to(nll.dtype)
         predicted = F.logsigmoid(-copy) - nll
@@ -721,6 +689,7 @@ def _seen(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
 def _labels(
     input_ids: Tensor,
     mask: Tensor | None,
+    seen: Tensor,
     labels: Tensor,
     masked_positions: Tensor | None,
     counted: dict[str, Any],
@@ -738,15 +707,16 @@ def _labels(
     check_dtype(_WHERE, "labels", labels, INTEGER)
     fix = "Use -100 where there is none."
     check_shape(_WHERE, "labels", labels, input_ids.shape, "one label a token", fix)
-    labels = labels.long().masked_fill(~_seen(input_ids, mask), IGNORE_INDEX)
-    slots = None
+    labels = labels.long().masked_fill(~seen, IGNORE_INDEX)
+    count = None
     if masked_positions is None:
-        slots = slots_of_labels(labels, counted, lambda labelled: {"unpad": (mask, None)})
-    options: Any = dict(exact=False, slots=slots)
-    return labels, *labels_at(_WHERE, labels, labels.shape, masked_positions, **options)
+        count = slots_of_labels(labels, counted, lambda labelled: {"unpad": (mask, None)})
+    return labels, *labels_at(
+        _WHERE, labels, labels.shape, masked_positions, exact=False, slots=count
+    )
 
 
-def _counters(
+def _philox_counters(
     input_ids: Tensor, positions: Tensor, sample_index: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The sample index and the position in the sample of each slot, both int64 [P]."""

@@ -18,7 +18,7 @@ RobertaEmbeddings = joined(_encoder.EncoderEmbeddings, modeling_roberta.RobertaE
 RobertaLayer = joined(
     _encoder.EncoderLayer,
     modeling_roberta.RobertaLayer,
-    _around=_encoder.around(modeling_roberta, "Roberta"),
+    _around=_encoder.wrapper_classes(modeling_roberta, "Roberta"),
 )
 
 

@@ -22,6 +22,7 @@ import fastplm
 from fastplm._backends import record_decisions, use_backend
 from fastplm.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from fastplm.models import ElectraForJointPreTraining, ElectraJointConfig
+from fastplm.models.electra_joint import _Slots
 from fastplm.nn import TokenMasker
 from fastplm.reference.linear_cross_entropy import sample_ref
 from fastplm.reference.philox import Stream, draw
@@ -447,8 +448,8 @@ def test_unigram_counts_of_any_corpus():
     counts = torch.zeros(VOCAB, dtype=torch.int64)
     counts[[4, 9]] = torch.tensor([2**43, 2**43])  # counts of more than 32 bits
     model.set_token_counts(counts)
-    targets = torch.zeros(200, dtype=torch.int64)
-    samples = model._draw_by_frequency(targets, (torch.arange(200), torch.zeros_like(targets)))
+    places, zeros = torch.arange(200), torch.zeros(200, dtype=torch.int64)
+    samples = model._draw_by_frequency(_Slots(places, zeros, places, zeros, None))
     assert set(samples.tolist()) == {4, 9}
     model.resize_token_embeddings(VOCAB + 3, mean_resizing=False)
     assert model.token_counts.tolist() == [*counts.tolist(), 0, 0, 0]
