@@ -50,11 +50,10 @@ struct Heads {
 // The arguments that the forward and the backward share.
 #define FASTPLM_ATTENTION(ARGUMENT)                                             \
   ARGUMENT(Tensor, query) ARGUMENT(Tensor, key) ARGUMENT(Tensor, value)         \
-  ARGUMENT(Dense<bool>, key_mask) /* [B, Tk] or [N] */                          \
-  ARGUMENT(std::optional<Tensor>, attn_mask) /* [B, H, Tq, Tk] */               \
+  ARGUMENT(Dense<bool>, key_mask) ARGUMENT(std::optional<Tensor>, attn_mask)    \
   ARGUMENT(Dense<int32_t>, cu_seqlens_q) ARGUMENT(Dense<int32_t>, cu_seqlens_k) \
   ARGUMENT(int64_t, longest_q) ARGUMENT(int64_t, longest_k)                     \
-  ARGUMENT(Dense<float>, bias_weight) /* [buckets, H] */                        \
+  ARGUMENT(Dense<float>, bias_weight)                                           \
   ARGUMENT(Dense<int64_t>, buckets) /* [2 max_distance + 1] */                  \
   ARGUMENT(Dense<int64_t>, seed) ARGUMENT(Dense<int64_t>, sample_index)         \
   ARGUMENT(int64_t, dropout_threshold)                                          \
@@ -189,12 +188,41 @@ void check_starts(const Dense<int32_t>& starts, const Tensor& rows, int64_t long
     const int64_t length = int64_t{at[b + 1]} - at[b];
     fit = fit && length >= 0 && length <= longest;
   }
-  STD_TORCH_CHECK(fit, "attention: cu_seqlens do not fit the rows or the longest length");
+  require(fit, "cu_seqlens do not fit the rows or the longest length");
 }
 
-void check_starts(const AttentionArguments& given) {
-  check_starts(given.cu_seqlens_q, given.query, given.longest_q);
-  check_starts(given.cu_seqlens_k, given.key, given.longest_k);
+// T queries, S keys of a padded sequence; M queries, N keys of packed ones.
+Shapes check(const AttentionArguments& given) {
+  Shapes shapes;
+  if (given.cu_seqlens_q) {
+    shapes.rows(given.query, "query [M, H, D]");
+    shapes.rows(given.key, "key [N, H, D]");
+    shapes.rows(given.value, "value [N, H, D]");
+    shapes.any(given.key_mask, "key_mask [N]");
+    shapes.any(given.cu_seqlens_q, "cu_seqlens_q [B + 1]");
+    shapes.any(given.cu_seqlens_k, "cu_seqlens_k [B + 1]");
+    require(given.cu_seqlens_k && !given.attn_mask, "cu_seqlens of queries and keys, and no attn_mask with them");
+    check_starts(given.cu_seqlens_q, given.query, given.longest_q);
+    check_starts(given.cu_seqlens_k, given.key, given.longest_k);
+  } else {
+    shapes.rows(given.query, "query [B, H, T, D]");
+    shapes.rows(given.key, "key [B, H, S, D]");
+    shapes.rows(given.value, "value [B, H, S, D]");
+    shapes.any(given.key_mask, "key_mask [B, S]");
+    shapes.rows(given.attn_mask, "attn_mask [B, H, T, S]");
+    require(!given.cu_seqlens_k, "cu_seqlens of queries and keys");
+  }
+  require(shapes['D'] > 0, "heads of no numbers");
+  shapes.any(given.seed, "seed []");
+  shapes.any(given.sample_index, "sample_index [B]");
+  if (given.bias_weight) {
+    shapes.any(given.bias_weight, "bias_weight [K, H]");
+    shapes.any(given.buckets, "buckets [L + 1]");
+    const int64_t *bucket = given.buckets.data(), count = given.buckets.size(), weights = shapes['K'];
+    require(count % 2 == 1 && std::all_of(bucket, bucket + count, [&](int64_t each) { return each >= 0 && each < weights; }),
+            "buckets [2 max_distance + 1] of bias_weight");
+  }
+  return shapes;
 }
 
 // A tensor to fill, with a projection's order in memory: [B, T, H, D], or [N, H, D] with 0 in spare
@@ -216,7 +244,7 @@ Tensor like_projection(const Tensor& like, const Dense<int32_t>& starts) {
 // (out, the softmax of each row for the backward, fp32 [2, H, rows of the queries]: pairs of a
 // row's largest score and the inverse of its sum, one head after another).
 std::tuple<Tensor, Tensor> attention(const AttentionArguments& given) {
-  check_starts(given);
+  check(given);
   const Tensor out = like_projection(given.query, given.cu_seqlens_q);
   const int64_t heads = given.query.size(1), rows = rows_of(given);
   Tensor stats = empty_tensor(given.query, {2, heads, rows}, ScalarType::Float);
@@ -233,7 +261,14 @@ std::tuple<Tensor, Tensor> attention(const AttentionArguments& given) {
 // The gradients of query, key and value, and of the bias: fp64 [B, H, buckets], or empty.
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(const AttentionArguments& given,
                                                               const BackwardArguments& upstream) {
-  check_starts(given);
+  Shapes shapes = check(given);
+  shapes.dense(upstream.stats, "stats [2, H, R]");
+  require(shapes['R'] == rows_of(given), "stats [2, H, rows of the queries]");
+  if (given.cu_seqlens_q) {
+    shapes.rows(upstream.grad_out, "grad_out [M, H, D]");
+  } else {
+    shapes.rows(upstream.grad_out, "grad_out [B, H, T, D]");
+  }
   const Tensor dq = like_projection(given.query, given.cu_seqlens_q);
   const Tensor dk = like_projection(given.key, given.cu_seqlens_k);
   const Tensor dv = like_projection(given.value, given.cu_seqlens_k);

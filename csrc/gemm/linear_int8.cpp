@@ -24,19 +24,18 @@
 namespace fastplm::FASTPLM_LEVEL {
 namespace {
 
-// input [..., K] of at most 8 dimensions; weight uint8 [ceil(N / 16), ceil(K / 4), 16, 4]; scale fp32 [N]; bias
-// [N] in the dtype of input -> [..., N]. K > 0 and N > 0.
+// input [..., K] of at most 8 dimensions -> [..., N].
 Tensor linear_int8(const Tensor& input, const Tensor& weight, const Tensor& scale,
                    const std::optional<Tensor>& bias) {
+  Shapes shapes;
+  shapes.any(input, "input [..., K]");
+  shapes.any(weight, "weight [P, S, 16, 4]");
+  shapes.any(scale, "scale [N]");
+  shapes.any(bias, "bias [N]");
+  const int64_t depth = shapes['K'], columns = shapes['N'];
+  require(shapes['P'] == ceil_div(columns, kPanel) && shapes['S'] == ceil_div(depth, kStepDepth) && depth > 0,
+          "weight [ceil(N / 16), ceil(K / 4), 16, 4], K > 0");
   const Tensor rows = dense(input), packed = dense(weight), scales = dense(scale);
-  STD_TORCH_CHECK(scale.dim() == 1 && input.dim() > 0, "linear_int8: input [..., K], scale [N]");
-  const int64_t depth = input.size(input.dim() - 1), columns = scale.size(0);
-  STD_TORCH_CHECK(weight.dim() == 4 && weight.scalar_type() == ScalarType::Byte &&
-                      weight.size(0) == ceil_div(columns, kPanel) && weight.size(2) == kPanel &&
-                      weight.size(1) == ceil_div(depth, kStepDepth) && weight.size(3) == kStepDepth &&
-                      scale.scalar_type() == ScalarType::Float &&
-                      (weight.numel() == 0 || packed.const_data_ptr() != nullptr),
-                  "linear_int8: weight uint8 [ceil(N / 16), ceil(K / 4), 16, 4], scale fp32 [N]");
   std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
   sizes.back() = columns;
   Tensor out = empty_tensor(input, sizes);

@@ -2,8 +2,8 @@
 // fastplm/ops/bart_noise.py.
 #pragma once
 
+#include "index/batch_of_tokens.h"
 #include "index/bart_noise.h"
-#include "common/operators.h"
 
 namespace fastplm {
 
@@ -24,6 +24,14 @@ FASTPLM_ARGUMENTS(BartNoiseTensors, FASTPLM_BART_NOISE_TENSORS)
 template <typename Run>
 std::tuple<Tensor, Tensor, Tensor> bart_noise(const BartNoiseTensors& given,
                                               const BartNoiseSettings& settings, const Run& run) {
+  Shapes shapes = shapes_of_batch(given);
+  shapes.any(given.lengths, "lengths [B]");
+  shapes.any(given.sentence_end_ids, "sentence_end_ids [K]");
+  shapes.any(given.special_ids, "special_ids [S]");
+  require(is_length(settings.longest) && settings.vocab_size >= 0, "longest of 0 to 2^31 - 1, vocab_size of 0 or more");
+  require(is_share(settings.infill_scale) && is_share(settings.permute_scale), "scales of 0 to 2^32");
+  require(settings.capacity >= (settings.bos_token_id >= 0) + (settings.eos_token_id >= 0),
+          "a capacity of BOS and EOS or more");
   const Tensor ids = dense(given.input_ids);
   const Rows rows = rows_of(ids, given.cu_seqlens, given.sample_index, given.lengths);
   Tensor output_ids = empty_tensor(ids, {rows.count, settings.capacity});
@@ -37,7 +45,7 @@ std::tuple<Tensor, Tensor, Tensor> bart_noise(const BartNoiseTensors& given,
     call.sentence_end_count = given.sentence_end_ids.size();
     call.special_ids = given.special_ids.data();
     call.special_count = given.special_ids.size();
-    call.seed = given.seed.const_data_ptr<int64_t>();
+    call.seed = data_of<int64_t>(given.seed);
     call.output_ids = output_ids.mutable_data_ptr<Id>();
     call.lengths = lengths.mutable_data_ptr<int64_t>();
     call.dropped = dropped.mutable_data_ptr<int64_t>();

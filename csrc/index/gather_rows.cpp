@@ -20,9 +20,11 @@ int64_t grain_of(int64_t row_bytes) {
 }
 
 Tensor gather_rows(const Tensor& input, const Tensor& positions) {
-  const int64_t rows = input.size(0);
-  const int64_t slots = positions.size(0);
-  const int64_t row_bytes = input.size(1) * static_cast<int64_t>(input.element_size());
+  Shapes shapes;
+  shapes.rows(input, "input [N, E]");
+  shapes.dense(positions, "positions [P]");
+  const int64_t rows = shapes['N'], slots = shapes['P'];
+  const int64_t row_bytes = shapes['E'] * static_cast<int64_t>(input.element_size());
   const int64_t stride_bytes = input.stride(0) * static_cast<int64_t>(input.element_size());
   Tensor out = empty_tensor(input, {slots, input.size(1)});
   const auto* from = static_cast<const char*>(input.const_data_ptr());
@@ -32,7 +34,7 @@ Tensor gather_rows(const Tensor& input, const Tensor& positions) {
   const bool inside = std::all_of(position, position + slots, [rows](int64_t row) {
     return row >= -1 && row < rows;
   });
-  STD_TORCH_CHECK(inside, "gather_rows: a position is outside of the rows");
+  require(inside, "a position is outside of the rows");
   parallel_for(slots, grain_of(row_bytes), [&](int64_t first, int64_t last) {
     for (int64_t slot = first; slot < last; ++slot) {
       const int64_t row = position[slot];
@@ -97,6 +99,10 @@ void sum_slots(const Tensor& grad_out, const Tensor& positions, Tensor& grad_inp
 }
 
 Tensor gather_rows_backward(const Tensor& grad_out, const Tensor& positions, int64_t rows) {
+  Shapes shapes;
+  shapes.rows(grad_out, "grad_out [P, E]");
+  shapes.dense(positions, "positions [P]");
+  require(rows >= 0, "rows are not fewer than 0");
   Tensor grad_input = empty_tensor(grad_out, {rows, grad_out.size(1)});
   if (grad_out.scalar_type() == ScalarType::Double) {
     sum_slots<double, double>(grad_out, positions, grad_input);

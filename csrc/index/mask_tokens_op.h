@@ -2,8 +2,8 @@
 // fastplm/ops/mask_tokens.py.
 #pragma once
 
+#include "index/batch_of_tokens.h"
 #include "index/mask_tokens.h"
-#include "common/operators.h"
 
 namespace fastplm {
 
@@ -18,6 +18,13 @@ FASTPLM_ARGUMENTS(MaskTokensTensors, FASTPLM_MASK_TOKENS_TENSORS)
 template <typename Run>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mask_tokens(
     const MaskTokensTensors& given, const MaskTokensSettings& settings, const Run& run) {
+  Shapes shapes = shapes_of_batch(given);
+  shapes.any(given.input_ids, "input_ids [...]");
+  shapes.any(given.maskable, "maskable [...]");
+  shapes.any(given.special_ids, "special_ids [S]");
+  shapes.any(given.word_ids, "word_ids [...]");
+  require(settings.slots >= 0 && settings.capacity >= 0, "capacity and slots of 0 or more");
+  require(settings.max_ngram <= 0 || given.word_ids, "word_ids, as units are words");
   const Tensor ids = dense(given.input_ids);
   Tensor output_ids = empty_tensor_like(ids);
   Tensor positions = empty_tensor(ids, {settings.slots}, ScalarType::Long);
@@ -32,7 +39,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mask_tokens(
     call.special_ids = given.special_ids.data();
     call.special_count = given.special_ids.size();
     call.word_ids = given.word_ids.data();
-    call.seed = given.seed.const_data_ptr<int64_t>();
+    call.seed = data_of<int64_t>(given.seed);
     call.output_ids = output_ids.mutable_data_ptr<Id>();
     call.positions = positions.mutable_data_ptr<int64_t>();
     call.labels = labels.mutable_data_ptr<int64_t>();

@@ -30,11 +30,14 @@ void with_type_and_form(const Tensor& tensor, bool tanh, const Function& functio
   });
 }
 
-// input [..., F], bias [F]; out dense and like input.
 void bias_gelu(const Tensor& given, const std::optional<Tensor>& bias, bool tanh, Tensor& out) {
+  Shapes shapes;
+  shapes.any(given, "input [..., F]");
+  shapes.any(bias, "bias [F]");
+  shapes.dense(out, "out [..., F]");
   if (out.numel() == 0) return;
   const Tensor input = dense(given);
-  const int64_t width = input.size(-1);
+  const int64_t width = shapes['F'];
   const Vector<float> biases = bias_of(bias, width);
   with_type_and_form(input, tanh, [&](auto type, auto form) {
     using T = decltype(type);
@@ -48,11 +51,16 @@ void bias_gelu(const Tensor& given, const std::optional<Tensor>& bias, bool tanh
   });
 }
 
-// The same, and grad_input like input; grad_bias [F], or without elements if it is not wanted.
 void bias_gelu_backward(const Tensor& grad_out, const Tensor& given, const std::optional<Tensor>& bias,
                         bool tanh, Tensor& grad_input, Tensor& grad_bias) {
+  Shapes shapes;
+  shapes.any(grad_out, "grad_out [..., F]");
+  shapes.any(given, "input [..., F]");
+  shapes.any(bias, "bias [F]");
+  shapes.dense(grad_input, "grad_input [..., F]");
+  shapes.wanted(grad_bias, "grad_bias [F]");
   const Tensor input = dense(given), upstream = dense(grad_out);
-  const int64_t width = input.size(-1), rows = width == 0 ? 0 : input.numel() / width;
+  const int64_t width = shapes['F'], rows = width == 0 ? 0 : input.numel() / width;
   const int64_t count = ceil_div(rows, kBiasRows);
   const Vector<float> biases = bias_of(bias, width);
   const Buffer<float> parts(count * width);

@@ -211,24 +211,24 @@ std::optional<Tensor> encoder(const Tensor& input, const std::vector<Tensor>& we
                               const Tensor& cu_seqlens, const std::optional<Tensor>& rows,
                               const std::optional<Tensor>& cu_rows, int64_t head_size, double eps,
                               bool tanh) {
-  STD_TORCH_CHECK(input.dim() == 2 && cu_seqlens.dim() == 1 && rows.has_value() == cu_rows.has_value() &&
-                      cu_seqlens.scalar_type() == ScalarType::Int &&
-                      (!rows || (rows->scalar_type() == ScalarType::Long && rows->is_contiguous() &&
-                                 cu_rows->scalar_type() == ScalarType::Int)),
-                  "encoder: input [N, E], offsets int32, rows int64 with their offsets");
-  const int64_t width = input.size(1), batch = cu_seqlens.size(0) - 1;
+  Shapes shapes;
+  shapes.any(input, "input [N, E]");
+  shapes.dense(cu_seqlens, "cu_seqlens [B + 1]");
+  shapes.dense(rows, "rows [P]");
+  shapes.dense(cu_rows, "cu_rows [B + 1]");
+  require(rows.has_value() == cu_rows.has_value(), "rows with their offsets");
+  const int64_t width = shapes['E'], batch = shapes['B'];
   if (weights.empty() || width != width_of(weights)) return std::nullopt;
   const std::vector<Layer> layers = layers_of(weights, width, head_size);
   if (layers.empty() || !is_here(input) || !input.is_contiguous()) return std::nullopt;
   Shape shape{width, width / head_size, 0, static_cast<float>(eps), tanh};
   for (const Layer& layer : layers) shape.inner = std::max(shape.inner, layer.inner());
   const Tensor& starts_of_asked = rows ? *cu_rows : cu_seqlens;
-  STD_TORCH_CHECK(are_starts(cu_seqlens, input.size(0)) && starts_of_asked.size(0) == batch + 1 &&
-                      are_starts(starts_of_asked, rows ? rows->size(0) : input.size(0)),
-                  "encoder: cu_seqlens do not fit the rows");
+  require(are_starts(cu_seqlens, input.size(0)) && are_starts(starts_of_asked, rows ? rows->size(0) : input.size(0)),
+          "cu_seqlens do not fit the rows");
   const int32_t *starts = ints(cu_seqlens), *starts_q = ints(starts_of_asked);
   const auto* index = rows ? data_of<int64_t>(*rows) : nullptr;
-  STD_TORCH_CHECK(!rows || are_rows(index, batch, starts_q, starts), "encoder: rows of other sequences");
+  require(!rows || are_rows(index, batch, starts_q, starts), "rows of other sequences");
   Tensor out = empty_tensor(input, {rows ? rows->size(0) : input.size(0), width});
   const auto begin = [&](int64_t row, int64_t, const States&) { return floats(input) + row * width; };
   const auto place = [&](int64_t row, const States&) { return out.mutable_data_ptr<float>() + row * width; };

@@ -37,11 +37,11 @@ int64_t room_of_rows(int64_t width, int64_t filled) {
 }
 
 #define FASTPLM_REPLACED_TOKEN_LOSS(ARGUMENT)                              \
-  ARGUMENT(Tensor, input) /* [N, E], rows dense */                         \
+  ARGUMENT(Tensor, input)                                                  \
   ARGUMENT(Tensor, weight) ARGUMENT(Dense<void>, bias)                     \
   ARGUMENT(Tensor, replaced) ARGUMENT(Dense<void>, original)               \
   ARGUMENT(Dense<bool>, mask)                                              \
-  ARGUMENT(Dense<float>, normalizer) /* [] */                              \
+  ARGUMENT(Dense<float>, normalizer)                                       \
   ARGUMENT(bool, reduced) ARGUMENT(bool, mean) ARGUMENT(bool, need_counts) \
   ARGUMENT(bool, sum_weight)
 FASTPLM_ARGUMENTS(LossArguments, FASTPLM_REPLACED_TOKEN_LOSS)
@@ -50,7 +50,7 @@ FASTPLM_ARGUMENTS(LossArguments, FASTPLM_REPLACED_TOKEN_LOSS)
   ARGUMENT(Tensor, grad_loss) ARGUMENT(Tensor, slope)                 \
   ARGUMENT(Dense<float>, denominator)                                 \
   ARGUMENT(Tensor, weight) ARGUMENT(Dense<bool>, mask)                \
-  ARGUMENT(std::optional<Tensor>, input) /* [N, E], rows dense */     \
+  ARGUMENT(std::optional<Tensor>, input)                              \
   ARGUMENT(Dense<float>, weight_sum) ARGUMENT(Dense<float>, bias_sum) \
   ARGUMENT(bool, need_input) ARGUMENT(bool, need_weight)
 FASTPLM_ARGUMENTS(BackwardArguments, FASTPLM_REPLACED_TOKEN_LOSS_BACKWARD)
@@ -75,7 +75,16 @@ void with_labels(const LossArguments& given, const Function& function) {
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> replaced_token_loss(
     const LossArguments& given) {
   const Tensor& input = given.input;
-  const int64_t rows = input.size(0), width = input.size(1), stride = input.stride(0);
+  Shapes shapes;
+  shapes.rows(input, "input [N, E]");
+  shapes.dense(given.weight, "weight [E]");
+  shapes.any(given.bias, "bias []");
+  shapes.dense(given.replaced, "replaced [N]");
+  shapes.any(given.original, "original [N]");
+  shapes.any(given.mask, "mask [N]");
+  shapes.any(given.normalizer, "normalizer []");
+  const int64_t rows = shapes['N'], width = shapes['E'], stride = input.stride(0);
+  require(width > 0, "input [N, E] of no columns");
   const int64_t filled = detector_width(width), parts = ceil_div(rows, kDetectorPart);
   const Vector<float> weights = widened(given.weight, filled);
   const float offset = given.bias ? widened(*given.bias.tensor, 1)[0] : 0.0f;
@@ -132,15 +141,25 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> replaced_token_loss(
 // The outputs are those of fastplm::replaced_token_loss_bwd.
 std::tuple<Tensor, Tensor, Tensor> replaced_token_loss_backward(const BackwardArguments& given) {
   const Tensor& weight = given.weight;
-  const int64_t rows = given.slope.size(0), width = weight.size(0), filled = detector_width(width);
+  const bool reduced = static_cast<bool>(given.denominator), reads_rows = given.need_weight && !given.weight_sum;
+  Shapes shapes;
+  shapes.dense(given.slope, "slope [N]");
+  shapes.dense(weight, "weight [E]");
+  reduced ? shapes.any(given.grad_loss, "grad_loss []") : shapes.dense(given.grad_loss, "grad_loss [N]");
+  shapes.any(given.denominator, "denominator []");
+  shapes.any(given.mask, "mask [N]");
+  shapes.rows(given.input, "input [N, E]");
+  shapes.any(given.weight_sum, "weight_sum [E]");
+  shapes.any(given.bias_sum, "bias_sum []");
+  const int64_t rows = shapes['N'], width = shapes['E'], filled = detector_width(width);
+  require(width > 0, "weight [E] of no columns");
+  require(given.input || !reads_rows, "input or weight_sum, for the gradient of the weight");
   const bool* counts = given.mask.data();
   const float* grads = given.grad_loss.const_data_ptr<float>();
   const float* slopes = given.slope.const_data_ptr<float>();
-  const bool reduced = static_cast<bool>(given.denominator);
   const float scale = reduced ? *grads / *given.denominator.data() : 0.0f;
   const auto counted = [counts](int64_t row) { return counts == nullptr || counts[row]; };
   const Vector<float> weights = widened(weight, filled);
-  const bool reads_rows = given.need_weight && !given.weight_sum;
   Vector<float> grad_logit(rows);
   double grad_of_bias = 0;
   for (int64_t row = 0; row < rows; ++row) {
