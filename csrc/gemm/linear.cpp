@@ -2,6 +2,7 @@
 // the same order, so results do not depend on the number of threads.
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <memory>
@@ -15,10 +16,7 @@
 #define FASTPLM_FILE "gemm/linear.cpp"
 #include "common/each_level.h"
 #include "common/lanes.h"
-#include "gemm/linear.h"
-#include "gemm/linear_few_rows.h"
-#include "gemm/linear_in_place.h"
-#include "gemm/linear_product.h"
+#include "gemm/gemm.h"
 
 namespace fastplm::FASTPLM_LEVEL {
 namespace {
@@ -36,7 +34,7 @@ void multiply(const Operand& a, const Operand& b, const std::optional<Tensor>& b
 
 // A matrix whose rows or columns are contiguous.
 Operand operand_of(const Tensor& matrix) {
-  require(matrix.stride(0) == 1 || matrix.stride(1) == 1, "matrices with contiguous rows or columns");
+  require(matrix.stride(0) == 1 || matrix.stride(1) == 1, "matrices must have contiguous rows or columns");
   return Operand(matrix);
 }
 
@@ -47,7 +45,7 @@ void product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias
   shapes.any(bias, "bias [N]");
   shapes.dense(out, "out [M, N]");
   check_same_type(out, a, b);
-  require(a.numel() > 0 && b.numel() > 0, "matrices that are not empty");
+  require(a.numel() > 0 && b.numel() > 0, "matrices must not be empty");
   multiply(operand_of(a), operand_of(b), bias, out);
 }
 
@@ -59,7 +57,7 @@ Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Ten
   shapes.any(weight, "weight [N, K]");
   shapes.any(bias, "bias [N]");
   check_same_type(input, weight);
-  require(weight.numel() > 0, "a weight that is not empty");
+  require(weight.numel() > 0, "weight must not be empty");
   const Tensor rows = dense(input);
   const Operand b = operand_of(weight).transposed();
   std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());

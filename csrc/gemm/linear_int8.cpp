@@ -14,12 +14,7 @@
 #define FASTPLM_FILE "gemm/linear_int8.cpp"
 #include "common/each_level.h"
 #include "common/lanes.h"
-#include "gemm/linear.h"
-#include "gemm/linear_few_rows.h"
-#include "gemm/linear_in_place.h"
-#include "gemm/linear_product.h"
-#include "gemm/linear_int8.h"
-#include "gemm/linear_int8_product.h"
+#include "gemm/gemm.h"
 
 namespace fastplm::FASTPLM_LEVEL {
 namespace {
@@ -34,7 +29,7 @@ Tensor linear_int8(const Tensor& input, const Tensor& weight, const Tensor& scal
   shapes.any(bias, "bias [N]");
   const int64_t depth = shapes['K'], columns = shapes['N'];
   require(shapes['P'] == ceil_div(columns, kPanel) && shapes['S'] == ceil_div(depth, kStepDepth) && depth > 0,
-          "weight [ceil(N / 16), ceil(K / 4), 16, 4], K > 0");
+          "weight must be [ceil(N / 16), ceil(K / 4), 16, 4] for K > 0 of input and N of scale");
   const Tensor rows = dense(input), packed = dense(weight), scales = dense(scale);
   std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
   sizes.back() = columns;

@@ -15,10 +15,6 @@ namespace {
 
 constexpr int64_t kBytesWorthAThread = 1 << 15;
 
-int64_t grain_of(int64_t row_bytes) {
-  return std::max<int64_t>(1, kBytesWorthAThread / (row_bytes + 1));
-}
-
 Tensor gather_rows(const Tensor& input, const Tensor& positions) {
   Shapes shapes;
   shapes.rows(input, "input [N, E]");
@@ -35,7 +31,7 @@ Tensor gather_rows(const Tensor& input, const Tensor& positions) {
     return row >= -1 && row < rows;
   });
   require(inside, "a position is outside of the rows");
-  parallel_for(slots, grain_of(row_bytes), [&](int64_t first, int64_t last) {
+  parallel_for(slots, grain_of(kBytesWorthAThread, row_bytes), [&](int64_t first, int64_t last) {
     for (int64_t slot = first; slot < last; ++slot) {
       const int64_t row = position[slot];
       if (row >= 0) {
@@ -75,7 +71,7 @@ void sum_slots(const Tensor& grad_out, const Tensor& positions, Tensor& grad_inp
   auto* to = data_to<T>(grad_input);
   const SlotsByRow by_row(positions.const_data_ptr<int64_t>(), positions.size(0), rows);
   const int64_t row_bytes = width * static_cast<int64_t>(sizeof(T));
-  parallel_for(rows, grain_of(row_bytes), [&](int64_t first, int64_t last) {
+  parallel_for(rows, grain_of(kBytesWorthAThread, row_bytes), [&](int64_t first, int64_t last) {
     const Buffer<Sum> room(width);
     Sum* sum = room.get();
     for (int64_t row = first; row < last; ++row) {
@@ -102,7 +98,7 @@ Tensor gather_rows_backward(const Tensor& grad_out, const Tensor& positions, int
   Shapes shapes;
   shapes.rows(grad_out, "grad_out [P, E]");
   shapes.dense(positions, "positions [P]");
-  require(rows >= 0, "rows are not fewer than 0");
+  require(rows >= 0, "rows must be 0 or more");
   Tensor grad_input = empty_tensor(grad_out, {rows, grad_out.size(1)});
   if (grad_out.scalar_type() == ScalarType::Double) {
     sum_slots<double, double>(grad_out, positions, grad_input);

@@ -31,7 +31,7 @@ Tensor as_tensor(const Tensor& like, const Vector<int64_t>& values) {
 
 std::tuple<Tensor, Tensor> pack_sequences_op(const Tensor& lengths, int64_t capacity) {
   Shapes().any(lengths, "lengths [N]");
-  require(capacity >= 1 && capacity <= kMostCapacity, "a capacity of 1 to 2^24 tokens");
+  require(capacity >= 1 && capacity <= kMostCapacity, "capacity must be 1 to 2^24");
   const Tensor rows = dense(lengths);
   Packing packing;
   require(pack_sequences(data_of<int64_t>(rows), rows.numel(), capacity, &packing),

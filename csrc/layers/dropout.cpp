@@ -49,7 +49,7 @@ void dropout_rows(const Tensor& input, const Tensor& seed, int64_t threshold, do
   if (width == 0) return;
   const int64_t* samples = sample_index.const_data_ptr<int64_t>();
   const int64_t* positions = position.const_data_ptr<int64_t>();
-  const int64_t grain = std::max<int64_t>(1, kBlocksPerThread / ceil_div(width, kDropBlock));
+  const int64_t grain = grain_of(kBlocksPerThread, ceil_div(width, kDropBlock));
   with_floating_type(input, [&](auto type) {
     using T = decltype(type);
     const T* from = data_of<T>(input);

@@ -20,8 +20,6 @@ namespace {
 // A thread should have at least so many elements.
 constexpr int64_t kNormGrain = 1 << 13;
 
-int64_t grain_of(int64_t elements) { return std::max<int64_t>(1, kNormGrain / elements); }
-
 // The rows of a tensor of any dtype, or of none, as floats.
 struct FloatRows {
   FloatRows(const std::optional<Tensor>& given, int64_t width) : width(width) {
@@ -108,13 +106,13 @@ void dropout_add_layer_norm(const Tensor& input, const Tensor& residual, const T
   const Vector<float> w = optional_row(weight), b = optional_row(bias), x_bias = optional_row(linear_bias);
   const Dense<int64_t> samples(sample_index), positions(position);
   const RowDropout dropout = dropout_of(seed, samples, positions, threshold, keep_scale);
-  for_ranges(rows, 1, grain_of(width), [&](int64_t first, int64_t last) {
+  for_ranges(rows, 1, grain_of(kNormGrain, width), [&](int64_t first, int64_t last) {
     const Buffer<float> room(2 * width + RowDropout::room(width));
     float *one = room.get(), *two = one + width, *three = two + width;
     for (int64_t row = first; row < last; ++row) {
-      const float* kept = seed ? dropout.keep(row, width, three) : nullptr;
+      const float* keep = seed ? dropout.keep(row, width, three) : nullptr;
       float* added = sums.place(row, two);
-      add_row(width, inputs.read(row, one), linear_bias ? x_bias.data() : nullptr, kept, dropout.scale,
+      add_row(width, inputs.read(row, one), linear_bias ? x_bias.data() : nullptr, keep, dropout.scale,
               residuals.read(row, two), added);
       sums.write(row, added);
       const float* rounded = sums.read(row, two);
@@ -150,7 +148,7 @@ void dropout_add_layer_norm_backward(const Tensor& grad_out, const Tensor& sum, 
   const std::array<Tensor*, 3> summed = {&grad_weight, &grad_bias, &grad_linear_bias};
   const int64_t count = ceil_div(rows, kSumRows), stride = 3 * width;
   const Buffer<float> parts(count * stride);
-  const int64_t grain = grain_of(kSumRows * width);
+  const int64_t grain = grain_of(kNormGrain, kSumRows * width);
   for_parts(rows, kSumRows, grain, [&](int64_t part, int64_t first, int64_t last) {
     float* added = parts.get() + part * stride;
     std::fill(added, added + stride, 0.0f);
@@ -159,9 +157,9 @@ void dropout_add_layer_norm_backward(const Tensor& grad_out, const Tensor& sum, 
     const Buffer<float> room(4 * width + RowDropout::room(width));
     float *one = room.get(), *two = one + width, *three = two + width, *four = three + width;
     for (int64_t row = first; row < last; ++row) {
-      const float* kept = seed ? dropout.keep(row, width, four + width) : nullptr;
+      const float* keep = seed ? dropout.keep(row, width, four + width) : nullptr;
       float *of_residual = to_residual.place(row, three), *of_input = to_input.place(row, four);
-      grad_row(width, static_cast<float>(eps), !is_rms, sums.read(row, one), w.data(), kept, dropout.scale,
+      grad_row(width, static_cast<float>(eps), !is_rms, sums.read(row, one), w.data(), keep, dropout.scale,
                grads.read(row, two), grad_sums.read(row, three), added_to, of_residual, of_input);
       to_residual.write(row, of_residual);
       to_input.write(row, of_input);

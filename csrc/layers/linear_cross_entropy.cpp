@@ -21,7 +21,7 @@ Tensor softmax_statistics(Tensor& logits, bool finite, bool write, double temper
   Shapes shapes;
   shapes.rows(logits, "logits [N, V]");
   const int64_t rows = shapes['N'], columns = shapes['V'];
-  require(columns > 0, "logits [N, V] of no columns");
+  require(columns > 0, "V of logits must not be 0");
   const int64_t stride = logits.stride(0);
   Tensor out = empty_tensor(logits, {4, rows});
   float* statistics = out.mutable_data_ptr<float>();

@@ -273,7 +273,7 @@ def at_the_end_of_its_memory(tensor: Tensor, dtype: torch.dtype, at_end: bool = 
     if count == 0:
         return torch.empty(0, dtype=dtype).as_strided(tensor.shape, tensor.stride())
     room = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
-    # Of elements that lie in one place, the first is copied.
+    # The first of the elements that lie in one place is copied.
     apart = tuple(slice(None) if step else slice(1) for step in tensor.stride())
     room.as_strided(tensor[apart].shape, tensor.stride()).copy_(tensor[apart])
     return room.as_strided(tensor.shape, tensor.stride())
