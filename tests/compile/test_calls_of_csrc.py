@@ -27,23 +27,27 @@ REFUSED = re.compile(
     r"DefaultCPUAllocator: can't allocate memory: you tried to allocate \d+ bytes\. .+"
 )
 
-#: The sizes of tensors that alone may be others: argument and dimension.
+#: Any number of dimensions comes before the last one; and a mask of no keys may have any others.
+LEADING = {f"input {what}" for what in ("a row", "one more dimension", "without 0", "without 1")}
+NO_KEYS = {f"{mask} {dim}" for mask in ("mask", "states_mask") for dim in range(3)}
+#: What may change alone: an argument, and a dimension or how its shape changes.
 FREE = {
     "attention": {"query 0", "query 2", "bias_weight 0", "buckets 0"},
     "attention_backward": {"bias_weight 0", "buckets 0"},
     "replaced_token_loss_backward": {"slope 0"},
-    "gather_rows": {"input 0", "input 1", "positions 0"},
+    "gather_rows": {"input 0", "input 1", "input columns", "positions 0"},
     "gather_rows_backward": {"grad_out 1"},
-    "linear": {"input 0", "input 1", "weight 0"},
-    "linear_int8": {"input 0", "input 1", "input 2", "scale 0"},
+    "linear": {"input 0", "input 1", "weight 0", *LEADING},
+    "linear_int8": {"input 0", "input 1", "input 2", "scale 0", *LEADING},
     "mask_tokens": {"special_ids 0"},
-    "corrupt_spans": {"input_ids 1", "sentinel_ids 0"},
-    "bart_noise": {"input_ids 1", "sentence_end_ids 0", "special_ids 0"},
+    "corrupt_spans": {"input_ids 0", "input_ids 1", "sentinel_ids 0"},
+    "bart_noise": {"input_ids 0", "input_ids 1", "sentence_end_ids 0", "special_ids 0"},
     "pack_sequences": {"lengths 0"},
     "sentence_chunks": {"documents 0", "out 1", "sentences 0"},
-    "softmax_statistics": {"logits 0", "logits 1"},
+    "softmax_statistics": {"logits 0", "logits 1", "logits columns"},
     "encoder": {"cu_seqlens 0"},
     "backbone": {"embeddings 0"},
+    "decoder_layer": NO_KEYS,
 }
 
 
