@@ -90,7 +90,8 @@ def test_no_operator_reads_one_dtype_as_another(level):
     wrong = re.compile(r"torch\.(bool|u?int|float8|complex|float64)")
     # gather_rows copies bytes of any dtype, its backward takes fp64; ids and masks may be integers.
     right = re.compile(
-        r"gather_rows input |gather_rows_\w+ grad_out torch.float64|backbone |\w+ input_ids torch.int32"
+        r"gather_rows input |gather_rows_\w+ grad_out torch.float64|backbone "
+        r"|\w+ input_ids torch.int32"
     )
     assert not [case for case in taken if wrong.search(case) and not right.match(case)]
 
