@@ -738,7 +738,7 @@ MUTATIONS = (
     ),
     Mutation(
         "csrc/attention/attention.h",
-        "none = all_hidden;",
+        "none = all_masked;",
         "none = false;",
         "tests/ops/test_attention.py -k 'cpp and dense_mask'",
         1,
@@ -762,6 +762,13 @@ MUTATIONS = (
         "csrc/common/tensors.h", "== expected) return;", "== expected || true) return;", DTYPES, 2
     ),
     Mutation(
+        "csrc/common/shapes.h",
+        "if (size < 0 || size != known)",
+        "if (size < 0)",
+        "tests/compile/test_calls_of_csrc.py -k memory_of_its_tensors",
+        4,
+    ),
+    Mutation(
         "csrc/common/scratch.h",
         "floats <= kMostOfThread ? of_thread() : new_",
         "of_thread()",
@@ -779,7 +786,7 @@ MUTATIONS = (
     Mutation("csrc/gemm/linear_int8.h", "    sum += quantum;\n", "", f"{INT8} bit_for_bit", 4),
     Mutation(DECODER, "to(1), to(2), qkv", "to(2), to(1), qkv", f"{STEPPED} error", 6),
     Mutation(LAYER, "scale), bias_of(i)", "scale), nullptr", f"{STEPPED} 8_bits", 6),
-    Mutation(DECODER, "scores[t] : kHidden", "scores[t] : 0.0f", f"{STEPPED} error", 6),
+    Mutation(DECODER, "scores[t] : kMaskedScore", "scores[t] : 0.0f", f"{STEPPED} error", 6),
     Mutation(
         DECODER,
         "mid[i] *= factor[i]",
@@ -822,7 +829,7 @@ MUTATIONS = (
     Mutation(
         "csrc/layers/encoder.cpp",
         "width, AddResidual{normed, width});",
-        "width, AddResidual{asking, width});",
+        "width, AddResidual{query_input, width});",
         f"{CALLED} error_is_that",
         4,
     ),
@@ -849,7 +856,7 @@ MUTATIONS = (
     ),
     Mutation(
         "csrc/layers/encoder.cpp",
-        "if (asking == x && of_key",
+        "if (query_input == x && of_key",
         "if (of_key",
         f"{CALLED} error_is_that",
         5,

@@ -50,11 +50,10 @@ struct Heads {
 // The arguments that the forward and the backward share.
 #define FASTPLM_ATTENTION(ARGUMENT)                                             \
   ARGUMENT(Tensor, query) ARGUMENT(Tensor, key) ARGUMENT(Tensor, value)         \
-  ARGUMENT(Dense<bool>, key_mask) /* [B, Tk] or [N] */                          \
-  ARGUMENT(std::optional<Tensor>, attn_mask) /* [B, H, Tq, Tk] */               \
+  ARGUMENT(Dense<bool>, key_mask) ARGUMENT(std::optional<Tensor>, attn_mask)    \
   ARGUMENT(Dense<int32_t>, cu_seqlens_q) ARGUMENT(Dense<int32_t>, cu_seqlens_k) \
   ARGUMENT(int64_t, longest_q) ARGUMENT(int64_t, longest_k)                     \
-  ARGUMENT(Dense<float>, bias_weight) /* [buckets, H] */                        \
+  ARGUMENT(Dense<float>, bias_weight)                                           \
   ARGUMENT(Dense<int64_t>, buckets) /* [2 max_distance + 1] */                  \
   ARGUMENT(Dense<int64_t>, seed) ARGUMENT(Dense<int64_t>, sample_index)         \
   ARGUMENT(int64_t, dropout_threshold)                                          \
@@ -85,29 +84,29 @@ void run_head_backward(const Head<T>& head, Scratch& scratch, Strided<const T> g
       .backward(grad_out, grad_query, grad_key, grad_value, grad_bias, scratch);
 }
 
-int64_t batch_of(const AttentionArguments& given) {
-  return given.cu_seqlens_q ? given.cu_seqlens_q.size() - 1 : given.query.size(0);
+int64_t batch_of(const AttentionArguments& args) {
+  return args.cu_seqlens_q ? args.cu_seqlens_q.size() - 1 : args.query.size(0);
 }
 
 // The number of query rows of all sequences.
-int64_t rows_of(const AttentionArguments& given) {
-  return given.query.size(0) * (given.cu_seqlens_q ? 1 : given.query.size(2));
+int64_t rows_of(const AttentionArguments& args) {
+  return args.query.size(0) * (args.cu_seqlens_q ? 1 : args.query.size(2));
 }
 
 // Computes every head of every sequence, each by a thread that is free. The forward writes `out`,
 // the backward `gradients`.
 template <typename T>
-void run(const AttentionArguments& given, Softmax* softmax, const Heads<T>* out,
+void run(const AttentionArguments& args, Softmax* softmax, const Heads<T>* out,
          const Gradients<T>* gradients) {
-  const int32_t* starts_q = given.cu_seqlens_q.data();
-  const int32_t* starts_k = given.cu_seqlens_k.data();
-  const Heads<T> queries(given.query, starts_q), keys(given.key, starts_k);
-  const Heads<T> values(given.value, starts_k);
+  const int32_t* starts_q = args.cu_seqlens_q.data();
+  const int32_t* starts_k = args.cu_seqlens_k.data();
+  const Heads<T> queries(args.query, starts_q), keys(args.key, starts_k);
+  const Heads<T> values(args.value, starts_k);
   std::optional<Heads<const bool>> masks;
-  if (given.attn_mask) masks.emplace(*given.attn_mask, nullptr);
-  const int64_t batch = batch_of(given), rows = rows_of(given);
-  const int64_t heads = given.query.size(1);
-  const int64_t dim = given.query.size(starts_q ? 2 : 3);
+  if (args.attn_mask) masks.emplace(*args.attn_mask, nullptr);
+  const int64_t batch = batch_of(args), rows = rows_of(args);
+  const int64_t heads = args.query.size(1);
+  const int64_t dim = args.query.size(starts_q ? 2 : 3);
   int64_t floats = 0;
   for (int64_t b = 0; b < batch; ++b) {
     floats = std::max(floats, HeadPass<T>::floats(queries.seqlen(b), keys.seqlen(b), dim,
@@ -124,41 +123,41 @@ void run(const AttentionArguments& given, Softmax* softmax, const Heads<T>* out,
       if (begun[task].exchange(true, std::memory_order_relaxed)) continue;
       const int64_t b = task / heads;
       const int64_t h = task % heads;
-      const bool* mask = given.key_mask.data();
+      const bool* mask = args.key_mask.data();
       if (mask != nullptr) mask += starts_k ? starts_k[b] : b * keys.length;
       Head<T> head{
           .seqlen_q = queries.seqlen(b),
           .seqlen_k = keys.seqlen(b),
           .dim = dim,
-          .longest_q = given.longest_q,
+          .longest_q = args.longest_q,
           .query = queries.template head<const T>(b, h),
           .key = keys.template head<const T>(b, h),
           .value = values.template head<const T>(b, h),
           .key_mask = mask,
           .attn_mask = masks ? masks->head<const bool>(b, h) : Strided<const bool>{},
-          .is_causal = given.is_causal,
-          .scale = static_cast<float>(given.scale),
+          .is_causal = args.is_causal,
+          .scale = static_cast<float>(args.scale),
           .softmax = softmax + h * rows + (starts_q ? starts_q[b] : b * queries.length),
       };
-      const int64_t soon = task + 1;  // probably this thread's next task
-      if (soon < tasks && !begun[soon].load(std::memory_order_relaxed)) {
-        const int64_t b_soon = soon / heads, h_soon = soon % heads;
-        head.soon[0] = queries.template head<const T>(b_soon, h_soon);
-        head.soon[1] = keys.template head<const T>(b_soon, h_soon);
-        head.soon[2] = values.template head<const T>(b_soon, h_soon);
-        if (gradients) head.soon[3] = gradients->out.template head<const T>(b_soon, h_soon);
-        head.soon_rows = std::min(queries.seqlen(b_soon), keys.seqlen(b_soon));
+      const int64_t next_task = task + 1;  // probably this thread's
+      if (next_task < tasks && !begun[next_task].load(std::memory_order_relaxed)) {
+        const int64_t next_b = next_task / heads, next_h = next_task % heads;
+        head.prefetch[0] = queries.template head<const T>(next_b, next_h);
+        head.prefetch[1] = keys.template head<const T>(next_b, next_h);
+        head.prefetch[2] = values.template head<const T>(next_b, next_h);
+        if (gradients) head.prefetch[3] = gradients->out.template head<const T>(next_b, next_h);
+        head.prefetch_rows = std::min(queries.seqlen(next_b), keys.seqlen(next_b));
       }
-      if (given.bias_weight) {
-        head.bias = {given.bias_weight.data() + h, heads, given.bias_weight.size(),
-                     given.buckets.data(), (given.buckets.size() - 1) / 2};
+      if (args.bias_weight) {
+        head.bias = {args.bias_weight.data() + h, heads, args.bias_weight.size(),
+                     args.buckets.data(), (args.buckets.size() - 1) / 2};
       }
-      if (given.seed) {
-        const int64_t* sample_index = given.sample_index.data();
-        head.dropout = {static_cast<uint64_t>(*given.seed.data()),
+      if (args.seed) {
+        const int64_t* sample_index = args.sample_index.data();
+        head.dropout = {static_cast<uint64_t>(*args.seed.data()),
                         static_cast<uint64_t>(sample_index ? sample_index[b] : b),
                         static_cast<uint32_t>(h),
-                        static_cast<uint32_t>(given.dropout_threshold)};
+                        static_cast<uint32_t>(args.dropout_threshold)};
       }
       Scratch& scratch = room.memory;
       scratch.reserve(floats);
@@ -189,12 +188,41 @@ void check_starts(const Dense<int32_t>& starts, const Tensor& rows, int64_t long
     const int64_t length = int64_t{at[b + 1]} - at[b];
     fit = fit && length >= 0 && length <= longest;
   }
-  STD_TORCH_CHECK(fit, "attention: cu_seqlens do not fit the rows or the longest length");
+  require(fit, "cu_seqlens do not fit the rows or the longest length");
 }
 
-void check_starts(const AttentionArguments& given) {
-  check_starts(given.cu_seqlens_q, given.query, given.longest_q);
-  check_starts(given.cu_seqlens_k, given.key, given.longest_k);
+// T queries, S keys of a padded sequence; M queries, N keys of packed ones.
+Shapes check(const AttentionArguments& args) {
+  Shapes shapes;
+  if (args.cu_seqlens_q) {
+    shapes.rows(args.query, "query [M, H, D]");
+    shapes.rows(args.key, "key [N, H, D]");
+    shapes.rows(args.value, "value [N, H, D]");
+    shapes.any(args.key_mask, "key_mask [N]");
+    shapes.any(args.cu_seqlens_q, "cu_seqlens_q [B + 1]");
+    shapes.any(args.cu_seqlens_k, "cu_seqlens_k [B + 1]");
+    require(args.cu_seqlens_k && !args.attn_mask, "cu_seqlens_q comes with cu_seqlens_k, and without attn_mask");
+    check_starts(args.cu_seqlens_q, args.query, args.longest_q);
+    check_starts(args.cu_seqlens_k, args.key, args.longest_k);
+  } else {
+    shapes.rows(args.query, "query [B, H, T, D]");
+    shapes.rows(args.key, "key [B, H, S, D]");
+    shapes.rows(args.value, "value [B, H, S, D]");
+    shapes.any(args.key_mask, "key_mask [B, S]");
+    shapes.rows(args.attn_mask, "attn_mask [B, H, T, S]");
+    require(!args.cu_seqlens_k, "cu_seqlens_k comes with cu_seqlens_q");
+  }
+  require(shapes['D'] > 0, "D of query must not be 0");
+  shapes.any(args.seed, "seed []");
+  shapes.any(args.sample_index, "sample_index [B]");
+  if (args.bias_weight) {
+    shapes.any(args.bias_weight, "bias_weight [K, H]");
+    shapes.any(args.buckets, "buckets [L + 1]");
+    const int64_t *bucket = args.buckets.data(), count = args.buckets.size(), weights = shapes['K'];
+    require(count % 2 == 1 && std::all_of(bucket, bucket + count, [&](int64_t each) { return each >= 0 && each < weights; }),
+            "buckets [2 max_distance + 1] must be rows of bias_weight");
+  }
+  return shapes;
 }
 
 // A tensor to fill, with a projection's order in memory: [B, T, H, D], or [N, H, D] with 0 in spare
@@ -215,80 +243,87 @@ Tensor like_projection(const Tensor& like, const Dense<int32_t>& starts) {
 
 // (out, the softmax of each row for the backward, fp32 [2, H, rows of the queries]: pairs of a
 // row's largest score and the inverse of its sum, one head after another).
-std::tuple<Tensor, Tensor> attention(const AttentionArguments& given) {
-  check_starts(given);
-  const Tensor out = like_projection(given.query, given.cu_seqlens_q);
-  const int64_t heads = given.query.size(1), rows = rows_of(given);
-  Tensor stats = empty_tensor(given.query, {2, heads, rows}, ScalarType::Float);
+std::tuple<Tensor, Tensor> attention(const AttentionArguments& args) {
+  check(args);
+  const Tensor out = like_projection(args.query, args.cu_seqlens_q);
+  const int64_t heads = args.query.size(1), rows = rows_of(args);
+  Tensor stats = empty_tensor(args.query, {2, heads, rows}, ScalarType::Float);
   auto* pairs = static_cast<Softmax*>(stats.mutable_data_ptr());
-  if (given.cu_seqlens_q) std::fill(pairs, pairs + heads * rows, Softmax{});
-  with_floating_type(given.query, [&](auto element) {
+  if (args.cu_seqlens_q) std::fill(pairs, pairs + heads * rows, Softmax{});
+  with_floating_type(args.query, [&](auto element) {
     using T = decltype(element);
-    const Heads<T> result(out, given.cu_seqlens_q.data());
-    run<T>(given, pairs, &result, nullptr);
+    const Heads<T> result(out, args.cu_seqlens_q.data());
+    run<T>(args, pairs, &result, nullptr);
   });
   return {out, stats};
 }
 
 // The gradients of query, key and value, and of the bias: fp64 [B, H, buckets], or empty.
-std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(const AttentionArguments& given,
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(const AttentionArguments& args,
                                                               const BackwardArguments& upstream) {
-  check_starts(given);
-  const Tensor dq = like_projection(given.query, given.cu_seqlens_q);
-  const Tensor dk = like_projection(given.key, given.cu_seqlens_k);
-  const Tensor dv = like_projection(given.value, given.cu_seqlens_k);
-  std::vector<int64_t> sizes{0};
-  if (upstream.bias_grad && given.bias_weight) {
-    sizes = {batch_of(given), given.query.size(1), given.bias_weight.size()};
+  Shapes shapes = check(args);
+  shapes.dense(upstream.stats, "stats [2, H, R]");
+  require(shapes['R'] == rows_of(args), "stats [2, H, R] must have a number for each row of query");
+  if (args.cu_seqlens_q) {
+    shapes.rows(upstream.grad_out, "grad_out [M, H, D]");
+  } else {
+    shapes.rows(upstream.grad_out, "grad_out [B, H, T, D]");
   }
-  Tensor by_sample = empty_tensor(given.query, sizes, ScalarType::Double);
+  const Tensor dq = like_projection(args.query, args.cu_seqlens_q);
+  const Tensor dk = like_projection(args.key, args.cu_seqlens_k);
+  const Tensor dv = like_projection(args.value, args.cu_seqlens_k);
+  std::vector<int64_t> sizes{0};
+  if (upstream.bias_grad && args.bias_weight) {
+    sizes = {batch_of(args), args.query.size(1), args.bias_weight.size()};
+  }
+  Tensor by_sample = empty_tensor(args.query, sizes, ScalarType::Double);
   double* bias = by_sample.mutable_data_ptr<double>();
   std::fill(bias, bias + by_sample.numel(), 0.0);
-  with_floating_type(given.query, [&](auto element) {
+  with_floating_type(args.query, [&](auto element) {
     using T = decltype(element);
-    const int32_t* starts_q = given.cu_seqlens_q.data();
-    const int32_t* starts_k = given.cu_seqlens_k.data();
+    const int32_t* starts_q = args.cu_seqlens_q.data();
+    const int32_t* starts_k = args.cu_seqlens_k.data();
     const Gradients<T> gradients{Heads<T>(upstream.grad_out, starts_q), Heads<T>(dq, starts_q),
                                  Heads<T>(dk, starts_k), Heads<T>(dv, starts_k),
                                  by_sample.numel() > 0 ? bias : nullptr};
     // The cast is safe, as the backward only reads the pairs.
     auto* pairs = reinterpret_cast<Softmax*>(const_cast<float*>(data_of<float>(upstream.stats)));
-    run<T>(given, pairs, nullptr, &gradients);
+    run<T>(args, pairs, nullptr, &gradients);
   });
   return {dq, dk, dv, by_sample};
 }
 
 }  // namespace
 
-void attend(const PackedAttention& given) {
+void attend(const PackedAttention& args) {
   const auto length = [](const int32_t* starts, int64_t b) { return int64_t{starts[b + 1]} - starts[b]; };
   int64_t floats = 0, longest = 0;
-  for (int64_t b = 0; b < given.batch; ++b) {
-    longest = std::max(longest, length(given.starts_q, b));
-    floats = std::max(floats, HeadPass<float>::floats(length(given.starts_q, b),
-                                                      length(given.starts_k, b), given.dim, false));
+  for (int64_t b = 0; b < args.batch; ++b) {
+    longest = std::max(longest, length(args.starts_q, b));
+    floats = std::max(floats, HeadPass<float>::floats(length(args.starts_q, b),
+                                                      length(args.starts_k, b), args.dim, false));
   }
-  const int64_t tasks = given.batch * given.heads;
+  const int64_t tasks = args.batch * args.heads;
   std::atomic<int64_t> next(0);
   parallel_for(tasks, 1, [&](int64_t, int64_t) {
     const Room<Use::kHead> room(floats);
     const Buffer<Softmax> softmax(longest);  // which nobody reads
     for (int64_t task = next++; task < tasks; task = next++) {
-      const int64_t b = task / given.heads, column = task % given.heads * given.dim;
-      const int64_t query = given.starts_q[b], key = given.starts_k[b];
+      const int64_t b = task / args.heads, column = task % args.heads * args.dim;
+      const int64_t query = args.starts_q[b], key = args.starts_k[b];
       const Head<float> head{
-          .seqlen_q = length(given.starts_q, b),
-          .seqlen_k = length(given.starts_k, b),
-          .dim = given.dim,
+          .seqlen_q = length(args.starts_q, b),
+          .seqlen_k = length(args.starts_k, b),
+          .dim = args.dim,
           .longest_q = longest,
-          .query = {given.query + query * given.query_row + column, given.query_row},
-          .key = {given.key + key * given.key_row + column, given.key_row},
-          .value = {given.value + key * given.key_row + column, given.key_row},
-          .scale = given.scale,
+          .query = {args.query + query * args.query_row + column, args.query_row},
+          .key = {args.key + key * args.key_row + column, args.key_row},
+          .value = {args.value + key * args.key_row + column, args.key_row},
+          .scale = args.scale,
           .softmax = softmax.get(),
       };
       room.memory.reserve(floats);
-      run_head<float>(head, room.memory, {given.out + query * given.out_row + column, given.out_row});
+      run_head<float>(head, room.memory, {args.out + query * args.out_row + column, args.out_row});
     }
   });
 }

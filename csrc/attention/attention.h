@@ -13,7 +13,6 @@
 
 namespace fastplm::FASTPLM_LEVEL {
 
-constexpr int64_t kBlock = 66;
 constexpr int64_t kFewQueries = 4;
 
 // --- products -------------------------------------------------------------------------------------
@@ -22,6 +21,7 @@ constexpr int64_t kFewQueries = 4;
 // element of A.
 constexpr int kTileRows = 6;
 constexpr int kTileWide = kRegisters == 32 ? 4 : 2;
+constexpr int64_t kBlock = 11 * kTileRows;
 // A product is computed in slices of this many steps, whose rows of B stay in the first-level
 // cache. Between slices the sums are in C.
 constexpr int64_t kSlice = 128;
@@ -136,16 +136,16 @@ FASTPLM_HD void store_rows(const float* from, int64_t from_stride, int64_t count
 }
 
 // Scores [rows, columns] = Q [rows, width] K [columns, width]^T for few rows, where it would cost
-// more to transpose K for a product. Prefetches `fetched` elements of each row of K and of `soon`,
-// which is read next.
+// more to transpose K for a product. Prefetches `fetched` elements of each row of K and of `next`,
+// which is read after it.
 template <typename T>
 FASTPLM_HD void inner_products(int64_t rows, int64_t columns, int64_t width, const float* query,
                                int64_t query_stride, const float* key, int64_t key_stride,
-                               Strided<const T> soon, int64_t fetched, float* scores,
+                               Strided<const T> next, int64_t fetched, float* scores,
                                int64_t scores_stride) {
   for (int64_t j = 0; j < columns; ++j) {
     fetch_row<0>(key + (j + kRowsAhead) * key_stride, fetched);
-    fetch_row<0, 2>(soon.data + j * soon.stride, fetched);
+    fetch_row<0, 2>(next.data + j * next.stride, fetched);
     for (int64_t i = 0; i < rows; ++i) {
       scores[i * scores_stride + j] = dot(width, query + i * query_stride, key + j * key_stride);
     }
@@ -165,7 +165,7 @@ struct Scores {
     if (!kAll) {
       Ints lane, unseen;
       for (int i = 0; i < kWidth; ++i) lane[i] = i;
-      std::memcpy(&unseen, hidden + j, sizeof(unseen));
+      std::memcpy(&unseen, masked + j, sizeof(unseen));
       unseen |= (static_cast<int32_t>(limit - j) - 1 - lane) >> 31;
       choose(unseen, Floats{} - kInfinity, score, score);
     }
@@ -175,7 +175,7 @@ struct Scores {
   const float* products;
   float scale;
   const float* bias;
-  const int32_t* hidden;
+  const int32_t* masked;
   int64_t limit;
 };
 
@@ -193,7 +193,7 @@ class HeadPass {
     const int64_t by_key = columns * odd_lines(width), transposed = width * odd_lines(columns);
     const int64_t by_score = kBlock * odd_lines(columns), by_query = kBlock * odd_lines(width);
     const int64_t others = 2 * columns + kBlock * columns / 4 + 2 * (seqlen_q + columns);
-    const int64_t pieces = 17;
+    const int64_t pieces = 17;  // calls of Scratch::next(), or more
     return (backward ? 3 : 2) * by_key + (backward ? 2 : 1) * transposed +
            (backward ? 3 : 1) * by_score + 5 * by_query + others + pieces * kCacheLine;
   }
@@ -209,15 +209,15 @@ class HeadPass {
     columns_ = round_up(seen_, kWidth);
     line_ = odd_lines(columns_);
     shift_ = head.seqlen_k - head.seqlen_q;
-    hidden_ = reinterpret_cast<int32_t*>(scratch.next(columns_));
+    masked_ = reinterpret_cast<int32_t*>(scratch.next(columns_));
     for (int64_t j = 0; j < columns_; ++j) {
-      hidden_[j] = j < seen_ && (head.key_mask == nullptr || head.key_mask[j]) ? 0 : -1;
+      masked_[j] = j < seen_ && (head.key_mask == nullptr || head.key_mask[j]) ? 0 : -1;
     }
-    all_seen_ = std::find(hidden_, hidden_ + seen_, -1) == hidden_ + seen_;
+    all_seen_ = std::find(masked_, masked_ + seen_, -1) == masked_ + seen_;
     if (head.attn_mask.data != nullptr) {
-      row_hidden_ = reinterpret_cast<int32_t*>(scratch.next(columns_));
+      row_masked_ = reinterpret_cast<int32_t*>(scratch.next(columns_));
     }
-    keep_ = reinterpret_cast<uint8_t*>(scratch.next(kBlock * drawn() / 4));
+    bytes_ = reinterpret_cast<uint8_t*>(scratch.next(kBlock * drawn() / 4));
     query_ = scratch.next(kBlock * row_);
     scores_ = scratch.next(kBlock * line_);
     if (head.longest_q > kFewQueries) {
@@ -341,7 +341,7 @@ class HeadPass {
               row_);
     if (head_.key_mask == nullptr) return;
     for (int64_t j = 0; j < count; ++j) {
-      if (hidden_[first + j]) std::fill(to + j * row_, to + j * row_ + width_, 0.0f);
+      if (masked_[first + j]) std::fill(to + j * row_, to + j * row_ + width_, 0.0f);
     }
   }
 
@@ -409,18 +409,18 @@ class HeadPass {
     return round_up(end, kWidth);
   }
 
-  // Writes row_hidden_, the keys that either mask leaves out for query i. Returns whether any key
+  // Writes row_masked_, the keys that either mask leaves out for query i. Returns whether any key
   // below `columns` is left out, and whether all below `end` are.
-  FASTPLM_HD std::pair<bool, bool> hide_in_row(int64_t i, int64_t columns, int64_t end) {
+  FASTPLM_HD std::pair<bool, bool> mask_row(int64_t i, int64_t columns, int64_t end) {
     const bool* mask = head_.attn_mask.data + i * head_.attn_mask.stride;
     const int64_t keys = std::min(columns, seen_);
     int32_t any = 0, all = -1;
     for (int64_t j = 0; j < keys; ++j) {
-      row_hidden_[j] = hidden_[j] | (static_cast<int32_t>(mask[j]) - 1);
-      any |= row_hidden_[j];
+      row_masked_[j] = masked_[j] | (static_cast<int32_t>(mask[j]) - 1);
+      any |= row_masked_[j];
     }
-    for (int64_t j = 0; j < end; ++j) all &= row_hidden_[j];
-    std::copy(hidden_ + keys, hidden_ + columns, row_hidden_ + keys);
+    for (int64_t j = 0; j < end; ++j) all &= row_masked_[j];
+    std::copy(masked_ + keys, masked_ + columns, row_masked_ + keys);
     return {any != 0 || keys < columns, all != 0};
   }
 
@@ -459,34 +459,34 @@ class HeadPass {
       float* row = scores_ + (i - first) * line_;
       Softmax& softmax = head_.softmax[i];
       const int64_t end = limit(i);
-      if (kFetch) fetch_soon(i);
+      if (kFetch) fetch_next_head(i);
       bool all = all_seen_ && end >= columns, none = end <= first_seen_;
-      const int32_t* hidden = hidden_;
-      if (row_hidden_ != nullptr) {
-        const auto [any_hidden, all_hidden] = hide_in_row(i, columns, std::min(end, columns));
-        all = all && !any_hidden;
-        none = all_hidden;
-        hidden = row_hidden_;
+      const int32_t* masked = masked_;
+      if (row_masked_ != nullptr) {
+        const auto [any_masked, all_masked] = mask_row(i, columns, std::min(end, columns));
+        all = all && !any_masked;
+        none = all_masked;
+        masked = row_masked_;
       }
       const float* bias = distances_ + head_.seqlen_q - 1 - i;
       if (none) {
         std::fill(row, row + columns, 0.0f);
         softmax = {0.0f, 0.0f};
       } else if (distances_ == nullptr && all) {
-        function(Scores<false, true>{row, scale, bias, hidden, end}, row, softmax);
+        function(Scores<false, true>{row, scale, bias, masked, end}, row, softmax);
       } else if (distances_ == nullptr) {
-        function(Scores<false, false>{row, scale, bias, hidden, end}, row, softmax);
+        function(Scores<false, false>{row, scale, bias, masked, end}, row, softmax);
       } else if (all) {
-        function(Scores<true, true>{row, scale, bias, hidden, end}, row, softmax);
+        function(Scores<true, true>{row, scale, bias, masked, end}, row, softmax);
       } else {
-        function(Scores<true, false>{row, scale, bias, hidden, end}, row, softmax);
+        function(Scores<true, false>{row, scale, bias, masked, end}, row, softmax);
       }
     }
   }
 
-  FASTPLM_HD void fetch_soon(int64_t row) const {
-    if (row >= head_.soon_rows) return;
-    for (const Strided<const T>& rows : head_.soon) {
+  FASTPLM_HD void fetch_next_head(int64_t row) const {
+    if (row >= head_.prefetch_rows) return;
+    for (const Strided<const T>& rows : head_.prefetch) {
       if (rows.data != nullptr) fetch_row<0, 2>(rows.data + row * rows.stride, head_.dim);
     }
   }
@@ -519,7 +519,7 @@ class HeadPass {
       philox4x32<kDraws, kDropoutRounds>(dropout.seed, counter);
       for (int lane = 0; lane < kDraws && begin + lane < rows * draws; ++lane) {
         const int64_t call = (begin + lane) % draws;
-        uint8_t* bytes = keep_ + (begin + lane) / draws * stride + call / 4 * 64 + call % 4 * 2;
+        uint8_t* bytes = bytes_ + (begin + lane) / draws * stride + call / 4 * 64 + call % 4 * 2;
         const Words drawn = counter[lane];
         const uint32_t words[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
         for (int pair = 0; pair < 8; ++pair) {
@@ -535,7 +535,7 @@ class HeadPass {
     const int64_t stride = drawn();
     const uint32_t threshold = head_.dropout.threshold;
     for (int64_t i = 0; i < rows; ++i, row += line_) {
-      const uint8_t* bytes = keep_ + i * stride;
+      const uint8_t* bytes = bytes_ + i * stride;
       for (int64_t j = 0; j < columns; ++j) row[j] = bytes[j] < threshold ? 0.0f : row[j];
     }
   }
@@ -573,9 +573,9 @@ class HeadPass {
   int64_t columns_;                       // seen_ in whole vectors
   int64_t line_;                          // floats from a row of columns to the next
   int64_t shift_;
-  int32_t* hidden_;                       // [columns], -1: masked
-  int32_t* row_hidden_ = nullptr;         // [columns], hidden_ of one query; null: hidden_ itself
-  uint8_t* keep_;                         // [kBlock, columns rounded up to kDrawnKeys]
+  int32_t* masked_;                       // [columns], -1: masked
+  int32_t* row_masked_ = nullptr;         // [columns], masked_ of one query; null: masked_ itself
+  uint8_t* bytes_;                         // [kBlock, columns rounded up to kDrawnKeys]
   float* query_;                          // [kBlock, Dw]
   float* scores_;                         // [kBlock, columns]
   Strided<const float> key_ = {};         // [seen, Dw]; null in a forward of many queries

@@ -14,6 +14,6 @@ struct PackedAttention {
   float scale;
 };
 
-void attend(const PackedAttention& given);
+void attend(const PackedAttention& args);
 
 }  // namespace fastplm::FASTPLM_LEVEL

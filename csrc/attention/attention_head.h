@@ -46,8 +46,8 @@ struct Head {
   Bias bias;
   Dropout dropout;
   Softmax* softmax;  // [Tq], written by the forward for the backward
-  Strided<const T> soon[4];  // rows to prefetch, which the thread probably reads next; or null
-  int64_t soon_rows;
+  Strided<const T> prefetch[4];  // rows to prefetch, which the thread probably reads next; or null
+  int64_t prefetch_rows;
 };
 
 }  // namespace fastplm

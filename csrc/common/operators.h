@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "common/arguments.h"
+#include "common/shapes.h"
 #include "common/tensors.h"
 
 namespace fastplm {
@@ -97,7 +98,7 @@ void with_its_name(const char* name, const Function& function) {
     throw out_of_memory(name, error.bytes, error.on_cpu);
   } catch (const std::bad_alloc&) {
     throw out_of_memory(name, 0, true);
-  } catch (const WrongType& error) {
+  } catch (const WrongArgument& error) {
     throw std::runtime_error(std::string("fastplm_C::") + name + ": " + error.what());
   }
 }

@@ -1,6 +1,6 @@
 // Operators of fastplm_C that ask about this process or its memory.
 #include "common/level.h"
-#include "common/tensors.h"
+#include "common/operators.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -38,8 +38,9 @@ void in_huge_pages(void* from, size_t bytes) {
 #endif
 }
 
-// The tensor is dense, and nothing was written to it yet.
+// Nothing was written to the tensor yet.
 void ask_for_huge_pages(Tensor& tensor) {
+  Shapes().dense(tensor, "tensor [...]");
   in_huge_pages(tensor.mutable_data_ptr(), tensor.numel() * tensor.element_size());
 }
 
@@ -77,5 +78,5 @@ STABLE_TORCH_LIBRARY_IMPL(fastplm_C, CompositeExplicitAutograd, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastplm_C, CPU, library) {
-  library.impl("ask_for_huge_pages", TORCH_BOX(&fastplm::ask_for_huge_pages));
+  library.impl("ask_for_huge_pages", (fastplm::Operator<&fastplm::ask_for_huge_pages, "ask_for_huge_pages">::call));
 }

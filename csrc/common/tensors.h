@@ -15,7 +15,6 @@
 #include <type_traits>
 
 #include "common/half.h"
-#include "common/rows.h"
 #include "common/scratch.h"
 
 namespace fastplm {
@@ -23,8 +22,8 @@ namespace fastplm {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// A tensor of a dtype that an operator does not take. operators.h makes an error of it that names the operator.
-struct WrongType : std::runtime_error {
+// What an operator does not take. operators.h makes an error of it that names the operator.
+struct WrongArgument : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
@@ -42,7 +41,7 @@ constexpr ScalarType type_of() {
 }
 
 [[noreturn]] inline void refuse_type(ScalarType type, const char* expected) {
-  throw WrongType(std::string("a tensor of ") + torch::headeronly::toString(type) + ", where it takes " + expected);
+  throw WrongArgument(std::string("a tensor of ") + torch::headeronly::toString(type) + ", where it takes " + expected);
 }
 
 // A dtype as PyTorch's libraries number it. To ask for it takes a fraction of the time of Tensor::scalar_type().
@@ -146,18 +145,6 @@ inline Tensor empty_tensor_like(const Tensor& tensor) {
   return empty_tensor(tensor, tensor.sizes());
 }
 
-// Padded rows, or packed ones if there are cu_seqlens.
-inline Rows rows_of(const Tensor& input_ids, const Dense<int32_t>& cu_seqlens,
-                    const Dense<int64_t>& sample_index, const Dense<int64_t>& lengths = {}) {
-  const bool is_packed = static_cast<bool>(cu_seqlens);
-  return {cu_seqlens.data(),
-          lengths.data(),
-          sample_index.data(),
-          is_packed ? cu_seqlens.size() - 1 : input_ids.size(0),
-          is_packed ? 0 : input_ids.size(1),
-          input_ids.numel()};
-}
-
 // Calls function(T{}) with an element type: fp32, fp16 or bf16.
 template <typename Function>
 void with_floating_type(ScalarType type, const Function& function) {
@@ -218,6 +205,11 @@ void parallel_for(int64_t count, int64_t grain, const Function& function) {
     }
   });
   if (error) std::rethrow_exception(error);
+}
+
+// How many pieces of so many elements a thread should have at least, if it should have `worth` elements.
+inline int64_t grain_of(int64_t worth, int64_t elements) {
+  return std::max<int64_t>(1, worth / std::max<int64_t>(1, elements));
 }
 
 // Calls function(first, last) for ranges of 0 … total, which begin at multiples of `unit`, on PyTorch's

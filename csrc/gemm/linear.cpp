@@ -2,6 +2,7 @@
 // the same order, so results do not depend on the number of threads.
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <memory>
@@ -15,10 +16,7 @@
 #define FASTPLM_FILE "gemm/linear.cpp"
 #include "common/each_level.h"
 #include "common/lanes.h"
-#include "gemm/linear.h"
-#include "gemm/linear_few_rows.h"
-#include "gemm/linear_in_place.h"
-#include "gemm/linear_product.h"
+#include "gemm/gemm.h"
 
 namespace fastplm::FASTPLM_LEVEL {
 namespace {
@@ -34,23 +32,38 @@ void multiply(const Operand& a, const Operand& b, const std::optional<Tensor>& b
   });
 }
 
-// a [M, K] and b [K, N] are not empty, and each has a stride of 1; bias [N]; out [M, N], dense.
-void product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, Tensor& out) {
-  check_same_type(out, a, b);
-  multiply(Operand(a), Operand(b), bias, out);
+// A matrix whose rows or columns are contiguous.
+Operand operand_of(const Tensor& matrix) {
+  require(matrix.stride(0) == 1 || matrix.stride(1) == 1, "matrices must have contiguous rows or columns");
+  return Operand(matrix);
 }
 
-// input [..., K] of at most 8 dimensions, weight [N, K] with a stride of 1, neither of them empty,
-// and bias [N] -> [..., N]. The forward of a layer is one call: when a decoder generates tokens,
+void product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, Tensor& out) {
+  Shapes shapes;
+  shapes.any(a, "a [M, K]");
+  shapes.any(b, "b [K, N]");
+  shapes.any(bias, "bias [N]");
+  shapes.dense(out, "out [M, N]");
+  check_same_type(out, a, b);
+  require(a.numel() > 0 && b.numel() > 0, "matrices must not be empty");
+  multiply(operand_of(a), operand_of(b), bias, out);
+}
+
+// input [..., K] of at most 8 dimensions -> [..., N]. The forward of a layer is one call: when a decoder generates tokens,
 // the calls of many layers with few rows cost as much as their products.
 Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
+  Shapes shapes;
+  shapes.any(input, "input [..., K]");
+  shapes.any(weight, "weight [N, K]");
+  shapes.any(bias, "bias [N]");
   check_same_type(input, weight);
+  require(weight.numel() > 0, "weight must not be empty");
   const Tensor rows = dense(input);
-  STD_TORCH_CHECK(weight.numel() > 0, "linear: weight must not be empty");
-  const Operand b = Operand(weight).transposed();
+  const Operand b = operand_of(weight).transposed();
   std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
   sizes.back() = b.columns;
   Tensor out = empty_tensor(input, sizes);
+  if (out.numel() == 0) return out;
   multiply({rows.const_data_ptr(), input.numel() / b.rows, b.rows, b.rows, 1}, b, bias, out);
   return out;
 }

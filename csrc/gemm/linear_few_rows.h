@@ -1,19 +1,15 @@
-// The product of a linear layer with few rows, in one pass over the weight.
+// The product of a linear layer with few rows, in one pass over a weight whose rows are contiguous (Conv1D, the
+// gradient of nn.Linear's input); linear_in_place.h is for one whose columns are (nn.Linear).
 //
 //   C [M, N] = A [M, K] B [K, N]      A and C in fp32; B in fp32, fp16 or bf16, widened on the way
 //
 // Reading B takes most of the time: there are only 2 M operations an element. To pack B first
 // (linear.h) would read it twice and write it once. So B is read in place, each vector is used for
-// all rows, and the next vectors are prefetched. The layout of B decides how a tile of C is
-// computed:
+// all rows, and the next vectors are prefetched.
 //
-//   inner   columns are contiguous (nn.Linear) and rows are 4 at most: a vector of K for each of them and of
-//           a few columns, whose lanes are added up at the end; linear_in_place.h is for more rows, and at AVX2
-//           for all;
-//   stream  rows are contiguous (Conv1D, the gradient of nn.Linear's input), and rows of A are 4 at most: a thread
-//           reads a slice of K from one end to the other, as memory is fastest so. Its sums are added to those
-//           of the other slices in the end;
-//   outer   rows are contiguous, and rows of A are more: vectors of N, to which a few steps of K are added.
+//   stream  rows of A are 4 at most: a thread reads a slice of K from one end to the other, as memory is fastest so.
+//           Its sums are added to those of the other slices in the end;
+//   outer   rows of A are more: vectors of N, to which a few steps of K are added.
 //
 // Included once a level, after lanes.h.
 
@@ -30,10 +26,7 @@ constexpr int64_t kStreamDepth = 4;
 constexpr int kStreamVectors = 2;
 constexpr int64_t kStreamColumns = kStreamVectors * kWidth;
 constexpr int64_t kStreamRows = 4;
-// Each kInnerDepth elements of K are summed apart, too.
-constexpr int64_t kInnerDepth = 768;
 // B is prefetched so many elements ahead.
-constexpr int64_t kInnerAhead = 128;
 constexpr int64_t kOuterAhead = 48;
 // A thread computes at most so many rows and columns at a time, columns in multiples of the unit.
 constexpr int64_t kFewRows = 64;
@@ -50,16 +43,11 @@ struct FewRows {
 };
 
 // A tile has as many sums as the registers hold beside the operands: fewer sums would wait for one
-// another, and need more loads for each product. The sums of an inner tile are added up kWidth at a
-// time.
-constexpr int kInnerColumns = kRegisters == 32 ? 6 : 3;
-constexpr int kInnerRows = 4;
-constexpr int kInnerSums = (kInnerRows * kInnerColumns + kWidth - 1) / kWidth * kWidth;
+// another, and need more loads for each product.
 constexpr int kOuterVectors = 3;
 constexpr int kOuterColumns = kOuterVectors * kWidth;
 constexpr int kMostOuterRows = kRegisters == 32 ? 8 : 4;
-static_assert(kFewColumns % kFewUnit == 0 && kFewUnit % kOuterColumns == 0 &&
-              kFewUnit % kInnerColumns == 0);
+static_assert(kFewColumns % kFewUnit == 0 && kFewUnit % kOuterColumns == 0);
 
 // --- numbers -------------------------------------------------------------------------------------
 
@@ -111,73 +99,6 @@ FASTPLM_HD void widen_rows(int64_t rows, int64_t count, const T* from, int64_t f
       T rest[kWidth] = {};
       if (i < count) std::memcpy(rest, from + i, sizeof(T) * (count - i));
       widen(rest, at(to + i));
-    }
-  }
-}
-
-// --- inner ---------------------------------------------------------------------------------------
-
-// Lane i of the first vector = the sum of the lanes of vector i.
-template <int kBit = 1>
-FASTPLM_HD void add_lanes(Floats* sums) {
-  if constexpr (kBit < kWidth) {
-    for (int i = 0; i < kWidth / 2 / kBit; ++i) {
-      Floats without, with;
-      exchange<kBit>(sums[2 * i], sums[2 * i + 1], without, with);
-      sums[i] = without + with;
-    }
-    add_lanes<2 * kBit>(sums);
-  }
-}
-
-// C [kInnerRows, columns] (+)= A B over `depth` elements of K, with columns of B that lie b_col apart. If there are
-// fewer than kInnerColumns, the last one is multiplied several times.
-template <typename T>
-FASTPLM_HD void inner_tile(int64_t depth, const float* a, int64_t a_row, const T* b, int64_t b_col,
-                           int64_t columns, bool add, float* c) {
-  const T* column[kInnerColumns];
-  for (int n = 0; n < kInnerColumns; ++n) column[n] = b + std::min<int64_t>(n, columns - 1) * b_col;
-  Floats sum[kInnerSums] = {};
-  int64_t k = 0;
-  for (; k + kWidth <= depth; k += kWidth) {
-    Floats right[kInnerColumns];
-    for (int n = 0; n < kInnerColumns; ++n) widen(column[n] + k, right[n]);
-    for (int n = 0; n < kInnerColumns; ++n) __builtin_prefetch(column[n] + k + kInnerAhead);
-    for (int m = 0; m < kInnerRows; ++m) {
-      const Floats left = at(a + m * a_row + k);
-      for (int n = 0; n < kInnerColumns; ++n) sum[m * kInnerColumns + n] += left * right[n];
-    }
-  }
-  if (k < depth) {
-    for (int n = 0; n < kInnerColumns; ++n) {
-      T rest[kWidth] = {};
-      std::memcpy(rest, column[n] + k, sizeof(T) * (depth - k));
-      Floats right;
-      widen(rest, right);
-      for (int m = 0; m < kInnerRows; ++m) {
-        sum[m * kInnerColumns + n] += at(a + m * a_row + k) * right;
-      }
-    }
-  }
-  alignas(64) float totals[kInnerSums];
-  for (int i = 0; i < kInnerSums; i += kWidth) {
-    add_lanes(sum + i);
-    at(totals + i) = sum[i];
-  }
-  const float* sums = totals;
-  for (int m = 0; m < kInnerRows; ++m, c += kFewColumns, sums += kInnerColumns) {
-    for (int64_t n = 0; n < columns; ++n) c[n] = add ? c[n] + sums[n] : sums[n];
-  }
-}
-
-// C [kInnerRows, columns] = A B, with columns of B that lie b_col apart.
-template <typename T>
-FASTPLM_HD void inner(const FewRows& a, const T* b, int64_t b_col, int64_t columns, float* c) {
-  for (int64_t n = 0; n < columns; n += kInnerColumns) {
-    const int64_t count = std::min<int64_t>(kInnerColumns, columns - n);
-    for (int64_t k = 0; k < a.depth; k += kInnerDepth) {
-      const int64_t depth = std::min(kInnerDepth, a.depth - k);
-      inner_tile(depth, a.at(0) + k, a.stride, b + n * b_col + k, b_col, count, k > 0, c + n);
     }
   }
 }

@@ -14,29 +14,23 @@
 #define FASTPLM_FILE "gemm/linear_int8.cpp"
 #include "common/each_level.h"
 #include "common/lanes.h"
-#include "gemm/linear.h"
-#include "gemm/linear_few_rows.h"
-#include "gemm/linear_in_place.h"
-#include "gemm/linear_product.h"
-#include "gemm/linear_int8.h"
-#include "gemm/linear_int8_product.h"
+#include "gemm/gemm.h"
 
 namespace fastplm::FASTPLM_LEVEL {
 namespace {
 
-// input [..., K] of at most 8 dimensions; weight uint8 [ceil(N / 16), ceil(K / 4), 16, 4]; scale fp32 [N]; bias
-// [N] in the dtype of input -> [..., N]. K > 0 and N > 0.
+// input [..., K] of at most 8 dimensions -> [..., N].
 Tensor linear_int8(const Tensor& input, const Tensor& weight, const Tensor& scale,
                    const std::optional<Tensor>& bias) {
+  Shapes shapes;
+  shapes.any(input, "input [..., K]");
+  shapes.any(weight, "weight [P, S, 16, 4]");
+  shapes.any(scale, "scale [N]");
+  shapes.any(bias, "bias [N]");
+  const int64_t depth = shapes['K'], columns = shapes['N'];
+  require(shapes['P'] == ceil_div(columns, kPanel) && shapes['S'] == ceil_div(depth, kStepDepth) && depth > 0,
+          "weight must be [ceil(N / 16), ceil(K / 4), 16, 4] for K > 0 of input and N of scale");
   const Tensor rows = dense(input), packed = dense(weight), scales = dense(scale);
-  STD_TORCH_CHECK(scale.dim() == 1 && input.dim() > 0, "linear_int8: input [..., K], scale [N]");
-  const int64_t depth = input.size(input.dim() - 1), columns = scale.size(0);
-  STD_TORCH_CHECK(weight.dim() == 4 && weight.scalar_type() == ScalarType::Byte &&
-                      weight.size(0) == ceil_div(columns, kPanel) && weight.size(2) == kPanel &&
-                      weight.size(1) == ceil_div(depth, kStepDepth) && weight.size(3) == kStepDepth &&
-                      scale.scalar_type() == ScalarType::Float &&
-                      (weight.numel() == 0 || packed.const_data_ptr() != nullptr),
-                  "linear_int8: weight uint8 [ceil(N / 16), ceil(K / 4), 16, 4], scale fp32 [N]");
   std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
   sizes.back() = columns;
   Tensor out = empty_tensor(input, sizes);

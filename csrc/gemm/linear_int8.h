@@ -126,7 +126,7 @@ using Tile = void (*)(int64_t steps, const Q* a, int64_t a_row, const int32_t* s
                       const uint8_t* panel, int64_t panels, int32_t* c);
 
 // A kind of tile: of up to kRows rows and of kPanels panels.
-struct PlainTile {
+struct ScalarTile {
   using Q = int16_t;
   static constexpr int64_t kRows = 4;
   static constexpr int64_t kPanels = 1;

@@ -1,6 +1,6 @@
-// Products of a linear layer by linear.h (many rows), linear_in_place.h (some) and linear_few_rows.h (few), on
-// PyTorch's threads. One thread computes a whole block of the result, always in the same order, so results do
-// not depend on the number of threads. Included once a level, after all three.
+// Products of a linear layer on PyTorch's threads: which one runs, and how it is divided. One thread computes a whole
+// block of the result, always in the same order, so results do not depend on the number of threads. Included once a
+// level, after the headers of the products.
 
 namespace fastplm::FASTPLM_LEVEL {
 
@@ -38,8 +38,10 @@ struct Factor {
   T* out;         // [M, N]
 };
 
+// --- many rows ------------------------------------------------------------------------------------
+
 template <typename Finish>
-void product_of_many(const Operand& a, const Operand& b, const Factor<float>* factors, int64_t count,
+void product_packed(const Operand& a, const Operand& b, const Factor<float>* factors, int64_t count,
                      int64_t out_row, const Finish& finish) {
   const Cut cut(a.rows, b.columns, a.columns, torch::stable::get_num_threads());
   const Matrix left = a.floats();
@@ -63,53 +65,19 @@ void product_of_many(const Operand& a, const Operand& b, const Factor<float>* fa
 
 // --- few rows -------------------------------------------------------------------------------------
 
-// From so many rows on it is faster to pack fp32 that lies by rows, and from so many on fp32 that lies by columns:
-// there both ways took the same time at AVX2 and AVX-512, with 384 to 3072 columns.
-constexpr int64_t kManyRows = 49;
-constexpr int64_t kManyInPlace = 384;
-// With more than kShallow steps of K and long slices (kInPlaceSlice) packing is faster later.
-constexpr int64_t kShallow = 512;
-constexpr int64_t kManyDeepInPlace = 2048;
-// At AVX2 one row is enough: fewer sums are added up in the end than by a tile of inner. Only bf16 with 3072 columns of
-// A took longer, by an eighth.
-constexpr int64_t kLeastInPlace = kWidth == 8 ? 1 : kInnerRows + 1;
-
-// A function for products of few rows, and the rows of A that it takes at a time.
-template <typename T>
-struct Method {
-  int64_t tile;
-  void (*run)(const FewRows& a, const T* b, int64_t b_stride, int64_t columns, float* slice, float* c);
-};
-
-template <typename T>
-void inner_product(const FewRows& a, const T* b, int64_t b_stride, int64_t columns, float*, float* c) {
-  inner(a, b, b_stride, columns, c);
-}
-
-template <int kRows, typename T>
-void outer_product(const FewRows& a, const T* b, int64_t b_stride, int64_t columns, float* slice, float* c) {
-  outer<kRows>(a, b, b_stride, columns, slice, c);
-}
-
-template <typename T>
-Method<T> method_of(bool by_rows) {
-  if (!by_rows) return {kInnerRows, inner_product<T>};
-  return {kMostOuterRows, outer_product<kMostOuterRows, T>};
-}
-
 // to [filled, width] = from [rows, depth], filled up with zeros.
 template <typename T>
 void load_rows(const T* from, int64_t row, int64_t col, int64_t rows, int64_t depth, float* to,
                int64_t filled, int64_t width) {
   for (int64_t m = 0; m < filled; ++m, to += width) {
-    const int64_t given = m < rows ? depth : 0;
+    const int64_t steps = m < rows ? depth : 0;
     const T* line = from + m * row;
     if (col == 1) {
-      for (int64_t k = 0; k < given; ++k) to[k] = static_cast<float>(line[k]);
+      for (int64_t k = 0; k < steps; ++k) to[k] = static_cast<float>(line[k]);
     } else {
-      for (int64_t k = 0; k < given; ++k) to[k] = static_cast<float>(line[k * col]);
+      for (int64_t k = 0; k < steps; ++k) to[k] = static_cast<float>(line[k * col]);
     }
-    std::fill(to + given, to + width, 0.0f);
+    std::fill(to + steps, to + width, 0.0f);
   }
 }
 
@@ -124,34 +92,33 @@ void store_rows(int64_t rows, int64_t columns, const float* from, int64_t from_r
   }
 }
 
+// Rows of b are contiguous.
 template <typename T, typename Finish>
-void product_of_few(const Operand& a, const Operand& b, const Factor<T>* factors, int64_t count,
+void product_outer(const Operand& a, const Operand& b, const Factor<T>* factors, int64_t count,
                     int64_t out_row, const Finish& finish) {
+  constexpr int64_t kTile = kMostOuterRows;
   const int64_t depth = a.columns, columns = b.columns;
-  const bool by_rows = b.col == 1;
-  const int64_t b_stride = by_rows ? b.row : b.col;
-  const Method<T> method = method_of<T>(by_rows);
   // One more cache line, so that rows do not compete for the same places in the cache.
   const int64_t stride = round_up(depth, kCacheLine) + kCacheLine;
   const int64_t share = ceil_div(columns, torch::stable::get_num_threads());
   const int64_t part = std::min(round_up(share, kFewUnit), kFewColumns);
   const int64_t parts = ceil_div(columns, part);
   const T* left = static_cast<const T*>(a.data);
-  const Room<Use::kProduct> room(round_up(std::min(kFewRows, a.rows), method.tile) * stride);
+  const Room<Use::kProduct> room(round_up(std::min(kFewRows, a.rows), kTile) * stride);
   float* packed = room.data;
   for (int64_t row = 0; row < a.rows; row += kFewRows) {
-    const int64_t given = std::min(kFewRows, a.rows - row);
-    const FewRows rows{packed, round_up(given, method.tile), depth, stride};
-    load_rows(left + row * a.row, a.row, a.col, given, depth, packed, rows.rows, stride);
+    const int64_t part_rows = std::min(kFewRows, a.rows - row);
+    const FewRows rows{packed, round_up(part_rows, kTile), depth, stride};
+    load_rows(left + row * a.row, a.row, a.col, part_rows, depth, packed, rows.rows, stride);
     in_parallel(count * parts, [&](int64_t number) {
       const Factor<T>& factor = factors[number / parts];
       const int64_t n = number % parts * part, width = std::min(part, columns - n);
       const Room<Use::kBlock> sums(2 * kFewRows * kFewColumns);
       float* c = sums.data;
-      method.run(rows, factor.weight + n * (by_rows ? 1 : b_stride), b_stride, width, c + kFewRows * kFewColumns, c);
+      outer<kTile>(rows, factor.weight + n, b.row, width, c + kFewRows * kFewColumns, c);
       T* out = factor.out + row * out_row + n;
-      store_rows(given, width, c, kFewColumns, factor.bias ? factor.bias + n : nullptr, out, out_row);
-      for (int64_t m = 0; m < given; ++m) finish(row + m, n, width, out + m * out_row);
+      store_rows(part_rows, width, c, kFewColumns, factor.bias ? factor.bias + n : nullptr, out, out_row);
+      for (int64_t m = 0; m < part_rows; ++m) finish(row + m, n, width, out + m * out_row);
     });
   }
 }
@@ -164,7 +131,7 @@ constexpr int64_t kEndColumns = 64;
 
 // Rows of b are contiguous, and those of a are kStreamRows at most.
 template <typename T, typename Finish>
-void product_of_slices(const Operand& a, const Operand& b, const Factor<T>* factors, int64_t count,
+void product_streamed(const Operand& a, const Operand& b, const Factor<T>* factors, int64_t count,
                        int64_t out_row, const Finish& finish) {
   const int64_t depth = a.columns, threads = torch::stable::get_num_threads();
   const int64_t slice = round_up(ceil_div(depth, ceil_div(depth, kOuterSlice)), kStreamDepth);
@@ -244,30 +211,126 @@ void product_in_place(const Operand& a, const Operand& b, const Factor<T>* facto
       const T* after = columns_of(number + threads);
       const T* right = columns_of(number);
       in_place_block(tiles, first, last, room.data, depth, right, b.col, columns, slice, after, copied, c);
-      const int64_t row = tiles.row(first), given = std::min(tiles.row(last), tiles.rows) - row;
+      const int64_t row = tiles.row(first), part_rows = std::min(tiles.row(last), tiles.rows) - row;
       T* out = factor.out + (start + row) * out_row + n;
       const T* bias = factor.bias ? factor.bias + n : nullptr;
-      store_rows(given, columns, c, kInPlaceColumns, bias, out, out_row);
-      for (int64_t m = 0; m < given; ++m) finish(start + row + m, n, columns, out + m * out_row);
+      store_rows(part_rows, columns, c, kInPlaceColumns, bias, out, out_row);
+      for (int64_t m = 0; m < part_rows; ++m) finish(start + row + m, n, columns, out + m * out_row);
     });
   }
 }
 
+// --- which product --------------------------------------------------------------------------------
+
+enum class Product { kInPlace, kStreamed, kOuter, kPacked };
+
+// A product for a layout and dtype of B and so many rows of A or more: the last line that fits runs. To pack fp32 and to
+// read it in place took the same time with so many rows, at AVX2 and AVX-512 with 384 to 3072 columns; with long slices
+// of K, which AVX2 has, packing is faster later.
+struct Route {
+  bool by_rows, only_fp32, long_slices;
+  int64_t rows;
+  Product product;
+};
+constexpr Route kRoutes[] = {
+    {false, false, false, 1, Product::kInPlace},
+    {false, true, false, 384, Product::kPacked},
+    {false, true, true, 384, Product::kInPlace},
+    {false, true, true, 2048, Product::kPacked},
+    {true, false, false, 1, Product::kStreamed},
+    {true, false, false, kStreamRows + 1, Product::kOuter},
+    {true, true, false, 49, Product::kPacked},
+};
+constexpr int64_t kShallow = 512;  // steps of K that are no long slice
+
+template <typename T>
+Product product_for(int64_t rows, const Operand& b) {
+  const bool by_rows = b.col == 1;
+  const bool long_slices = b.rows > kShallow && in_place_slice<T>(b.columns, b.rows) > kCopiedSlice;
+  Product chosen = Product::kOuter;
+  for (const Route& route : kRoutes) {
+    const bool of_dtype = !route.only_fp32 || std::is_same_v<T, float>;
+    if (route.by_rows == by_rows && of_dtype && (long_slices || !route.long_slices) && rows >= route.rows) {
+      chosen = route.product;
+    }
+  }
+  return chosen;
+}
+
 // out [M, N] = A B + bias for each of `count` factors, with rows of `out` out_row apart; then finish. `b`
-// says the shape and the strides of the weights.
+// says the shape and the strides of the weights. No size is 0.
 template <typename T, typename Finish = Nothing>
 void multiply(const Operand& a, const Operand& b, const Factor<T>* factors, int64_t count,
               int64_t out_row, const Finish& finish = {}) {
-  const bool by_rows = b.col == 1;
+  const Product product = product_for<T>(a.rows, b);
+  if (product == Product::kInPlace) return product_in_place(a, b, factors, count, out_row, finish);
+  if (product == Product::kStreamed) return product_streamed(a, b, factors, count, out_row, finish);
   if constexpr (std::is_same_v<T, float>) {
-    const bool deep = a.columns > kShallow && in_place_slice<T>(b.columns, a.columns) > kCopiedSlice;
-    if (a.rows >= (by_rows ? kManyRows : deep ? kManyDeepInPlace : kManyInPlace)) {
-      return product_of_many(a, b, factors, count, out_row, finish);
-    }
+    if (product == Product::kPacked) return product_packed(a, b, factors, count, out_row, finish);
   }
-  if (!by_rows && a.rows >= kLeastInPlace) return product_in_place(a, b, factors, count, out_row, finish);
-  if (by_rows && a.rows <= kStreamRows) return product_of_slices(a, b, factors, count, out_row, finish);
-  product_of_few<T>(a, b, factors, count, out_row, finish);
+  product_outer(a, b, factors, count, out_row, finish);
+}
+
+// --- 8 bits ---------------------------------------------------------------------------------------
+
+constexpr int64_t kInt8Rows = 256;   // rows that a thread computes at a time
+constexpr int64_t kInt8Quantized = 32768;  // numbers that are worth a thread
+constexpr int64_t kInt8Most = 2048;  // rows that are quantized before they are multiplied
+
+template <typename kTile, typename T, typename Finish>
+void product_int8(const T* a, int64_t rows, int64_t depth, const Int8Factor<T>* factors, int64_t count,
+                  int64_t columns, int64_t out_row, const Finish& finish) {
+  using Q = typename kTile::Q;
+  const int64_t steps = ceil_div(depth, kStepDepth), most = std::min(rows, kInt8Most);
+  // One more cache line, so that rows do not compete for the same places in the cache.
+  const int64_t stride = round_up(steps * kStepDepth, 64) + 64;
+  const int64_t floats = ceil_div(most * stride * int64_t{sizeof(Q)}, int64_t{sizeof(float)});
+  const Room<Use::kProduct> room(floats + 2 * most);
+  const Quanta<Q> quanta{reinterpret_cast<Q*>(room.data), stride, room.data + floats,
+                         reinterpret_cast<int32_t*>(room.data + floats + most)};
+  for (int64_t start = 0; start < rows; start += most) {
+    const int64_t part_rows = std::min(most, rows - start);
+    for_ranges(part_rows, 1, ceil_div(kInt8Quantized, depth), [&](int64_t first, int64_t last) {
+      Vector<float> wide(std::is_same_v<T, float> ? 0 : depth);
+      for (int64_t m = first; m < last; ++m) {
+        quantize_row(depth, as_floats(depth, depth, a + (start + m) * depth, wide.data()), m, quanta);
+      }
+    });
+    const int64_t groups = ceil_div(columns, kInt8Group), blocks = ceil_div(part_rows, kInt8Rows);
+    in_parallel(count * blocks * groups, [&](int64_t number) {
+      Int8Factor<T> factor = factors[number / (blocks * groups)];
+      factor.out += start * out_row;
+      const int64_t first = number / groups % blocks * kInt8Rows;
+      int8_block<kTile>(quanta, steps, factor, columns, out_row, first, std::min(first + kInt8Rows, part_rows),
+                        number % groups * kInt8Group, finish);
+    });
+  }
+}
+
+#if FASTPLM_WIDTH >= 8
+inline bool has_vnni() {
+#if FASTPLM_WIDTH == 16
+  static const bool has = __builtin_cpu_supports("avx512vnni") && vnni_is_allowed();
+#else
+  static const bool has = __builtin_cpu_supports("avxvnni") && vnni_is_allowed();
+#endif
+  return has;
+}
+#endif
+
+// out [M, N] = A B + bias for each of `count` factors of one shape; then finish(row, column, count, values).
+// A [M, K] is dense, and no size is 0.
+template <typename T, typename Finish = Nothing>
+void multiply_int8(const T* a, int64_t rows, int64_t depth, const Int8Factor<T>* factors, int64_t count,
+                   int64_t columns, int64_t out_row, const Finish& finish = {}) {
+#if FASTPLM_WIDTH >= 8
+  if (has_vnni()) {
+    return product_int8<VnniTile>(a, rows, depth, factors, count, columns, out_row, finish);
+  }
+  product_int8<WideTile>(a, rows, depth, factors, count, columns, out_row, finish);
+#else
+  product_int8<ScalarTile>(a, rows, depth, factors, count, columns, out_row, finish);
+#endif
 }
 
 }  // namespace fastplm::FASTPLM_LEVEL

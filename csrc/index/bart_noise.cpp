@@ -24,8 +24,8 @@ void noise_rows(const BartNoiseCall<Id>& call, int64_t first_row, int64_t last_r
   }
 }
 
-auto bart_noise(const BartNoiseTensors& given, const BartNoiseSettings& settings) {
-  return fastplm::bart_noise(given, settings, [](auto call) {
+auto bart_noise(const BartNoiseTensors& tensors, const BartNoiseSettings& settings) {
+  return fastplm::bart_noise(tensors, settings, [](auto call) {
     // A lookup is several times as fast as a search, and a table is made in microseconds.
     constexpr int64_t kMostEntries = 1 << 20;
     Vector<uint8_t> table;
@@ -40,7 +40,7 @@ auto bart_noise(const BartNoiseTensors& given, const BartNoiseSettings& settings
 
     Vector<int64_t> dropped(call.rows.count);
     constexpr int64_t kTokensPerThread = 2048;
-    const int64_t grain = std::max<int64_t>(1, kTokensPerThread / (call.longest + 1));
+    const int64_t grain = grain_of(kTokensPerThread, call.longest);
     parallel_for(call.rows.count, grain, [&](int64_t first, int64_t last) {
       noise_rows(call, first, last, dropped.data());
     });

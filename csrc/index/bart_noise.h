@@ -38,7 +38,8 @@ struct SpanThresholds {
 };
 
 // The op's arguments that are not tensors. Probabilities are round(p * 2^32), so that a random
-// choice is a comparison of integers.
+// choice is a comparison of integers: …_scale is a share of tokens (share_of), and what happens to a token follows from
+// the first …_below that its random word is below, delete_below before noise_below.
 #define FASTPLM_BART_NOISE_SETTINGS(ARGUMENT)                                          \
   ARGUMENT(uint32_t, step)                                                             \
   ARGUMENT(int64_t, longest) /* most tokens of a row */                                \

@@ -2,8 +2,8 @@
 // fastplm/ops/bart_noise.py.
 #pragma once
 
+#include "index/batch_of_tokens.h"
 #include "index/bart_noise.h"
-#include "common/operators.h"
 
 namespace fastplm {
 
@@ -22,10 +22,19 @@ FASTPLM_ARGUMENTS(BartNoiseTensors, FASTPLM_BART_NOISE_TENSORS)
 
 // Makes the outputs and calls run(call) with a BartNoiseCall of the integer type of the tokens.
 template <typename Run>
-std::tuple<Tensor, Tensor, Tensor> bart_noise(const BartNoiseTensors& given,
+std::tuple<Tensor, Tensor, Tensor> bart_noise(const BartNoiseTensors& tensors,
                                               const BartNoiseSettings& settings, const Run& run) {
-  const Tensor ids = dense(given.input_ids);
-  const Rows rows = rows_of(ids, given.cu_seqlens, given.sample_index, given.lengths);
+  Shapes shapes = shapes_of_batch(tensors);
+  shapes.any(tensors.lengths, "lengths [B]");
+  shapes.any(tensors.sentence_end_ids, "sentence_end_ids [K]");
+  shapes.any(tensors.special_ids, "special_ids [S]");
+  require(is_length(settings.longest), "longest must be 0 to 2^31 - 1");
+  require(settings.vocab_size >= 0, "vocab_size must be 0 or more");
+  require(is_share(settings.infill_scale) && is_share(settings.permute_scale), "infill_scale and permute_scale must be 0 to 2^32");
+  require(settings.capacity >= (settings.bos_token_id >= 0) + (settings.eos_token_id >= 0),
+          "capacity must hold BOS and EOS");
+  const Tensor ids = dense(tensors.input_ids);
+  const Rows rows = rows_of(ids, tensors.cu_seqlens, tensors.sample_index, tensors.lengths);
   Tensor output_ids = empty_tensor(ids, {rows.count, settings.capacity});
   Tensor lengths = empty_tensor(ids, {rows.count}, ScalarType::Long);
   Tensor dropped = empty_tensor(ids, {}, ScalarType::Long);
@@ -33,11 +42,11 @@ std::tuple<Tensor, Tensor, Tensor> bart_noise(const BartNoiseTensors& given,
     using Id = decltype(id);
     BartNoiseCall<Id> call{settings, rows};
     call.input_ids = ids.const_data_ptr<Id>();
-    call.sentence_end_ids = given.sentence_end_ids.data();
-    call.sentence_end_count = given.sentence_end_ids.size();
-    call.special_ids = given.special_ids.data();
-    call.special_count = given.special_ids.size();
-    call.seed = given.seed.const_data_ptr<int64_t>();
+    call.sentence_end_ids = tensors.sentence_end_ids.data();
+    call.sentence_end_count = tensors.sentence_end_ids.size();
+    call.special_ids = tensors.special_ids.data();
+    call.special_count = tensors.special_ids.size();
+    call.seed = data_of<int64_t>(tensors.seed);
     call.output_ids = output_ids.mutable_data_ptr<Id>();
     call.lengths = lengths.mutable_data_ptr<int64_t>();
     call.dropped = dropped.mutable_data_ptr<int64_t>();

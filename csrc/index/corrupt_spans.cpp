@@ -22,12 +22,12 @@ void corrupt_rows(const CorruptSpansCall<Id>& call, int64_t first_row, int64_t l
   }
 }
 
-auto corrupt_spans(const CorruptSpansTensors& given, const CorruptSpansSettings& settings) {
-  return fastplm::corrupt_spans(given, settings, [](const auto& call) {
+auto corrupt_spans(const CorruptSpansTensors& tensors, const CorruptSpansSettings& settings) {
+  return fastplm::corrupt_spans(tensors, settings, [](const auto& call) {
     OneThread group;
     *call.dropped = count_dropped(group, call);
     constexpr int64_t kTokensPerThread = 4096;
-    const int64_t grain = std::max<int64_t>(1, kTokensPerThread / (call.max_length + 1));
+    const int64_t grain = grain_of(kTokensPerThread, call.max_length);
     parallel_for(call.rows.count, grain, [&](int64_t first, int64_t last) {
       corrupt_rows(call, first, last);
     });

@@ -2,8 +2,8 @@
 // fastplm/ops/corrupt_spans.py.
 #pragma once
 
+#include "index/batch_of_tokens.h"
 #include "index/corrupt_spans.h"
-#include "common/operators.h"
 
 namespace fastplm {
 
@@ -17,9 +17,14 @@ FASTPLM_ARGUMENTS(CorruptSpansTensors, FASTPLM_CORRUPT_SPANS_TENSORS)
 // Makes the outputs and calls run(call) with a CorruptSpansCall of the integer type of the tokens.
 template <typename Run>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> corrupt_spans(
-    const CorruptSpansTensors& given, const CorruptSpansSettings& settings, const Run& run) {
-  const Tensor ids = dense(given.input_ids), sentinels = dense(given.sentinel_ids);
-  const Rows rows = rows_of(ids, given.cu_seqlens, given.sample_index, given.lengths);
+    const CorruptSpansTensors& tensors, const CorruptSpansSettings& settings, const Run& run) {
+  Shapes shapes = shapes_of_batch(tensors);
+  shapes.any(tensors.lengths, "lengths [B]");
+  shapes.any(tensors.sentinel_ids, "sentinel_ids [K]");
+  require(is_length(settings.max_length), "max_length must be 0 to 2^31 - 1");
+  require(is_share(settings.noise_scale) && is_share(settings.span_scale), "noise_scale and span_scale must be 0 to 2^32");
+  const Tensor ids = dense(tensors.input_ids), sentinels = dense(tensors.sentinel_ids);
+  const Rows rows = rows_of(ids, tensors.cu_seqlens, tensors.sample_index, tensors.lengths);
   const SpanPlan plan{settings, sentinels.size(0)};
   Tensor output_ids = empty_tensor(ids, {rows.count, plan.input_width()});
   Tensor labels = empty_tensor(ids, {rows.count, plan.label_width()}, ScalarType::Long);
@@ -30,8 +35,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> corrupt_spans(
     using Id = decltype(id);
     CorruptSpansCall<Id> call{plan, rows};
     call.input_ids = ids.const_data_ptr<Id>();
-    call.sentinel_ids = sentinels.const_data_ptr<int64_t>();
-    call.seed = given.seed.const_data_ptr<int64_t>();
+    call.sentinel_ids = data_of<int64_t>(sentinels);
+    call.seed = data_of<int64_t>(tensors.seed);
     call.output_ids = output_ids.mutable_data_ptr<Id>();
     call.labels = labels.mutable_data_ptr<int64_t>();
     call.input_lengths = input_lengths.mutable_data_ptr<int64_t>();

@@ -57,10 +57,10 @@ class Scratch {
 
 namespace on_cuda {
 
-auto mask_tokens(const MaskTokensTensors& given, const MaskTokensSettings& settings) {
-  return fastplm::mask_tokens(given, settings, [&](const auto& call) {
+auto mask_tokens(const MaskTokensTensors& tensors, const MaskTokensSettings& settings) {
+  return fastplm::mask_tokens(tensors, settings, [&](const auto& call) {
     using Id = std::remove_pointer_t<decltype(call.output_ids)>;
-    const CurrentStream stream(given.input_ids);
+    const CurrentStream stream(tensors.input_ids);
     const int64_t rows = call.rows.count, tokens = call.rows.tokens;
     if (rows == 0) {  // then there are no slots
       stream.set_zero(call.count);
@@ -71,11 +71,11 @@ auto mask_tokens(const MaskTokensTensors& given, const MaskTokensSettings& setti
     // Only the device knows the lengths of packed rows.
     const bool is_packed = call.rows.cu_seqlens != nullptr;
     const bool all_short = !is_packed && call.rows.stride <= kSharedTokens;
-    Scratch<uint32_t> keys(given.input_ids, all_short ? 0 : tokens + 4 * rows);
-    Scratch<uint32_t> sizes(given.input_ids, all_short ? 0 : tokens);
-    Scratch<uint8_t> chosen(given.input_ids, tokens);
-    Scratch<int64_t> of_rows(given.input_ids, 3 * rows);
-    Scratch<bool> apart(given.input_ids, 1);
+    Scratch<uint32_t> keys(tensors.input_ids, all_short ? 0 : tokens + 4 * rows);
+    Scratch<uint32_t> sizes(tensors.input_ids, all_short ? 0 : tokens);
+    Scratch<uint8_t> chosen(tensors.input_ids, tokens);
+    Scratch<int64_t> of_rows(tensors.input_ids, 3 * rows);
+    Scratch<bool> apart(tensors.input_ids, 1);
     const MaskScratch memory{keys.data(),           sizes.data(),
                              chosen.data(),         of_rows.data(),
                              of_rows.data() + rows, of_rows.data() + 2 * rows,
@@ -87,27 +87,27 @@ auto mask_tokens(const MaskTokensTensors& given, const MaskTokensSettings& setti
   });
 }
 
-auto corrupt_spans(const CorruptSpansTensors& given, const CorruptSpansSettings& settings) {
-  return fastplm::corrupt_spans(given, settings, [&](const auto& call) {
+auto corrupt_spans(const CorruptSpansTensors& tensors, const CorruptSpansSettings& settings) {
+  return fastplm::corrupt_spans(tensors, settings, [&](const auto& call) {
     using Id = std::remove_pointer_t<decltype(call.output_ids)>;
-    const CurrentStream stream(given.input_ids);
+    const CurrentStream stream(tensors.input_ids);
     const int64_t rows = call.rows.count;
     if (rows == 0) return stream.set_zero(call.dropped);
-    Scratch<uint32_t> keys(given.input_ids, rows * call.keys_size());
-    Scratch<uint32_t> bounds(given.input_ids, rows * 2 * call.bounds_size());
+    Scratch<uint32_t> keys(tensors.input_ids, rows * call.keys_size());
+    Scratch<uint32_t> bounds(tensors.input_ids, rows * 2 * call.bounds_size());
     stream.launch(corrupt_spans_kernel<Id>, rows, call, keys.data(), bounds.data());
   });
 }
 
-auto bart_noise(const BartNoiseTensors& given, const BartNoiseSettings& settings) {
-  return fastplm::bart_noise(given, settings, [&](const auto& call) {
+auto bart_noise(const BartNoiseTensors& tensors, const BartNoiseSettings& settings) {
+  return fastplm::bart_noise(tensors, settings, [&](const auto& call) {
     using Id = std::remove_pointer_t<decltype(call.output_ids)>;
-    const CurrentStream stream(given.input_ids);
+    const CurrentStream stream(tensors.input_ids);
     const int64_t rows = call.rows.count;
     stream.set_zero(call.dropped);
     if (rows == 0) return;
     const int64_t row_bytes = NoiseRow<Id>{}.lay_out(call, nullptr);
-    Scratch<uint8_t> memory(given.input_ids, rows * row_bytes);
+    Scratch<uint8_t> memory(tensors.input_ids, rows * row_bytes);
     stream.launch(bart_noise_kernel<Id>, rows, call, memory.data(), row_bytes);
   });
 }

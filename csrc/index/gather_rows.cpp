@@ -15,14 +15,12 @@ namespace {
 
 constexpr int64_t kBytesWorthAThread = 1 << 15;
 
-int64_t grain_of(int64_t row_bytes) {
-  return std::max<int64_t>(1, kBytesWorthAThread / (row_bytes + 1));
-}
-
 Tensor gather_rows(const Tensor& input, const Tensor& positions) {
-  const int64_t rows = input.size(0);
-  const int64_t slots = positions.size(0);
-  const int64_t row_bytes = input.size(1) * static_cast<int64_t>(input.element_size());
+  Shapes shapes;
+  shapes.rows(input, "input [N, E]");
+  shapes.dense(positions, "positions [P]");
+  const int64_t rows = shapes['N'], slots = shapes['P'];
+  const int64_t row_bytes = shapes['E'] * static_cast<int64_t>(input.element_size());
   const int64_t stride_bytes = input.stride(0) * static_cast<int64_t>(input.element_size());
   Tensor out = empty_tensor(input, {slots, input.size(1)});
   const auto* from = static_cast<const char*>(input.const_data_ptr());
@@ -32,8 +30,8 @@ Tensor gather_rows(const Tensor& input, const Tensor& positions) {
   const bool inside = std::all_of(position, position + slots, [rows](int64_t row) {
     return row >= -1 && row < rows;
   });
-  STD_TORCH_CHECK(inside, "gather_rows: a position is outside of the rows");
-  parallel_for(slots, grain_of(row_bytes), [&](int64_t first, int64_t last) {
+  require(inside, "a position is outside of the rows");
+  parallel_for(slots, grain_of(kBytesWorthAThread, row_bytes), [&](int64_t first, int64_t last) {
     for (int64_t slot = first; slot < last; ++slot) {
       const int64_t row = position[slot];
       if (row >= 0) {
@@ -73,7 +71,7 @@ void sum_slots(const Tensor& grad_out, const Tensor& positions, Tensor& grad_inp
   auto* to = data_to<T>(grad_input);
   const SlotsByRow by_row(positions.const_data_ptr<int64_t>(), positions.size(0), rows);
   const int64_t row_bytes = width * static_cast<int64_t>(sizeof(T));
-  parallel_for(rows, grain_of(row_bytes), [&](int64_t first, int64_t last) {
+  parallel_for(rows, grain_of(kBytesWorthAThread, row_bytes), [&](int64_t first, int64_t last) {
     const Buffer<Sum> room(width);
     Sum* sum = room.get();
     for (int64_t row = first; row < last; ++row) {
@@ -97,6 +95,10 @@ void sum_slots(const Tensor& grad_out, const Tensor& positions, Tensor& grad_inp
 }
 
 Tensor gather_rows_backward(const Tensor& grad_out, const Tensor& positions, int64_t rows) {
+  Shapes shapes;
+  shapes.rows(grad_out, "grad_out [P, E]");
+  shapes.dense(positions, "positions [P]");
+  require(rows >= 0, "rows must be 0 or more");
   Tensor grad_input = empty_tensor(grad_out, {rows, grad_out.size(1)});
   if (grad_out.scalar_type() == ScalarType::Double) {
     sum_slots<double, double>(grad_out, positions, grad_input);

@@ -9,15 +9,18 @@
 namespace fastplm {
 namespace {
 
+constexpr int64_t kMostCapacity = 1 << 24;
+
 int64_t sentence_chunks_op(const Tensor& sentences, const Tensor& documents, int64_t room,
                            Tensor& out) {
+  Shapes shapes;
+  shapes.any(sentences, "sentences [S + 1]");
+  shapes.any(documents, "documents [D + 1]");
+  shapes.dense(out, "out [3, C]");
   const Tensor dense_sentences = dense(sentences), dense_documents = dense(documents);
-  STD_TORCH_CHECK(dense_sentences.numel() > 0 && dense_documents.numel() > 0 && out.dim() == 2 &&
-                      out.size(0) == 3 && out.is_contiguous(),
-                  "sentence_chunks: boundaries must not be empty, out must be contiguous [3, n]");
-  return sentence_chunks(dense_sentences.const_data_ptr<int64_t>(), dense_sentences.numel() - 1,
-                         dense_documents.const_data_ptr<int64_t>(), dense_documents.numel() - 1,
-                         room, out.mutable_data_ptr<int64_t>(), out.size(1));
+  return sentence_chunks(data_of<int64_t>(dense_sentences), shapes['S'],
+                         data_of<int64_t>(dense_documents), shapes['D'],
+                         room, data_to<int64_t>(out), shapes['C']);
 }
 
 Tensor as_tensor(const Tensor& like, const Vector<int64_t>& values) {
@@ -27,11 +30,12 @@ Tensor as_tensor(const Tensor& like, const Vector<int64_t>& values) {
 }
 
 std::tuple<Tensor, Tensor> pack_sequences_op(const Tensor& lengths, int64_t capacity) {
+  Shapes().any(lengths, "lengths [N]");
+  require(capacity >= 1 && capacity <= kMostCapacity, "capacity must be 1 to 2^24");
   const Tensor rows = dense(lengths);
   Packing packing;
-  const bool packed = capacity >= 1 && pack_sequences(rows.const_data_ptr<int64_t>(), rows.numel(),
-                                                      capacity, &packing);
-  STD_TORCH_CHECK(packed, "pack_sequences: every length must be 1 to capacity");
+  require(pack_sequences(data_of<int64_t>(rows), rows.numel(), capacity, &packing),
+          "every length must be 1 to capacity");
   return {as_tensor(lengths, packing.offsets), as_tensor(lengths, packing.members)};
 }
 

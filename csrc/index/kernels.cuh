@@ -110,12 +110,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const int64_t begin = call.rows.begin(row);
   const int64_t length = call.rows.length(row);
   const bool is_short = length <= kSharedTokens;
-  MaskRow own{memory.keys + begin + 4 * row, memory.sizes + begin, memory.chosen + begin};
-  if (is_short) own = {keys, sizes, chosen};
+  MaskRow row_memory{memory.keys + begin + 4 * row, memory.sizes + begin, memory.chosen + begin};
+  if (is_short) row_memory = {keys, sizes, chosen};
   int64_t count = 0;
   int64_t dropped = 0;
   if (memory.rows_are_apart()) {
-    count = choose_row(block, scratch, call, row, own, &dropped);
+    count = choose_row(block, scratch, call, row, row_memory, &dropped);
     for (int64_t i = block.rank(); is_short && i < length; i += block.size()) {
       memory.chosen[begin + i] = chosen[i];
     }

@@ -51,7 +51,7 @@ void run(const MaskTokensCall<Id>& call) {
   for (int64_t row = 0; row < rows.count; ++row) longest = std::max(longest, rows.length(row));
 
   constexpr int64_t kTokensPerThread = 4096;
-  const int64_t grain = std::max<int64_t>(1, kTokensPerThread / (longest + 1));
+  const int64_t grain = grain_of(kTokensPerThread, longest);
   parallel_for(rows.count, grain, [&](int64_t first, int64_t last) {
     choose_rows(chosen, first, last, longest);
   });
@@ -68,8 +68,8 @@ void run(const MaskTokensCall<Id>& call) {
   if (rows.count == 0) std::copy(call.input_ids, call.input_ids + rows.tokens, call.output_ids);
 }
 
-auto mask_tokens(const MaskTokensTensors& given, const MaskTokensSettings& settings) {
-  return fastplm::mask_tokens(given, settings, [](const auto& call) { run(call); });
+auto mask_tokens(const MaskTokensTensors& tensors, const MaskTokensSettings& settings) {
+  return fastplm::mask_tokens(tensors, settings, [](const auto& call) { run(call); });
 }
 
 }  // namespace

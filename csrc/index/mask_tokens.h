@@ -258,7 +258,7 @@ FASTPLM_HD bool rows_are_apart(Group& group, const Rows& rows) {
 // Copies the tokens that are in no row: those before the first packed row and after the last.
 FASTPLM_GROUP_CODE
 template <typename Group, typename Id>
-FASTPLM_HD void copy_spare(Group& group, const MaskTokensCall<Id>& call, int64_t row) {
+FASTPLM_HD void copy_outside_rows(Group& group, const MaskTokensCall<Id>& call, int64_t row) {
   const int64_t first = row == 0 ? call.rows.begin(row) : 0;
   for (int64_t i = group.rank(); i < first; i += group.size()) {
     call.output_ids[i] = call.input_ids[i];
@@ -281,7 +281,7 @@ FASTPLM_HD void write_row(Group& group, const MaskTokensCall<Id>& call, int64_t 
   const Id* ids = call.input_ids + begin;
   Id* out = call.output_ids + begin;
   for (int64_t i = group.rank(); i < length; i += group.size()) out[i] = ids[i];
-  copy_spare(group, call, row);
+  copy_outside_rows(group, call, row);
   const int64_t count = for_each_flagged(
       group, length, [&](int64_t i) { return chosen[i]; },
       [&](int64_t i, int64_t rank) {

@@ -15,8 +15,6 @@ namespace {
 // A thread should have at least so many elements.
 constexpr int64_t kGeluGrain = 1 << 13;
 
-int64_t grain_of(int64_t elements) { return std::max<int64_t>(1, kGeluGrain / elements); }
-
 // A bias, or zeros in its place.
 Vector<float> bias_of(const std::optional<Tensor>& bias, int64_t width) {
   return bias ? widened(dense(*bias), width) : Vector<float>(width);
@@ -30,17 +28,20 @@ void with_type_and_form(const Tensor& tensor, bool tanh, const Function& functio
   });
 }
 
-// input [..., F], bias [F]; out dense and like input.
-void bias_gelu(const Tensor& given, const std::optional<Tensor>& bias, bool tanh, Tensor& out) {
+void bias_gelu(const Tensor& input, const std::optional<Tensor>& bias, bool tanh, Tensor& out) {
+  Shapes shapes;
+  shapes.any(input, "input [..., F]");
+  shapes.any(bias, "bias [F]");
+  shapes.dense(out, "out [..., F]");
   if (out.numel() == 0) return;
-  const Tensor input = dense(given);
-  const int64_t width = input.size(-1);
+  const Tensor rows = dense(input);
+  const int64_t width = shapes['F'];
   const Vector<float> biases = bias_of(bias, width);
-  with_type_and_form(input, tanh, [&](auto type, auto form) {
+  with_type_and_form(rows, tanh, [&](auto type, auto form) {
     using T = decltype(type);
-    const T* from = data_of<T>(input);
+    const T* from = data_of<T>(rows);
     T* to = data_to<T>(out);
-    for_ranges(input.numel(), width, grain_of(width), [&](int64_t first, int64_t last) {
+    for_ranges(rows.numel(), width, grain_of(kGeluGrain, width), [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; i += width) {
         bias_gelu_row<decltype(form)::value>(width, biases.data(), from + i, to + i);
       }
@@ -48,20 +49,25 @@ void bias_gelu(const Tensor& given, const std::optional<Tensor>& bias, bool tanh
   });
 }
 
-// The same, and grad_input like input; grad_bias [F], or without elements if it is not wanted.
-void bias_gelu_backward(const Tensor& grad_out, const Tensor& given, const std::optional<Tensor>& bias,
+void bias_gelu_backward(const Tensor& grad_out, const Tensor& input, const std::optional<Tensor>& bias,
                         bool tanh, Tensor& grad_input, Tensor& grad_bias) {
-  const Tensor input = dense(given), upstream = dense(grad_out);
-  const int64_t width = input.size(-1), rows = width == 0 ? 0 : input.numel() / width;
+  Shapes shapes;
+  shapes.any(grad_out, "grad_out [..., F]");
+  shapes.any(input, "input [..., F]");
+  shapes.any(bias, "bias [F]");
+  shapes.dense(grad_input, "grad_input [..., F]");
+  shapes.wanted(grad_bias, "grad_bias [F]");
+  const Tensor values = dense(input), upstream = dense(grad_out);
+  const int64_t width = shapes['F'], rows = width == 0 ? 0 : input.numel() / width;
   const int64_t count = ceil_div(rows, kBiasRows);
   const Vector<float> biases = bias_of(bias, width);
   const Buffer<float> parts(count * width);
-  with_type_and_form(input, tanh, [&](auto type, auto form) {
+  with_type_and_form(values, tanh, [&](auto type, auto form) {
     using T = decltype(type);
-    const T* from = data_of<T>(input);
+    const T* from = data_of<T>(values);
     const T* grad = data_of<T>(upstream);
     T* to = data_to<T>(grad_input);
-    const int64_t grain = grain_of(kBiasRows * width);
+    const int64_t grain = grain_of(kGeluGrain, kBiasRows * width);
     for_parts(rows, kBiasRows, grain, [&](int64_t part, int64_t first, int64_t last) {
       float* sum = parts.get() + part * width;
       std::fill(sum, sum + width, 0.0f);

@@ -23,12 +23,7 @@
 #include "common/lanes.h"
 #include "common/rowwise.h"
 #include "layers/gelu.h"
-#include "gemm/linear.h"
-#include "gemm/linear_few_rows.h"
-#include "gemm/linear_in_place.h"
-#include "gemm/linear_product.h"
-#include "gemm/linear_int8.h"
-#include "gemm/linear_int8_product.h"
+#include "gemm/gemm.h"
 #include "layers/layer.h"
 
 namespace fastplm::FASTPLM_LEVEL {
@@ -36,17 +31,9 @@ namespace {
 
 constexpr int64_t kHeadGrain = 16384;  // numbers of keys that are worth a thread
 constexpr int64_t kGateGrain = 32768;  // numbers that are worth a thread
-constexpr float kHidden = -kInfinity;  // the score of a masked key
+constexpr float kMaskedScore = -kInfinity;  // the score of a masked key
 
 // --- the parts of a layer -------------------------------------------------------------------------
-
-// out [rows, width] = norm(in): layer norm, or T5's, which has no bias.
-void norm(int64_t rows, int64_t width, float eps, const Pair& pair, const float* in, float* out) {
-  const float* bias = pair.bias == nullptr ? nullptr : floats(*pair.bias);
-  for (int64_t row = 0; row < rows; ++row, in += width, out += width) {
-    norm_row(width, eps, bias != nullptr, floats(pair.weight), bias, in, out);
-  }
-}
 
 struct Relu {
   FASTPLM_HD void operator()(int64_t, int64_t, int64_t count, float* values) const {
@@ -140,7 +127,7 @@ struct Scores {
     if (mask != nullptr) {
       const bool* seen = data_of<bool>(*mask);
       seen += sample * mask->stride(0);
-      for (int64_t t = 0; t < keys; ++t) scores[t] = seen[t * mask->stride(3)] ? scores[t] : kHidden;
+      for (int64_t t = 0; t < keys; ++t) scores[t] = seen[t * mask->stride(3)] ? scores[t] : kMaskedScore;
     }
   }
 
@@ -156,8 +143,8 @@ FASTPLM_HD void add_scaled(int64_t count, float scale, const float* from, float*
 // scores [keys, filled up to whole vectors] = softmax(scores); false if all keys are masked.
 FASTPLM_HD bool softmax(int64_t keys, float* scores) {
   const int64_t filled = round_up(keys, kWidth);
-  if (std::count(scores, scores + keys, kHidden) == keys) return false;
-  std::fill(scores + keys, scores + filled, kHidden);
+  if (std::count(scores, scores + keys, kMaskedScore) == keys) return false;
+  std::fill(scores + keys, scores + filled, kMaskedScore);
   const float most = largest_of(Stored{scores}, filled);
   const float inverse = 1.0f / weights_of(Stored{scores}, filled, most, 1.0f, scores);
   for (int64_t t = 0; t < filled; t += kWidth) at(scores + t) *= inverse;
@@ -185,7 +172,7 @@ struct Step {
   }
   void run(int64_t batch, int64_t heads, int64_t dim, float scale, float* out) const {
     const int64_t keys_seen = keys.length + (new_keys != nullptr ? 1 : 0);
-    const int64_t grain = std::max<int64_t>(1, kHeadGrain / (keys_seen * dim));
+    const int64_t grain = grain_of(kHeadGrain, keys_seen * dim);
     for_ranges(batch * heads, 1, grain, [&](int64_t first, int64_t last) {
       const Room<Use::kHead> room(round_up(keys_seen, kWidth));
       float* weights = room.data;
@@ -218,20 +205,19 @@ struct Step {
 void feed_forward(const Layer& layer, int64_t activation, int64_t rows, const float* normed, const float* residual,
                   int64_t width, float* mid, float* out) {
   const int64_t wide = layer.up->outputs();
-  const Pair *up = &*layer.up, *down = &*layer.down;
   if (activation == kRelu) {
-    dense<1>(rows, normed, width, {up}, {mid}, wide, Relu{});
+    dense(rows, normed, width, *layer.up, mid, wide, Relu{});
   } else {
-    dense<1>(rows, normed, width, {up}, {mid}, wide, Gelu{activation == kGeluTanh});
+    dense(rows, normed, width, *layer.up, mid, wide, Gelu{activation == kGeluTanh});
   }
   if (layer.gate) {
     float* factor = mid + rows * wide;
-    dense<1>(rows, normed, width, {&*layer.gate}, {factor}, wide);
+    dense(rows, normed, width, *layer.gate, factor, wide);
     for_ranges(rows * wide, 1, kGateGrain, [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) mid[i] *= factor[i];
     });
   }
-  dense<1>(rows, mid, wide, {down}, {out}, width, AddResidual{residual, width});
+  dense(rows, mid, wide, *layer.down, out, width, AddResidual{residual, width});
 }
 
 // x [B, 1, E], the next token's state of each sequence -> [its state after the layer, keys and values [B, H, T + 1, D]
@@ -254,14 +240,14 @@ std::vector<Tensor> decoder_layer(const Tensor& x, const std::vector<Tensor>& we
   }
   const Layer layer(weights.data(), gpt2, int8, gated);
   const int64_t batch = x.size(0), width = x.size(2), heads = keys.size(1), inner = heads * head_size;
-  const Scores own(mask, bias), cross(states_mask, std::nullopt);
+  const Scores self_scores(mask, bias), cross_scores(states_mask, std::nullopt);
   if (!layer.fits(width, inner) || !Cached::fits(keys, batch, heads, head_size) ||
-      !Cached::fits(values, batch, heads, head_size) || !own.fits(batch, heads, keys.size(2) + 1)) {
+      !Cached::fits(values, batch, heads, head_size) || !self_scores.fits(batch, heads, keys.size(2) + 1)) {
     return {};
   }
   for (const Tensor& each : states) {
     if (!Cached::fits(each, batch, heads, head_size) || each.size(2) != states[0].size(2) ||
-        !cross.fits(batch, heads, each.size(2))) {
+        !cross_scores.fits(batch, heads, each.size(2))) {
       return {};
     }
   }
@@ -276,23 +262,23 @@ std::vector<Tensor> decoder_layer(const Tensor& x, const std::vector<Tensor>& we
   float* mid = memory.next(batch * 2 * wide);
   const float epsilon = static_cast<float>(eps), factor = static_cast<float>(scale);
   // A product's result and the residual that is added to it are never in one place.
-  float *after_own = layer.cross_norm ? to(0) : other, *last = other;
+  float *after_self = layer.cross_norm ? to(0) : other, *last = other;
 
   norm(batch, width, epsilon, layer.norm, floats(x), normed);
   if (layer.key) {
     dense<3>(batch, normed, width, {&layer.query, &*layer.key, &*layer.value}, {qkv, qkv + inner, qkv + 2 * inner},
              3 * inner);
   } else {
-    dense<1>(batch, normed, width, {&layer.query}, {qkv}, 3 * inner);
+    dense(batch, normed, width, layer.query, qkv, 3 * inner);
   }
-  Step{qkv, 3 * inner, Cached(keys), Cached(values), own, to(1), to(2), qkv + inner, qkv + 2 * inner}.run(
+  Step{qkv, 3 * inner, Cached(keys), Cached(values), self_scores, to(1), to(2), qkv + inner, qkv + 2 * inner}.run(
       batch, heads, head_size, factor, context);
-  dense<1>(batch, context, inner, {&*layer.out}, {after_own}, width, AddResidual{floats(x), width});
+  dense(batch, context, inner, *layer.out, after_self, width, AddResidual{floats(x), width});
   if (layer.cross_norm) {
-    norm(batch, width, epsilon, *layer.cross_norm, after_own, normed);
-    dense<1>(batch, normed, width, {&*layer.cross_query}, {qkv}, inner);
-    Step{qkv, inner, Cached(states[0]), Cached(states[1]), cross}.run(batch, heads, head_size, factor, context);
-    dense<1>(batch, context, inner, {&*layer.cross_out}, {last}, width, AddResidual{after_own, width});
+    norm(batch, width, epsilon, *layer.cross_norm, after_self, normed);
+    dense(batch, normed, width, *layer.cross_query, qkv, inner);
+    Step{qkv, inner, Cached(states[0]), Cached(states[1]), cross_scores}.run(batch, heads, head_size, factor, context);
+    dense(batch, context, inner, *layer.cross_out, last, width, AddResidual{after_self, width});
   }
   norm(batch, width, epsilon, *layer.inner_norm, last, normed);
   feed_forward(layer, activation, batch, normed, last, width, mid, to(0));

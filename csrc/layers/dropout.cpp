@@ -15,9 +15,13 @@ namespace {
 
 constexpr int64_t kBlocksPerThread = 64;
 
-// input and out dense and of one shape; threshold of 65536.
+// threshold of 65536
 void dropout(const Tensor& input, const Tensor& seed, int64_t threshold, double scale,
              Tensor& out) {
+  Shapes shapes;
+  shapes.dense(input, "input [...]");
+  shapes.any(seed, "seed []");
+  shapes.dense(out, "out [...]");
   const auto key = static_cast<uint64_t>(*seed.const_data_ptr<int64_t>());
   with_floating_type(input, [&](auto type) {
     using T = decltype(type);
@@ -30,16 +34,22 @@ void dropout(const Tensor& input, const Tensor& seed, int64_t threshold, double 
   });
 }
 
-// The same for rows [..., E], with their samples and positions, int64 [N], dense.
+// The same for rows, with the sample and the position of each.
 void dropout_rows(const Tensor& input, const Tensor& seed, int64_t threshold, double scale,
                   const Tensor& sample_index, const Tensor& position, Tensor& out) {
+  Shapes shapes;
+  shapes.dense(input, "input [..., E]");
+  shapes.any(seed, "seed []");
+  shapes.dense(sample_index, "sample_index [N]");
+  shapes.dense(position, "position [N]");
+  shapes.dense(out, "out [..., E]");
   const auto key = static_cast<uint64_t>(*seed.const_data_ptr<int64_t>());
-  const int64_t rows = sample_index.numel();
-  const int64_t width = rows == 0 ? 0 : input.numel() / rows;
+  const int64_t rows = shapes['N'], width = shapes['E'];
+  require(rows * width == input.numel(), "sample_index [N] needs a number for each row of input [..., E]");
   if (width == 0) return;
   const int64_t* samples = sample_index.const_data_ptr<int64_t>();
   const int64_t* positions = position.const_data_ptr<int64_t>();
-  const int64_t grain = std::max<int64_t>(1, kBlocksPerThread / ceil_div(width, kDropBlock));
+  const int64_t grain = grain_of(kBlocksPerThread, ceil_div(width, kDropBlock));
   with_floating_type(input, [&](auto type) {
     using T = decltype(type);
     const T* from = data_of<T>(input);

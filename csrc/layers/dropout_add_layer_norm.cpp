@@ -20,8 +20,6 @@ namespace {
 // A thread should have at least so many elements.
 constexpr int64_t kNormGrain = 1 << 13;
 
-int64_t grain_of(int64_t elements) { return std::max<int64_t>(1, kNormGrain / elements); }
-
 // The rows of a tensor of any dtype, or of none, as floats.
 struct FloatRows {
   FloatRows(const std::optional<Tensor>& given, int64_t width) : width(width) {
@@ -76,26 +74,45 @@ RowDropout dropout_of(const std::optional<Tensor>& seed, const Dense<int64_t>& s
           static_cast<float>(keep_scale), sample_index.data(), position.data()};
 }
 
-// input and residual [..., E]; weight, bias and linear_bias [E]; seed [] if elements are dropped, by samples and
-// positions [N] or their number; out and sum dense.
+// Checks what both operators take, of which `rows` is how many have a sample and a position.
+Shapes shapes_of(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& seed,
+                 const std::optional<Tensor>& sample_index, const std::optional<Tensor>& position) {
+  Shapes shapes;
+  shapes.any(input, "input [..., E]");
+  shapes.any(weight, "weight [E]");
+  shapes.any(seed, "seed []");
+  shapes.any(sample_index, "sample_index [N]");
+  shapes.any(position, "position [N]");
+  require((!sample_index && !position) || shapes['N'] * shapes['E'] == input.numel(),
+          "sample_index and position [N] need a number for each row");
+  return shapes;
+}
+
+// Elements are dropped if there is a seed, by samples and positions or by the number of a row.
 void dropout_add_layer_norm(const Tensor& input, const Tensor& residual, const Tensor& weight,
                             const std::optional<Tensor>& bias, const std::optional<Tensor>& linear_bias,
                             const std::optional<Tensor>& seed, const std::optional<Tensor>& sample_index,
                             const std::optional<Tensor>& position, int64_t threshold, double keep_scale,
                             double eps, bool is_rms, Tensor& out, Tensor& sum) {
-  const int64_t width = weight.numel(), rows = width == 0 ? 0 : input.numel() / width;
+  Shapes shapes = shapes_of(input, weight, seed, sample_index, position);
+  shapes.any(residual, "residual [..., E]");
+  shapes.any(bias, "bias [E]");
+  shapes.any(linear_bias, "linear_bias [E]");
+  shapes.dense(out, "out [..., E]");
+  shapes.dense(sum, "sum [..., E]");
+  const int64_t width = shapes['E'], rows = width == 0 ? 0 : input.numel() / width;
   const FloatRows inputs(input, width), residuals(residual, width);
   const ResultRows outs(out, width), sums(sum, width);
   const Vector<float> w = optional_row(weight), b = optional_row(bias), x_bias = optional_row(linear_bias);
   const Dense<int64_t> samples(sample_index), positions(position);
   const RowDropout dropout = dropout_of(seed, samples, positions, threshold, keep_scale);
-  for_ranges(rows, 1, grain_of(width), [&](int64_t first, int64_t last) {
+  for_ranges(rows, 1, grain_of(kNormGrain, width), [&](int64_t first, int64_t last) {
     const Buffer<float> room(2 * width + RowDropout::room(width));
     float *one = room.get(), *two = one + width, *three = two + width;
     for (int64_t row = first; row < last; ++row) {
-      const float* kept = seed ? dropout.keep(row, width, three) : nullptr;
+      const float* keep = seed ? dropout.keep(row, width, three) : nullptr;
       float* added = sums.place(row, two);
-      add_row(width, inputs.read(row, one), linear_bias ? x_bias.data() : nullptr, kept, dropout.scale,
+      add_row(width, inputs.read(row, one), linear_bias ? x_bias.data() : nullptr, keep, dropout.scale,
               residuals.read(row, two), added);
       sums.write(row, added);
       const float* rounded = sums.read(row, two);
@@ -106,8 +123,7 @@ void dropout_add_layer_norm(const Tensor& input, const Tensor& residual, const T
   });
 }
 
-// The gradients that have elements: grad_input like grad_out and grad_residual like sum, both dense, and those of
-// weight, bias and linear_bias [E].
+// The gradients that have elements.
 void dropout_add_layer_norm_backward(const Tensor& grad_out, const Tensor& sum, const Tensor& weight,
                                      const std::optional<Tensor>& grad_sum, const std::optional<Tensor>& seed,
                                      const std::optional<Tensor>& sample_index,
@@ -115,7 +131,15 @@ void dropout_add_layer_norm_backward(const Tensor& grad_out, const Tensor& sum, 
                                      double keep_scale, double eps, bool is_rms, Tensor& grad_input,
                                      Tensor& grad_residual, Tensor& grad_weight, Tensor& grad_bias,
                                      Tensor& grad_linear_bias) {
-  const int64_t width = weight.numel(), rows = width == 0 ? 0 : sum.numel() / width;
+  Shapes shapes = shapes_of(sum, weight, seed, sample_index, position);
+  shapes.any(grad_out, "grad_out [..., E]");
+  shapes.any(grad_sum, "grad_sum [..., E]");
+  shapes.wanted(grad_input, "grad_input [..., E]");
+  shapes.wanted(grad_residual, "grad_residual [..., E]");
+  shapes.wanted(grad_weight, "grad_weight [E]");
+  shapes.wanted(grad_bias, "grad_bias [E]");
+  shapes.wanted(grad_linear_bias, "grad_linear_bias [E]");
+  const int64_t width = shapes['E'], rows = width == 0 ? 0 : sum.numel() / width;
   const FloatRows grads(grad_out, width), grad_sums(grad_sum, width), sums(sum, width);
   const ResultRows to_input(grad_input, width), to_residual(grad_residual, width);
   const Vector<float> w = optional_row(weight);
@@ -124,7 +148,7 @@ void dropout_add_layer_norm_backward(const Tensor& grad_out, const Tensor& sum, 
   const std::array<Tensor*, 3> summed = {&grad_weight, &grad_bias, &grad_linear_bias};
   const int64_t count = ceil_div(rows, kSumRows), stride = 3 * width;
   const Buffer<float> parts(count * stride);
-  const int64_t grain = grain_of(kSumRows * width);
+  const int64_t grain = grain_of(kNormGrain, kSumRows * width);
   for_parts(rows, kSumRows, grain, [&](int64_t part, int64_t first, int64_t last) {
     float* added = parts.get() + part * stride;
     std::fill(added, added + stride, 0.0f);
@@ -133,9 +157,9 @@ void dropout_add_layer_norm_backward(const Tensor& grad_out, const Tensor& sum, 
     const Buffer<float> room(4 * width + RowDropout::room(width));
     float *one = room.get(), *two = one + width, *three = two + width, *four = three + width;
     for (int64_t row = first; row < last; ++row) {
-      const float* kept = seed ? dropout.keep(row, width, four + width) : nullptr;
+      const float* keep = seed ? dropout.keep(row, width, four + width) : nullptr;
       float *of_residual = to_residual.place(row, three), *of_input = to_input.place(row, four);
-      grad_row(width, static_cast<float>(eps), !is_rms, sums.read(row, one), w.data(), kept, dropout.scale,
+      grad_row(width, static_cast<float>(eps), !is_rms, sums.read(row, one), w.data(), keep, dropout.scale,
                grads.read(row, two), grad_sums.read(row, three), added_to, of_residual, of_input);
       to_residual.write(row, of_residual);
       to_input.write(row, of_input);

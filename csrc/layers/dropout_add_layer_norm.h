@@ -28,8 +28,8 @@ struct RowDropout {
                                ? counter_of_elements(first - before + i)
                                : counter_of_row(samples[row], positions == nullptr ? 0 : positions[row], i);
       for_choices(seed, counter, threshold, [&](int64_t element, const Ints& dropped) FASTPLM_INLINE {
-        const Ints kept = ~dropped;
-        at(room + i + element) = reinterpret_cast<const Floats&>(kept);
+        const Ints keep = ~dropped;
+        at(room + i + element) = reinterpret_cast<const Floats&>(keep);
       });
     }
     return room + before;
@@ -42,22 +42,22 @@ struct RowDropout {
 };
 
 // x = the elements of scale x that stay, the others 0
-FASTPLM_HD void drop(const Block& kept, float scale, Block& x) {
+FASTPLM_HD void drop(const Block& keep, float scale, Block& x) {
   for (int i = 0; i < kTogether; ++i) {
     const Floats scaled = x.each[i] * scale;
-    const Ints left = reinterpret_cast<const Ints&>(scaled) & reinterpret_cast<const Ints&>(kept.each[i]);
+    const Ints left = reinterpret_cast<const Ints&>(scaled) & reinterpret_cast<const Ints&>(keep.each[i]);
     x.each[i] = reinterpret_cast<const Floats&>(left);
   }
 }
 
 // sum [width]; bias is null if there is none, kept if nothing is dropped.
-FASTPLM_HD void add_row(int64_t width, const float* x, const float* bias, const float* kept, float scale,
+FASTPLM_HD void add_row(int64_t width, const float* x, const float* bias, const float* keep, float scale,
                         const float* residual, float* sum) {
   for_blocks(width, [&](auto whole, int64_t i, int64_t size) FASTPLM_INLINE {
     const auto load = [&](const float* from) FASTPLM_INLINE { return load_block<whole.value>(size, from + i); };
     Block added = load(x);
     if (bias != nullptr) added = added + load(bias);
-    if (kept != nullptr) drop(load(kept), scale, added);
+    if (keep != nullptr) drop(load(keep), scale, added);
     store_block<whole.value>(size, added + load(residual), sum + i);
   });
 }
@@ -69,7 +69,7 @@ struct SumsOverRows {
 
 // grad_residual and grad_in [width]; grad_sum is null if there is none, kept if nothing is dropped.
 FASTPLM_HD void grad_row(int64_t width, float eps, bool centered, const float* sum, const float* weight,
-                         const float* kept, float scale, const float* grad_out, const float* grad_sum,
+                         const float* keep, float scale, const float* grad_out, const float* grad_sum,
                          const SumsOverRows& sums, float* grad_residual, float* grad_in) {
   const Moments moments = moments_of(width, sum, eps, centered);
   Block products = {}, grads = {};
@@ -94,7 +94,7 @@ FASTPLM_HD void grad_row(int64_t width, float eps, bool centered, const float* s
     Block grad = (load(grad_in) - mean - normed * along) * moments.scale;
     if (grad_sum != nullptr) grad = grad + load(grad_sum);
     store_block<whole.value>(size, grad, grad_residual + i);
-    if (kept != nullptr) drop(load(kept), scale, grad);
+    if (keep != nullptr) drop(load(keep), scale, grad);
     store_block<whole.value>(size, grad, grad_in + i);
     if (sums.linear_bias == nullptr) return;
     store_block<whole.value>(size, load(sums.linear_bias) + grad, sums.linear_bias + i);

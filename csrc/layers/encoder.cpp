@@ -20,12 +20,7 @@
 #include "common/lanes.h"
 #include "common/rowwise.h"
 #include "layers/gelu.h"
-#include "gemm/linear.h"
-#include "gemm/linear_few_rows.h"
-#include "gemm/linear_in_place.h"
-#include "gemm/linear_product.h"
-#include "gemm/linear_int8.h"
-#include "gemm/linear_int8_product.h"
+#include "gemm/gemm.h"
 #include "attention/attention_call.h"
 #include "layers/layer.h"
 
@@ -35,7 +30,6 @@ namespace {
 // So many rows, of whole sequences, go through all layers before the next ones do: their states stay in
 // the caches, and a large batch needs no more memory.
 constexpr int64_t kMostRows = 512;
-constexpr int64_t kNormRows = 64;  // that are worth a thread
 
 const int32_t* ints(const Tensor& tensor) { return data_of<int32_t>(tensor); }
 
@@ -55,15 +49,6 @@ struct Layer {
 
   Pair query, key, value, out, attention_norm, up, down, norm;
 };
-
-void norm(int64_t rows, int64_t width, float eps, const Pair& pair, const float* in, float* out) {
-  for_ranges(rows, 1, kNormRows, [&](int64_t first, int64_t last) {
-    for (int64_t row = first; row < last; ++row) {
-      norm_row(width, eps, true, floats(pair.weight), floats(*pair.bias), in + row * width,
-               out + row * width);
-    }
-  });
-}
 
 // What all layers of a call share.
 struct Shape {
@@ -90,32 +75,32 @@ struct States {
   float *qkv, *context, *state, *chosen, *inner;
 };
 
-// out [asked, E]: a layer's output at the rows that `asking` [asked, E] has, which are x [rows, E] or some of
+// out [query_rows, E]: a layer's output at the rows that `query_input` [query_rows, E] has, which are x [rows, E] or some of
 // them. `starts` and `starts_q` [batch + 1] say which of both are of one sequence.
 void run_layer(const Shape& shape, const Layer& layer, const States& states, int64_t batch,
-               const int32_t* starts, const float* x, const int32_t* starts_q, const float* asking,
+               const int32_t* starts, const float* x, const int32_t* starts_q, const float* query_input,
                float* out) {
-  const int64_t width = shape.width, rows = starts[batch], asked = starts_q[batch];
+  const int64_t width = shape.width, rows = starts[batch], query_rows = starts_q[batch];
   float *query = states.qkv, *key = query + width, *value = key + width;
   const Pair &of_query = layer.query, &of_key = layer.key, &of_value = layer.value;
-  if (asking == x && of_key.is_laid_out_as(of_query) && of_value.is_laid_out_as(of_query)) {
+  if (query_input == x && of_key.is_laid_out_as(of_query) && of_value.is_laid_out_as(of_query)) {
     dense<3>(rows, x, width, {&of_query, &of_key, &of_value}, {query, key, value}, 3 * width);
   } else {
-    dense<1>(asked, asking, width, {&of_query}, {query}, 3 * width);
-    dense<1>(rows, x, width, {&of_key}, {key}, 3 * width);
-    dense<1>(rows, x, width, {&of_value}, {value}, 3 * width);
+    dense(query_rows, query_input, width, of_query, query, 3 * width);
+    dense(rows, x, width, of_key, key, 3 * width);
+    dense(rows, x, width, of_value, value, 3 * width);
   }
   const int64_t dim = width / shape.heads;
   attend({query, key, value, 3 * width, 3 * width, states.context, width, starts_q, starts, batch,
           shape.heads, dim, 1.0f / std::sqrt(static_cast<float>(dim))});
   // The residual is read before it is overwritten: `out` may be x.
   float *attended = states.inner, *normed = states.context;
-  dense<1>(asked, states.context, width, {&layer.out}, {attended}, width, AddResidual{asking, width});
-  norm(asked, width, shape.eps, layer.attention_norm, attended, normed);
+  dense(query_rows, states.context, width, layer.out, attended, width, AddResidual{query_input, width});
+  norm(query_rows, width, shape.eps, layer.attention_norm, attended, normed);
   const int64_t wide = layer.inner();
-  dense<1>(asked, normed, width, {&layer.up}, {states.inner}, wide, Gelu{shape.tanh});
-  dense<1>(asked, states.inner, wide, {&layer.down}, {out}, width, AddResidual{normed, width});
-  norm(asked, width, shape.eps, layer.norm, out, out);
+  dense(query_rows, normed, width, layer.up, states.inner, wide, Gelu{shape.tanh});
+  dense(query_rows, states.inner, wide, layer.down, out, width, AddResidual{normed, width});
+  norm(query_rows, width, shape.eps, layer.norm, out, out);
 }
 
 // The offsets of sequences first … last, from 0 on.
@@ -128,11 +113,11 @@ Vector<int32_t> from_zero(const int32_t* starts, int64_t first, int64_t last) {
 // Runs all layers on sequences with these offsets, kMostRows rows at a time. The last layer computes the rows with
 // the indices index[starts_q[b]] to index[starts_q[b + 1]] of sequence b, or all if `index` is null.
 //   begin(row, rows, states)    gives the first layer's input from a row on;
-//   place(row, states)          says where the last layer's output goes from a row on;
+//   target(row, states)         says where the last layer's output goes from a row on;
 //   end(first, last, states)    is told when it is there.
-template <typename Begin, typename Place, typename End>
+template <typename Begin, typename Target, typename End>
 void run_layers(const Shape& shape, const std::vector<Layer>& layers, int64_t batch, const int32_t* starts,
-                const int32_t* starts_q, const int64_t* index, const Begin& begin, const Place& place,
+                const int32_t* starts_q, const int64_t* index, const Begin& begin, const Target& target,
                 const End& end) {
   const int64_t width = shape.width;
   for (int64_t first = 0, last; first < batch; first = last) {
@@ -143,19 +128,19 @@ void run_layers(const Shape& shape, const std::vector<Layer>& layers, int64_t ba
     const Vector<int32_t> queries = from_zero(starts_q, first, last);
     const States states(shape, keys.back());
     const float* x = begin(starts[first], keys.back(), states);
-    float* to = place(starts_q[first], states);
+    float* to = target(starts_q[first], states);
     for (const Layer& layer : layers) {
       const bool is_last = &layer == &layers.back();
-      const float* asking = x;
+      const float* query_input = x;
       if (is_last && index != nullptr) {
         for (int64_t i = 0; i < queries.back(); ++i) {
           const int64_t row = index[starts_q[first] + i] - starts[first];
           std::memcpy(states.chosen + i * width, x + row * width, sizeof(float) * width);
         }
-        asking = states.chosen;
+        query_input = states.chosen;
       }
       run_layer(shape, layer, states, last - first, keys.data(), x,
-                asking == x ? keys.data() : queries.data(), asking, is_last ? to : states.state);
+                query_input == x ? keys.data() : queries.data(), query_input, is_last ? to : states.state);
       x = states.state;
     }
     end(starts_q[first], starts_q[last], states);
@@ -211,29 +196,29 @@ std::optional<Tensor> encoder(const Tensor& input, const std::vector<Tensor>& we
                               const Tensor& cu_seqlens, const std::optional<Tensor>& rows,
                               const std::optional<Tensor>& cu_rows, int64_t head_size, double eps,
                               bool tanh) {
-  STD_TORCH_CHECK(input.dim() == 2 && cu_seqlens.dim() == 1 && rows.has_value() == cu_rows.has_value() &&
-                      cu_seqlens.scalar_type() == ScalarType::Int &&
-                      (!rows || (rows->scalar_type() == ScalarType::Long && rows->is_contiguous() &&
-                                 cu_rows->scalar_type() == ScalarType::Int)),
-                  "encoder: input [N, E], offsets int32, rows int64 with their offsets");
-  const int64_t width = input.size(1), batch = cu_seqlens.size(0) - 1;
+  Shapes shapes;
+  shapes.any(input, "input [N, E]");
+  shapes.dense(cu_seqlens, "cu_seqlens [B + 1]");
+  shapes.dense(rows, "rows [P]");
+  shapes.dense(cu_rows, "cu_rows [B + 1]");
+  require(rows.has_value() == cu_rows.has_value(), "rows comes with cu_rows");
+  const int64_t width = shapes['E'], batch = shapes['B'];
   if (weights.empty() || width != width_of(weights)) return std::nullopt;
   const std::vector<Layer> layers = layers_of(weights, width, head_size);
   if (layers.empty() || !is_here(input) || !input.is_contiguous()) return std::nullopt;
   Shape shape{width, width / head_size, 0, static_cast<float>(eps), tanh};
   for (const Layer& layer : layers) shape.inner = std::max(shape.inner, layer.inner());
-  const Tensor& starts_of_asked = rows ? *cu_rows : cu_seqlens;
-  STD_TORCH_CHECK(are_starts(cu_seqlens, input.size(0)) && starts_of_asked.size(0) == batch + 1 &&
-                      are_starts(starts_of_asked, rows ? rows->size(0) : input.size(0)),
-                  "encoder: cu_seqlens do not fit the rows");
-  const int32_t *starts = ints(cu_seqlens), *starts_q = ints(starts_of_asked);
+  const Tensor& cu_query_rows = rows ? *cu_rows : cu_seqlens;
+  require(are_starts(cu_seqlens, input.size(0)) && are_starts(cu_query_rows, rows ? rows->size(0) : input.size(0)),
+          "cu_seqlens do not fit the rows");
+  const int32_t *starts = ints(cu_seqlens), *starts_q = ints(cu_query_rows);
   const auto* index = rows ? data_of<int64_t>(*rows) : nullptr;
-  STD_TORCH_CHECK(!rows || are_rows(index, batch, starts_q, starts), "encoder: rows of other sequences");
+  require(!rows || are_rows(index, batch, starts_q, starts), "rows of other sequences");
   Tensor out = empty_tensor(input, {rows ? rows->size(0) : input.size(0), width});
   const auto begin = [&](int64_t row, int64_t, const States&) { return floats(input) + row * width; };
-  const auto place = [&](int64_t row, const States&) { return out.mutable_data_ptr<float>() + row * width; };
+  const auto target = [&](int64_t row, const States&) { return out.mutable_data_ptr<float>() + row * width; };
   const auto end = [](int64_t, int64_t, const States&) {};
-  run_layers(shape, layers, batch, starts, starts_q, index, begin, place, end);
+  run_layers(shape, layers, batch, starts, starts_q, index, begin, target, end);
   return out;
 }
 
@@ -262,7 +247,7 @@ struct Integers {
 
 // A token that is computed: where it is in [B, T], and its rows in the tables.
 struct Token {
-  int64_t place, word, position, type;
+  int64_t flat, word, position, type;
 };
 
 // The tables [rows, width], the norm of their sum, and the ids that are taken where none are given: the
@@ -296,25 +281,25 @@ struct Tokens {
       : starts{0} {
     const int64_t batch = input_ids.size(0), seqlen = input_ids.size(1);
     const Integers ids(input_ids), positions(tables.position_ids), type_ids(tables.type_ids);
-    const Integers seen(mask ? *mask : input_ids), given(types ? *types : input_ids);
-    const int64_t words = tables.word.size(0), places = tables.position.size(0), kinds = tables.type.size(0);
+    const Integers seen(mask ? *mask : input_ids), given_types(types ? *types : input_ids);
+    const int64_t word_rows = tables.word.size(0), position_rows = tables.position.size(0), type_rows = tables.type.size(0);
     const bool counts = padding_id >= 0;
-    if (!counts && seqlen > std::min(positions.count, places)) return;
+    if (!counts && seqlen > std::min(positions.count, position_rows)) return;
     const auto is_index = [](int64_t index, int64_t rows) { return index >= 0 && index < rows; };
     Vector<Token> found;
     found.reserve(batch * seqlen);
-    for (int64_t b = 0, place = 0; b < batch; ++b) {
-      for (int64_t t = 0, counted = padding_id; t < seqlen; ++t, ++place) {
-        Token token{place, ids[place], 0, 0};
-        if (!is_index(token.word, words)) return;
+    for (int64_t b = 0, flat = 0; b < batch; ++b) {
+      for (int64_t t = 0, counted = padding_id; t < seqlen; ++t, ++flat) {
+        Token token{flat, ids[flat], 0, 0};
+        if (!is_index(token.word, word_rows)) return;
         token.position = !counts ? positions[t] : token.word == padding_id ? padding_id : ++counted;
-        if (!is_index(token.position, std::min(places, types ? places : type_ids.count))) return;
-        if (mask && seen[place] == 0) {
+        if (!is_index(token.position, std::min(position_rows, types ? position_rows : type_ids.count))) return;
+        if (mask && seen[flat] == 0) {
           if (reads_first && t == 0) return;
           continue;
         }
-        token.type = types ? given[place] : type_ids[token.position];
-        if (!is_index(token.type, kinds)) return;
+        token.type = types ? given_types[flat] : type_ids[token.position];
+        if (!is_index(token.type, type_rows)) return;
         found.push_back(token);
       }
       starts.push_back(static_cast<int32_t>(found.size()));
@@ -343,17 +328,16 @@ void embed(const Embeddings& tables, float eps, const Token* tokens, int64_t cou
   });
 }
 
-// out [places, width] = the rows of tokens first … last - 1, each in its place; the places before each, and those
+// out [count, width] = the rows of tokens first … last - 1, each where it is in [B, T]; the rows before each, and those
 // after the last one of all, are 0.
-void put(const Vector<Token>& tokens, int64_t first, int64_t last, int64_t places, int64_t width,
+void put(const Vector<Token>& tokens, int64_t first, int64_t last, int64_t count, int64_t width,
          const float* rows, float* out) {
-  const int64_t count = static_cast<int64_t>(tokens.size());
   for_ranges(last - first, 1, kNormRows, [&](int64_t begin, int64_t end) {
     for (int64_t i = first + begin; i < first + end; ++i) {
-      const int64_t place = tokens[i].place, before = i > 0 ? tokens[i - 1].place + 1 : 0;
-      std::fill(out + before * width, out + place * width, 0.0f);
-      std::memcpy(out + place * width, rows + (i - first) * width, sizeof(float) * width);
-      if (i + 1 == count) std::fill(out + (place + 1) * width, out + places * width, 0.0f);
+      const int64_t flat = tokens[i].flat, before = i > 0 ? tokens[i - 1].flat + 1 : 0;
+      std::fill(out + before * width, out + flat * width, 0.0f);
+      std::memcpy(out + flat * width, rows + (i - first) * width, sizeof(float) * width);
+      if (&tokens[i] == &tokens.back()) std::fill(out + (flat + 1) * width, out + count * width, 0.0f);
     }
   });
 }
@@ -392,7 +376,7 @@ std::vector<Tensor> backbone(const Tensor& input_ids, const std::optional<Tensor
       weights.empty() || embeddings.size() != Embeddings::kTensors || !is_pair(projection) || !is_pair(pooler)) {
     return {};
   }
-  const int64_t width = width_of(weights), batch = input_ids.size(0), places = input_ids.numel();
+  const int64_t width = width_of(weights), batch = input_ids.size(0), all = input_ids.numel();
   const std::vector<Layer> layers = layers_of(weights, width, head_size);
   const Embeddings tables(embeddings.data());
   const std::optional<Pair> project = pair_of(projection), pool = pair_of(pooler);
@@ -405,28 +389,28 @@ std::vector<Tensor> backbone(const Tensor& input_ids, const std::optional<Tensor
   if (count == 0) return {};
   Shape shape{width, width / head_size, tables.width(), static_cast<float>(eps), tanh};
   for (const Layer& layer : layers) shape.inner = std::max(shape.inner, layer.inner());
-  const int64_t shown = first_only ? 1 : input_ids.size(1);  // places of a sequence in the result
+  const int64_t shown = first_only ? 1 : input_ids.size(1);  // rows of a sequence in the result
   std::vector<Tensor> results{empty_tensor(input_ids, {batch, shown, width}, ScalarType::Float)};
   float* out = results[0].mutable_data_ptr<float>();
   const auto begin = [&](int64_t row, int64_t rows, const States& states) -> const float* {
     float* embedded = project ? states.inner : states.state;
     embed(tables, static_cast<float>(embeddings_eps), tokens.all.data() + row, rows, embedded);
-    if (project) dense<1>(rows, embedded, tables.width(), {&*project}, {states.state}, width);
+    if (project) dense(rows, embedded, tables.width(), *project, states.state, width);
     return states.state;
   };
-  const bool in_place = first_only || count == places;
-  const auto place = [&](int64_t row, const States& states) { return in_place ? out + row * width : states.state; };
+  const bool in_place = first_only || count == all;
+  const auto target = [&](int64_t row, const States& states) { return in_place ? out + row * width : states.state; };
   const auto end = [&](int64_t first, int64_t last, const States& states) {
-    if (!in_place) put(tokens.all, first, last, places, width, states.state, out);
+    if (!in_place) put(tokens.all, first, last, all, width, states.state, out);
   };
   const int32_t* starts = tokens.starts.data();
   if (first_only) {
     const Vector<int64_t> index(starts, starts + batch);
     Vector<int32_t> each(batch + 1);
     std::iota(each.begin(), each.end(), 0);
-    run_layers(shape, layers, batch, starts, each.data(), index.data(), begin, place, end);
+    run_layers(shape, layers, batch, starts, each.data(), index.data(), begin, target, end);
   } else {
-    run_layers(shape, layers, batch, starts, starts, nullptr, begin, place, end);
+    run_layers(shape, layers, batch, starts, starts, nullptr, begin, target, end);
   }
   if (pool) {
     Vector<float> first(batch * width);
@@ -434,7 +418,7 @@ std::vector<Tensor> backbone(const Tensor& input_ids, const std::optional<Tensor
       std::memcpy(&first[b * width], out + b * shown * width, sizeof(float) * width);
     }
     results.push_back(empty_tensor(results[0], {batch, width}));
-    dense<1>(batch, first.data(), width, {&*pool}, {results[1].mutable_data_ptr<float>()}, width, Tanh{});
+    dense(batch, first.data(), width, *pool, results[1].mutable_data_ptr<float>(), width, Tanh{});
   }
   return results;
 }

@@ -13,8 +13,10 @@ namespace {
 
 constexpr int64_t kBlocksPerThread = 128;
 
-// input and out dense and of one shape.
 void gelu_tanh(const Tensor& input, Tensor& out) {
+  Shapes shapes;
+  shapes.dense(input, "input [...]");
+  shapes.dense(out, "out [...]");
   with_floating_type(input, [&](auto type) {
     using T = decltype(type);
     const T* from = data_of<T>(input);
@@ -26,6 +28,10 @@ void gelu_tanh(const Tensor& input, Tensor& out) {
 }
 
 void gelu_tanh_backward(const Tensor& grad_out, const Tensor& input, Tensor& grad_input) {
+  Shapes shapes;
+  shapes.dense(grad_out, "grad_out [...]");
+  shapes.dense(input, "input [...]");
+  shapes.dense(grad_input, "grad_input [...]");
   with_floating_type(input, [&](auto type) {
     using T = decltype(type);
     const T* from = data_of<T>(input);

@@ -1,5 +1,5 @@
-// What the calls of whole layers share (encoder.cpp, decoder.cpp). Included once a level, after gelu.h,
-// linear_product.h and linear_int8_product.h.
+// What the calls of whole layers share (encoder.cpp, decoder.cpp). Included once a level, after rowwise.h, gelu.h
+// and gemm.h.
 
 namespace fastplm::FASTPLM_LEVEL {
 
@@ -74,6 +74,18 @@ struct Pair {
   bool conv1d;
 };
 
+constexpr int64_t kNormRows = 64;  // that are worth a thread
+
+// out [rows, width] = norm(in): layer norm, or without a bias T5's. `out` may be `in`.
+inline void norm(int64_t rows, int64_t width, float eps, const Pair& pair, const float* in, float* out) {
+  const float* bias = pair.bias == nullptr ? nullptr : floats(*pair.bias);
+  for_ranges(rows, 1, kNormRows, [&](int64_t first, int64_t last) {
+    for (int64_t i = first * width; i < last * width; i += width) {
+      norm_row(width, eps, bias != nullptr, floats(pair.weight), bias, in + i, out + i);
+    }
+  });
+}
+
 // out [rows, N] = finish(in [rows, K] weight^T + bias) for each of kCount weights of one shape and layout, whose
 // results lie row by row beside one another in places `stride` apart.
 template <size_t kCount, typename Finish = Nothing>
@@ -94,6 +106,13 @@ void dense(int64_t rows, const float* in, int64_t width, const std::array<const 
   const Operand weight(pairs[0]->weight);
   const Operand b = pairs[0]->conv1d ? weight : weight.transposed();
   multiply<float>({in, rows, width, width, 1}, b, factors.data(), kCount, stride, finish);
+}
+
+// The same for one weight.
+template <typename Finish = Nothing>
+void dense(int64_t rows, const float* in, int64_t width, const Pair& pair, float* out, int64_t stride,
+           const Finish& finish = {}) {
+  dense<1>(rows, in, width, {&pair}, {out}, stride, finish);
 }
 
 }  // namespace fastplm::FASTPLM_LEVEL

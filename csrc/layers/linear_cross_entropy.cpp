@@ -15,10 +15,14 @@ namespace {
 
 constexpr int64_t kLogitsWorthAThread = 1 << 15;
 
-// logits [rows, columns], fp32, rows dense; a temperature of 0 asks for no s. Returns [4, rows]: m, l, d
+// A temperature of 0 asks for no s. Returns [4, rows]: m, l, d
 // and s of linear_cross_entropy.h.
 Tensor softmax_statistics(Tensor& logits, bool finite, bool write, double temperature) {
-  const int64_t rows = logits.size(0), columns = logits.size(1), stride = logits.stride(0);
+  Shapes shapes;
+  shapes.rows(logits, "logits [N, V]");
+  const int64_t rows = shapes['N'], columns = shapes['V'];
+  require(columns > 0, "V of logits must not be 0");
+  const int64_t stride = logits.stride(0);
   Tensor out = empty_tensor(logits, {4, rows});
   float* statistics = out.mutable_data_ptr<float>();
   float* z = logits.mutable_data_ptr<float>();

@@ -16,18 +16,18 @@ constexpr int kDetectorRows = 8;
 // Rows that make one part of each sum, for any number of threads.
 constexpr int64_t kDetectorPart = 128;
 
-// Sums over the rows that count, and numbers of rows: predicted as replaced (flagged), replaced (told),
+// Sums over the rows that count, and numbers of rows: predicted as replaced, replaced,
 // both (found), predicted right (correct).
 struct Detected {
   double loss = 0, slope = 0;
-  int64_t found = 0, flagged = 0, told = 0, correct = 0, total = 0;
+  int64_t found = 0, predicted = 0, replaced = 0, correct = 0, total = 0;
 
   void add(const Detected& other) {
     loss += other.loss;
     slope += other.slope;
     found += other.found;
-    flagged += other.flagged;
-    told += other.told;
+    predicted += other.predicted;
+    replaced += other.replaced;
     correct += other.correct;
     total += other.total;
   }
@@ -106,10 +106,10 @@ FASTPLM_HD Detected detect_rows(int64_t first, int64_t last, int64_t width, cons
     dot_rows<kRows>(filled, x, weight, logit);
     for (int i = 0; i < kRows; ++i) {
       const int64_t row = number[i];
-      const bool replaced = is_replaced(row), flagged = logit[i] + bias > 0.0f;
+      const bool replaced = is_replaced(row), predicted = logit[i] + bias > 0.0f;
       detect(logit[i] + bias, replaced, loss[row], factor[i]);
       slope[row] = factor[i];
-      sums.add({loss[row], factor[i], flagged && replaced, flagged, replaced, flagged == replaced, 1});
+      sums.add({loss[row], factor[i], predicted && replaced, predicted, replaced, predicted == replaced, 1});
     }
     if (weight_sum != nullptr) add_rows<kRows>(filled, x, factor, weight_sum);
   });

@@ -15,9 +15,12 @@
 namespace fastplm::FASTPLM_LEVEL {
 namespace {
 
-// input [N, E] and out [N, E], dense; weight [E] in the dtype of out. N > 0 and E > 0.
 void rms_norm(const Tensor& input, const Tensor& weight, double eps, Tensor& out) {
-  const int64_t rows = input.size(0), width = input.size(1);
+  Shapes shapes;
+  shapes.dense(input, "input [N, E]");
+  shapes.dense(weight, "weight [E]");
+  shapes.dense(out, "out [N, E]");
+  const int64_t rows = shapes['N'], width = shapes['E'];
   const Vector<float> weights = widened(weight, norm_width(width));
   with_floating_type(input, [&](auto in_type) {
     with_floating_type(out, [&](auto out_type) {
@@ -34,10 +37,15 @@ void rms_norm(const Tensor& input, const Tensor& weight, double eps, Tensor& out
   });
 }
 
-// The same, and grad_out like out, grad_input like input, grad_weight like weight.
 void rms_norm_backward(const Tensor& grad_out, const Tensor& input, const Tensor& weight,
                        double eps, Tensor& grad_input, Tensor& grad_weight) {
-  const int64_t rows = input.size(0), width = input.size(1), filled = norm_width(width);
+  Shapes shapes;
+  shapes.dense(grad_out, "grad_out [N, E]");
+  shapes.dense(input, "input [N, E]");
+  shapes.dense(weight, "weight [E]");
+  shapes.dense(grad_input, "grad_input [N, E]");
+  shapes.dense(grad_weight, "grad_weight [E]");
+  const int64_t rows = shapes['N'], width = shapes['E'], filled = norm_width(width);
   const int64_t count = ceil_div(rows, kNormRows);
   const Vector<float> weights = widened(weight, filled);
   Vector<float> parts(count * filled);

@@ -7,7 +7,10 @@ import ctypes
 import functools
 import itertools
 import json
+import math
 import mmap
+import os
+import resource
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -165,13 +168,7 @@ def small_stacks() -> None:
     for name, call in calls():
         print(json.dumps(name), flush=True)
         in_thread(call)
-    there = {
-        name
-        for name in torch._C._dispatch_get_all_op_names()
-        if name.startswith("fastplm_C::")
-        and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU")
-    }
-    print(json.dumps(sorted(there - ran)))
+    print(json.dumps(sorted(operators() - ran)))
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -262,42 +259,68 @@ DTYPES = (torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64, torch.
 DTYPES += (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
 
 
-def at_the_end_of_its_memory(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy of a shape and strides; to read or write behind it ends the process."""
+def at_the_end_of_its_memory(tensor: Tensor, dtype: torch.dtype, at_end: bool = True) -> Tensor:
+    """A copy of a shape and strides; to read or write behind it ends the process. Or before it, if
+    it is not ``at_end``."""
     page, count = mmap.PAGESIZE, 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))  # noqa: B905
+    count = count if tensor.numel() else 0
     size = -(-count * dtype.itemsize // page) * page
-    memory = mmap.mmap(-1, size + page)
+    memory = mmap.mmap(-1, size + 2 * page)
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + size), page, 0) == 0
-    PAGES.append(memory)
-    room = torch.frombuffer(
-        memory, dtype=dtype, count=count, offset=size - count * dtype.itemsize
-    ).as_strided(tensor.shape, tensor.stride())
-    return room.copy_(tensor)
+    for guard in (start, start + page + size):
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(guard), page, 0) == 0
+    offset = page + (size - count * dtype.itemsize if at_end else 0)
+    if count == 0:
+        return torch.empty(0, dtype=dtype).as_strided(tensor.shape, tensor.stride())
+    room = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
+    # The first of the elements that lie in one place is copied.
+    apart = tuple(slice(None) if step else slice(1) for step in tensor.stride())
+    room.as_strided(tensor[apart].shape, tensor.stride()).copy_(tensor[apart])
+    return room.as_strided(tensor.shape, tensor.stride())
 
 
-PAGES: list[Any] = []
-
-
-def wrong_types() -> None:
-    """Each case is named before it runs. In the end come those that were not refused."""
-    seen: dict[Any, tuple[Any, tuple]] = {}
-    original = OpOverload.__call__
+def recorded_calls() -> list[tuple[OpOverload, tuple]]:
+    """A call of each operator and each form of its arguments: dtypes, layouts, what is left out."""
+    seen: dict[Any, tuple[OpOverload, tuple]] = {}
+    originals = {kind: kind.__call__ for kind in (OpOverload, OpOverloadPacket)}
 
     def recorded(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if self.namespace == "fastplm_C":
-            forms = (one.dtype if isinstance(one, Tensor) else type(one) for one in args)
-            seen.setdefault((self, *forms), (self, args))
-        return original(self, *args, **kwargs)
+        operator = self if isinstance(self, OpOverload) else self.default
+        if operator.namespace == "fastplm_C":
+            arguments = operator._schema.arguments
+            args = (*args, *(kwargs[one.name] for one in arguments[len(args) :]))
+            seen.setdefault((operator, *map(form_of, args)), (operator, args))
+            return originals[OpOverload](operator, *args)
+        return originals[type(self)](self, *args, **kwargs)
 
-    OpOverload.__call__ = recorded  # type: ignore[method-assign]
+    for kind in originals:
+        kind.__call__ = recorded  # type: ignore[method-assign]
     of_ops = (case for case in calls_of_ops() if ", 450" not in case[0])
     for _, call in itertools.chain(of_ops, products(), calls_of_layers()):
         with fastplm.use_backend("cpp"):
             call()
-    OpOverload.__call__ = original  # type: ignore[method-assign]
+    for kind, original in originals.items():
+        kind.__call__ = original  # type: ignore[method-assign]
+    return list(seen.values())
+
+
+def form_of(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.dim(), argument.stride()[-1:]
+    if isinstance(argument, (list, tuple)):
+        return len(argument), *map(form_of, argument[:1])
+    return type(argument)
+
+
+def is_taken(result: Any) -> bool:
+    """Whether an operator did what it was asked; one of a layer may leave it to the modules."""
+    return result is not False and result is not None and result != []
+
+
+def wrong_types() -> None:
+    """Each case is named before it runs. In the end come those that were not refused."""
     taken = set()
-    for operator, args in seen.values():
+    for operator, args in recorded_calls():
         for i, name, tensor, put in tensors_of(operator, args):
             for dtype in DTYPES:
                 if dtype is tensor.dtype or tensor.numel() == 0:
@@ -307,8 +330,7 @@ def wrong_types() -> None:
                 with contextlib.suppress(RuntimeError):
                     changed = [*args]
                     changed[i] = put(at_the_end_of_its_memory(tensor, dtype))
-                    result = operator(*changed)
-                    if result is not False and result is not None and result != []:
+                    if is_taken(operator(*changed)):
                         taken.add(case)
     print(json.dumps(sorted(taken)))
 
@@ -326,6 +348,139 @@ def tensors_of(operator: OpOverload, args: tuple) -> Iterator[tuple[int, str, Te
                 )
 
 
+# --- shapes ---------------------------------------------------------------------------------------
+
+
+def other_shapes(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of other sizes with the same numbers, of which some are repeated or left out."""
+    for dim, size in enumerate(tensor.shape):
+        for other in {size + 1, 3 * size, size - 1, 0} - {size} if size else ():
+            chosen = torch.arange(other).clamp(max=size - 1)
+            yield f"size {other} of {dim}", tensor.index_select(dim, chosen)
+        if size:
+            yield f"without {dim}", tensor.select(dim, 0)
+    yield "one more dimension", tensor[None]
+    if tensor.dim() != 1:
+        yield "a row", tensor.flatten()
+    if tensor.dim() == 2 and tensor.shape[0] != tensor.shape[1]:
+        yield "columns", tensor.t().contiguous()
+
+
+def other_strides(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The same shape, of which each second number is read, or one in place of many."""
+    if tensor.dim():
+        yield "each second", torch.stack((tensor, tensor), -1)[..., 0]
+        yield "each second row", torch.stack((tensor, tensor), 1)[:, 0]
+    for dim, size in enumerate(tensor.shape):
+        if size > 1:
+            yield f"one of {dim}", tensor.narrow(dim, 0, 1).expand(tensor.shape)
+
+
+def other_values(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    if tensor.dtype in (torch.int32, torch.int64):
+        most = torch.iinfo(tensor.dtype).max
+        for value in (-1, 0, 7, 1 << 20, most, -most):
+            yield f"all {value}", torch.full_like(tensor, value)
+        if tensor.dim():
+            yield "falling", tensor.flip(0)
+            yield "more", tensor + 1
+
+
+def other_arguments(operator: OpOverload, args: tuple) -> Iterator[tuple[str, str, list]]:
+    """A call's arguments with one of them changed: its kind, what changed, and all of them."""
+    for i, name, tensor, put in tensors_of(operator, args):
+        for kind, others in (
+            ("shape", other_shapes),
+            ("strides", other_strides),
+            ("value", other_values),
+        ):
+            for what, other in others(tensor):
+                yield kind, f"{name} {what}", [*args[:i], put(other), *args[i + 1 :]]
+    for i, (argument, value) in enumerate(zip(operator._schema.arguments, args, strict=False)):
+        others: tuple[Any, ...] = ()
+        if isinstance(value, bool):
+            others = (not value,)
+        elif isinstance(value, int):
+            others = (-1, 0, 1, 9, (1 << 31) - 1, 1 << 32, 1 << 62, -(1 << 62))
+        elif isinstance(value, float):
+            others = (0.0, -1.0, math.nan, math.inf)
+        elif isinstance(value, (list, tuple)):
+            others = ([], value[:-1], [*value, *value], value[::-1])
+        elif value is not None and str(argument.type).startswith("Optional"):
+            others = (None,)
+        for other in others:
+            shown = len(other) if isinstance(other, (list, tuple)) else other
+            yield "value", f"{argument.name} {shown}", [*args[:i], other, *args[i + 1 :]]
+
+
+def guarded(value: Any, at_end: bool) -> Any:
+    if isinstance(value, Tensor):
+        return at_the_end_of_its_memory(value, value.dtype, at_end)
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
+        return [guarded(one, at_end) for one in value]
+    return value
+
+
+def wrong_shapes(library: str) -> None:
+    """Prints the operators that were not called, and of each other one the case that ended the
+    process, and those that ran with another shape. ``library`` is guarded_memory.cpp."""
+    # What is asked for in vain should not be taken from the machine.
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    resource.setrlimit(resource.RLIMIT_AS, (size + (1 << 30),) * 2)
+    of_operator: dict[OpOverload, list[tuple]] = {}
+    for operator, args in recorded_calls():
+        of_operator.setdefault(operator, []).append(args)
+    guard = ctypes.CDLL(library).guard
+    missing = operators() - {one._schema.name for one in of_operator}
+    print(json.dumps(sorted(name for name in missing if takes_tensors(name))), flush=True)
+    for operator, calls in of_operator.items():
+        reads, writes = os.pipe()
+        if (process := os.fork()) == 0:
+            guard(1)
+            with os.fdopen(writes, "w") as out:
+                for args, at_end in itertools.product(calls, (True, False)):
+                    run_cases(operator, [guarded(one, at_end) for one in args], at_end, out)
+            os._exit(0)
+        os.close(writes)
+        with os.fdopen(reads) as given:
+            lines = given.read().splitlines()
+        taken = sorted({line[6:] for line in lines if line.startswith("taken ")})
+        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        ended = None if status == 0 else f"{lines[-1]}: {status}"
+        found = dict(operator=operator._schema.name, cases=len(lines), ended=ended, taken=taken)
+        print(json.dumps(found), flush=True)
+
+
+def run_cases(operator: OpOverload, args: list, at_end: bool, out: Any) -> None:
+    for kind, what, changed in other_arguments(operator, tuple(args)):
+        print(what, file=out, flush=True)
+        try:
+            given = (
+                one if one is before else guarded(one, at_end)
+                for one, before in zip(changed, args, strict=True)
+            )
+            result = operator(*given)
+        except (RuntimeError, TypeError):
+            continue
+        if kind == "shape" and is_taken(result):
+            print("taken", what, file=out, flush=True)
+
+
+def operators() -> set[str]:
+    """The names of all operators that run on the CPU."""
+    return {
+        name
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("fastplm_C::")
+        and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU")
+    }
+
+
+def takes_tensors(name: str) -> bool:
+    schema = getattr(torch.ops.fastplm_C, name.split("::")[1]).default._schema
+    return any("Tensor" in str(one.type) for one in schema.arguments)
+
+
 if __name__ == "__main__":
-    commands = (small_stacks, refused_memory, memory_left, wrong_types)
+    commands = (small_stacks, refused_memory, memory_left, wrong_types, wrong_shapes)
     {command.__name__: command for command in commands}[sys.argv[1]](*sys.argv[2:])

@@ -96,14 +96,13 @@ struct Eighth {
   }
 };
 
-// How a product is computed: by rows of B, kRows at a time, or all of one or of kStreamRows rows; or by columns, of
-// one tile or of any number of rows.
-constexpr int kInner = 0, kInPlace = -1, kStreamOne = 1001, kStreamFew = 1000 + kStreamRows;
+// How a product is computed: by rows of B, kRows at a time, or all of one or of kStreamRows rows; or by columns.
+constexpr int kInPlace = -1, kStreamOne = 1001, kStreamFew = 1000 + kStreamRows;
 
 template <int kRows, typename T>
 void run_few(int64_t rows, int64_t columns, int64_t depth, std::mt19937& random) {
   constexpr bool kByRows = kRows > 0, kStreams = kRows >= kStreamOne;
-  constexpr int64_t kTile = kStreams ? kRows - 1000 : kByRows ? kRows : kRows == kInner ? kInnerRows : 1;
+  constexpr int64_t kTile = kStreams ? kRows - 1000 : kByRows ? kRows : 1;
   const int64_t c_row =
       kStreams ? round_up(columns, kStreamColumns) : kRows == kInPlace ? kInPlaceColumns : kFewColumns;
   std::uniform_int_distribution<int> eighths(-31, 31);
@@ -127,8 +126,6 @@ void run_few(int64_t rows, int64_t columns, int64_t depth, std::mt19937& random)
     stream<kTile>(left, b.get(), columns, columns, c.get(), c_row);
   } else if constexpr (kByRows) {
     outer<kRows>(left, b.get(), columns, columns, room.get(), c.get());
-  } else if constexpr (kRows == kInner) {
-    inner(left, b.get(), depth, columns, c.get());
   } else {
     const QuadTiles tiles(rows);
     const std::unique_ptr<float[]> packed(new float[tiles.packed_size(depth)]);
@@ -157,7 +154,7 @@ void run_few(int64_t rows, int64_t columns, int64_t depth, std::mt19937& random)
 template <int kRows, typename T>
 void run_few_sizes(std::mt19937& random) {
   for (int64_t rows : {1, 3, 5, 17, 50, 107}) {
-    const int64_t most = kRows == kInner ? kInnerRows : kRows == kInPlace ? kInPlaceRows : kFewRows;
+    const int64_t most = kRows == kInPlace ? kInPlaceRows : kFewRows;
     if (rows > (kRows >= kStreamOne ? kRows - 1000 : most)) continue;
     for (int64_t columns : {1, 5, 8, 48, 64, 97}) {
       if (kRows == kInPlace && columns > kInPlaceColumns) continue;
@@ -174,9 +171,6 @@ int main() {
   std::mt19937 random(7);
   double worst = 0.0;
   int runs = 0;
-  run_few_sizes<kInner, float>(random);
-  run_few_sizes<kInner, Fp16>(random);
-  run_few_sizes<kInner, Bf16>(random);
   run_few_sizes<kInPlace, float>(random);
   run_few_sizes<kInPlace, Fp16>(random);
   run_few_sizes<kInPlace, Bf16>(random);

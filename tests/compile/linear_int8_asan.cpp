@@ -87,7 +87,7 @@ int run_all(std::mt19937& random) {
 
 int main() {
   std::mt19937 random(7);
-  int runs = run_all<PlainTile>(random);
+  int runs = run_all<ScalarTile>(random);
 #if FASTPLM_WIDTH >= 8
   runs += run_all<WideTile>(random);
 #endif

@@ -83,7 +83,7 @@ void run(int64_t rows, int64_t width, bool masked, float size) {
   }
   check("sum", all.loss, total, 1e-6 * rows);
   check("slopes", all.slope, slopes, 1e-6 * rows);
-  const int64_t got[5] = {all.found, all.flagged, all.told, all.correct, all.total};
+  const int64_t got[5] = {all.found, all.predicted, all.replaced, all.correct, all.total};
   const int64_t expected[5] = {found, flagged, told, correct, counted};
   for (int i = 0; i < 5; ++i) check("count", got[i], expected[i], 0);
   add_weighted_rows(int64_t{0}, rows, width, in.data(), stride, mask, slope.data(), again.data(),

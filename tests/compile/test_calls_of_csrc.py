@@ -27,6 +27,29 @@ REFUSED = re.compile(
     r"DefaultCPUAllocator: can't allocate memory: you tried to allocate \d+ bytes\. .+"
 )
 
+#: Any number of dimensions comes before the last one; and a mask of no keys may have any others.
+LEADING = {f"input {what}" for what in ("a row", "one more dimension", "without 0", "without 1")}
+NO_KEYS = {f"{mask} {dim}" for mask in ("mask", "states_mask") for dim in range(3)}
+#: What may change alone: an argument, and a dimension or how its shape changes.
+FREE = {
+    "attention": {"query 0", "query 2", "bias_weight 0", "buckets 0"},
+    "attention_backward": {"bias_weight 0", "buckets 0"},
+    "replaced_token_loss_backward": {"slope 0"},
+    "gather_rows": {"input 0", "input 1", "input columns", "positions 0"},
+    "gather_rows_backward": {"grad_out 1"},
+    "linear": {"input 0", "input 1", "weight 0", *LEADING},
+    "linear_int8": {"input 0", "input 1", "input 2", "scale 0", *LEADING},
+    "mask_tokens": {"special_ids 0"},
+    "corrupt_spans": {"input_ids 0", "input_ids 1", "sentinel_ids 0"},
+    "bart_noise": {"input_ids 0", "input_ids 1", "sentence_end_ids 0", "special_ids 0"},
+    "pack_sequences": {"lengths 0"},
+    "sentence_chunks": {"documents 0", "out 1", "sentences 0"},
+    "softmax_statistics": {"logits 0", "logits 1", "logits columns"},
+    "encoder": {"cu_seqlens 0"},
+    "backbone": {"embeddings 0"},
+    "decoder_layer": NO_KEYS,
+}
+
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(FOLDER / "calls_of_csrc.py"), *arguments]
@@ -66,8 +89,32 @@ def test_no_operator_reads_one_dtype_as_another(level):
     assert len(cases) > 500
     wrong = re.compile(r"torch\.(bool|u?int|float8|complex|float64)")
     # gather_rows copies bytes of any dtype, its backward takes fp64; ids and masks may be integers.
-    right = re.compile(r"gather_rows input |gather_rows_\w+ grad_out torch.float64|backbone ")
+    right = re.compile(
+        r"gather_rows input |gather_rows_\w+ grad_out torch.float64|backbone "
+        r"|\w+ input_ids torch.int32"
+    )
     assert not [case for case in taken if wrong.search(case) and not right.match(case)]
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on the PATH")
+@pytest.mark.parametrize(
+    "level", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("default", "avx2")), "avx512"]
+)
+def test_no_operator_leaves_the_memory_of_its_tensors(level, tmp_path):
+    """Calls with one wrong shape, stride, index or count, or without a tensor, of tensors between
+    pages that end the process. ``bias_gelu`` and ``product`` wrote behind theirs."""
+    library = tmp_path / "guarded_memory.so"
+    build = [COMPILER, "-shared", "-fPIC", "-Wall", "-Werror", str(FOLDER / "guarded_memory.cpp")]
+    subprocess.run([*build, "-o", str(library)], check=True)
+    variables = dict(ATEN_CPU_CAPABILITY=level, OMP_NUM_THREADS="1", LD_PRELOAD=str(library))
+    done = run("wrong_shapes", str(library), **variables)
+    assert done.returncode == 0, done.stderr
+    missing, *found = map(json.loads, done.stdout.splitlines())
+    assert not missing and len(found) > 25
+    assert not {one["operator"]: one["ended"] for one in found if one["ended"]}
+    for one in found:
+        taken = {re.sub(r"size \d+ of ", "", case) for case in one["taken"]}
+        assert taken <= FREE.get(one["operator"].split("::")[1], set()), one["operator"]
 
 
 def test_a_call_gives_most_of_its_memory_back():

@@ -31,7 +31,7 @@ TILES = {
 #: Functions of the largest tiles.
 KERNELS = {
     "attention": "product_columns",
-    "linear": "product_of_many",
+    "linear": "product_packed",
     "linear in place": "quad_tiles",
 }
 _FUNCTION = re.compile(r"^[0-9a-f]+ <(?P<name>.*)>:$")

@@ -163,7 +163,7 @@ def test_the_operator_refuses_rows_that_do_not_fit():
             run([0, 4, 6], rows, of_rows)
     with pytest.raises(RuntimeError, match="rows of other sequences"):
         run([0, 4, 6], [4, 4, 5], [0, 0, 3])
-    with pytest.raises(RuntimeError, match="rows int64 with their offsets"):
+    with pytest.raises(RuntimeError, match="rows comes with cu_rows"):
         run([0, 4, 6], [1, 5])
     for size in (0, 5, -12):
         assert run([0, 4, 6], size=size) is None
