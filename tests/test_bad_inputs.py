@@ -575,8 +575,25 @@ def test_kinds_are_checked_where_a_call_is_compiled(op, argument, value):
         call(OPS[op][0])
 
 
-def test_hundreds_of_them():
-    assert len(CALLS) + len(MODEL_CALLS) >= 400
+@pytest.mark.parametrize(
+    "op, change",
+    [
+        ("attention_varlen", dict(cu_seqlens_q=ends(0, 9, 5))),
+        ("attention_varlen", dict(max_seqlen_k=2)),
+        ("maxsim", dict(cu_seqlens_q=ends(0, 9, 5))),
+        ("gather_rows", dict(positions=ids(0, 4))),
+        ("linear_cross_entropy", dict(target=ids(0, 1, -100, 6))),
+        ("mask_tokens", PACKED["mask_tokens"] | dict(cu_seqlens=ends(0, 4, 10))),
+    ],
+)
+def test_a_compiled_call_looks_at_values_when_it_runs(op, change):
+    torch._dynamo.reset()
+    function, right = getattr(ops, op), PACKED.get(op, OPS[op][0])
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    compiled(**right)
+    (name,) = (name for name, value in change.items() if value is not right.get(name))
+    with pytest.raises(ValueError, match=f"{op}: `{name}` got"):
+        compiled(**right | change)
 
 
 # --- models ---------------------------------------------------------------------------------------
