@@ -3,7 +3,6 @@ have no race; findings that cost them time are listed, each with a reason."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -542,14 +541,6 @@ def test_a_matmul_needs_a_fence_of_its_registers(planted):
     assert re.fullmatch(r"race: line \d+: wgmma\.mma_async\S* with no wgmma\.fence before it", race)
 
 
-def test_no_race_is_overlooked(planted):
-    """A race is found also if another launch of the same case has none."""
-    clean, bad = planted["plain", 90].report, planted["same load", 90].report
-    clean = dataclasses.replace(clean, case=bad.case)
-    found = races([bad])
-    assert found and races([bad, clean]) == races([clean, bad]) == found
-
-
 def test_what_ships_has_no_race(reports):
     """The kernels of the compile lane have no race; `-m slow` checks the long list."""
     assert not races(reports)
@@ -564,20 +555,6 @@ def test_what_costs_time_is_known(reports):
             found.setdefault((r.kernel, finding), set()).add(r.arch)
     known = {what: set(archs) for what, (archs, _) in KNOWN.items()}
     assert found == known
-
-
-def test_copies_of_a_nested_loop_are_ahead_inside_a_tile(reports):
-    """The expected findings of TILES are in the loop over the tiles alone."""
-    nested = [
-        r
-        for r in reports
-        if r.kernel == "linear_cross_entropy_fwd"
-        and any(KNOWN.get((r.kernel, what), ("", ""))[1] == TILES for what in r.hazards["findings"])
-    ]
-    assert {r.arch for r in nested} == set(ARCHS)
-    for r in nested:
-        for pointer in ("w_ptr", "x_ptr"):
-            assert f"{pointer}: [{r.stages - 1}]" in r.hazards["ahead"]
 
 
 #: Kernels that spill registers if 16 divides no size and no stride, and the architectures: their

@@ -16,7 +16,6 @@ from compile_kernels import (
     SMALLER_ARCHS,
     Report,
     kernel_modules,
-    page,
     table,
 )
 
@@ -284,15 +283,6 @@ def test_the_gate_knows_the_shared_memory_of_each_card(planted, arch, limit):
     assert not full.problems()
     (problem,) = replace(full, shared=full.shared + 1).problems()
     assert f"of shared memory over {limit * 1024}" in problem
-
-
-def test_the_page_has_a_row_for_every_report(planted):
-    text = page(planted.values())
-    rows = [line for line in text.splitlines() if line.startswith("| ")]
-    assert text.count("## planted") == 1
-    assert len(rows) == len(planted) + 2
-    assert len({row.count("|") for row in rows}) == 1
-    assert sum("BLOCK=64 PARTS=2" in row for row in rows) == len(ARCHS)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
