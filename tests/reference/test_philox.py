@@ -50,12 +50,6 @@ def test_known_answers(counter, seed, answer):
     assert tuple(word.item() for word in philox4x32(seed, *counter)) == answer
 
 
-@pytest.mark.parametrize(("counter", "seed", "answer"), KNOWN_ANSWERS)
-def test_known_answers_with_tensors_everywhere(counter, seed, answer):
-    words = philox4x32(torch.tensor(seed), *(torch.tensor([word]) for word in counter))
-    assert tuple(word.item() for word in words) == answer
-
-
 @pytest.mark.parametrize(("counter", "seed", "answer"), KNOWN_ANSWERS_OF_7_ROUNDS)
 def test_known_answers_of_the_dropout_rounds(counter, seed, answer):
     assert DROPOUT_ROUNDS == 7
