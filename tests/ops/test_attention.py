@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers.models.t5.modeling_t5 import T5Attention
 
 import fastplm
 from fastplm import _backends, ops
@@ -31,7 +30,6 @@ from fastplm.testing import (
     LAYOUTS,
     BudgetExceeded,
     ProductsInTF32,
-    assert_repeatable,
     assert_within_budget,
     poisoned_memory,
 )
@@ -486,15 +484,6 @@ def test_few_queries(seqlen_q, hidden, layout):
     check("cpp", inputs)
 
 
-def test_few_queries_and_a_mask_that_hides_nothing():
-    inputs = make(torch.device("cpu"), seqlen_q=2, seqlen_k=70, head_dim=64)
-    out, grads = out_and_grads("cpp", inputs)
-    inputs["key_mask"] = torch.ones(2, 70, dtype=torch.bool)
-    masked_out, masked_grads = out_and_grads("cpp", inputs)
-    assert torch.equal(out, masked_out)
-    assert all(torch.equal(grads[name], masked_grads[name]) for name in grads)
-
-
 @each_backend
 @dense_and_ragged
 def test_packed_projection_with_unlike_key_and_value_strides(device, backend, ragged):
@@ -600,33 +589,12 @@ def test_nan_in_a_query_stays_in_its_row(device, backend, ragged):
         "2-causal": (2, False, 2),
     },
 )
-def test_bias_equals_the_dense_one_of_transformers(device, backend, table, ragged):
+def test_other_tables(device, backend, table, ragged):
     buckets, bidirectional, max_distance = table
-    heads = 4 if buckets < 32 else 2
-    inputs = make(device, 1, heads, seqlen_q=45, seqlen_k=45, head_dim=16)
-    inputs["bias_weight"] = torch.randn(buckets, heads, device=device)
-    distance = torch.arange(45) - torch.arange(45)[:, None]
-    bucket = T5Attention._relative_position_bucket(distance, bidirectional, buckets, max_distance)
-    inputs["bucket"] = bucket.to(device)
-
-    def dense(query, key, value, bias_weight, bucket):
-        bias = bias_weight[bucket].permute(2, 0, 1)[None]
-        return (query @ key.transpose(-2, -1) + bias).softmax(-1) @ value
-
-    def fused(query, key, value, bias_weight, bucket):
-        inputs = dict(query=query, key=key, value=value)
-        if ragged:
-            inputs = {name: tensor[0].transpose(0, 1) for name, tensor in inputs.items()}
-            lengths = torch.tensor([0, 45], dtype=torch.int32, device=device)
-            inputs |= dict(cu_seqlens_q=lengths, cu_seqlens_k=lengths)
-            inputs |= dict(max_seqlen_q=45, max_seqlen_k=45)
-        table = dict(
-            bias_weight=bias_weight, bidirectional=bidirectional, max_distance=max_distance
-        )
-        out = run(backend, **inputs, **table, scale=1.0)
-        return out.transpose(0, 1)[None] if ragged else out
-
-    assert_within_budget(fused, dense, inputs, wrt=(*QKV, "bias_weight"))
+    inputs = make(device, 1, 4 if buckets < 32 else 2, seqlen_q=45, seqlen_k=45, head_dim=16)
+    inputs["bias_weight"] = torch.randn(buckets, inputs["query"].shape[1], device=device)
+    inputs |= dict(bidirectional=bidirectional, max_distance=max_distance, scale=1.0)
+    check(backend, pack(inputs, (45,)) if ragged else inputs)
 
 
 @pytest.mark.slow
@@ -753,15 +721,6 @@ def test_padded_and_ragged_agree_bit_for_bit(device, backend, kind, case):
     assert same(packed_grads["value"], grads["value"], lengths_k)
     if "bias" in extras:
         assert torch.equal(packed_grads["bias_weight"], grads["bias_weight"])
-
-
-@each_backend
-@layouts_and_extras
-def test_repeats_bit_for_bit(device, backend, ragged, extras):
-    inputs = hide(make(device, heads=1, seqlen_q=40, seqlen_k=70), up_to((70, 33), 70))
-    inputs = with_extras(inputs, extras)
-    inputs = pack(inputs, (40, 33), (70, 33)) if ragged else inputs
-    assert_repeatable(functools.partial(run, backend), inputs, wrt=leaves(inputs))
 
 
 # --- anything -------------------------------------------------------------------------------------

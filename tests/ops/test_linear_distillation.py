@@ -19,7 +19,6 @@ from fastplm.reference.linear_distillation import (
     linear_distillation_topk_ref,
 )
 from fastplm.testing import (
-    assert_repeatable,
     assert_within_budget,
 )
 
@@ -591,14 +590,6 @@ def test_no_matrix_of_all_rows_and_words(options, monkeypatch):
 
 
 # --- contract of the operator ---------------------------------------------------------------------
-
-
-@each_flow
-@two_divergences
-def test_repeats_bit_for_bit(device, flow, options, chunked):
-    inputs = ignore(make(device, rows=40, vocab=300), 0.3) | options
-    inputs |= {"cross_entropy_weight": 0.5}
-    assert_repeatable(loss_of(functools.partial(run, flow)), inputs, wrt=parameters(inputs))
 
 
 def test_how_many_rows_are_kept(device):

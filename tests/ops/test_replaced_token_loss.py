@@ -8,14 +8,11 @@ import importlib
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import fastplm
 from fastplm import ops
 from fastplm.reference.replaced_token_loss import DetectionCounts, replaced_token_loss_ref
 from fastplm.testing import (
-    assert_repeatable,
     assert_within_budget,
     poisoned_memory,
 )
@@ -346,27 +343,3 @@ def test_is_the_loss_of_the_published_discriminator(device):
     mask = inputs["mask"]
     expected = F.binary_cross_entropy_with_logits(logit[mask], inputs["replaced"][mask].float())
     torch.testing.assert_close(ops.replaced_token_loss(**inputs), expected)
-
-
-@pytest.mark.slow
-@settings(max_examples=20, deadline=None, derandomize=True)
-@given(
-    st.sampled_from(BACKENDS),
-    st.integers(0, 70),
-    st.integers(1, 100),
-    st.sampled_from((torch.float32, torch.float16, torch.bfloat16)),
-    st.booleans(),
-    st.sampled_from(("mean", "sum", "none")),
-)
-def test_property(backend, rows, width, dtype, masked, reduction):
-    torch.manual_seed(rows * 1000 + width)
-    inputs = make("cpu", rows, width, dtype, reduction=reduction)
-    check(backend, random_mask(inputs) if masked else inputs)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("reduction", ("mean", "none"))
-@each_dtype
-def test_repeats_bit_for_bit(device, backend, reduction, dtype):
-    inputs = random_mask(make(device, 65, 64, dtype, problems=2, reduction=reduction))
-    assert_repeatable(each(functools.partial(run, backend)), inputs, wrt=WRT)
