@@ -254,21 +254,6 @@ def test_what_pytorch_alone_can_do_stays_pytorchs():
 
 
 @needs_csrc
-def test_the_layer_follows_the_generator_of_pytorch():
-    layer, large = Dropout(0.5), torch.ones(LARGE)
-
-    def drawn(seed):
-        torch.manual_seed(seed)
-        return layer(large), layer(large)
-
-    first, second = drawn(1)
-    again, _ = drawn(1)
-    other, _ = drawn(2)
-    assert torch.equal(first, again)
-    assert not torch.equal(first, second) and not torch.equal(first, other)
-
-
-@needs_csrc
 def test_a_checkpointed_layer_drops_the_same_again():
     layer, weight = Dropout(0.5), torch.randn(LARGE, requires_grad=True)
     seen = []

@@ -307,14 +307,6 @@ def test_a_batch_of_one_token_each_goes_through_it(few_rows):
     assert decisions == []
 
 
-@pytest.mark.parametrize("backend", ["auto", "eager", "torch", "cpp", "triton"])
-def test_a_layer_runs_under_any_setting(few_rows, backend):
-    layer, rows = Linear(256, 256), torch.randn(256, 256)
-    with fastplm.use_backend(backend):
-        out = layer(rows)
-    torch.testing.assert_close(out, nn.Linear.forward(layer, rows))
-
-
 def test_a_layer_whose_weights_are_no_parameters_any_more():
     """The weight is parametrized, pruned, or given by ``functional_call``."""
     rows = torch.randn(3, 8)
@@ -331,13 +323,6 @@ def test_a_layer_whose_weights_are_no_parameters_any_more():
     given = {"weight": torch.randn(8, 8), "bias": torch.randn(8)}
     out = functional_call(Linear(8, 8), given, (rows,))
     torch.testing.assert_close(out, nn.functional.linear(rows, **given))
-
-
-def test_a_layer_under_transforms(few_rows):
-    layer, rows = Linear(256, 256), torch.randn(256, 256)
-    torch.testing.assert_close(torch.vmap(layer)(rows), layer(rows))
-    grad = torch.func.grad(lambda x: layer(x).sum())(rows)
-    torch.testing.assert_close(grad, layer.weight.sum(0).expand(256, -1))
 
 
 # --- compiled -------------------------------------------------------------------------------------

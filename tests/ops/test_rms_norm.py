@@ -163,26 +163,6 @@ def switched(layer: nn.Module) -> nn.Module:
 
 
 @needs_csrc
-@pytest.mark.parametrize("make", [pytorchs, t5s])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_layer_computes_what_its_parent_does(make, dtype):
-    theirs = make(dtype=dtype)
-    ours = switched(make(dtype=dtype))
-    nn.init.uniform_(theirs.weight, 0.5, 2.0)
-    ours.load_state_dict(theirs.state_dict())
-
-    def through(layer):
-        def call(input, weight):
-            return torch.func.functional_call(layer, {"weight": weight}, (input,))
-
-        return call
-
-    inputs = {"input": torch.randn(LARGE).to(dtype), "weight": theirs.weight.detach()}
-    assert backends_of(through(ours), *inputs.values()) == ["cpp"]
-    assert_within_budget(through(ours), through(theirs), inputs, wrt=BOTH)
-
-
-@needs_csrc
 def test_t5_in_16_bits_takes_hidden_states_in_32():
     layer, large = switched(t5s(torch.bfloat16)), torch.randn(LARGE)
     assert backends_of(layer, large) == ["cpp"]
