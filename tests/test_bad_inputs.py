@@ -67,6 +67,21 @@ OF_ADDED = {
     "position": (zeros(4), zeros(5, dtype=LONG), 0),
     "return_sum": (None, "yes", 1),
 }
+#: Rows whose product with a table are logits.
+LOGITS = dict(input=ROWS, linear_weight=zeros(6, 8), target=ids(0, 1, -100, 5))
+OF_LOGITS = {
+    "input": (None, zeros(1, 4, 8), ROWS.long(), zeros(4, 0)),
+    "linear_weight": (zeros(6, 7), zeros(6), zeros(6, 8, dtype=HALF), zeros(0, 8)),
+    "linear_bias": (zeros(5), zeros(6, 1), 1.0, zeros(6, dtype=HALF)),
+    "target": (
+        *(ids(0, 1), ids(0, 1, 2, 6), ids(0, 1, 2, -1), ROWS[:, 0], [0, 1, 2, 3]),
+        ids(0, 1, 2, 3, dtype=INT),
+    ),
+    "reduction": ("average", None),
+    "normalizer": (2.0, 3, ids(1, 2), ids(1)),
+    "logits_budget": (-1, "1 GB"),
+    "expected_targets": (-1,),
+}
 OF_ROWS = {
     "input_ids": ([[1, 2]], TOKENS[0], TOKENS.float()),
     "sample_index": (ids(0, 1, 2), zeros(2)),
@@ -120,25 +135,9 @@ OPS = {
             **OF_DROPOUT,
         },
     ),
-    "linear_cross_entropy": (
-        dict(input=ROWS, linear_weight=zeros(6, 8), target=ids(0, 1, -100, 5)),
-        {
-            "input": (None, zeros(1, 4, 8), ROWS.long(), zeros(4, 0)),
-            "linear_weight": (zeros(6, 7), zeros(6), zeros(6, 8, dtype=HALF), zeros(0, 8)),
-            "linear_bias": (zeros(5), zeros(6, 1), 1.0, zeros(6, dtype=HALF)),
-            "target": (
-                *(ids(0, 1), ids(0, 1, 2, 6), ids(0, 1, 2, -1), ROWS[:, 0], [0, 1, 2, 3]),
-                ids(0, 1, 2, 3, dtype=INT),
-            ),
-            "reduction": ("average", None),
-            "label_smoothing": SHARES,
-            "normalizer": (2.0, 3, ids(1, 2), ids(1)),
-            "logits_budget": (-1, "1 GB"),
-            "expected_targets": (-1,),
-        },
-    ),
+    "linear_cross_entropy": (LOGITS, OF_LOGITS | {"label_smoothing": SHARES}),
     "linear_cross_entropy_with_sample": (
-        dict(input=ROWS, linear_weight=zeros(6, 8), target=ids(0, 1, -100, 5), seed=0),
+        LOGITS | dict(seed=0),
         {
             "seed": SEEDS,
             "temperature": (0.0, -1.0, NAN, INF, 1e-40, 1e300),
@@ -149,30 +148,17 @@ OPS = {
         },
     ),
     "linear_distillation": (
-        dict(
-            **dict(input=ROWS, linear_weight=zeros(6, 8), target=ids(0, 1, -100, 5)),
-            **dict(teacher_input=zeros(4, 3), teacher_weight=zeros(6, 3)),
-        ),
+        LOGITS | dict(teacher_input=zeros(4, 3), teacher_weight=zeros(6, 3)),
         {
-            "input": (None, zeros(1, 4, 8), ROWS.long(), zeros(4, 0)),
-            "linear_weight": (zeros(6, 7), zeros(6), zeros(6, 8, dtype=HALF), zeros(0, 8)),
-            "linear_bias": (zeros(5), zeros(6, 1), 1.0, zeros(6, dtype=HALF)),
+            **OF_LOGITS,
             "teacher_input": (None, zeros(3, 3), zeros(4), zeros(4, 3, dtype=LONG)),
             "teacher_weight": (None, zeros(5, 3), zeros(6, 8), zeros(6, 3, dtype=HALF)),
             "teacher_bias": (zeros(5), zeros(6, 1), 1.0, zeros(6, dtype=HALF)),
-            "target": (
-                *(ids(0, 1), ids(0, 1, 2, 6), ids(0, 1, 2, -1), ROWS[:, 0], [0, 1, 2, 3]),
-                ids(0, 1, 2, 3, dtype=INT),
-            ),
             "temperature": (0.0, -1.0, NAN, INF, 1e-40, "2"),
             "divergence": ("kl", None),
             "beta": SHARES,
             **dict.fromkeys(("distillation_weight", "cross_entropy_weight"), (-1.0, NAN, INF, "1")),
             "mask": (zeros(4), zeros(5, dtype=torch.bool), zeros(4, 1, dtype=torch.bool), [True]),
-            "reduction": ("batchmean", None),
-            "normalizer": (2.0, 3, ids(1, 2), ids(1)),
-            "logits_budget": (-1, "1 GB"),
-            "expected_targets": (-1,),
         },
     ),
     "linear_distillation_topk": (
