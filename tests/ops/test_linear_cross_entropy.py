@@ -949,35 +949,6 @@ def test_too_few_rows_are_none(device):
         assert forward.calls[0][0]["kept_rows"] == kept
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ("torch", "triton"))
-@pytest.mark.parametrize("kept", (False, True), ids=("narrow rows", "wide rows"))
-def test_the_rule_keeps_the_logits_of_wide_rows_and_only_for_a_backward(device, backend, kept):
-    inputs = make(device, rows=5, width=192 if kept else 191)
-    learning = with_gradients(inputs)
-    one = inputs | {"linear_bias": learning["linear_bias"]}
-
-    def keeps(call: dict, **options) -> int:
-        skip_where_it_cannot_run(Flow(backend, 0), device)
-        with fastplm.use_backend(backend), Calls() as forward:
-            ops.linear_cross_entropy(**call, **options)
-        return forward.calls[0][0]["kept_rows"]
-
-    # The CPU counts the rows; kernels without a known number keep no logits, and skip ignored rows.
-    for expected, some in ((7, 5), (5, 5), (3, 3), (0, 0), (None, 0)):
-        wanted = (5 if backend == "torch" else some) if kept else 0
-        assert keeps(learning, expected_targets=expected) == wanted
-        assert keeps(one, expected_targets=expected) == wanted
-    assert keeps(learning, logits_budget=1 << 20) == 5
-    assert keeps(learning, logits_budget=1 << 20, expected_targets=3) == (
-        5 if backend == "torch" else 3
-    )
-    assert keeps(learning, logits_budget=0, expected_targets=3) == 0
-    assert keeps(inputs) == keeps(inputs, logits_budget=1 << 20) == 0
-    with torch.no_grad():
-        assert keeps(learning, logits_budget=1 << 20) == 0
-
-
 def all_logits(input, linear_weight, target, linear_bias):
     """The loss of ``transformers.BertForMaskedLM``."""
     logits = F.linear(input, linear_weight, linear_bias)

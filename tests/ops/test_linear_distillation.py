@@ -25,7 +25,6 @@ from fastplm.testing import (
 from ..pairwise import pairwise
 
 op_module = importlib.import_module("fastplm.ops.linear_distillation")
-loss_op = importlib.import_module("fastplm.ops.linear_cross_entropy")
 torch_module = importlib.import_module("fastplm.ops._linear_distillation_torch")
 loss_module = importlib.import_module("fastplm.ops._linear_cross_entropy_torch")
 
@@ -613,41 +612,6 @@ def test_how_many_rows_are_kept(device):
     assert kept("triton") == kept("triton", logits_budget=0, expected_targets=9) == 0
     assert kept("triton", expected_targets=9) == 9
     assert kept("triton", logits_budget=1 << 20) == 20
-
-
-WIDTHS = [("forward_kl", 200, 87, 0), ("forward_kl", 200, 88, 20), ("reverse_kl", 30, 257, 0)]
-WIDTHS += [("reverse_kl", 30, 258, 20), ("js", 30, 113, 0), ("js", 30, 114, 20)]
-WIDTHS += [("topk", 191, 0, 0), ("topk", 192, 0, 20)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("divergence, width, teacher_width, expected", WIDTHS)
-def test_a_gpu_keeps_all_rows_where_all_count_and_it_pays(
-    device, divergence, width, teacher_width, expected
-):
-    """A pass over the logits costs as much as 96 columns of the products that it saves."""
-    inputs = make(device, rows=20, vocab=10, width=width, teacher_width=max(teacher_width, 1))
-    inputs = with_gradients(inputs)
-    targets = {"target": inputs.pop("target")}
-    if divergence == "topk":
-        inputs = {name: inputs[name] for name in PARAMETERS}
-        inputs["teacher_indices"] = torch.zeros(20, 1, dtype=torch.int64, device=device)
-        inputs["teacher_probabilities"] = torch.ones(20, 1, device=device)
-        op = ops.linear_distillation_topk
-    else:
-        op = functools.partial(ops.linear_distillation, divergence=divergence)
-
-    def kept(**more) -> int:
-        with fastplm.use_backend("triton"):
-            loss = op(**inputs, **more).loss
-        saved = loss.grad_fn.saved_tensors  # those of a loss that is gone are freed
-        width = loss_op.logit_columns(10)
-        shapes = {tuple(one.shape) for one in saved if one is not None and one.dim() == 2}
-        return max((shape[0] for shape in shapes if shape[1] == width), default=0)
-
-    assert kept() == expected
-    assert kept(**targets) == kept(mask=torch.ones(20, dtype=torch.bool, device=device)) == 0
-    assert kept(**targets, expected_targets=9) == min(expected, 9)
 
 
 @pytest.mark.parametrize("backend", ("torch", "triton"))
