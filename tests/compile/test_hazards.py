@@ -557,26 +557,8 @@ def test_what_costs_time_is_known(reports):
     assert found == known
 
 
-#: Kernels that spill registers if 16 divides no size and no stride, and the architectures: their
-#: tiles are chosen for multiples of 16. Rows of 768 elements have such strides, rows of 100 do not.
-UNEVEN_SPILLS: dict[str, tuple[int, ...]] = {
-    "attention_bwd_dbias": (80,),
-    "attention_row_fwd": (80, 90),
-    "attention_stream_bwd_dkdv": (80, 90, 100),
-    "attention_stream_bwd_dq": (80, 90, 100),
-    "attention_stream_fwd": (80, 90, 100),
-    "attention_tile_bwd": (80, 90),
-    "bias_gelu_bwd": (80,),
-    "linear_cross_entropy_bwd_input": (80, 90),
-    "linear_cross_entropy_bwd_weight": (80, 90),
-    "linear_cross_entropy_fwd": (80, 90, 100),
-    "linear_cross_entropy_sample": (90,),
-    "replaced_token_loss_fwd": (90, 100),
-}
-
-
 @pytest.mark.slow
-def test_sizes_that_16_does_not_divide_bring_no_race_and_no_other_spill(run_reports, capsys):
+def test_sizes_that_16_does_not_divide_bring_no_race(run_reports, capsys):
     uneven = run_reports("tools/compile_kernels.py", "--json", "--uneven")
     costs = {(r.kernel, r.arch, finding) for r in uneven for finding in r.hazards["findings"]}
     with capsys.disabled():
@@ -584,9 +566,3 @@ def test_sizes_that_16_does_not_divide_bring_no_race_and_no_other_spill(run_repo
         for kernel, arch, finding in sorted(costs):
             print(f"{kernel} sm_{arch}, no size a multiple of 16: {finding}")
     assert not races(uneven)
-    if triton.__version__ == TRITON:
-        spills: dict[str, set[int]] = {}
-        for r in uneven:
-            if r.spills:
-                spills.setdefault(r.kernel, set()).add(r.arch)
-        assert {kernel: tuple(sorted(archs)) for kernel, archs in spills.items()} == UNEVEN_SPILLS
