@@ -168,12 +168,6 @@ def test_what_is_not_finite_stays_in_its_row_and_column(transposed, rows, dtype)
     assert torch.equal(got.isinf(), expected.isinf())
 
 
-def test_large_offsets_cost_no_more_than_they_do_in_pytorch():
-    inputs = make(63, 500, 33)
-    inputs["input"] += 1000.0
-    check(inputs)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [5, 100])
 def test_repeats_with_any_number_of_threads(rows, dtype):

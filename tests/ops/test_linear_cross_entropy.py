@@ -383,15 +383,6 @@ def test_vocabularies_of_bert_and_roberta(device, flow, vocab, width):
     check(flow, ignore(inputs, 0.3))
 
 
-@pytest.mark.gpu
-@flows(kept=Flow("triton", ROOM), recomputed=Flow("triton", 0))
-@pytest.mark.parametrize("width", (128, 768))
-@half_precision
-def test_training_shape(flow, width, dtype):
-    inputs = make("cuda", rows=4915, vocab=30522, width=width, dtype=dtype)
-    check(flow, ignore(inputs, 0.1))
-
-
 # --- 16-bit rows, fp32 parameters -----------------------------------------------------------------
 
 
@@ -813,17 +804,6 @@ def test_where_some_rows_keep_their_logits_all_are_sampled(device, flow, some_ro
         torch.testing.assert_close(ours, theirs)
 
 
-@each_partly
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_some_rows_and_only_the_gradients_that_are_needed(device, flow, name, some_rows):
-    inputs = ignore(make(device, width=flow.width), 0.3)
-    flow = flow._replace(logits_budget=some_rows(inputs, 16))
-    *_, whole = loss_and_grads(flow, inputs)
-    asked = inputs[name].detach().requires_grad_()
-    run(flow, **(inputs | {name: asked})).backward()
-    assert torch.equal(asked.grad, whole[name])
-
-
 @pytest.mark.parametrize("width", (32, 160))
 @pytest.mark.parametrize(
     "rows, ignored, expected, weight",
@@ -919,24 +899,6 @@ def test_spare_rows_take_three_launches_and_no_buffer_for_their_gradients(monkey
     assert launches == few + 3
     spare_rows = -(-(32768 - 4915) // 128) * 128
     assert whole - alone <= 4 * (768 * (30522 + spare_rows) + 30522)
-
-
-def test_few_wide_rows_split_their_chunk(device, monkeypatch):
-    """The first chunk has 704 of 1,400 columns, in two splits; the second chunk's last split is
-    shorter."""
-    splits = []
-    columns_of = configs().wide_split_columns
-
-    def record(rows, width, chunk_columns, config):
-        columns = columns_of(rows, width, chunk_columns, config)
-        splits.append((chunk_columns, columns))
-        return columns
-
-    monkeypatch.setattr(configs(), "_SCRATCH_PARTS", 2)
-    monkeypatch.setattr(configs(), "wide_split_columns", record)
-    inputs = ignore(make(device, rows=20, vocab=1400, width=160), 0.3)
-    check(Flow("triton", 0), inputs)
-    assert set(splits) == {(704, 352)}
 
 
 def test_too_few_rows_are_none(device):

@@ -420,17 +420,6 @@ def test_packed_rows_are_chosen_as_padded_ones():
         assert torch.equal(other.input_ids, one.input_ids[inside])
 
 
-def test_only_maskable_tokens_change_and_labels_restore_them():
-    inputs = make(8, 64)
-    out = mask_tokens(**inputs)
-    count = int(out.count)
-    positions = out.positions[:count]
-    assert (positions.diff() > 0).all()
-    assert inputs["maskable"].flatten()[positions].all()
-    restored = out.input_ids.flatten().scatter(0, positions, out.labels[:count])
-    assert torch.equal(restored, inputs["input_ids"].flatten())
-
-
 def runs_by_alberts_method(words, wanted, generator):
     """Lengths of the runs that ALBERT's authors choose: each has a random start, and a random
     length, which is cut to the number of tokens left to choose."""
