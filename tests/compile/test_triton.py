@@ -11,13 +11,7 @@ from pathlib import Path
 import pytest
 
 import machine_code
-from compile_kernels import (
-    ARCHS,
-    SMALLER_ARCHS,
-    Report,
-    kernel_modules,
-    table,
-)
+from compile_kernels import ARCHS, SMALLER_ARCHS, Report, kernel_modules, table
 
 pytestmark = pytest.mark.compile
 

@@ -21,11 +21,7 @@ import fastplm
 from fastplm import _backends, ops
 from fastplm._backends import accepts_all
 from fastplm._registry import OPS
-from fastplm.reference.attention import (
-    attention_ref,
-    attention_varlen_ref,
-    dropout_keep_mask,
-)
+from fastplm.reference.attention import attention_ref, attention_varlen_ref, dropout_keep_mask
 from fastplm.testing import (
     LAYOUTS,
     BudgetExceeded,

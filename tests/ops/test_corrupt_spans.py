@@ -12,11 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastplm.errors import ArgumentValueError
-from fastplm.ops.corrupt_spans import (
-    corrupt_spans,
-    span_corruption_fit,
-    span_corruption_lengths,
-)
+from fastplm.ops.corrupt_spans import corrupt_spans, span_corruption_fit, span_corruption_lengths
 from fastplm.reference.corrupt_spans import (
     KEPT_POSITION,
     corrupt_spans_by_plan,

@@ -12,12 +12,7 @@ from fastplm import _extension, ops
 from fastplm.nn import Dropout
 from fastplm.nn.dropout import RowNumbers, on_rows
 from fastplm.reference import philox
-from fastplm.reference.dropout import (
-    dropout_ref,
-    dropout_threshold,
-    keep_mask,
-    keep_mask_of_rows,
-)
+from fastplm.reference.dropout import dropout_ref, dropout_threshold, keep_mask, keep_mask_of_rows
 from fastplm.testing import assert_within_budget, poisoned_memory
 
 from ..samples import backends_of

@@ -10,10 +10,7 @@ import torch
 import fastplm
 from fastplm import _extension, ops
 from fastplm.reference.gather_rows import gather_rows_ref
-from fastplm.testing import (
-    assert_within_budget,
-    poisoned_memory,
-)
+from fastplm.testing import assert_within_budget, poisoned_memory
 
 from ..pairwise import pairwise
 

@@ -19,11 +19,7 @@ from fastplm.models._base import Conv1D
 from fastplm.nn import Linear
 from fastplm.ops.linear import OP
 from fastplm.reference.linear import linear_ref
-from fastplm.testing import (
-    assert_repeatable,
-    assert_within_budget,
-    poisoned_memory,
-)
+from fastplm.testing import assert_repeatable, assert_within_budget, poisoned_memory
 
 MODULE = sys.modules["fastplm.ops.linear"]  # the attribute of this name is the function
 LACKING = _extension.lacks("linear", "CPU")

@@ -1,5 +1,5 @@
 """ops.linear_cross_entropy against its reference: loss and gradients by the error budget, in both
-data flows of every backend; statistics; and samples, one by one and in distribution."""
+data flows of every backend; statistics; and samples, one by one."""
 
 from __future__ import annotations
 
@@ -24,12 +24,7 @@ from fastplm.reference.linear_cross_entropy import (
     uniform_level,
 )
 from fastplm.reference.philox import Stream, draw
-from fastplm.testing import (
-    FORWARD_FACTOR,
-    assert_repeatable,
-    assert_within_budget,
-    poisoned_memory,
-)
+from fastplm.testing import FORWARD_FACTOR, assert_repeatable, assert_within_budget, poisoned_memory
 from step_model import NO_KERNEL
 
 from ..pairwise import pairwise

@@ -18,9 +18,7 @@ from fastplm.reference.linear_distillation import (
     linear_distillation_ref,
     linear_distillation_topk_ref,
 )
-from fastplm.testing import (
-    assert_within_budget,
-)
+from fastplm.testing import assert_within_budget
 
 from ..pairwise import pairwise
 

@@ -8,12 +8,7 @@ import torch
 import fastplm
 from fastplm import _extension, ops
 from fastplm.errors import ArgumentValueError, UnsupportedError
-from fastplm.reference.linear_int8 import (
-    linear_int8_ref,
-    pack_int8,
-    quantize_rows,
-    unpack_int8,
-)
+from fastplm.reference.linear_int8 import linear_int8_ref, pack_int8, quantize_rows, unpack_int8
 from fastplm.testing import check_error
 
 LACKING = _extension.lacks("linear_int8", "CPU")

@@ -12,10 +12,7 @@ import torch.nn.functional as F
 import fastplm
 from fastplm import ops
 from fastplm.reference.replaced_token_loss import DetectionCounts, replaced_token_loss_ref
-from fastplm.testing import (
-    assert_within_budget,
-    poisoned_memory,
-)
+from fastplm.testing import assert_within_budget, poisoned_memory
 
 from ..pairwise import pairwise
 

@@ -14,9 +14,7 @@ from fastplm import _extension, ops
 from fastplm.models._base import switch_modules
 from fastplm.nn import RMSNorm
 from fastplm.reference.rms_norm import rms_norm_ref
-from fastplm.testing import (
-    assert_within_budget,
-)
+from fastplm.testing import assert_within_budget
 
 from ..samples import backends_of
 

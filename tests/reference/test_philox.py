@@ -5,14 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastplm.reference.philox import (
-    DROPOUT_ROUNDS,
-    Stream,
-    draw,
-    fixed_point,
-    philox4x32,
-    uniform,
-)
+from fastplm.reference.philox import DROPOUT_ROUNDS, Stream, draw, fixed_point, philox4x32, uniform
 
 ALL_ONES = 0xFFFFFFFF
 
