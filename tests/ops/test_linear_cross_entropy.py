@@ -370,9 +370,18 @@ def test_a_loss_near_zero_is_exact_and_never_negative(device, flow):
     assert (loss >= 0).all()
 
 
-@pytest.mark.slow
-@flows(kept=Flow("triton", ROOM), recomputed=Flow("triton", 0))
-@pytest.mark.parametrize(("vocab", "width"), ((30522, 128), (50265, 320)))
+@pytest.mark.parametrize(
+    ("flow", "vocab", "width"),
+    [
+        pytest.param(
+            *(flow, vocab, width),
+            id=f"{name}-{vocab}",
+            marks=pytest.mark.slow if flow.backend == "triton" or width > 128 else (),
+        )
+        for name, flow in FLOWS.items()
+        for vocab, width in ((30522, 128), (50265, 320))
+    ],
+)
 def test_vocabularies_of_bert_and_roberta(device, flow, vocab, width):
     inputs = make(device, rows=70, vocab=vocab, width=width, dtype=torch.float16)
     check(flow, ignore(inputs, 0.3))
