@@ -395,10 +395,14 @@ IN_16_BITS = (
 TWICE = ("linear", "rms_norm", "gelu", "bias_gelu", "dropout_add_layer_norm", "dropout")
 
 
+#: Backends that take few calls of an op. The op's own tests run them.
+OF_FEW_CALLS = {"attention": ("cudnn",)}
+
+
 def kernels(sample: Sample) -> list[str]:
     """The backends with operators for the sample: not the reference, nor PyTorch's functions."""
-    backends = OPS[sample.op].backends  # in their order
-    return [name for name in backends if name not in (*_backends.DIFFERENTIABLE, "cudnn")]
+    others = (*_backends.DIFFERENTIABLE, *OF_FEW_CALLS.get(sample.op, ()))
+    return [name for name in OPS[sample.op].backends if name not in others]
 
 
 def each_kernel(samples: dict[str, Sample] = SAMPLES):

@@ -43,7 +43,9 @@ from .samples import (
 )
 
 FP32 = torch.float32
-SEEDED = OF_TOKENS | {"dropout": SAMPLES["dropout"]}
+SEEDED = OF_TOKENS | {
+    name: SAMPLES[name] for name in ("dropout", "attention, all", "linear_cross_entropy, sampled")
+}
 VOCABULARY_LOSSES = ("linear_cross_entropy", "linear_distillation")
 ONCE = {name: sample for name, sample in DISTINCT.items() if sample.wrt}
 
@@ -369,7 +371,6 @@ def test_gradients_of_gradients_are_right_or_refused(device, sample, backend):
         first_gradients(backend)(**leaves(sample, inputs)).sum().backward()
 
 
-@pytest.mark.slow
 @each_kernel(DISTINCT)
 def test_a_forced_backend_is_recorded_and_repeats_bit_for_bit(device, sample, backend, threads):
     inputs = to(device, sample.make(40, FP32))

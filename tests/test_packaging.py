@@ -23,7 +23,6 @@ ROOT = Path(__file__).parents[1]
 COMPILER = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 NVCC = shutil.which("nvcc") if sys.platform == "linux" else None
 needs_nvcc = pytest.mark.skipif(not (COMPILER and NVCC), reason="no nvcc on the PATH")
-CODE = ("fastplm", "triton_kernels", "benchmarks", "tests", "tools", "examples")
 BUILD = (
     "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 )
@@ -363,15 +362,6 @@ def test_versions_agree():
 
 def python(folder: str) -> list[Path]:
     return sorted((ROOT / folder).rglob("*.py"))
-
-
-def test_at_most_four_environment_variables():
-    paths = [ROOT / "setup.py", ROOT / "Makefile"]
-    paths += [path for folder in CODE for path in python(folder)]
-    found = {
-        name for path in paths for name in re.findall(r"\bFASTPLM_[A-Z_]+\b", path.read_text())
-    }
-    assert len(found) <= 4, sorted(found)
 
 
 def test_packages_are_listed_by_name():

@@ -184,17 +184,6 @@ def test_explain_shows_the_rule_that_decided(real_rules, elements, chosen):
     assert f"-> {chosen}" in said and f'"{rule.when}" (measured: {rule.row})' in said
 
 
-def test_the_sizes_around_count():
-    series = Series([[1, 10], [100, 1000, 10000]], [1.0] * 6, [0.1, 0.2, 0.3, 1.1, 1.2, 1.3])
-    assert series.speedup((1, 100)) == 0.1
-    assert series.speedup((10, 1000)) == pytest.approx(1.2)
-    assert series.speedup((0, 50000)) == 0.3
-    assert series.speedup((600, 50000)) == 1.3
-    assert series.speedup((1, 200)) == pytest.approx(0.1 * 2 ** math.log10(2))
-    corners = math.prod((0.1, 0.2, 1.1, 1.2)) ** 0.25
-    assert series.speedup((10**0.5, 100 * 10**0.5)) == pytest.approx(corners)
-
-
 @pytest.mark.parametrize("kind", FILES)
 def test_a_file_of_rows_is_whole(kind):
     contents = FILES[kind]
@@ -351,34 +340,6 @@ def test_the_only_query_of_a_causal_call_is_a_plain_call(measured):
         torch.testing.assert_close(out, ops.attention(query, key, key, is_causal=True))
 
 
-def _plain_calls():
-    """Plain calls of attention and linear, with several dtypes, layouts and sizes, also empty."""
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        query, key = (torch.randn(2, 3, length, 16).to(dtype) for length in (5, 7))
-        by_feature = key.mT.contiguous().mT
-        yield lambda q=query, k=key: ops.attention(q, k, k)
-        yield lambda q=query, k=by_feature: ops.attention(q, k, k + 1, scale=0.5)
-        yield lambda q=query, k=key: ops.attention(q[:, :, :1], k, k, is_causal=True)
-        yield lambda q=query: ops.attention(q[:0], q[:0], q[:0])
-        weight, bias = torch.randn(6, 16).to(dtype), torch.randn(6).to(dtype)
-        yield lambda q=query, w=weight, b=bias: ops.linear(q, w, b)
-        yield lambda q=query, w=weight: ops.linear(q[0, 0, 0], w.t().contiguous().t())
-        yield lambda q=query, w=weight: ops.linear(q[:0], w)
-        yield lambda q=query, w=weight: ops.linear(q[..., :0], w[:, :0])
-
-
-@pytest.mark.parametrize("ours", [True, False])
-def test_the_fast_path_of_a_plain_call_ends_where_the_full_one_does(measured, ours):
-    measured.ours = lambda op, form, dtype, sizes: ours and dtype is not torch.float64
-    for call in _plain_calls():
-        short = call()
-        with record_decisions() as decisions:
-            long = call()
-        assert len(decisions) == 1 and torch.equal(short, long)
-        if ours and short.dtype is not torch.float64 and _machine.level() != "none":
-            assert decisions[0].backend == "cpp"
-
-
 @needs_csrc
 @pytest.mark.parametrize("ours", [True, False])
 def test_a_plain_call_takes_the_fast_path(measured, ours, monkeypatch):
@@ -485,36 +446,6 @@ def test_a_cold_cell(monkeypatch):
     calls = []
     ours, stock = _measure._cell(lambda: calls.append("ours"), lambda: calls.append("stock"), True)
     assert ours > 0 and stock > 0 and calls == ["ours", "stock"] * (1 + _measure._COLD_ROUNDS)
-
-
-@pytest.mark.parametrize("ours", [True, False])
-def test_the_fast_path_keeps_gradients(measured, ours):
-    measured.ours = lambda *call: ours
-    query, key, value = torch.randn(3, 2, 3, 5, 16).unbind()
-    input, weight = torch.randn(4, 16), torch.randn(6, 16)
-    for call, tensors in (
-        (ops.attention, (query, key, value)),
-        (ops.linear, (input, weight, torch.randn(6))),
-    ):
-        for tensor in tensors:
-            tensor.requires_grad_()
-            call(*tensors).sum().backward()
-            assert tensor.grad is not None
-            tensor.requires_grad_(False)
-
-
-def test_a_product_that_is_pytorchs_has_our_errors(measured):
-    measured.ours = lambda *call: False
-    weight, bias = torch.randn(3, 4), torch.randn(3)
-    for arguments in (
-        (torch.tensor(1.0), weight),
-        (torch.randn(2, 5), weight),
-        (torch.ones(2, 4, dtype=torch.int64), weight.long()),
-        (torch.randn(2, 4), weight, bias[:2]),
-        (torch.randn(2, 4), weight, 3.0),
-    ):
-        with pytest.raises(fastplm.FastplmError, match="linear"):
-            ops.linear(*arguments)
 
 
 def test_what_pytorch_would_broadcast_is_an_error_all_the_same(measured):

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from fastplm import _machine
 from fastplm.reference.attention import attention_ref
 from fastplm.testing import (
-    LAYOUTS,
     BudgetExceeded,
     ProductsInTF32,
     ReversedReductions,
@@ -312,13 +311,6 @@ def test_memory_is_poisoned_inside_only():
         assert torch.empty(4).isnan().all() and torch.empty_like(torch.ones(2)).isnan().all()
         assert (torch.empty(4, dtype=torch.int64) == torch.iinfo(torch.int64).max).all()
     assert not torch.are_deterministic_algorithms_enabled()
-
-
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "expanded"])
-@pytest.mark.parametrize("shape", ((5,), (4, 5), (2, 3, 4, 5)))
-def test_layouts_keep_the_values(name, shape):
-    tensor = torch.randn(shape)
-    assert torch.equal(LAYOUTS[name](tensor), tensor)
 
 
 def test_a_level_has_settings_of_its_own(monkeypatch):

@@ -164,16 +164,6 @@ def test_a_retained_graph_gives_the_same_gradient_again():
     assert torch.equal(weight.grad, 2 * first)
 
 
-@pytest.mark.slow
-def test_second_derivatives():
-    inputs = some_inputs(torch.float64)
-    ids, targets = inputs["ids"][:2, :3], inputs["targets"][:6]
-    weight = inputs["weight"].requires_grad_()
-    with fastplm.use_backend("eager"):
-        assert torch.autograd.gradcheck(lambda w: tied(w, ids, targets), weight)
-        assert torch.autograd.gradgradcheck(lambda w: tied(w, ids, targets), weight)
-
-
 # --- memory ---------------------------------------------------------------------------------------
 
 

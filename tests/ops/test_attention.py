@@ -3,15 +3,10 @@ inputs, with every combination of layout, mask, bias and dropout; and dropout's 
 
 from __future__ import annotations
 
-import contextlib
-import csv
 import dataclasses
 import functools
-import inspect
 import itertools
-import re
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,24 +16,16 @@ import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers.models.t5.modeling_t5 import T5Attention
 
 import fastplm
 from fastplm import _backends, ops
 from fastplm._backends import accepts_all
 from fastplm._registry import OPS
-from fastplm.reference.attention import (
-    attention_ref,
-    attention_varlen_ref,
-    dropout_keep_mask,
-    dropout_threshold,
-    t5_buckets,
-)
+from fastplm.reference.attention import attention_ref, attention_varlen_ref, dropout_keep_mask
 from fastplm.testing import (
     LAYOUTS,
     BudgetExceeded,
     ProductsInTF32,
-    assert_repeatable,
     assert_within_budget,
     poisoned_memory,
 )
@@ -205,13 +192,9 @@ def combination(device, ragged, kind, extras, dtype=torch.float32) -> dict:
     ragged=RAGGED,
     kind=KINDS,
     extras=("plain", "dropout", "bias", "bias and dropout"),
+    dtype={"fp32": torch.float32, **HALF},
 )
-def test_every_combination(device, backend, ragged, kind, extras):
-    check(backend, combination(device, ragged, kind, extras))
-
-
-@pairwise(3, backend=BACKENDS, ragged=RAGGED, kind=KINDS, extras=ALL_EXTRAS, dtype=HALF)
-def test_every_combination_in_half_precision(device, backend, ragged, kind, extras, dtype):
+def test_every_combination(device, backend, ragged, kind, extras, dtype):
     check(backend, combination(device, ragged, kind, extras, dtype))
 
 
@@ -278,14 +261,6 @@ def test_head_dims_in_half_precision(device, backend, head_dim, ragged, extras, 
     inputs = make(device, 1, 1, seqlen_q=20, seqlen_k=70, head_dim=head_dim, dtype=dtype)
     inputs = with_extras(inputs | {"is_causal": True}, extras)
     check(backend, pack(inputs, (20,), (70,)) if ragged else inputs)
-
-
-@each_backend
-@half_precision
-@full_and_causal
-def test_half_precision(device, backend, dtype, is_causal):
-    inputs = make(device, seqlen_q=70, seqlen_k=70, head_dim=64, dtype=dtype)
-    check(backend, hide(inputs, up_to((70, 41), 70)) | {"is_causal": is_causal})
 
 
 @pairwise(
@@ -474,96 +449,6 @@ def test_lengths_with_a_dense_mask(device, backend, seqlen, extras, dtype, is_ca
     check(backend, with_extras(inputs, extras, dtype=torch.float32))
 
 
-@each_backend
-@pytest.mark.parametrize("layout", ("transposed", "every other", "in a larger one", "by sample"))
-def test_layouts_of_a_dense_mask(device, backend, layout):
-    """The numbers beside a view never matter."""
-    inputs = make(device, 3, 2, 20, 37, head_dim=16)
-    mask = torch.rand(3, 2, 20, 37, device=device) < 0.6
-    if layout == "transposed":
-        view = mask.transpose(2, 3).contiguous().transpose(2, 3)
-    elif layout == "every other":
-        view = torch.stack((mask, ~mask), -1)[..., 0]
-    elif layout == "in a larger one":
-        view = F.pad(mask, (3, 5, 1, 2, 1, 0), value=True)[:, 1:, 1:-2, 3:-5]
-    else:
-        view = mask[:, :1].transpose(0, 1).expand(2, -1, -1, -1).transpose(0, 1)
-        mask = view.contiguous()
-    assert torch.equal(view, mask) and not view.is_contiguous()
-    out, grads = out_and_grads(backend, inputs | {"attn_mask": mask})
-    viewed, viewed_grads = out_and_grads(backend, inputs | {"attn_mask": view})
-    assert torch.equal(out, viewed)
-    assert all(torch.equal(grads[name], viewed_grads[name]) for name in QKV)
-    check(backend, inputs | {"attn_mask": view})
-
-
-@pytest.mark.slow
-@each_backend
-@all_extras
-@pytest.mark.parametrize("kind", ("all", "key mask", "causal"))
-def test_a_dense_mask_that_says_the_same_gives_the_same_bits(device, backend, kind, extras):
-    inputs = make(device, 2, 2, 40, 70, head_dim=16)
-    lengths = (70, 33)
-    said = {"key mask": {"key_mask": up_to(lengths, 70).to(device)}, "causal": {"is_causal": True}}
-    mask = torch.ones(40, 70, dtype=torch.bool)
-    if kind == "key mask":
-        mask = up_to(lengths, 70)[:, None, None].expand(2, 2, 40, 70)
-    elif kind == "causal":
-        mask = mask.tril(30)
-    inputs = with_extras(inputs, extras if kind != "causal" else extras.replace("bias and ", ""))
-    if device.type == "cuda":  # compiled, they are two kernels, and an H100 gave them other bits
-        check(backend, inputs | said.get(kind, {}))
-        check(backend, inputs | {"attn_mask": mask.to(device)})
-        return
-    out, grads = out_and_grads(backend, inputs | said.get(kind, {}))
-    by_mask, grads_by_mask = out_and_grads(backend, inputs | {"attn_mask": mask.to(device)})
-    assert torch.equal(out, by_mask)
-    assert all(torch.equal(grads[name], grads_by_mask[name]) for name in grads)
-
-
-@each_backend
-@all_extras
-def test_blocks_of_a_dense_mask_are_sequences(device, backend, extras):
-    """A block-diagonal mask gives the results of ``attention_varlen``."""
-    lengths = (9, 1, 27)
-    inputs = make(device, 1, 4, 37, 37, head_dim=16)
-    sequence = torch.arange(3).repeat_interleave(torch.tensor(lengths))
-    mask = (sequence[:, None] == sequence).to(device)
-    if "bias" in extras:
-        inputs = with_extras(inputs, "bias")
-    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
-
-    def by_sequence(query, key, value, **bias):
-        rows = {n: x[0].transpose(0, 1) for n, x in zip(QKV, (query, key, value), strict=True)}
-        ends = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=27, max_seqlen_k=27)
-        return reference(**rows, **ends, **bias).transpose(0, 1)[None]
-
-    def by_mask(**inputs):
-        return run(backend, **inputs, attn_mask=mask)
-
-    assert_within_budget(by_mask, by_sequence, inputs, wrt=leaves(inputs))
-
-
-@each_backend
-@all_extras
-def test_rows_that_a_dense_mask_leaves_nothing_are_zero(device, backend, extras):
-    """Their gradients are 0, too, and those of keys that no query sees; also with a key mask."""
-    inputs = make(device, 2, 4, 20, 30, head_dim=16)
-    mask = torch.rand(2, 4, 20, 30, device=device) < 0.7
-    mask[0, 1, 3:9], mask[1, 2], mask[..., 11] = False, False, False
-    mask[1, :, 5, 10:] = False  # the keys that the key mask leaves
-    key_mask = torch.ones(2, 30, dtype=torch.bool, device=device)
-    key_mask[1, :10] = False
-    inputs = with_extras(inputs | {"attn_mask": mask, "key_mask": key_mask}, extras)
-    out, grads = out_and_grads(backend, inputs)
-    for row in ((0, 1, slice(3, 9)), (1, 2), (1, slice(None), 5)):
-        assert not out[row].any() and not grads["query"][row].any()
-    for name in QKV[1:]:
-        assert not grads[name][:, :, 11].any() and not grads[name][1, :, :10].any()
-        assert not grads[name][1, 2].any()
-    assert all(grad.isfinite().all() for grad in grads.values())
-
-
 def test_a_dense_mask_of_three_dimensions_says_what_to_do():
     """A mask [B, Tq, Tk] is refused, as it would be broadcast as [H, Tq, Tk]."""
     inputs = make("cpu", 2, 2, 5, 5)
@@ -595,15 +480,6 @@ def test_few_queries(seqlen_q, hidden, layout):
     check("cpp", inputs)
 
 
-def test_few_queries_and_a_mask_that_hides_nothing():
-    inputs = make(torch.device("cpu"), seqlen_q=2, seqlen_k=70, head_dim=64)
-    out, grads = out_and_grads("cpp", inputs)
-    inputs["key_mask"] = torch.ones(2, 70, dtype=torch.bool)
-    masked_out, masked_grads = out_and_grads("cpp", inputs)
-    assert torch.equal(out, masked_out)
-    assert all(torch.equal(grads[name], masked_grads[name]) for name in grads)
-
-
 @each_backend
 @dense_and_ragged
 def test_packed_projection_with_unlike_key_and_value_strides(device, backend, ragged):
@@ -618,22 +494,6 @@ def test_packed_projection_with_unlike_key_and_value_strides(device, backend, ra
     value = LAYOUTS["gapped"](torch.randn(key.shape, device=device))
     assert query.data_ptr() == packed.data_ptr() and key.stride() != value.stride()
     check(backend, dict(query=query, key=key, value=value, **layout))
-
-
-@each_backend
-@dense_and_ragged
-def test_masks_tables_and_indices_may_be_views(device, backend, ragged):
-    def every_other(tensor):
-        return torch.stack((tensor, tensor.bitwise_not()), -1)[..., 0]
-
-    inputs = with_extras(hide(make(device), torch.rand(2, 33) < 0.8))
-    inputs["sample_index"] = torch.tensor([3, LARGE_SAMPLE], device=device)
-    inputs = pack(inputs, (33, 20)) if ragged else inputs
-    names = ("key_mask", "sample_index", *(("cu_seqlens_q", "cu_seqlens_k") if ragged else ()))
-    inputs |= {name: every_other(inputs[name]) for name in names}
-    inputs["bias_weight"] = inputs["bias_weight"].t().contiguous().t()
-    assert not any(inputs[name].is_contiguous() for name in (*names, "bias_weight"))
-    check(backend, inputs)
 
 
 @pytest.mark.parametrize("threads", (2, 5, 13))
@@ -725,33 +585,12 @@ def test_nan_in_a_query_stays_in_its_row(device, backend, ragged):
         "2-causal": (2, False, 2),
     },
 )
-def test_bias_equals_the_dense_one_of_transformers(device, backend, table, ragged):
+def test_other_tables(device, backend, table, ragged):
     buckets, bidirectional, max_distance = table
-    heads = 4 if buckets < 32 else 2
-    inputs = make(device, 1, heads, seqlen_q=45, seqlen_k=45, head_dim=16)
-    inputs["bias_weight"] = torch.randn(buckets, heads, device=device)
-    distance = torch.arange(45) - torch.arange(45)[:, None]
-    bucket = T5Attention._relative_position_bucket(distance, bidirectional, buckets, max_distance)
-    inputs["bucket"] = bucket.to(device)
-
-    def dense(query, key, value, bias_weight, bucket):
-        bias = bias_weight[bucket].permute(2, 0, 1)[None]
-        return (query @ key.transpose(-2, -1) + bias).softmax(-1) @ value
-
-    def fused(query, key, value, bias_weight, bucket):
-        inputs = dict(query=query, key=key, value=value)
-        if ragged:
-            inputs = {name: tensor[0].transpose(0, 1) for name, tensor in inputs.items()}
-            lengths = torch.tensor([0, 45], dtype=torch.int32, device=device)
-            inputs |= dict(cu_seqlens_q=lengths, cu_seqlens_k=lengths)
-            inputs |= dict(max_seqlen_q=45, max_seqlen_k=45)
-        table = dict(
-            bias_weight=bias_weight, bidirectional=bidirectional, max_distance=max_distance
-        )
-        out = run(backend, **inputs, **table, scale=1.0)
-        return out.transpose(0, 1)[None] if ragged else out
-
-    assert_within_budget(fused, dense, inputs, wrt=(*QKV, "bias_weight"))
+    inputs = make(device, 1, 4 if buckets < 32 else 2, seqlen_q=45, seqlen_k=45, head_dim=16)
+    inputs["bias_weight"] = torch.randn(buckets, inputs["query"].shape[1], device=device)
+    inputs |= dict(bidirectional=bidirectional, max_distance=max_distance, scale=1.0)
+    check(backend, pack(inputs, (45,)) if ragged else inputs)
 
 
 @pytest.mark.slow
@@ -821,61 +660,6 @@ def test_dropout_mask_is_that_of_the_reference(device, backend, draws, ragged):
         assert torch.equal(mask, expected[b, :, : lengths_q[b], : lengths_k[b]])
 
 
-@pytest.mark.slow
-@each_backend
-@pytest.mark.parametrize("seqlen_k", (40, 130, 300, 520))
-def test_dropout_mask_of_the_backward_is_that_of_the_reference(device, backend, seqlen_k):
-    """The mask that the backward drops by, from dV = P^T dO with a one-hot dO: query i alone writes
-    to column i."""
-    seqlen_q, heads = 40, 2
-    zeros = torch.zeros(1, heads, seqlen_q, 80, dtype=torch.float16, device=device)
-    keys = torch.zeros(1, heads, seqlen_k, 80, dtype=torch.float16, device=device)
-    upstream = torch.eye(80, device=device)[:seqlen_q].to(zeros).expand_as(zeros)
-    sample_index = torch.tensor([LARGE_SAMPLE], device=device)
-    inputs = dict(query=zeros, key=keys, value=keys, dropout_p=0.1, seed=5)
-    _, grads = out_and_grads(backend, inputs | {"sample_index": sample_index}, upstream)
-    mask = grads["value"].transpose(-2, -1)[:, :, :seqlen_q].cpu() != 0
-    expected = dropout_keep_mask(5, sample_index.cpu(), heads, seqlen_q, seqlen_k, 0.1)
-    assert torch.equal(mask, expected)
-
-
-@each_backend
-@pytest.mark.parametrize("dropout_p", (0.1, 0.5))
-def test_rate_of_dropout(device, backend, dropout_p):
-    """Pearson's statistic of kept and dropped: chi-square with one degree of freedom.
-
-    Its tail is erfc(sqrt(x / 2)). A fair generator falls below 1e-3 in one of a thousand seeds, and
-    the seed is fixed.
-    """
-    samples = torch.arange(2)
-    calls = (60, 60), (64, 64), False, device, samples, dropout_p, 1, torch.float32
-    masks = recovered_mask(backend, *calls)
-    keep = torch.stack(masks).flatten()
-    rate = 1 - dropout_threshold(dropout_p) / 256
-    kept, expected = keep.sum().double(), torch.tensor(rate * keep.numel()).double()
-    statistic = (kept - expected).square() / (expected * (1 - rate))
-    assert torch.special.erfc((statistic / 2).sqrt()) > 1e-3
-
-
-@pytest.mark.slow
-@each_backend
-@dense_and_ragged
-def test_dropout_keeps_the_mean(device, backend, ragged):
-    """The mean over many draws differs from no dropout by a few of its standard errors at most."""
-    samples, seeds = 16, 8
-    one = make(device, batch=1, heads=1, seqlen_q=5, seqlen_k=20, head_dim=16)
-    many = {name: tensor.expand(samples, -1, -1, -1) for name, tensor in one.items()}
-    lengths = (5,) * samples, (20,) * samples
-    many = pack(many, *lengths, spare=(0, 0)) if ragged else many
-    draws = torch.stack([run(backend, **many, dropout_p=0.1, seed=seed) for seed in range(seeds)])
-    draws = draws.view(seeds * samples, 5, 16).double()  # with one head both layouts are [B, T, D]
-    expected = run(backend, **one)[0, 0].double()
-    error = (draws.mean(0) - expected) / (draws.std(0) / len(draws) ** 0.5)
-    # The largest of so many normal values exceeds this in one of a thousand seeds.
-    bound = torch.special.ndtri(torch.tensor(1 - 0.5e-3 / error.numel()).double())
-    assert error.abs().max() < bound
-
-
 @pairwise(backend=BACKENDS, ragged=RAGGED, dropout_p=(0.001, 0.5, 0.999, 1.0))
 def test_extreme_rates(device, backend, dropout_p, ragged):
     inputs = make(device, heads=1, seqlen_q=20, seqlen_k=40, head_dim=16)
@@ -885,28 +669,6 @@ def test_extreme_rates(device, backend, dropout_p, ragged):
     if dropout_p == 1.0:
         out, grads = out_and_grads(backend, inputs)
         assert not out.any() and not any(grad.any() for grad in grads.values())
-
-
-@each_backend
-def test_dropout_by_the_index_of_the_sample(device, backend):
-    """A batch spread over two devices draws the same bits; the default index is that of the row."""
-    inputs = with_extras(make(device, batch=4, seqlen_q=20, seqlen_k=20), dropout_p=0.5)
-    whole = run(backend, **inputs)
-    halves = []
-    for part in (slice(0, 2), slice(2, 4)):
-        half = inputs | {name: inputs[name][part] for name in QKV}
-        index = torch.arange(4, device=device)[part]
-        halves.append(run(backend, **half, sample_index=index))
-    assert torch.equal(whole, torch.cat(halves))
-    other = run(backend, **inputs, sample_index=torch.arange(4, device=device) + 2**32)
-    assert not torch.equal(whole, other)
-
-
-def test_an_int_seed_is_the_tensor(device):
-    inputs = make(device) | dict(dropout_p=0.5)
-    for seed in (0, -1, 2**63 - 1):
-        tensor = torch.tensor(seed, device=device)
-        assert torch.equal(run("auto", **inputs, seed=seed), run("auto", **inputs, seed=tensor))
 
 
 # --- padded and packed, bit for bit ---------------------------------------------------------------
@@ -955,15 +717,6 @@ def test_padded_and_ragged_agree_bit_for_bit(device, backend, kind, case):
     assert same(packed_grads["value"], grads["value"], lengths_k)
     if "bias" in extras:
         assert torch.equal(packed_grads["bias_weight"], grads["bias_weight"])
-
-
-@each_backend
-@layouts_and_extras
-def test_repeats_bit_for_bit(device, backend, ragged, extras):
-    inputs = hide(make(device, heads=1, seqlen_q=40, seqlen_k=70), up_to((70, 33), 70))
-    inputs = with_extras(inputs, extras)
-    inputs = pack(inputs, (40, 33), (70, 33)) if ragged else inputs
-    assert_repeatable(functools.partial(run, backend), inputs, wrt=leaves(inputs))
 
 
 # --- anything -------------------------------------------------------------------------------------
@@ -1129,51 +882,6 @@ def test_it_errs_as_products_in_tf32_do(nothing_told, ragged, extras):
     assert_within_budget(triton, reference, inputs, wrt=leaves(inputs), peers=[in_tf32])
 
 
-# --- the frameworks around it ---------------------------------------------------------------------
-
-
-def operator_arguments(inputs: dict, backend: str) -> tuple:
-    """The arguments of ``fastplm::attention_fwd`` for a call, with gradients on."""
-    tensors = {name: inputs[name].requires_grad_() for name in leaves(inputs)}
-    ragged = "cu_seqlens_q" in inputs
-    seqlen_q, seqlen_k = (inputs[name].shape[-2] for name in QKV[:2])
-    return (
-        *(tensors[name] for name in QKV),
-        inputs.get("key_mask"),
-        inputs.get("attn_mask"),
-        inputs.get("cu_seqlens_q"),
-        inputs.get("cu_seqlens_k"),
-        inputs["max_seqlen_q"] if ragged else seqlen_q,
-        inputs["max_seqlen_k"] if ragged else seqlen_k,
-        tensors.get("bias_weight"),
-        inputs.get("bidirectional", False),
-        20,
-        torch.tensor(inputs["seed"], device=inputs["query"].device) if "seed" in inputs else None,
-        inputs.get("sample_index"),
-        inputs.get("dropout_p", 0.0),
-        inputs.get("is_causal", False),
-        0.5,
-        False,
-        False,
-        False,
-        backend,
-    )
-
-
-@pytest.mark.slow
-@dense_and_ragged
-def test_backward_runs_on_the_backend_of_its_forward(device, ragged):
-    inputs = with_extras(make(device))
-    inputs = pack(inputs, (33, 9)) if ragged else inputs
-    upstream = torch.ones_like(inputs["query"])
-    _, expected = out_and_grads("triton", inputs, upstream)
-    leaf = {name: inputs[name].detach().requires_grad_() for name in expected}
-    out = run("triton", **(inputs | leaf))
-    with fastplm.use_backend("eager"):
-        grads = torch.autograd.grad(out, list(leaf.values()), upstream)
-    assert all(map(torch.equal, grads, expected.values()))
-
-
 # --- errors ---------------------------------------------------------------------------------------
 
 
@@ -1194,21 +902,10 @@ LENGTH_ERRORS = (
 
 @pytest.mark.parametrize("backend", ("eager", *BACKENDS))
 @pytest.mark.parametrize(("change", "words"), LENGTH_ERRORS)
-def test_every_backend_looks_at_the_lengths_on_a_cpu(backend, change, words):
-    inputs = pack(make("cpu"), (33, 9)) | change
+def test_lengths_are_looked_at_on_a_cpu(backend, change, words):
     with fastplm.use_backend(backend), pytest.raises(ValueError) as caught:
-        ops.attention_varlen(**inputs)
+        ops.attention_varlen(**pack(make("cpu"), (33, 9)) | change)
     assert str(caught.value).startswith("attention_varlen: ") and words in str(caught.value)
-
-
-@pytest.mark.parametrize(("change", "words"), LENGTH_ERRORS)
-def test_a_compiled_call_looks_at_the_lengths_when_it_runs(change, words):
-    torch._dynamo.reset()
-    with fastplm.use_backend("cpp"):
-        compiled = torch.compile(ops.attention_varlen, fullgraph=True, backend="eager")
-        with pytest.raises(ValueError) as caught:
-            compiled(**pack(make("cpu"), (33, 9)) | change)
-    assert words in str(caught.value)
 
 
 def test_a_dropout_that_has_no_counters_left():
@@ -1221,17 +918,6 @@ def test_a_dropout_that_has_no_counters_left():
         ops.attention(many, many, many, dropout_p=0.1)
 
 
-def test_without_a_bias_its_gradient_is_empty_even_if_asked_for():
-    arguments = [
-        value.detach() if isinstance(value, torch.Tensor) else value
-        for value in operator_arguments(make("cpu"), "cpp")
-    ]
-    out, stats = torch.ops.fastplm.attention_fwd(*arguments)
-    *call, backend = arguments
-    *_, grad_bias = torch.ops.fastplm.attention_bwd(out, *call, out, stats, True, backend)
-    assert grad_bias.numel() == 0
-
-
 @dense_and_ragged
 @pytest.mark.parametrize(("dtype", "most"), ((torch.float32, 128), (torch.bfloat16, 256)))
 def test_a_head_dim_without_a_kernel_runs_elsewhere_and_says_so(ragged, dtype, most):
@@ -1241,142 +927,6 @@ def test_a_head_dim_without_a_kernel_runs_elsewhere_and_says_so(ragged, dtype, m
     reason = f"not triton: head dim {most + 8} is over {most}"
     assert reason in fastplm.explain(function, **inputs)
     check("auto", inputs)
-
-
-# --- the budget catches the bugs of attention -----------------------------------------------------
-
-
-def planted(bug, query, key, value, bias_weight, cu_seqlens_q, cu_seqlens_k, seed, sample_index):
-    """Causal packed attention with bias and dropout of 0.1, sequence by sequence, with one bug."""
-    lengths_q, lengths_k = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
-    heads, head_dim = query.shape[1:]
-    outs = []
-    for b, (length_q, length_k) in enumerate(zip(lengths_q, lengths_k, strict=True)):
-        q, k, v = (
-            tensor[start : start + length].transpose(0, 1)
-            for tensor, start, length in (
-                (query, cu_seqlens_q[b], length_q),
-                (key, cu_seqlens_k[b], length_k),
-                (value, cu_seqlens_k[b], length_k),
-            )
-        )
-        offset = length_k - length_q
-        if bug == "offset of the longest":
-            offset = max(lengths_k) - max(lengths_q)
-        if bug == "top-left":
-            offset = 0
-        distance = torch.arange(length_k) - torch.arange(length_q)[:, None] - offset
-        shifted = distance + (bug == "bucket off by one") + (bug == "bias top-left") * offset
-        table = bias_weight.detach() if bug == "table of one sequence" and b else bias_weight
-        bucket = t5_buckets(16, bug == "two-sided buckets", 20)[shifted.clamp(-20, 20) + 20]
-        scores = q @ k.transpose(1, 2) * head_dim**-0.5
-        scores = scores + table[bucket].permute(2, 0, 1)
-        if bug == "scaled bias":
-            scores = scores - table[bucket].permute(2, 0, 1) * (1 - head_dim**-0.5)
-        scores = scores.masked_fill(distance > 0, float("-inf"))
-        probs = scores.softmax(-1).masked_fill((distance > 0).all(-1, keepdim=True), 0.0)
-
-        index = sample_index[b, None]
-        if bug == "sample index ignored":
-            index = torch.tensor([b])
-        if bug == "low half of the sample index":
-            index = index & 0xFFFFFFFF
-        keep = dropout_keep_mask(seed, index, heads, length_q, length_k, 0.1)[0]
-        if bug == "one mask for all heads":
-            keep = keep[:1].expand_as(keep)
-        if bug == "keys of a pair swapped":
-            keep = keep.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-        scale = 1 / (1 - 0.1) if bug == "scale of the rate asked for" else 256 / (256 - 26)
-        probs = torch.where(keep, probs * scale, 0.0)
-        if bug == "normalised after dropout":
-            probs = probs / probs.sum(-1, keepdim=True).clamp(min=1e-30)
-        outs.append((probs @ v).transpose(0, 1))
-    return torch.cat(outs)
-
-
-def planted_in_masks(bug, query, key, value, attn_mask):
-    """Attention with a dense mask, with one bug."""
-    if bug == "batch and head swapped":
-        attn_mask = attn_mask.transpose(0, 1)
-    if bug == "mask of the first head":
-        attn_mask = attn_mask[:, :1]
-    if bug == "queries and keys swapped":
-        attn_mask = attn_mask.transpose(2, 3)
-    if bug == "dead rows attend to all":
-        attn_mask = attn_mask | ~attn_mask.any(-1, keepdim=True)
-    if bug == "ignored by keys and values":
-        out = attention_ref(query, key.detach(), value.detach(), attn_mask=attn_mask)
-        without = attention_ref(query.detach(), key, value)
-        return out + (without - without.detach())
-    if bug == "ignored by queries":
-        out = attention_ref(query.detach(), key, value, attn_mask=attn_mask)
-        without = attention_ref(query, key.detach(), value.detach())
-        return out + (without - without.detach())
-    return attention_ref(query, key, value, attn_mask=attn_mask)
-
-
-@pytest.mark.parametrize(
-    ("bug", "where"),
-    (
-        (None, None),
-        ("batch and head swapped", "output"),
-        ("mask of the first head", "output"),
-        ("queries and keys swapped", "output"),
-        ("dead rows attend to all", "output"),
-        ("ignored by keys and values", "gradient of key"),
-        ("ignored by queries", "gradient of query"),
-    ),
-)
-def test_planted_bugs_in_dense_masks_are_caught(bug, where):
-    inputs = make("cpu", 2, 2, 20, 20) | {"attn_mask": dense_mask("random", 2, 2, 20, 20)}
-    expected = contextlib.nullcontext()
-    if bug is not None:
-        expected = pytest.raises(BudgetExceeded, match=where)
-    with expected:
-        assert_within_budget(
-            functools.partial(planted_in_masks, bug), attention_ref, inputs, wrt=QKV
-        )
-
-
-def planted_and_its_inputs(bug):
-    inputs = make("cpu", seqlen_q=24, seqlen_k=40) | {"is_causal": True}
-    inputs = pack(with_extras(inputs), (24, 11), (32, 40), spare=(0, 0))
-    inputs["sample_index"] = torch.tensor([5, LARGE_SAMPLE])
-    same = {"bidirectional", "max_seqlen_q", "max_seqlen_k", "is_causal", "dropout_p"}
-
-    def function(**inputs):
-        return planted(bug, **{name: v for name, v in inputs.items() if name not in same})
-
-    return function, inputs
-
-
-def test_an_honest_loop_over_the_sequences_passes():
-    function, inputs = planted_and_its_inputs(None)
-    assert_within_budget(function, reference, inputs, wrt=leaves(inputs))
-
-
-@pytest.mark.parametrize(
-    ("bug", "where"),
-    (
-        ("scale of the rate asked for", "output"),
-        ("normalised after dropout", "output"),
-        ("sample index ignored", "output"),
-        ("low half of the sample index", "output"),
-        ("one mask for all heads", "output"),
-        ("keys of a pair swapped", "output"),
-        ("bucket off by one", "output"),
-        ("two-sided buckets", "output"),
-        ("bias top-left", "output"),
-        ("scaled bias", "output"),
-        ("offset of the longest", "output"),
-        ("top-left", "output"),
-        ("table of one sequence", "gradient of bias_weight"),
-    ),
-)
-def test_planted_bugs_are_caught(bug, where):
-    function, inputs = planted_and_its_inputs(bug)
-    with pytest.raises(BudgetExceeded, match=where):
-        assert_within_budget(function, reference, inputs, wrt=leaves(inputs))
 
 
 # --- cuDNN's forward ------------------------------------------------------------------------------
@@ -1435,26 +985,20 @@ def cudnn(monkeypatch):
 
 @half_precision
 @full_and_causal
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), ((33, 33), (128, 128), (130, 130), (200, 70)))
-def test_cudnns_forward_with_our_backward(cudnn, dtype, is_causal, seqlen_q, seqlen_k):
-    """Up to 128 tokens the backward reads no statistics, beyond it those of cuDNN."""
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k"), ((33, 33), (128, 128), (130, 130), (200, 70), (20, 512), (513, 513))
+)
+def test_cudnns_forward_and_the_backward_that_is_faster(
+    cudnn, dtype, is_causal, seqlen_q, seqlen_k
+):
+    """Up to 128 tokens our backward reads no statistics, beyond it those of cuDNN, whose backward
+    runs from 512 keys on."""
     if is_causal and seqlen_q != seqlen_k:
         pytest.skip("cuDNN aligns causality at the first key")
     cpu = torch.device("cpu")
-    inputs = make(cpu, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=64, dtype=dtype)
+    inputs = make(cpu, 2, 1, seqlen_q, seqlen_k, head_dim=64, dtype=dtype)
     check("cudnn", inputs | dict(is_causal=is_causal))
-
-
-@half_precision
-@pytest.mark.parametrize("is_causal", (False, True))
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), ((20, 512), (513, 513)))
-def test_cudnns_backward_runs_where_it_is_named(cudnn, dtype, is_causal, seqlen_q, seqlen_k):
-    if is_causal and seqlen_q != seqlen_k:
-        pytest.skip("cuDNN aligns causality at the first key")
-    cpu = torch.device("cpu")
-    inputs = make(cpu, heads=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=64, dtype=dtype)
-    check("cudnn", inputs | dict(is_causal=is_causal))
-    assert cudnn.of_cudnn.calls > 0
+    assert (cudnn.of_cudnn.calls > 0) == (seqlen_k >= 512)
 
 
 def test_cudnns_backward_runs_nowhere_else(cudnn, monkeypatch):
@@ -1544,20 +1088,3 @@ def test_the_faster_forward_of_a_size_runs(monkeypatch, queries, keys, is_causal
     monkeypatch.setattr(attention, "_capability", lambda index: (9, 0))
     allowed[0] = False
     assert chosen() == "triton"
-
-
-@pytest.mark.parametrize(
-    ("rule", "direction", "count"),
-    (("_cudnn_row", "forward", 6), ("_cudnn_backward_row", "backward", 4)),
-)
-def test_rows_named_by_the_rule_of_cudnn_are_there_and_say_so(rule, direction, count):
-    folder = Path(__file__).parents[2] / "benchmarks/results/nvidia-h100-80gb-hbm3"
-    with (folder / "attention.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["direction"] == direction]
-    found = {(row["case"], row["variant"]): row["p50_us"] for row in rows}
-    text = inspect.getsource(getattr(sys.modules["fastplm.ops.attention"], rule))
-    named = re.findall(r"([A-Z][\w-]+ \d+x\d+(?: causal)?|cross \d+x\d+): (\d+), (\d+)", text)
-    assert len(named) == count
-    for case, theirs, ours in named:
-        assert round(float(found[case, "sdpa cudnn"])) == int(theirs) < int(ours)
-        assert round(float(found[case, "fastplm"])) == int(ours)

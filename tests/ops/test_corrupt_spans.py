@@ -12,11 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastplm.errors import ArgumentValueError
-from fastplm.ops.corrupt_spans import (
-    corrupt_spans,
-    span_corruption_fit,
-    span_corruption_lengths,
-)
+from fastplm.ops.corrupt_spans import corrupt_spans, span_corruption_fit, span_corruption_lengths
 from fastplm.reference.corrupt_spans import (
     KEPT_POSITION,
     corrupt_spans_by_plan,
@@ -235,23 +231,6 @@ def test_reference_against_the_definition():
         assert out.labels[row].tolist() == labels + padding
 
 
-def test_check_rows_can_fail():
-    """The check finds a boundary at a wrong place, a lost token and swapped sentinels."""
-    inputs = make(1, 60) | {"lengths": torch.tensor([60])}
-    out = corrupt_spans_ref(**inputs)
-    check_rows(inputs, out)
-    moved = out.labels.clone()
-    second = int((moved[0] == int(sentinels()[1])).nonzero())
-    moved[0, second - 1 : second + 1] = moved[0, second - 1 : second + 1].flip(0)
-    lost = out.labels.clone()
-    lost[0, 1] += 1
-    swapped = out.labels.clone()
-    swapped[0, [0, second]] = swapped[0, [second, 0]]
-    for labels in (moved, lost, swapped):
-        with pytest.raises(AssertionError):
-            check_rows(inputs, out._replace(labels=labels))
-
-
 @pytest.mark.parametrize(
     ("length", "noise", "spans"),
     ((0, 0, 0), (1, 0, 0), (2, 1, 1), (3, 1, 1), (9, 1, 1), (10, 2, 1), (29, 4, 1), (30, 5, 2))
@@ -338,66 +317,6 @@ def test_every_layout_is_equally_likely(length, density, mean, noise, spans):
     # The test must be able to see a bias: it finds one layout that is 60 % too frequent.
     hits[0] += int(0.6 * hits[0])
     assert chi_square(hits, uniform) < 0.001
-
-
-def test_first_and_last_spans_have_the_lengths_of_a_random_composition():
-    length, noise, spans, rows = 512, 77, 26, 20_000
-    found = noise_of(length, rows, 0.15, 3.0, seed=2)
-    assert (found.sum(1) == noise).all()
-    starts = found & ~torch.nn.functional.pad(found, (1, 0))[:, :-1]
-    assert (starts.sum(1) == spans).all() and not found[:, 0].any() and found[:, -1].all()
-    kept_first = starts.int().argmax(1)
-    number = starts.cumsum(1)
-    last_kept = ~found & (number == spans - 1)
-
-    def share(size: int, part: int) -> float:
-        return math.comb(size - part - 1, spans - 2) / math.comb(size - 1, spans - 1)
-
-    for size, parts in (
-        (noise, (found & (number == 1)).sum(1)),
-        (noise, (found & (number == spans)).sum(1)),
-        (length - noise, kept_first),
-        (length - noise, last_kept.sum(1)),
-    ):
-        # Lengths that fewer than 20 rows should have are counted together.
-        rare = next(part for part in range(1, size) if rows * share(size, part) < 20)
-        probability = torch.tensor([share(size, part) for part in range(1, rare)])
-        probability = torch.cat((probability, 1 - probability.sum(0, keepdim=True)))
-        hits = torch.bincount(parts.clamp(max=rare), minlength=rare + 1)[1:]
-        assert parts.min() >= 1 and chi_square(hits, probability) > 0.001
-        shifted = torch.bincount(
-            (parts + (parts == 1) * (parts.cumsum(0) % 5 == 0)).clamp(max=rare)
-        )
-        assert chi_square(shifted[1:], probability) < 0.001
-
-
-def test_every_token_has_its_share_of_the_noise():
-    """The share of noise at a place is known from the number of divisions before and after it."""
-    length, noise, spans, rows = 40, 6, 2, 30_000
-    hits = noise_of(length, rows, 0.15, 3.0, seed=3).sum(0)
-    likely = torch.zeros(length, dtype=torch.float64)
-    for drop in compositions(noise, spans):
-        for keep in compositions(length - noise, spans):
-            marks = [[0] * k + [1] * d for k, d in zip(keep, drop, strict=True)]
-            likely += torch.tensor(list(itertools.chain(*marks)))
-    likely /= math.comb(noise - 1, spans - 1) * math.comb(length - noise - 1, spans - 1)
-    assert hits[0] == 0 and hits[-1] == rows and likely.sum().round() == noise
-    for place in range(1, length - 1):
-        share = torch.stack((likely[place], 1 - likely[place]))
-        if share.min() * rows >= 20:
-            both = torch.stack((hits[place], rows - hits[place]))
-            # There are 38 tests, one a place, so the limit for each is strict.
-            assert chi_square(both, share) > 0.001 / length
-
-
-def test_padding_changes_nothing():
-    inputs = make(3, 40)
-    short = corrupt_spans(**inputs)
-    wide = torch.nn.functional.pad(inputs["input_ids"], (0, 24), value=9)
-    long = corrupt_spans(**inputs | {"input_ids": wide})
-    assert torch.equal(long.input_ids[:, : short.input_ids.shape[1]], short.input_ids)
-    assert torch.equal(long.labels[:, : short.labels.shape[1]], short.labels)
-    assert (long.input_ids[:, short.input_ids.shape[1] :] == PAD).all()
 
 
 # --- wrong calls ----------------------------------------------------------------------------------

@@ -6,16 +6,11 @@ import functools
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import fastplm
 from fastplm import _extension, ops
 from fastplm.reference.gather_rows import gather_rows_ref
-from fastplm.testing import (
-    assert_within_budget,
-    poisoned_memory,
-)
+from fastplm.testing import assert_within_budget, poisoned_memory
 
 from ..pairwise import pairwise
 
@@ -63,14 +58,6 @@ def test_shapes_and_dtypes(device, backend, rows, width, dtype):
 @pytest.mark.parametrize("rows", (0, 5))
 def test_slots(device, backend, slots, rows):
     check(backend, make(device, rows, slots=slots))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_ascending_positions_with_spare_slots_at_the_end(device, backend):
-    """Positions as from mask_tokens."""
-    inputs = make(device)
-    inputs["positions"] = torch.tensor([0, 7, 8, 61, 62, -1, -1, -1], device=device)
-    check(backend, inputs)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -169,15 +156,6 @@ def test_rows_of_many_slots(device, backend, pattern, dtype, width):
     assert torch.equal(grad.isnan(), torch.zeros_like(grad, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_nan_of_one_row_of_many_slots_stays_there(device, backend):
-    positions = torch.arange(900, device=device) % 3
-    upstream = torch.ones(900, 8, device=device)
-    upstream[601] = NAN  # the slot is row 1's
-    grad = grad_of(backend, torch.zeros(4, 8, device=device), positions, upstream)
-    assert grad[1].isnan().all() and grad[[0, 2, 3], 0].tolist() == [300, 300, 0]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("count", (20, 2500), ids=("whole", "split"))
@@ -191,50 +169,6 @@ def test_more_chunks_than_a_word_has_bits(device, backend, count):
     expected = torch.stack([upstream[positions == row].sum(0) for row in range(3)])
     grad = grad_of(backend, torch.zeros(3, 1, device=device), positions, upstream)
     assert torch.allclose(grad, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("uses", (2, 12, 700), ids=("short", "long", "split"))
-def test_the_kernels_look_at_slots_near_those_of_a_row_only(device, uses, monkeypatch):
-    """The number of loads does not depend on how far apart the slots of a row are."""
-    if device.type != "cpu":
-        pytest.skip("loads are counted by the interpreter")
-    from triton.runtime import interpreter
-
-    loads = 0
-    plain = interpreter.InterpreterBuilder.create_masked_load
-
-    def counted(builder, pointers, *arguments):
-        nonlocal loads
-        loads += pointers.data.size > 1  # loads of a single number do not count
-        return plain(builder, pointers, *arguments)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", counted)
-    unused = torch.full((10240,), -1)
-    together, apart = unused.clone(), unused.clone()
-    together[:uses] = 3
-    apart[: uses // 2], apart[-(uses // 2) :] = 3, 3
-    found = []
-    for positions in (unused, together, apart):
-        loads = 0
-        grad_of("triton", torch.zeros(5, 16), positions, torch.ones(10240, 16))
-        found.append(loads)
-    base, *others = found
-    assert base < min(others) and max(others) <= base + 10 + uses // 10, found
-
-
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(
-    st.sampled_from(BACKENDS),
-    st.integers(1, 70),
-    st.integers(1, 300),
-    st.data(),
-    st.sampled_from((torch.float32, torch.bfloat16)),
-)
-def test_property(backend, rows, width, data, dtype):
-    positions = data.draw(st.lists(st.integers(-1, rows - 1), max_size=40))
-    inputs = make("cpu", rows, width, dtype=dtype)
-    check(backend, inputs | {"positions": torch.tensor(positions, dtype=torch.int64)})
 
 
 @pytest.mark.parametrize("backend", ("eager", *BACKENDS))
@@ -253,15 +187,6 @@ def test_a_position_outside_is_an_error_on_the_cpu(backend, rows, position, expe
         run(backend, **inputs)
     assert isinstance(caught.value, fastplm.FastplmError)
     assert f"`positions` got position {position}; expected {expected}" in str(caught.value)
-
-
-def test_a_position_outside_is_an_error_in_a_compiled_function_too():
-    compiled = torch.compile(ops.gather_rows, fullgraph=True, backend="aot_eager")
-    inputs = make("cpu")
-    compiled(**inputs)
-    inputs["positions"][3] = 63
-    with pytest.raises(ValueError, match="`positions` got position 63"):
-        compiled(**inputs)
 
 
 @pytest.mark.gpu

@@ -17,9 +17,7 @@ from fastplm.models._base import switch_modules
 from fastplm.nn import GELU
 from fastplm.ops.gelu import FORMS
 from fastplm.reference.gelu import gelu_ref
-from fastplm.testing import (
-    assert_within_budget,
-)
+from fastplm.testing import assert_within_budget
 
 from ..samples import backends_of
 

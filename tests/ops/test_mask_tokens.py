@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastplm.errors import ArgumentValueError
 from fastplm.ops.mask_tokens import mask_tokens
 from fastplm.reference.mask_tokens import (
     MaskedTokens,
@@ -362,23 +361,6 @@ def test_run_lengths_and_their_places():
     assert chi_square(hits, torch.tensor([0.53, 0.28, 0.19])) < 0.001
 
 
-def test_every_word_is_equally_likely_in_runs():
-    length, rows = 24, 20_000
-    out = mask_tokens(
-        torch.full((rows, length), 7),
-        vocab_size=VOCAB,
-        mask_token_id=MASK,
-        unit="ngram",
-        word_ids=torch.arange(length).expand(rows, length),
-        mlm_probability=0.25,
-        seed=6,
-    )
-    hits = torch.bincount(out.positions[: out.count] % length, minlength=length).double()
-    # The ends of a row differ: its end cuts runs, and short runs fit in the room that is left.
-    inner = hits[3:-3]
-    assert ((inner - inner.mean()).abs() < 5 * inner.mean().sqrt()).all()
-
-
 @pytest.mark.parametrize("unit", ("word", "ngram"))
 def test_words_are_never_split(unit):
     inputs = make(50, 120, special=0.05, unit=unit) | {"mask_replace_prob": 1.0}
@@ -426,16 +408,6 @@ def test_what_the_capacity_forbids_is_counted(sampling, unit):
     assert (per_row <= 10).all()
 
 
-@pytest.mark.parametrize("unit", UNITS)
-def test_a_capacity_only_takes_away_from_bernoulli(unit):
-    inputs = make(300, 40, unit=unit) | {"sampling": "bernoulli", "mlm_probability": 0.3}
-    free = mask_tokens(**inputs | {"max_predictions": 40})
-    few = mask_tokens(**inputs | {"max_predictions": 9})
-    chosen = set(free.positions[: free.count].tolist())
-    assert set(few.positions[: few.count].tolist()) < chosen
-    assert few.dropped == free.count - few.count > 0
-
-
 def test_packed_rows_are_chosen_as_padded_ones():
     lengths = torch.tensor([40, 0, 1, 33, 2])
     for unit in UNITS:
@@ -446,56 +418,6 @@ def test_packed_rows_are_chosen_as_padded_ones():
         assert torch.equal(other.labels, one.labels) and other.count == one.count
         inside = torch.arange(40) < lengths[:, None]
         assert torch.equal(other.input_ids, one.input_ids[inside])
-
-
-@pytest.mark.parametrize(("mask", "random"), ((1.0, 0.0), (0.0, 1.0), (0.0, 0.0)))
-def test_certain_fates(mask, random):
-    inputs = make(8, 64) | {"mask_replace_prob": mask, "random_replace_prob": random}
-    out = mask_tokens(**inputs)
-    count = int(out.count)
-    tokens = out.input_ids.flatten()[out.positions[:count]]
-    if mask:
-        assert (tokens == MASK).all()
-    elif random:
-        assert len(tokens.unique()) > count // 2 and tokens.max() < VOCAB
-    else:
-        assert torch.equal(out.input_ids, inputs["input_ids"])
-
-
-def test_only_maskable_tokens_change_and_labels_restore_them():
-    inputs = make(8, 64)
-    out = mask_tokens(**inputs)
-    count = int(out.count)
-    positions = out.positions[:count]
-    assert (positions.diff() > 0).all()
-    assert inputs["maskable"].flatten()[positions].all()
-    restored = out.input_ids.flatten().scatter(0, positions, out.labels[:count])
-    assert torch.equal(restored, inputs["input_ids"].flatten())
-
-
-def test_padding_changes_nothing():
-    inputs = make(3, 40)
-    padded = inputs | {
-        "input_ids": torch.nn.functional.pad(inputs["input_ids"], (0, 24)),
-        "maskable": torch.nn.functional.pad(inputs["maskable"], (0, 24)),
-        "max_predictions": 9,
-    }
-    short, long = mask_tokens(**inputs | {"max_predictions": 9}), mask_tokens(**padded)
-    assert torch.equal(long.input_ids[:, :40], short.input_ids)
-    assert torch.equal(long.labels, short.labels)
-    used = long.positions[: long.count]
-    assert torch.equal(used // 64 * 40 + used % 64, short.positions[: short.count])
-
-
-# --- as a PyTorch op ------------------------------------------------------------------------------
-
-
-def test_boundaries_are_looked_at_in_a_compiled_function_too():
-    compiled = torch.compile(mask_tokens, fullgraph=True, backend="aot_eager")
-    inputs = pack(make(2, 20), torch.tensor([20, 20])) | {"sample_index": None}
-    inputs["cu_seqlens"][-1] = 41
-    with pytest.raises(ArgumentValueError, match="41 at its end"):
-        compiled(**inputs)
 
 
 def runs_by_alberts_method(words, wanted, generator):

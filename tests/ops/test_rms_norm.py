@@ -14,9 +14,7 @@ from fastplm import _extension, ops
 from fastplm.models._base import switch_modules
 from fastplm.nn import RMSNorm
 from fastplm.reference.rms_norm import rms_norm_ref
-from fastplm.testing import (
-    assert_within_budget,
-)
+from fastplm.testing import assert_within_budget
 
 from ..samples import backends_of
 
@@ -160,26 +158,6 @@ def t5s(dtype=torch.float32) -> nn.Module:
 def switched(layer: nn.Module) -> nn.Module:
     switch_modules(nn.Sequential(layer))
     return layer
-
-
-@needs_csrc
-@pytest.mark.parametrize("make", [pytorchs, t5s])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_layer_computes_what_its_parent_does(make, dtype):
-    theirs = make(dtype=dtype)
-    ours = switched(make(dtype=dtype))
-    nn.init.uniform_(theirs.weight, 0.5, 2.0)
-    ours.load_state_dict(theirs.state_dict())
-
-    def through(layer):
-        def call(input, weight):
-            return torch.func.functional_call(layer, {"weight": weight}, (input,))
-
-        return call
-
-    inputs = {"input": torch.randn(LARGE).to(dtype), "weight": theirs.weight.detach()}
-    assert backends_of(through(ours), *inputs.values()) == ["cpp"]
-    assert_within_budget(through(ours), through(theirs), inputs, wrt=BOTH)
 
 
 @needs_csrc
