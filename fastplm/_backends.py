@@ -36,9 +36,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from fastplm import _rules
+from fastplm._modes import needs_dispatch, needs_plain_pytorch
 from fastplm._rules import CallClass, slower
 from fastplm.errors import BackendError, check_choice
 
@@ -48,7 +48,6 @@ BACKENDS = ("cuda", "cpp", "cudnn", "triton", "stock", "torch", "eager")
 DIFFERENTIABLE = ("stock", "eager")
 #: Every op is named after its file. ``_registry.OPS`` has the ops once ``fastplm.ops`` is imported.
 OP_NAMES = tuple(sorted(path.stem for path in (Path(__file__).parent / "ops").glob("[!_]*.py")))
-_TRANSFORMS = torch._C._functorch.TransformType
 
 
 @dataclass(frozen=True)
@@ -56,11 +55,10 @@ class Backend:
     """One implementation of an op.
 
     Args:
-        name: one of ``BACKENDS``.
         forward, backward: ``forward(call)`` and ``backward(grad, saved)``, the implementations of
             ``fastplm::<op>_fwd`` and ``fastplm::<op>_bwd``.
         rejects: ``rejects(call, forced=…)`` returns why this backend cannot run a call, or None if
-            it can.
+            it can; ``forced``: whether the user chose this backend.
         measured: ``measured(*call)`` returns the sizes and the dtype on which the speed of a call
             depends. The backend runs a call if it is faster by the rules of ``_rules.py``. Without
             ``measured``, or if it returns None, it runs every call that it can.
@@ -68,32 +66,16 @@ class Backend:
             size, should not use this backend, or None. See ``compiled_rule``.
     """
 
-    name: str
     forward: Callable[..., Any]
     backward: Any  # None without one
     rejects: Callable[..., str | None]
     measured: Callable[..., CallClass | None] | None = None
     compiled: Callable[[torch.dtype], str | None] | None = None
 
-    def refuses(
-        self, op: str, call: Any, *, forced: bool, dispatches: bool = True, compares: bool = True
-    ) -> str | None:
-        """Why this backend does not run a call: it cannot, or PyTorch's own function is faster.
-
-        Args:
-            op: the name of the op.
-            call: the arguments of the op.
-            forced: whether the user chose this backend.
-            dispatches: as in ``resolve``.
-            compares: whether PyTorch's own function may run instead.
-        """
-        if dispatches and self.name != "eager":
-            reason = needs_plain_pytorch()
-            if reason is not None:
-                return reason
-        reason = self.rejects(call, forced=forced)
-        if reason is not None or self.measured is None or forced or not compares:
-            return reason
+    def slower(self, op: str, call: Any) -> str | None:
+        """Why PyTorch's own function is faster for a call, or None."""
+        if self.measured is None:
+            return None
         if torch.compiler.is_compiling():
             return None if self.compiled is None else self.compiled(call[0].dtype)
         measured = self.measured(*call)
@@ -105,53 +87,17 @@ def compiled_rule(
 ) -> Callable[[torch.dtype], str | None]:
     """A ``compiled`` for a backend that runs if it is faster for the ``typical`` call of a dtype.
 
-    It refuses exported programs, which may run on another machine, and transforms, which would
-    split each call into its samples.
+    It refuses exported programs, which may run on another machine.
     """
 
     def reason(dtype: torch.dtype) -> str | None:
-        if torch.compiler.is_exporting() or _transforms() or forward_ad._current_level >= 0:
-            return "the program is exported or transformed"
+        if torch.compiler.is_exporting():
+            return "the program is exported"
         return slower(op, typical(dtype))
 
     # Dynamo takes the result as a constant: see ``_allows_tf32`` in ops/attention.py.
     reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return reason
-
-
-def needs_plain_pytorch() -> str | None:
-    """Why only plain PyTorch can run a call: some transforms need to see PyTorch's operators.
-
-    fastplm's operators support gradients of ``torch.func``, and ``vmap`` without gradients.
-    """
-    if is_exporting():
-        return "torch.jit.trace or an ONNX export, which record only PyTorch's own operators"
-    if torch.compiler.is_compiling():  # ``_registry._refuse_tangents`` checks for tangents
-        return None
-    if forward_ad._current_level >= 0:
-        return "forward-mode AD: a kernel makes no tangent"
-    if _transforms() in (set(), {_TRANSFORMS.Grad}, {_TRANSFORMS.Vmap}):
-        return None
-    return "several transforms of torch.func at once: a kernel supports vmap or gradients"
-
-
-def is_vmapped() -> bool:
-    """Whether a call runs under ``torch.vmap`` and is not compiled."""
-    return not torch.compiler.is_compiling() and _TRANSFORMS.Vmap in _transforms()
-
-
-def _transforms() -> set[Any]:
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return set()
-    return {level.key() for level in torch._C._functorch.get_interpreter_stack()}
-
-
-def is_exporting() -> bool:
-    """Whether ``torch.jit.trace`` or an ONNX export records a call: only PyTorch's operators exist
-    there."""
-    if torch.compiler.is_compiling():
-        return not torch.compiler.is_dynamo_compiling() and torch.onnx.is_in_onnx_export()
-    return torch.jit.is_tracing()
 
 
 @dataclass(frozen=True)
@@ -329,70 +275,69 @@ def record_decisions() -> Iterator[list[Decision]]:
         yield record
 
 
-def resolve(op: str, backends: dict[str, Backend], call: Any, dispatches: bool = True) -> str:
-    """The name of the backend that runs this call.
-
-    Args:
-        dispatches: the result of ``_registry.needs_dispatch(call)``. If it is False, the call is
-            neither traced nor transformed.
+def resolve(op: str, backends: dict[str, Backend], call: Any) -> str:
+    """The name of the backend that runs this call: the one that the user chose, or the first one
+    that nothing speaks against.
 
     Raises:
         BackendError: the requested backend cannot run it.
     """
     wanted = requested(op)
-    record = _DECISIONS.innermost() if _DECISIONS.open else None
-    if record is not None:
-        record.append(_decide(op, backends, call, wanted))
-    if wanted == "auto":
-        compares = "stock" in backends
-        for name, backend in backends.items():
-            if backend.refuses(op, call, forced=False, dispatches=dispatches, compares=compares):
-                continue
+    plain = needs_plain_pytorch() if needs_dispatch(call) else None
+    if _DECISIONS.open and (record := _DECISIONS.innermost()) is not None:
+        record.append(_decide(op, backends, call, wanted, plain))
+    for name in backends if wanted == "auto" else (wanted,):
+        if _why_not(name, op, backends, call, wanted, plain) is None:
             return name
-    elif wanted in backends and backends[wanted].refuses(op, call, forced=True) is None:
-        return wanted
-    raise _refusal(op, backends, call, wanted)
+    raise _refusal(op, backends, call, wanted, plain)
 
 
-def _reasons(
-    op: str, backends: dict[str, Backend], call: Any, wanted: str
-) -> dict[str, str | None]:
-    return {
-        name: backends[name].refuses(op, call, forced=name == wanted, compares="stock" in backends)
-        if name in backends
-        else "no implementation of this op"
-        for name in BACKENDS
-    }
+def _why_not(
+    name: str, op: str, backends: dict[str, Backend], call: Any, wanted: str, plain: str | None
+) -> str | None:
+    """Why a backend does not run a call: it cannot, or PyTorch's own function is faster; or None.
+
+    Args:
+        plain: the result of ``needs_plain_pytorch``.
+    """
+    if name not in backends:
+        return "no implementation of this op"
+    if plain is not None and name not in DIFFERENTIABLE:
+        return plain
+    backend, forced = backends[name], name == wanted
+    reason = backend.rejects(call, forced=forced)
+    if reason is None and not forced and "stock" in backends:
+        reason = backend.slower(op, call)
+    return reason
 
 
-def _decide(op: str, backends: dict[str, Backend], call: Any, wanted: str) -> Decision:
-    reasons = _reasons(op, backends, call, wanted)
-    able = [name for name in BACKENDS if reasons[name] is None]
-    chosen = wanted if wanted != "auto" else able[0]
-    rejected = []
-    for name in BACKENDS:
-        if name == chosen:
-            continue
-        reason = reasons[name]
-        if reason is None:
-            reason = f"{chosen} was forced" if wanted != "auto" else f"{chosen} is preferred"
-            if wanted == "auto" and (chosen, name) == ("cpp", "stock"):
-                measured = backends[chosen].measured
-                by_rule = None if measured is None else measured(*call)
-                reason = reason if by_rule is None else str(_rules.decide(op, by_rule))
-        rejected.append((name, reason))
+def _decide(
+    op: str, backends: dict[str, Backend], call: Any, wanted: str, plain: str | None
+) -> Decision:
+    reasons = {name: _why_not(name, op, backends, call, wanted, plain) for name in BACKENDS}
+    chosen = wanted
+    if wanted == "auto":
+        chosen = next(name for name, reason in reasons.items() if reason is None)
+    passed = f"{chosen} was forced" if wanted != "auto" else f"{chosen} is preferred"
+    if wanted == "auto" and chosen == "cpp" and reasons["stock"] is None:
+        measured = backends[chosen].measured
+        by_rule = None if measured is None else measured(*call)
+        reasons["stock"] = None if by_rule is None else str(_rules.decide(op, by_rule))
+    rejected = [(name, why or passed) for name, why in reasons.items() if name != chosen]
     return Decision(op, chosen, _describe(call), tuple(rejected))
 
 
-def _refusal(op: str, backends: dict[str, Backend], call: Any, wanted: str) -> BackendError:
-    reasons = _reasons(op, backends, call, wanted)
-    why = reasons.get(wanted) or "unknown backend"
+def _refusal(
+    op: str, backends: dict[str, Backend], call: Any, wanted: str, plain: str | None
+) -> BackendError:
+    why = _why_not(wanted, op, backends, call, wanted, plain) or "unknown backend"
     lines = [
         f"{op}: backend '{wanted}' was forced (use_backend or FASTPLM_BACKEND) and cannot run "
         f"{op}({_describe(call)}): {why}."
     ]
-    for name, reason in reasons.items():
+    for name in BACKENDS:
         if name != wanted:
+            reason = _why_not(name, op, backends, call, wanted, plain)
             lines.append(f"  {name}: {reason or 'can run it'}")
     lines.append("Choose a backend that can run it, or 'auto'.")
     return BackendError("\n".join(lines), why)
@@ -414,11 +359,6 @@ def fast_choice(op: str) -> str | None:
     "cpp"; None if ``Op.__call__`` must choose."""
     wanted = requested(op)
     return None if is_recorded() or wanted not in ("auto", "cpp") else wanted
-
-
-def is_traced() -> bool:
-    """Whether a call is traced, by any of PyTorch's tracers."""
-    return torch.compiler.is_compiling() or torch._C._is_tracing()
 
 
 # --- reasons that several ops share --------------------------------------------------------------

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import guard_or_true
 
 from fastplm.errors import (
@@ -26,33 +25,6 @@ _STRIDED = torch.strided
 _LEAST_INT, _LARGEST_INT = -(2**63), 2**63 - 1
 #: No float is as large.
 _HUGE = 1 << 1024
-
-
-def values_are_known(tensor: torch.Tensor) -> bool:
-    """Whether looking at a tensor's values waits for nothing: an eager CPU tensor.
-
-    Nobody traces it, and it is no batch of ``torch.func.vmap``'s, whose values are many.
-    """
-    return tensor.device.type == "cpu" and values_exist(tensor)
-
-
-def values_exist(tensor: torch.Tensor) -> bool:
-    """The same of any device, where looking may wait for it."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or isinstance(tensor, FakeTensor):
-        return False
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return True
-    levels = torch._C._functorch.get_interpreter_stack()
-    return all(level.key() != torch._C._functorch.TransformType.Vmap for level in levels)
-
-
-def values_can_be_read(tensor: torch.Tensor) -> bool:
-    """Whether the values of a tensor can be read, even if that is a sync."""
-    if not values_exist(tensor):
-        return False
-    if tensor.device.type == "cuda":
-        return not torch.cuda.is_current_stream_capturing()
-    return tensor.device.type == "cpu"
 
 
 def read(*numbers: torch.Tensor) -> list[int]:

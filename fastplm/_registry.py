@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch._functorch.autograd_function import enable_single_level_autograd_function
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from fastplm._backends import (
@@ -24,25 +22,24 @@ from fastplm._backends import (
     OP_NAMES,
     Backend,
     accepts_all,
-    is_traced,
     requested,
     resolve,
 )
 from fastplm._declare import Signature, from_fields
+from fastplm._modes import (
+    TENSORS,
+    is_batched,
+    is_exporting,
+    is_traced,
+    is_transformed,
+    needs_dispatch,
+    needs_plain_pytorch,
+)
 from fastplm._rules import slower
 from fastplm.errors import UnsupportedError
 
 _LIBRARY = torch.library.Library("fastplm", "DEF")
-_TENSORS = (torch.Tensor, torch.nn.Parameter)
-#: Argument types that need no dispatch: no tensor subclasses and no symbolic sizes.
-_PLAIN = frozenset((*_TENSORS, type(None), bool, int, float, str))
-
-# Every call uses these, so they are looked up once. A tensor is "batched" inside of
-# autograd.grad(…, is_grads_batched=True).
-is_batched = torch._C._functorch.is_legacy_batchedtensor
-_is_tracing, _dispatch_modes = torch._C._is_tracing, torch._C._len_torch_dispatch_stack
-_alive = torch._C._functorch.unwrap_if_dead
-_transforms, _profiler = torch._C._functorch.peek_interpreter_stack, torch.autograd.profiler
+_TRANSFORMED = "FuncTorchDynamicLayerFrontMode"
 #: Every op by name, in the order of definition.
 OPS: dict[str, Op] = {}
 
@@ -107,13 +104,12 @@ class Op:
             raise ValueError(f"op {name!r} is not the name of a file of ops/, or is defined twice")
         OPS[name] = self
         self.name, self.reference, self.smoke = name, reference, smoke
-        self.finish = finish
         self.call, self.arguments = call, Signature(call)
         self.fast, self.public = fast, public or (lambda *arguments: self(call(*arguments)))
         self.backends: dict[str, Backend] = {}
         self.backend("eager", forward=eager or from_fields(reference))
         self._extra_checks, self._may_be_packed = hasattr(call, "check"), hasattr(call, "packed")
-        self._formula: Callable[..., Any] | None = None
+        self._function: Callable[..., Any] | None = None
 
         def fake_forward(*arguments: Any) -> Any:
             call, backend = self.call(*arguments[:-1]), arguments[-1]
@@ -140,10 +136,11 @@ class Op:
         self._backward_operator = self._define(
             f"{name}_bwd", schema, self._run_backward, fake_backward_of
         )
-        formula = _Formula(self, results, gradients, unused, tracked, second)
-        kernel = _autograd_kernel(self._operator, self.call, formula.save, formula.backward)
-        _LIBRARY.impl(f"{name}_fwd", kernel, "Autograd", with_keyset=True)
-        self._formula = _direct_formula(self, formula.save, formula.backward)
+        gradient = _Gradient(self, results, gradients, unused, tracked, second, finish)
+        self._function = gradient.function()
+        torch.library.register_autograd(
+            f"fastplm::{name}_fwd", gradient.backward, setup_context=gradient.setup, lib=_LIBRARY
+        )
 
     def backend(
         self,
@@ -158,43 +155,39 @@ class Op:
 
         ``resolve`` tries the backends in the order of ``BACKENDS``.
         """
-        self.backends[name] = Backend(name, forward, backward, rejects, **options)
+        self.backends[name] = Backend(forward, backward, rejects, **options)
         self.backends = {
             known: self.backends[known] for known in BACKENDS if known in self.backends
         }
 
-    def __call__(self, call: Any, backend: str = "", dispatches: bool | None = None) -> Any:
+    def __call__(self, call: Any, backend: str = "") -> Any:
         """Run a call: check it, choose its backend, and run that.
 
         A call that does not need PyTorch's dispatcher runs the backend directly, inside an
         autograd function if a gradient is needed: dispatch to Python takes tens of microseconds.
 
         Args:
-            backend: the backend to run; the call must be checked, and the backend must accept it.
-                Default: check the call and choose the backend.
-            dispatches: the result of ``needs_dispatch(call)``; None = compute it.
+            backend: what ``resolve`` chose for this call, which was checked. Default: do both here.
         """
         if not backend:
             self.check(call)
-            dispatches = needs_dispatch(call)
-            backend = self.resolve(call, dispatches)
-        if backend in DIFFERENTIABLE and self._formula is not None:
+            backend = self.resolve(call)
+        # Without a gradient the operator takes the reference, too: a graph then has one node.
+        if backend in DIFFERENTIABLE and (self._function is not None or is_transformed()):
             return self.backends[backend].forward(call)
-        if needs_dispatch(call) if dispatches is None else dispatches:
+        if needs_dispatch(call):
             _refuse_dtensors(self.name, call)
             return self._operator(*call, backend)
         if torch._C._is_any_autocast_enabled():
             with torch._C._DisableAutocast():
-                return self(call, backend, dispatches=False)
+                return self(call, backend)
         if (
-            self._formula is not None
+            self._function is not None
             and torch.is_grad_enabled()
             and not torch.is_inference_mode_enabled()  # inside of it gradients may be "enabled"
             and torch._C._any_requires_grad(*call)
         ):
-            # A tensor may come from inside of a transform that has ended.
-            tensors = [_alive(one) if isinstance(one, torch.Tensor) else one for one in call]
-            return self._formula(*tensors, backend)
+            return self._function(*call, backend)
         return self.backends[backend].forward(call)
 
     def check(self, call: Any, where: str = "") -> None:
@@ -204,9 +197,9 @@ class Op:
         if self._extra_checks:
             call.check(where)
 
-    def resolve(self, call: Any, dispatches: bool = True) -> str:
+    def resolve(self, call: Any) -> str:
         """The backend that runs a call (see ``_backends.resolve``)."""
-        return resolve(self.name, self.backends, call, dispatches)
+        return resolve(self.name, self.backends, call)
 
     def run(self, call: Any, backend: str) -> Any:
         """The outputs of a checked call, as constants: for functions with a gradient of their own,
@@ -224,45 +217,43 @@ class Op:
         return self.backends[backend].backward(grad, saved)
 
     def layer(self, *arguments: Any) -> Any:
-        """The result by csrc/ if it is faster than PyTorch's own function, else None.
+        """The result by csrc/ if it is faster than PyTorch's own function, which a layer calls if
+        this is None.
 
-        A layer calls PyTorch's function if this returns None. It does so, too, if a call is
-        transformed, or traced (unless the backend has ``compiled``). PyTorch's function is the
-        faster one for most calls of a model, so the rules are asked first; on another device than a
-        CPU nothing is.
+        PyTorch's is the faster one for most calls of a model, so the rules are asked first; on
+        another device than a CPU nothing is. It also runs calls that are transformed, or traced
+        (unless the backend has ``compiled``).
         """
-        cpp = self.backends.get("cpp")
-        if (
-            cpp is None
-            or cpp.measured is None
-            or type(arguments[0]) not in _TENSORS  # whose sizes may be unknown
-            or not arguments[0].is_cpu
-        ):
+        cpp, first = self.backends["cpp"], arguments[0]
+        if type(first) not in TENSORS or not first.is_cpu:  # the sizes of others may be unknown
             return None
         wanted = requested(self.name)
         if wanted != "auto" and wanted != "cpp":
             return None
-        if not is_traced():
-            measured = cpp.measured(*arguments) if wanted == "auto" else None
+        if is_traced():
+            if is_exporting() or cpp.compiled is None:
+                return None
+            if wanted == "auto" and cpp.compiled(first.dtype) is not None:
+                return None
+        else:
+            measured = cpp.measured(*arguments) if wanted == "auto" else None  # type: ignore[misc]
             if measured and slower(self.name, measured) is not None:
                 return None
             out = None if self.fast is None else self.fast(*arguments)
             if out is not None:
                 return out
-            if is_transformed():
-                return None
-        elif not torch.compiler.is_compiling() or cpp.compiled is None:
-            return None
-        call = self.call(*arguments)
         if (
-            any(isinstance(one, torch.Tensor) and type(one) not in _TENSORS for one in arguments)
-            or cpp.refuses(self.name, call, forced=wanted == "cpp") is not None
+            needs_plain_pytorch() is not None
+            or any(isinstance(one, torch.Tensor) and type(one) not in TENSORS for one in arguments)
+            or cpp.rejects(self.call(*arguments), forced=wanted == "cpp") is not None
         ):
             return None
         return self.public(*arguments)
 
     def _run_forward(self, *arguments: Any) -> Any:
         *inputs, backend = arguments
+        if forward_ad._current_level >= 0:
+            _refuse_transform(self.name)
         return _outside_autocast(self.backends[backend].forward, self.call(*inputs))
 
     def _run_backward(self, grad: torch.Tensor, *arguments: Any) -> Any:
@@ -274,10 +265,10 @@ class Op:
     ) -> torch._ops.OpOverload:
         _LIBRARY.define(operator + schema, tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(operator, run, "CompositeExplicitAutograd")
+        # Where any transform of torch.func begins to handle a call.
+        _LIBRARY.impl(operator, partial(_refuse_transform, operator), _TRANSFORMED)
         torch.library.register_fake(f"fastplm::{operator}", fake, lib=_LIBRARY)
-        overload = getattr(torch.ops.fastplm, operator).default
-        torch.library.register_vmap(f"fastplm::{operator}", _one_by_one(overload), lib=_LIBRARY)
-        return overload
+        return getattr(torch.ops.fastplm, operator).default
 
 
 def in_place(name: str, schema: str, run: Callable[..., None]) -> torch._ops.OpOverload:
@@ -288,33 +279,6 @@ def in_place(name: str, schema: str, run: Callable[..., None]) -> torch._ops.OpO
     return getattr(torch.ops.fastplm, name).default
 
 
-def _one_by_one(overload: torch._ops.OpOverload) -> Callable[..., Any]:
-    """The batching rule of an operator: a call for each sample.
-
-    PyTorch does the same for an operator without a rule, but prints a warning that this is slow and
-    asks the user to file an issue.
-    """
-
-    def rule(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
-        size = info.batch_size
-        if size == 0:  # the results have the shapes of those of a sample of zeros
-            arguments = tuple(
-                one if dim is None else one.new_zeros((*one.shape[:dim], 1, *one.shape[dim + 1 :]))
-                for one, dim in zip(arguments, in_dims, strict=True)
-            )
-        pairs = list(zip(arguments, in_dims, strict=True))
-        results = [
-            overload(*(one if dim is None else one.select(dim, at) for one, dim in pairs))
-            for at in range(max(size, 1))
-        ]
-        if isinstance(results[0], torch.Tensor):
-            return torch.stack(results)[:size], 0
-        outputs = tuple(torch.stack(each)[:size] for each in zip(*results, strict=True))
-        return outputs, (0,) * len(outputs)
-
-    return rule
-
-
 def _outside_autocast(function: Any, *arguments: Any) -> Any:
     """Run a function without autocast: the public function has already cast the arguments."""
     if torch._C._is_any_autocast_enabled():
@@ -323,7 +287,7 @@ def _outside_autocast(function: Any, *arguments: Any) -> Any:
     return function(*arguments)
 
 
-class _Formula:
+class _Gradient:
     """The autograd formula that follows from the declaration of an op."""
 
     def __init__(
@@ -334,46 +298,70 @@ class _Formula:
         unused: Callable[..., Sequence[str]] | None,
         tracked: tuple[str, ...],
         second: Callable[..., Any] | None,
+        finish: Callable[..., Any] | None,
     ) -> None:
-        self.op, self.gradients, self.unused, self.second = op, gradients, unused, second
-        arguments, saved = op.arguments.names, op.saved
-        self.results = results
-        #: The names of the values that a forward has, and of the gradients that a backward gets.
-        self.values = (*arguments, "backend", *results)
-        needs = {f"need_{name}": at for at, name in enumerate(arguments)}
-        self.needs = [(name, at) for name, at in needs.items() if name in saved.names]
-        self.grads = tuple(f"grad_{name}" for name in results[1:])
-        self.properties = [
-            name for name in saved.names if name not in (*self.values, *needs, *self.grads)
+        self.op, self.unused, self.second, self.finish = op, unused, second, finish
+        names, saved = op.arguments.names, op.saved.names
+        self.arguments, self.outputs = len(names), len(results)
+        # What may be saved: what a forward has, and properties of the call. A gradient of a further
+        # output is not there yet.
+        values = [*names, "backend", *results, *(f"need_{name}" for name in names), ""]
+        grads = [f"grad_{name}" for name in results[1:]]
+        self.properties = [name for name in saved if name not in (*values, *grads)]
+        values += self.properties
+        self.places = {name: place for place, name in enumerate(saved)}
+        self.sources = [values.index("" if name in grads else name) for name in saved]
+        #: The place among what is saved of the gradient of each further output; None if not there.
+        self.further = [self.places.get(name) for name in grads]
+        self.tensors = [
+            place
+            for place, kind in enumerate(op.saved.types)
+            if kind.startswith("Tensor") and place not in self.further
         ]
-        of_forward = [
-            pair for pair in zip(saved.names, saved.types, strict=True) if pair[0] not in self.grads
-        ]
-        self.tensors = [name for name, kind in of_forward if kind.startswith("Tensor")]
-        self.others = [name for name, kind in of_forward if not kind.startswith("Tensor")]
-        self.reads_grads = any(name in self.grads for name in saved.names)
+        self.of_arguments = [gradients.index(name) if name in gradients else None for name in names]
         tracked = (results[0], *tracked)
         self.constant = [
             at
             for at, name in enumerate(results)
-            if name not in tracked and f"grad_{name}" not in saved.names
+            if name not in tracked and f"grad_{name}" not in saved
         ]
 
+    def setup(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """For the operator's kernel of autograd, which PyTorch makes."""
+        self.save(ctx, self.op.call(*inputs[:-1]), inputs[-1], output)
+
+    def function(self) -> Callable[..., Any]:
+        """The same for eager calls: an autograd function whose forward runs the backend itself."""
+        op, save = self.op, self.save
+
+        class Direct(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *arguments: Any) -> Any:
+                call, backend = op.call(*arguments[:-1]), arguments[-1]
+                output = op.backends[backend].forward(call)
+                save(ctx, call, backend, output)
+                return output
+
+        Direct.backward = staticmethod(self.backward)  # type: ignore
+        return applied(Direct)
+
     def save(self, ctx: Any, call: Any, backend: str, output: Any) -> None:
-        outputs = (output,) if len(self.results) == 1 else output
-        needs = ctx.needs_input_grad
-        values = dict(zip(self.values, (*call, backend, *outputs), strict=True))
-        for name, at in self.needs:
-            values[name] = needs[at]
+        outputs = (output,) if self.outputs == 1 else output
+        needs = ctx.needs_input_grad[: self.arguments]
+        values = [*call, backend, *outputs, *needs, None]
         for name in self.properties:
-            values[name] = getattr(call, name)
+            values.append(getattr(call, name))
+        saved = [*map(values.__getitem__, self.sources)]
         if self.unused is not None:
-            values |= dict.fromkeys(self.unused(call, outputs, needs, backend))
-        ctx.save_for_backward(*map(values.__getitem__, self.tensors))
-        ctx.others, ctx.backend = [*map(values.__getitem__, self.others)], backend
-        if self.reads_grads:
-            ctx.first = outputs[0].shape, outputs[0].dtype, outputs[0].device
-        if len(outputs) > 1:
+            for name in self.unused(call, outputs, needs, backend):
+                saved[self.places[name]] = None
+        ctx.save_for_backward(*map(saved.__getitem__, self.tensors))
+        for place in self.tensors:
+            saved[place] = None
+        ctx.saved, ctx.backend = saved, backend
+        if self.outputs > 1:
+            first = outputs[0]
+            ctx.zeros = partial(torch.zeros, first.shape, dtype=first.dtype, device=first.device)
             ctx.mark_non_differentiable(*map(outputs.__getitem__, self.constant))
             # Otherwise autograd would allocate zeros as the gradient of each such output.
             ctx.set_materialize_grads(False)
@@ -381,46 +369,38 @@ class _Formula:
     def backward(
         self, ctx: Any, grad: torch.Tensor | None, *further: Any, tensors: Any = None
     ) -> tuple[Any, ...]:
-        op, backend = self.op, ctx.backend
-        values = dict(zip(self.grads, further, strict=True))
+        op, backend, arguments = self.op, ctx.backend, [*ctx.saved]
+        results: list[Any] = [None] * (self.arguments + 1)
+        for place, one in zip(self.further, further, strict=True):
+            if place is not None:
+                arguments[place] = one
         if grad is None:
-            if all(values[name] is None for name in op.saved.names if name in values):
-                return (None,) * (len(op.arguments.names) + 1)
-            shape, dtype, device = ctx.first
-            grad = torch.zeros(shape, dtype=dtype, device=device)
+            if all(place is None or arguments[place] is None for place in self.further):
+                return tuple(results)
+            grad = ctx.zeros()
         # Unpacked only once: inside a checkpoint, a second ``ctx.saved_tensors`` is an error.
         tensors = ctx.saved_tensors if tensors is None else tensors
         if self.second is None and torch.is_grad_enabled():  # create_graph=True
-            return self._once(ctx, tensors, grad, *further)
-        values |= zip(self.tensors, tensors, strict=True)
-        values |= zip(self.others, ctx.others, strict=True)
-        arguments = [*map(values.__getitem__, op.saved.names)]
+            compute = partial(self.backward, ctx, grad, *further, tensors=tensors)
+            return _once(op.name, compute, (grad, *further, *tensors))
+        for place, one in zip(self.tensors, tensors, strict=True):
+            arguments[place] = one
         saved = op.saved.build(arguments)
         if self.second is not None and torch.is_grad_enabled():
             grads = self.second(grad, saved, backend)
-        elif (
-            needs_dispatch((grad, *arguments))
-            or is_batched(grad)
-            or (self.reads_grads and any(is_batched(one) for one in further if one is not None))
-        ):
+        elif needs_dispatch((grad, *arguments)) or is_batched(grad, *further):
             grads = op._backward_operator(grad, *arguments, backend)
         elif torch._C._is_any_autocast_enabled():
             grads = _outside_autocast(op.backends[backend].backward, grad, saved)
         else:
             grads = op.backends[backend].backward(grad, saved)
-        if op.finish is not None:
-            grads = op.finish(grads, saved)
-        grads = (grads,) if len(self.gradients) == 1 else grads
-        found = dict(zip(self.gradients, grads, strict=True))
-        results: list[Any] = [None] * (len(op.arguments.names) + 1)
-        for at, name in enumerate(op.arguments.names):
-            if ctx.needs_input_grad[at]:
-                results[at] = found.get(name)
+        if self.finish is not None:
+            grads = self.finish(grads, saved)
+        grads = (grads,) if isinstance(grads, torch.Tensor) else grads
+        for at, place in enumerate(self.of_arguments):
+            if place is not None and ctx.needs_input_grad[at]:
+                results[at] = grads[place]
         return tuple(results)
-
-    def _once(self, ctx: Any, tensors: tuple[Any, ...], *grads: Any) -> tuple[Any, ...]:
-        compute = partial(self.backward, ctx, *grads, tensors=tensors)
-        return _once(self.op.name, compute, (*grads, *tensors))
 
 
 def _once(op: str, compute: Callable[[], Any], read: Iterable[Any]) -> tuple[Any, ...]:
@@ -454,60 +434,14 @@ def _refuse_dtensors(op: str, arguments: tuple[Any, ...]) -> None:
         )
 
 
-def _refuse_tangents(operator: torch._ops.OpOverload, arguments: tuple[Any, ...]) -> None:
-    """Raise an error for a tangent in a traced graph: the operator would drop it silently."""
-    if forward_ad._current_level < 0:
-        return
-    for value in arguments:
-        if (
-            isinstance(value, torch.Tensor)
-            and value.is_floating_point()
-            and forward_ad.unpack_dual(value).tangent is not None
-        ):
-            op = operator._schema.name.split("::")[1].removesuffix("_fwd")
-            raise UnsupportedError(
-                f"{op}: its operator makes no tangent, and the call was traced before forward-mode "
-                f"AD began. Trace it inside `with fastplm.use_backend('eager', '{op}')`, or do not "
-                "compile what forward-mode AD differentiates."
-            )
-
-
-def needs_dispatch(arguments: tuple[Any, ...]) -> bool:
-    """Whether a call must go through PyTorch's dispatcher as an operator.
-
-    It must while operators are traced, profiled, transformed or intercepted.
-    """
-    return (
-        torch.compiler.is_dynamo_compiling()  # where others compile, there is a mode
-        or _is_tracing()
-        or _dispatch_modes() > 0
-        or _profiler._is_profiler_enabled
-        or _transforms() is not None
-        or forward_ad._current_level >= 0
-        or not _PLAIN.issuperset(map(type, arguments))
-        or arguments[0].is_meta  # then all are: the tensors of a call are on one device
-    )
-
-
-def is_eager(*tensors: torch.Tensor) -> bool:
-    """Whether a call on these tensors is plain: not traced, not transformed, no subclass."""
-    return (
-        _PLAIN.issuperset(map(type, tensors))
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
-        and not is_transformed()
-    )
-
-
-def is_fake(x: torch.Tensor) -> bool:
-    """Whether it is a tensor without data, which may be on a device that is not there."""
-    return type(x) is FakeTensor and not torch.compiler.is_compiling()
-
-
-def is_transformed() -> bool:
-    """Whether a call runs inside a transform of ``torch.func`` or inside forward-mode AD."""
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+def _refuse_transform(operator: str, *_: Any) -> NoReturn:
+    """For a graph of operators that was made before a transform or forward-mode AD began: these
+    would drop its tangents silently. An eager call is plain PyTorch there."""
+    op = operator.removesuffix("_fwd").removesuffix("_bwd")
+    raise UnsupportedError(
+        f"{op}: its operator stands in a graph that was traced outside of this transform of "
+        "torch.func or forward-mode AD, and has no rule for it. Trace it inside `with "
+        f"fastplm.use_backend('eager', '{op}')`, or transform what is not compiled."
     )
 
 
@@ -515,15 +449,10 @@ class _RaiseOnDoubleBackward(torch.autograd.Function):
     """The identity on a gradient; its backward raises an error. It also takes what the gradient
     depends on, so that autograd calls that backward."""
 
-    generate_vmap_rule = True  # torch.func.jacrev runs a backward under vmap
-
     @staticmethod
-    def forward(op: str, gradient: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, op: str, gradient: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        ctx.op = op
         return gradient.view_as(gradient)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-        ctx.op = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -540,14 +469,17 @@ def applied(kind: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 def once_differentiable(op: str) -> Callable[[Callable[..., Any]], Any]:
     """For ``backward(ctx, saved tensors, *gradients)``: its results have no gradient, and to ask
-    for one is an error that names ``op``; batched gradients are computed one by one."""
+    for one, or for a batch of gradients, is an error that names ``op``."""
 
     def decorate(backward: Callable[..., Any]) -> Any:
         def call(ctx: Any, *grads: Any) -> Any:
+            if is_batched(*grads):
+                raise UnsupportedError(
+                    f"{op}: its gradients come one at a time (is_grads_batched=True or "
+                    "vectorize=True). Compute them in a loop, or run the model inside `with "
+                    "fastplm.use_backend('eager')`."
+                )
             saved = ctx.saved_tensors
-            for grad in grads:
-                if grad is not None and is_batched(grad):
-                    return _each_of_batch(partial(backward, ctx, saved), grads)
             if torch.is_grad_enabled():
                 return _once(op, partial(backward, ctx, saved, *grads), (*grads, *saved))
             return backward(ctx, saved, *grads)
@@ -555,82 +487,6 @@ def once_differentiable(op: str) -> Callable[[Callable[..., Any]], Any]:
         return call
 
     return decorate
-
-
-def _each_of_batch(backward: Callable[..., Any], grads: Sequence[Any]) -> tuple[Any, ...]:
-    """``backward`` of each of batched gradients, some of which are None or not batched."""
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
-    batched = [one is not None and is_batched(one) for one in grads]
-    given = [
-        torch._remove_batch_dim(one, level, 1, 0) if many else one
-        for one, many in zip(grads, batched, strict=True)
-    ]
-    count = given[batched.index(True)].shape[0]
-    results = [
-        backward(*(one[at] if many else one for one, many in zip(given, batched, strict=True)))
-        for at in range(count)
-    ]
-    return tuple(
-        None if each[0] is None else torch._add_batch_dim(torch.stack(each), 0, level)
-        for each in zip(*results, strict=True)
-    )
-
-
-def _direct_formula(
-    op: Op, save: Callable[..., None], backward: Callable[..., Any]
-) -> Callable[..., Any]:
-    """The formula of ``_autograd_kernel``, with a forward that calls the backend directly."""
-
-    class Direct(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *arguments: Any) -> Any:
-            call, backend = op.call(*arguments[:-1]), arguments[-1]
-            output = op.backends[backend].forward(call)
-            save(ctx, call, backend, output)
-            return output
-
-    Direct.backward = staticmethod(backward)  # type: ignore[method-assign]
-    return applied(Direct)
-
-
-def _autograd_kernel(
-    operator: torch._ops.OpOverload,
-    call: Callable[..., Any],
-    save: Callable[..., None],
-    backward: Callable[..., Any],
-) -> Callable[..., Any]:
-    """The kernel that ``torch.library.register_autograd`` makes, which also runs inside of the
-    transforms of ``torch.func``: PyTorch's raises there."""
-
-    def below_autograd(keyset: Any, arguments: tuple[Any, ...]) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
-
-    # It handles a single level: torch.func applies its transforms around this kernel, one by one.
-    class Differentiable(torch.autograd.function._SingleLevelFunction):
-        @staticmethod
-        def forward(ctx: Any, *arguments: Any) -> Any:
-            *inputs, keyset = arguments  # last, so that the gradients of the inputs come first
-            # An autograd function disables gradients, but the transforms below still need them.
-            below = torch._C._functorch.peek_interpreter_stack() is not None
-            with torch.set_grad_enabled(below):
-                output = below_autograd(keyset, tuple(inputs))
-            save(ctx, call(*inputs[:-1]), inputs[-1], output)
-            return output
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            return *backward(ctx, *grads), None
-
-    def kernel(keyset: Any, *arguments: Any) -> Any:
-        _refuse_tangents(operator, arguments)
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
-            with enable_single_level_autograd_function():
-                return Differentiable.apply(*arguments, keyset)  # type: ignore[attr-defined]
-        return below_autograd(keyset, arguments)
-
-    return kernel
 
 
 def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

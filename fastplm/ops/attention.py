@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
-from fastplm._backends import DIFFERENTIABLE, fast_choice, is_traced, is_vmapped, requested
+from fastplm._backends import DIFFERENTIABLE, fast_choice, requested
 from fastplm._checks import (
     FLOATING,
     are_dense,
@@ -22,7 +21,8 @@ from fastplm._checks import (
     check_seed_form,
     check_tensor,
 )
-from fastplm._registry import Op, autocast, is_transformed, needs_dispatch
+from fastplm._modes import is_fake, is_traced, is_transformed, needs_dispatch
+from fastplm._registry import Op, autocast
 from fastplm._rules import ALONE, CallClass, slower, training
 from fastplm.errors import ArgumentTypeError, fail
 from fastplm.ops._attention_call import (
@@ -147,7 +147,7 @@ def attention(
         out = plain_attention(query, key, value, scale)
         if out is not None:
             return out
-    call, backend, dispatches = _prepared(
+    call, backend = _prepared(
         where,
         (query, key, value),
         (None, None, query.shape[2], key.shape[2]),
@@ -160,7 +160,7 @@ def attention(
         seed=seed,
         sample_index=sample_index,
     )
-    return OP(call, backend, dispatches)[0]
+    return OP(call, backend)[0]
 
 
 def attention_varlen(
@@ -252,7 +252,7 @@ def attention_varlen(
         )
         if out is not None:
             return out
-    prepared = _prepared(
+    call, backend = _prepared(
         where,
         (query, key, value),
         (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
@@ -264,7 +264,7 @@ def attention_varlen(
         seed=seed,
         sample_index=sample_index,
     )
-    return OP(*prepared)[0]
+    return OP(call, backend)[0]
 
 
 def _allows_tf32() -> bool:
@@ -290,8 +290,8 @@ def _prepared(
     relative_bias: T5RelativeBias | None,
     seed: int | Tensor | None,
     sample_index: Tensor | None,
-) -> tuple[Call, str, bool]:
-    """The checked call, its backend, and whether it needs PyTorch's dispatcher."""
+) -> tuple[Call, str]:
+    """The checked call and its backend, with the layout that it asks for."""
     query, key, value = autocast(*tensors)
     assert query is not None and key is not None and value is not None
     fix = "Pass the share of attention probabilities to drop."
@@ -318,19 +318,18 @@ def _prepared(
         _scale(where, scale, query.shape[-1]),
     )
     OP.check(call, where)
-    dispatches = needs_dispatch(call)
-    backend = OP.resolve(call, dispatches)
+    backend = OP.resolve(call)
     if backend in DIFFERENTIABLE:
-        return call, backend, dispatches
+        return call, backend
     if backend in ("cudnn", "triton"):
         call.check_lengths()
         if query.dtype is torch.float32 and _allows_tf32():
             call = call._replace(allow_tf32=True)
     if backend == "cudnn" and _cudnn_backward_row(call) is not None:
         call = call._replace(reorders=True)
-    if not dispatches or type(query) is FakeTensor:
-        grads = torch.is_grad_enabled() and query.requires_grad
-        if grads and lie_side_by_side(query, key, value):
+    if torch.is_grad_enabled() and query.requires_grad:
+        seen = is_fake(query) or not needs_dispatch(call)
+        if seen and lie_side_by_side(query, key, value):
             call = call._replace(side_by_side=True)
     # Backends read rows with any stride, but the elements of a row must be contiguous.
     for name in _ALIGNED:
@@ -340,7 +339,7 @@ def _prepared(
     if call.attn_mask is not None and call.attn_mask.stride(-1) != 1:
         dense = stored_once(call.attn_mask).contiguous()
         call = call._replace(attn_mask=dense.expand(call.attn_mask.shape))
-    return call, backend, dispatches
+    return call, backend
 
 
 def _eager(call: Call) -> tuple[Tensor, None]:
@@ -545,8 +544,8 @@ def _returned(call: Call, grads: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Te
 def _stock_rejects(call: Call, *, forced: bool) -> str | None:
     if not call.is_plain:
         return "PyTorch's is taken without masks, bias and dropout alone"
-    if is_vmapped():
-        return "PyTorch's has no batching rule"
+    if is_transformed():
+        return "PyTorch's has no batching rule and no tangent"
     return None if forced else torch_rejects(call, forced=forced)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastplm._checks import check_bool, check_number, check_probability, check_shape, check_tensor
 from fastplm._declare import Arg
-from fastplm._registry import Op, needs_dispatch
+from fastplm._registry import Op
 from fastplm.errors import fail
 from fastplm.ops._common import (
     csrc_rejects,
@@ -197,8 +197,7 @@ def _run(where: str, call: Call, return_sum: bool) -> Any:
     OP.check(call, where)
     if not drops:
         call = call._replace(seed=None, sample_index=None, position=None)
-    dispatches = needs_dispatch(call)
-    out, sum = OP(call, OP.resolve(call, dispatches), dispatches)
+    out, sum = OP(call, OP.resolve(call))
     return (out, sum) if return_sum else out
 
 

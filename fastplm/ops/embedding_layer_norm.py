@@ -10,16 +10,10 @@ import torch
 from torch import Tensor
 
 from fastplm._backends import needs_triton, requested
-from fastplm._checks import (
-    FLOATING,
-    check_int,
-    check_number,
-    check_probability,
-    check_tensor,
-    values_are_known,
-)
+from fastplm._checks import FLOATING, check_int, check_number, check_probability, check_tensor
 from fastplm._declare import Arg, from_fields
-from fastplm._registry import Op, in_place, is_batched, is_eager, is_fake, needs_dispatch
+from fastplm._modes import is_batched, is_eager, is_fake, values_are_known
+from fastplm._registry import Op, in_place
 from fastplm.errors import ArgumentTypeError, ArgumentValueError, fail
 from fastplm.ops._common import kernels, last_dim_contiguous, seed_tensor, triton_rejects
 from fastplm.reference.dropout import dropout_scale, dropout_threshold
@@ -179,8 +173,7 @@ def embedding_layer_norm(
         call = call._replace(word_weight=word_weight.detach())
     if dropout_p == 0.0:
         call = call._replace(seed=None, sample_index=None, position=None)
-    dispatches = needs_dispatch(call)
-    return OP(call, OP.resolve(call, dispatches), dispatches)
+    return OP(call, OP.resolve(call))
 
 
 _TABLES = (

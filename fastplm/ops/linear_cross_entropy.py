@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fastplm._checks import check_bool, check_number, check_tensor, values_are_known
+from fastplm._checks import check_bool, check_number, check_tensor
 from fastplm._declare import from_fields
-from fastplm._registry import Op, needs_dispatch
+from fastplm._modes import values_are_known
+from fastplm._registry import Op
 from fastplm.errors import fail
 from fastplm.ops._common import (
     check_reduction,
@@ -248,15 +249,14 @@ def _vocabulary_pass(
     check_budget(where, logits_budget, expected_targets)
     call = Call._make((*autocast_layer(*call[:3]), *call[3:]))
     OP.check(call, where)
-    dispatches = needs_dispatch(call)
-    backend = OP.resolve(call, dispatches)
+    backend = OP.resolve(call)
     if backend == "eager":
         return _eager(call)
     kept_rows, overflow_unlikely = _kept_rows(call, logits_budget, expected_targets, backend)
     call = OP.arguments.laid_out(call)._replace(
         kept_rows=kept_rows, overflow_unlikely=overflow_unlikely
     )
-    outputs = run_loss(OP, call, backend, dispatches)
+    outputs = run_loss(OP, call, backend)
     loss, _, log_probability, row_max, row_sum, argmax, drawn, *_ = outputs
     statistics = None
     if call.need_argmax:
