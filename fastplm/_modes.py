@@ -35,22 +35,19 @@ def is_exporting() -> bool:
 
 def is_transformed() -> bool:
     """Whether a call runs inside a transform of ``torch.func`` or inside forward-mode AD."""
-    return _in_torch_func() or forward_ad._current_level >= 0
-
-
-def _in_torch_func() -> bool:
-    return _transform() is not None
+    return _transform() is not None or forward_ad._current_level >= 0
 
 
 # Dynamo takes the result as a constant: see ``_allows_tf32`` in ops/attention.py.
-_in_torch_func._dynamo_marked_constant = True  # type: ignore[attr-defined]
+is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def needs_plain_pytorch() -> str | None:
+def why_plain_pytorch() -> str | None:
     """Why only plain PyTorch can run a call, or None."""
     if is_exporting():
         return "torch.jit.trace or an ONNX export, which record only PyTorch's own operators"
-    if is_transformed():
+    # The level is read here, too, so that Dynamo guards on it.
+    if is_transformed() or forward_ad._current_level >= 0:
         return "a transform of torch.func or forward-mode AD, which need PyTorch's own operators"
     return None
 

@@ -8,40 +8,98 @@ operator: ``ops.<op>`` calls the reference itself, so it stays ordinary differen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch.autograd import forward_ad
 
-from fastplm._backends import (
-    _DECISIONS,
-    BACKENDS,
-    DIFFERENTIABLE,
-    OP_NAMES,
-    Backend,
-    accepts_all,
-    requested,
-    resolve,
-)
+from fastplm import _rules
+from fastplm._autograd import Gradient, outside_autocast
+from fastplm._backends import _DECISIONS, BACKENDS, DIFFERENTIABLE, OP_NAMES, accepts_all, requested
 from fastplm._declare import Signature, from_fields
 from fastplm._modes import (
     TENSORS,
-    is_batched,
     is_exporting,
     is_traced,
     is_transformed,
     needs_dispatch,
-    needs_plain_pytorch,
+    why_plain_pytorch,
 )
-from fastplm._rules import slower
-from fastplm.errors import UnsupportedError
+from fastplm._rules import CallClass, slower
+from fastplm.errors import BackendError, UnsupportedError
 
 _LIBRARY = torch.library.Library("fastplm", "DEF")
-_TRANSFORMED = "FuncTorchDynamicLayerFrontMode"
 #: Every op by name, in the order of definition.
 OPS: dict[str, Op] = {}
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of an op.
+
+    Args:
+        forward, backward: ``forward(call)`` and ``backward(grad, saved)``, the implementations of
+            ``fastplm::<op>_fwd`` and ``fastplm::<op>_bwd``.
+        rejects: ``rejects(call, forced=…)`` returns why this backend cannot run a call, or None if
+            it can; ``forced``: whether the user chose this backend.
+        measured: ``measured(*call)`` returns the sizes and the dtype on which the speed of a call
+            depends. The backend runs a call if it is faster by the rules of ``_rules.py``. Without
+            ``measured``, or if it returns None, it runs every call that it can.
+        compiled: ``compiled(dtype)`` returns why a compiled program, which serves calls of any
+            size, should not use this backend, or None (see ``compiled_rule``). Without it an op
+            that is compiled runs this backend, and a layer PyTorch's function.
+    """
+
+    forward: Callable[..., Any]
+    backward: Any  # None without one
+    rejects: Callable[..., str | None]
+    measured: Callable[..., CallClass | None] | None = None
+    compiled: Callable[[torch.dtype], str | None] | None = None
+
+    def slower(self, op: str, call: Any) -> str | None:
+        """Why PyTorch's own function is faster for a call, or None."""
+        if self.measured is None:
+            return None
+        if torch.compiler.is_compiling():
+            return None if self.compiled is None else self.compiled(call[0].dtype)
+        measured = self.measured(*call)
+        return None if measured is None else slower(op, measured)
+
+
+def compiled_rule(
+    op: str, typical: Callable[[torch.dtype], CallClass]
+) -> Callable[[torch.dtype], str | None]:
+    """A ``compiled`` for a backend that runs if it is faster for the ``typical`` call of a dtype.
+
+    It refuses exported programs, which may run on another machine.
+    """
+
+    def reason(dtype: torch.dtype) -> str | None:
+        if torch.compiler.is_exporting():
+            return "the program is exported"
+        return slower(op, typical(dtype))
+
+    # Dynamo takes the result as a constant: see ``_allows_tf32`` in ops/attention.py.
+    reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return reason
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One resolved call: the op, the backend that runs it, and why each other one does not."""
+
+    op: str
+    backend: str
+    arguments: str
+    rejected: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.op}({self.arguments}) -> {self.backend}"]
+        lines += [f"    not {name}: {reason}" for name, reason in self.rejected]
+        return "\n".join(lines)
 
 
 class Op:
@@ -120,9 +178,9 @@ class Op:
         outputs = "Tensor" if len(results) == 1 else f"({outputs})"
         schema = f"({self.arguments.schema}, str backend) -> {outputs}"
         if saved is None:
-            self._operator = self._define(name, schema, self._run_forward, fake_forward)
+            self._operator = define(name, schema, self._run_forward, fake_forward)
             return
-        self._operator = self._define(f"{name}_fwd", schema, self._run_forward, fake_forward)
+        self._operator = define(f"{name}_fwd", schema, self._run_forward, fake_forward)
         self.saved = Signature(saved)
         outputs = ", ".join(["Tensor"] * len(gradients))
         schema = (
@@ -133,10 +191,10 @@ class Op:
         def fake_backward_of(grad: Any, *arguments: Any) -> Any:
             return fake_backward(grad, self.saved.build(arguments[:-1]))  # type: ignore[misc]
 
-        self._backward_operator = self._define(
+        self._backward_operator = define(
             f"{name}_bwd", schema, self._run_backward, fake_backward_of
         )
-        gradient = _Gradient(self, results, gradients, unused, tracked, second, finish)
+        gradient = Gradient(self, results, gradients, unused, tracked, second, finish)
         self._function = gradient.function()
         torch.library.register_autograd(
             f"fastplm::{name}_fwd", gradient.backward, setup_context=gradient.setup, lib=_LIBRARY
@@ -198,20 +256,76 @@ class Op:
             call.check(where)
 
     def resolve(self, call: Any) -> str:
-        """The backend that runs a call (see ``_backends.resolve``)."""
-        return resolve(self.name, self.backends, call)
+        """The backend that runs a call: the one that the user chose, or else the first one that
+        can and is not slower than PyTorch's own function.
 
-    def run(self, call: Any, backend: str) -> Any:
-        """The outputs of a checked call, as constants: for functions with a gradient of their own,
-        which runs ``gradients``."""
+        Raises:
+            BackendError: the chosen backend cannot run it.
+        """
+        wanted = requested(self.name)
+        plain = why_plain_pytorch() if needs_dispatch(call) else None
+        record = _DECISIONS.innermost() if _DECISIONS.open else None
+        if record is None:
+            for name in self.backends if wanted == "auto" else (wanted,):
+                if self._why_not(name, call, wanted, plain) is None:
+                    return name
+        reasons = {name: self._why_not(name, call, wanted, plain) for name in BACKENDS}
+        chosen = wanted
+        if wanted == "auto":
+            chosen = next(name for name, reason in reasons.items() if reason is None)
+        if record is not None:
+            record.append(self._decision(call, wanted, chosen, reasons))
+        if reasons[chosen] is not None:
+            raise self._refusal(call, chosen, reasons)
+        return chosen
+
+    def _why_not(self, name: str, call: Any, wanted: str, plain: str | None) -> str | None:
+        """Why a backend does not run a call: it cannot, or PyTorch's own function is faster; or
+        None. ``plain``: the result of ``why_plain_pytorch``."""
+        if name not in self.backends:
+            return "no implementation of this op"
+        if plain is not None and name not in DIFFERENTIABLE:
+            return plain
+        backend, forced = self.backends[name], name == wanted
+        reason = backend.rejects(call, forced=forced)
+        if reason is None and not forced and "stock" in self.backends:
+            reason = backend.slower(self.name, call)
+        return reason
+
+    def _decision(
+        self, call: Any, wanted: str, chosen: str, reasons: dict[str, str | None]
+    ) -> Decision:
+        passed = f"{chosen} was forced" if wanted != "auto" else f"{chosen} is preferred"
+        rejected = {name: why or passed for name, why in reasons.items() if name != chosen}
+        if wanted == "auto" and chosen == "cpp" and reasons["stock"] is None:
+            measured = self.backends[chosen].measured
+            by_rule = None if measured is None else measured(*call)
+            if by_rule is not None:
+                rejected["stock"] = str(_rules.decide(self.name, by_rule))
+        return Decision(self.name, chosen, _describe(call), tuple(rejected.items()))
+
+    def _refusal(self, call: Any, wanted: str, reasons: dict[str, str | None]) -> BackendError:
+        lines = [
+            f"{self.name}: backend '{wanted}' was forced (use_backend or FASTPLM_BACKEND) and "
+            f"cannot run {self.name}({_describe(call)}): {reasons[wanted]}."
+        ]
+        for name, reason in reasons.items():
+            if name != wanted:
+                lines.append(f"  {name}: {reason or 'can run it'}")
+        lines.append("Choose a backend that can run it, or 'auto'.")
+        return BackendError("\n".join(lines), reasons[wanted] or "")
+
+    def forward_only(self, call: Any, backend: str) -> Any:
+        """The outputs of a checked call, for an autograd function that contains this op; its
+        backward calls ``backward_only``."""
         if _DECISIONS.open:
             self.resolve(call)  # which records it
         if needs_dispatch(call):
             return self._operator(*call, backend)
         return self.backends[backend].forward(call)
 
-    def gradients(self, grad: torch.Tensor, saved: Any, backend: str) -> Any:
-        """The gradients of a call that ``run`` ran, from what its backward reads."""
+    def backward_only(self, grad: torch.Tensor, saved: Any, backend: str) -> Any:
+        """The gradients of a call of ``forward_only``, from what the backward reads."""
         if needs_dispatch((grad, *saved)):
             return self._backward_operator(grad, *saved, backend)
         return self.backends[backend].backward(grad, saved)
@@ -243,7 +357,7 @@ class Op:
             if out is not None:
                 return out
         if (
-            needs_plain_pytorch() is not None
+            why_plain_pytorch() is not None
             or any(isinstance(one, torch.Tensor) and type(one) not in TENSORS for one in arguments)
             or cpp.rejects(self.call(*arguments), forced=wanted == "cpp") is not None
         ):
@@ -254,172 +368,34 @@ class Op:
         *inputs, backend = arguments
         if forward_ad._current_level >= 0:
             _refuse_transform(self.name)
-        return _outside_autocast(self.backends[backend].forward, self.call(*inputs))
+        return outside_autocast(self.backends[backend].forward, self.call(*inputs))
 
     def _run_backward(self, grad: torch.Tensor, *arguments: Any) -> Any:
         saved = self.saved.build(arguments[:-1])
-        return _outside_autocast(self.backends[arguments[-1]].backward, grad, saved)
-
-    def _define(
-        self, operator: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]
-    ) -> torch._ops.OpOverload:
-        _LIBRARY.define(operator + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(operator, run, "CompositeExplicitAutograd")
-        # Where any transform of torch.func begins to handle a call.
-        _LIBRARY.impl(operator, partial(_refuse_transform, operator), _TRANSFORMED)
-        torch.library.register_fake(f"fastplm::{operator}", fake, lib=_LIBRARY)
-        return getattr(torch.ops.fastplm, operator).default
+        return outside_autocast(self.backends[arguments[-1]].backward, grad, saved)
 
 
-def in_place(name: str, schema: str, run: Callable[..., None]) -> torch._ops.OpOverload:
-    """Define ``fastplm::<name>``, which writes into its arguments and returns nothing."""
-    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fastplm::{name}", lambda *_: None, lib=_LIBRARY)
-    return getattr(torch.ops.fastplm, name).default
+def define(
+    operator: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]
+) -> torch._ops.OpOverload:
+    """Define ``fastplm::<operator>``."""
+    _LIBRARY.define(operator + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(operator, run, "CompositeExplicitAutograd")
+    # Where any transform of torch.func begins to handle a call.
+    _LIBRARY.impl(operator, partial(_refuse_transform, operator), "FuncTorchDynamicLayerFrontMode")
+    torch.library.register_fake(f"fastplm::{operator}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.fastplm, operator).default
 
 
-def _outside_autocast(function: Any, *arguments: Any) -> Any:
-    """Run a function without autocast: the public function has already cast the arguments."""
-    if torch._C._is_any_autocast_enabled():
-        with torch._C._DisableAutocast():
-            return function(*arguments)
-    return function(*arguments)
-
-
-class _Gradient:
-    """The autograd formula that follows from the declaration of an op."""
-
-    def __init__(
-        self,
-        op: Op,
-        results: tuple[str, ...],
-        gradients: tuple[str, ...],
-        unused: Callable[..., Sequence[str]] | None,
-        tracked: tuple[str, ...],
-        second: Callable[..., Any] | None,
-        finish: Callable[..., Any] | None,
-    ) -> None:
-        self.op, self.unused, self.second, self.finish = op, unused, second, finish
-        names, saved = op.arguments.names, op.saved.names
-        self.arguments, self.outputs = len(names), len(results)
-        # What may be saved: what a forward has, and properties of the call. A gradient of a further
-        # output is not there yet.
-        values = [*names, "backend", *results, *(f"need_{name}" for name in names), ""]
-        grads = [f"grad_{name}" for name in results[1:]]
-        self.properties = [name for name in saved if name not in (*values, *grads)]
-        values += self.properties
-        self.places = {name: place for place, name in enumerate(saved)}
-        self.sources = [values.index("" if name in grads else name) for name in saved]
-        #: The place among what is saved of the gradient of each further output; None if not there.
-        self.further = [self.places.get(name) for name in grads]
-        self.tensors = [
-            place
-            for place, kind in enumerate(op.saved.types)
-            if kind.startswith("Tensor") and place not in self.further
-        ]
-        self.of_arguments = [gradients.index(name) if name in gradients else None for name in names]
-        tracked = (results[0], *tracked)
-        self.constant = [
-            at
-            for at, name in enumerate(results)
-            if name not in tracked and f"grad_{name}" not in saved
-        ]
-
-    def setup(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """For the operator's kernel of autograd, which PyTorch makes."""
-        self.save(ctx, self.op.call(*inputs[:-1]), inputs[-1], output)
-
-    def function(self) -> Callable[..., Any]:
-        """The same for eager calls: an autograd function whose forward runs the backend itself."""
-        op, save = self.op, self.save
-
-        class Direct(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, *arguments: Any) -> Any:
-                call, backend = op.call(*arguments[:-1]), arguments[-1]
-                output = op.backends[backend].forward(call)
-                save(ctx, call, backend, output)
-                return output
-
-        Direct.backward = staticmethod(self.backward)  # type: ignore
-        return applied(Direct)
-
-    def save(self, ctx: Any, call: Any, backend: str, output: Any) -> None:
-        outputs = (output,) if self.outputs == 1 else output
-        needs = ctx.needs_input_grad[: self.arguments]
-        values = [*call, backend, *outputs, *needs, None]
-        for name in self.properties:
-            values.append(getattr(call, name))
-        saved = [*map(values.__getitem__, self.sources)]
-        if self.unused is not None:
-            for name in self.unused(call, outputs, needs, backend):
-                saved[self.places[name]] = None
-        ctx.save_for_backward(*map(saved.__getitem__, self.tensors))
-        for place in self.tensors:
-            saved[place] = None
-        ctx.saved, ctx.backend = saved, backend
-        if self.outputs > 1:
-            first = outputs[0]
-            ctx.zeros = partial(torch.zeros, first.shape, dtype=first.dtype, device=first.device)
-            ctx.mark_non_differentiable(*map(outputs.__getitem__, self.constant))
-            # Otherwise autograd would allocate zeros as the gradient of each such output.
-            ctx.set_materialize_grads(False)
-
-    def backward(
-        self, ctx: Any, grad: torch.Tensor | None, *further: Any, tensors: Any = None
-    ) -> tuple[Any, ...]:
-        op, backend, arguments = self.op, ctx.backend, [*ctx.saved]
-        results: list[Any] = [None] * (self.arguments + 1)
-        for place, one in zip(self.further, further, strict=True):
-            if place is not None:
-                arguments[place] = one
-        if grad is None:
-            if all(place is None or arguments[place] is None for place in self.further):
-                return tuple(results)
-            grad = ctx.zeros()
-        # Unpacked only once: inside a checkpoint, a second ``ctx.saved_tensors`` is an error.
-        tensors = ctx.saved_tensors if tensors is None else tensors
-        if self.second is None and torch.is_grad_enabled():  # create_graph=True
-            compute = partial(self.backward, ctx, grad, *further, tensors=tensors)
-            return _once(op.name, compute, (grad, *further, *tensors))
-        for place, one in zip(self.tensors, tensors, strict=True):
-            arguments[place] = one
-        saved = op.saved.build(arguments)
-        if self.second is not None and torch.is_grad_enabled():
-            grads = self.second(grad, saved, backend)
-        elif needs_dispatch((grad, *arguments)) or is_batched(grad, *further):
-            grads = op._backward_operator(grad, *arguments, backend)
-        elif torch._C._is_any_autocast_enabled():
-            grads = _outside_autocast(op.backends[backend].backward, grad, saved)
-        else:
-            grads = op.backends[backend].backward(grad, saved)
-        if self.finish is not None:
-            grads = self.finish(grads, saved)
-        grads = (grads,) if isinstance(grads, torch.Tensor) else grads
-        for at, place in enumerate(self.of_arguments):
-            if place is not None and ctx.needs_input_grad[at]:
-                results[at] = grads[place]
-        return tuple(results)
-
-
-def _once(op: str, compute: Callable[[], Any], read: Iterable[Any]) -> tuple[Any, ...]:
-    """Gradients that raise an error, naming ``op``, if they are differentiated.
-
-    Otherwise autograd would treat them as constants, and a gradient penalty as 0.
-
-    Args:
-        compute: returns the gradients.
-        read: the tensors, or None, on which they depend.
-    """
-    with torch.no_grad():
-        results = compute()
-    read = [one for one in read if one is not None and one.requires_grad]
-    if not read:
-        return results
-    return tuple(
-        None if one is None else _RaiseOnDoubleBackward.apply(op, one, *read) for one in results
-    )
+def _describe(call: Any) -> str:
+    parts = []
+    for name, value in zip(call._fields, call, strict=True):
+        if isinstance(value, torch.Tensor):
+            dtype = str(value.dtype).removeprefix("torch.")
+            parts.append(f"{dtype}{list(value.shape)}@{value.device}")
+        elif value is not None:
+            parts.append(f"{name}={value!r}")
+    return ", ".join(parts)
 
 
 def _refuse_dtensors(op: str, arguments: tuple[Any, ...]) -> None:
@@ -443,64 +419,3 @@ def _refuse_transform(operator: str, *_: Any) -> NoReturn:
         "torch.func or forward-mode AD, and has no rule for it. Trace it inside `with "
         f"fastplm.use_backend('eager', '{op}')`, or transform what is not compiled."
     )
-
-
-class _RaiseOnDoubleBackward(torch.autograd.Function):
-    """The identity on a gradient; its backward raises an error. It also takes what the gradient
-    depends on, so that autograd calls that backward."""
-
-    @staticmethod
-    def forward(ctx: Any, op: str, gradient: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-        ctx.op = op
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise UnsupportedError(
-            f"{ctx.op}: its gradient has no gradient of its own (create_graph=True). Run what is "
-            f"differentiated twice inside `with fastplm.use_backend('eager', '{ctx.op}')`."
-        )
-
-
-def applied(kind: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``kind.apply`` where no transform of ``torch.func`` is, in half of the time."""
-    return super(torch.autograd.Function, kind).apply  # type: ignore[misc]
-
-
-def once_differentiable(op: str) -> Callable[[Callable[..., Any]], Any]:
-    """For ``backward(ctx, saved tensors, *gradients)``: its results have no gradient, and to ask
-    for one, or for a batch of gradients, is an error that names ``op``."""
-
-    def decorate(backward: Callable[..., Any]) -> Any:
-        def call(ctx: Any, *grads: Any) -> Any:
-            if is_batched(*grads):
-                raise UnsupportedError(
-                    f"{op}: its gradients come one at a time (is_grads_batched=True or "
-                    "vectorize=True). Compute them in a loop, or run the model inside `with "
-                    "fastplm.use_backend('eager')`."
-                )
-            saved = ctx.saved_tensors
-            if torch.is_grad_enabled():
-                return _once(op, partial(backward, ctx, saved, *grads), (*grads, *saved))
-            return backward(ctx, saved, *grads)
-
-        return call
-
-    return decorate
-
-
-def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Cast floating tensors as autocast does for ``nn.Linear``, if autocast is on.
-
-    The first one is never None.
-    """
-    if not torch._C._is_any_autocast_enabled():
-        return tensors
-    device = tensors[0].device.type  # type: ignore[union-attr]
-    if not (torch._C._is_autocast_available(device) and torch.is_autocast_enabled(device)):
-        return tensors
-    dtype, cast = torch.get_autocast_dtype(device), list(tensors)
-    for at, tensor in enumerate(tensors):
-        if tensor is not None and tensor.is_floating_point() and tensor.dtype is not torch.float64:
-            cast[at] = tensor.to(dtype)
-    return tuple(cast)

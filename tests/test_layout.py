@@ -26,8 +26,8 @@ RECIPES = (
 #: The core, in the same way.
 CORE = (
     *(("graphs",), ("models",), ("hf", "_explain", "_measure"), ("_judge", "nn"), ("ops",)),
-    *(("reference",), ("_registry",), ("_backends",), ("_declare", "_rules")),
-    *(("_checks", "_machine"), ("errors", "_extension", "_budget")),
+    *(("reference",), ("_registry",), ("_autograd",), ("_backends", "_declare", "_rules")),
+    *(("_checks", "_machine", "_modes"), ("errors", "_extension", "_budget")),
 )
 #: The tests' own module, and the kernels, which have a test of their own.
 ASIDE = ("testing", "triton_kernels")

@@ -63,7 +63,7 @@ def test_every_op_is_here_and_its_reference_has_its_name():
     assert {sample.op for sample in SAMPLES.values()} == set(OPS)
     for name, op in OPS.items():
         assert op.reference.__name__ == f"{name}_ref"
-        assert (op._formula is not None) == any(one.op == name for one in DIFFERENTIABLE.values())
+        assert (op._function is not None) == any(one.op == name for one in DIFFERENTIABLE.values())
 
 
 @each_kernel()

@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from fastplm import ops
-from fastplm._backends import needs_triton, note, requested
+from fastplm._backends import note, requested, why_not_triton
 from fastplm._checks import check_shape
 from fastplm._modes import is_eager, is_exporting, is_fake, values_are_known
 from fastplm.hf import of_batch
@@ -483,7 +483,7 @@ class EncoderEmbeddings:
             and have_own((norm,))
             and is_plain(own["dropout"], nn.Dropout, Dropout)
             and own["word_embeddings"].weight.dtype is not torch.float64
-            and needs_triton(ids, forced) is None
+            and why_not_triton(ids, forced) is None
         )
 
     def _in_one_call(

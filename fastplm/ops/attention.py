@@ -15,14 +15,14 @@ from torch import Tensor
 from fastplm._backends import DIFFERENTIABLE, fast_choice, requested
 from fastplm._checks import (
     FLOATING,
-    are_dense,
     check_number,
     check_probability,
     check_seed_form,
     check_tensor,
+    check_tensors,
 )
 from fastplm._modes import is_fake, is_traced, is_transformed, needs_dispatch
-from fastplm._registry import Op, autocast
+from fastplm._registry import Op
 from fastplm._rules import ALONE, CallClass, slower, training
 from fastplm.errors import ArgumentTypeError, fail
 from fastplm.ops._attention_call import (
@@ -36,6 +36,7 @@ from fastplm.ops._attention_call import (
     stored_once,
 )
 from fastplm.ops._common import (
+    cast_for_autocast,
     csrc_rejects,
     kernels,
     last_dim_contiguous,
@@ -133,9 +134,7 @@ def attention(
     Reference: ``fastplm.reference.attention.attention_ref``.
     """
     where = "attention"
-    if not are_dense(query, key, value, 4):
-        for name, tensor in (("query", query), ("key", key), ("value", value)):
-            check_tensor(where, name, tensor, ndim=4)
+    check_tensors(where, 4, query=query, key=key, value=value)
     # ``_prepared`` raises the error for an argument of a wrong type.
     if (
         query.is_cpu
@@ -227,11 +226,8 @@ def attention_varlen(
     Reference: ``fastplm.reference.attention.attention_varlen_ref``.
     """
     where = "attention_varlen"
-    if not are_dense(query, key, value, 3):
-        for name, tensor in (("query", query), ("key", key), ("value", value)):
-            check_tensor(where, name, tensor, ndim=3)
-    check_tensor(where, "cu_seqlens_q", cu_seqlens_q, ndim=1)
-    check_tensor(where, "cu_seqlens_k", cu_seqlens_k, ndim=1)
+    check_tensors(where, 3, query=query, key=key, value=value)
+    check_tensors(where, 1, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if (
         query.is_cpu
         and relative_bias is seed is sample_index is None
@@ -292,7 +288,7 @@ def _prepared(
     sample_index: Tensor | None,
 ) -> tuple[Call, str]:
     """The checked call and its backend, with the layout that it asks for."""
-    query, key, value = autocast(*tensors)
+    query, key, value = cast_for_autocast(*tensors)
     assert query is not None and key is not None and value is not None
     fix = "Pass the share of attention probabilities to drop."
     check_probability(where, "dropout_p", dropout_p, fix)

@@ -9,11 +9,11 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastplm._backends import needs_triton, requested
+from fastplm._backends import requested, why_not_triton
 from fastplm._checks import FLOATING, check_int, check_number, check_probability, check_tensor
 from fastplm._declare import Arg, from_fields
 from fastplm._modes import is_batched, is_eager, is_fake, values_are_known
-from fastplm._registry import Op, in_place
+from fastplm._registry import Op, define
 from fastplm.errors import ArgumentTypeError, ArgumentValueError, fail
 from fastplm.ops._common import kernels, last_dim_contiguous, seed_tensor, triton_rejects
 from fastplm.reference.dropout import dropout_scale, dropout_threshold
@@ -246,10 +246,11 @@ def _triton_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, ...]:
 
 #: ``table[ids[n]] += rows[n]`` for a table [V, E], ids [N] and rows [N, E], without
 #: ``padding_idx``; the rows of an id are summed in fp32, in their order.
-ADD_ROWS = in_place(
+ADD_ROWS = define(
     "add_rows_",
     "(Tensor(a!) table, Tensor ids, Tensor rows, int padding_idx) -> ()",
-    lambda *given: kernels("embedding_layer_norm").add_rows_(*given),
+    run=lambda *arguments: kernels("embedding_layer_norm").add_rows_(*arguments),
+    fake=lambda *_: None,
 )
 
 
@@ -258,12 +259,12 @@ def adds_rows(table: Tensor, rows: Tensor) -> bool:
     wanted = requested("embedding_layer_norm")
     return (
         (is_eager(table, rows) or is_fake(rows))
-        and not (is_batched(table) or is_batched(rows))
+        and not is_batched(table, rows)
         and not (rows.is_cpu and wanted != "triton")
         and wanted in ("auto", "triton")
         and torch.float64 not in (table.dtype, rows.dtype)
         and table.is_contiguous()
-        and needs_triton(table, wanted == "triton") is None
+        and why_not_triton(table, wanted == "triton") is None
     )
 
 
