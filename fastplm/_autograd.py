@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fastplm._modes import is_batched, needs_dispatch
+from fastplm._modes import is_batched, is_transformed, needs_dispatch
 from fastplm.errors import UnsupportedError
 
 
@@ -21,17 +21,28 @@ def outside_autocast(function: Any, *arguments: Any) -> Any:
 
 
 class Gradient:
-    """The autograd formula that follows from the declaration of an op."""
+    """The autograd formula that follows from the declaration of an op.
+
+    Args:
+        op, results, gradients: see ``Op``.
+        unused: ``unused(call, outputs, needs, backend)``, the names of the tensors in ``op.saved``
+            that the backward of this call does not read; ``needs`` as ``ctx.needs_input_grad``.
+        tracked: names of further outputs that are not marked as non-differentiable.
+        second: ``second(grad, saved, backend)``, the gradients as a differentiable formula, for
+            gradients of gradients. Without it these raise an error.
+        finish: ``finish(gradients, saved)``, of what a backward returned; default: as they are.
+    """
 
     def __init__(
         self,
         op: Any,
         results: tuple[str, ...],
         gradients: tuple[str, ...],
-        unused: Callable[..., Sequence[str]] | None,
-        tracked: tuple[str, ...],
-        second: Callable[..., Any] | None,
-        finish: Callable[..., Any] | None,
+        *,
+        unused: Callable[..., Sequence[str]] | None = None,
+        tracked: tuple[str, ...] = (),
+        second: Callable[..., Any] | None = None,
+        finish: Callable[..., Any] | None = None,
     ) -> None:
         self.op, self.unused, self.second, self.finish = op, unused, second, finish
         names, saved = op.arguments.names, op.saved.names
@@ -53,11 +64,8 @@ class Gradient:
         ]
         self.of_arguments = [gradients.index(name) if name in gradients else None for name in names]
         tracked = (results[0], *tracked)
-        self.constant = [
-            at
-            for at, name in enumerate(results)
-            if name not in tracked and f"grad_{name}" not in saved
-        ]
+        tracked += tuple(name for name in results if f"grad_{name}" in saved)
+        self.nondifferentiable = [at for at, name in enumerate(results) if name not in tracked]
 
     def setup(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         """For the operator's kernel of autograd, which PyTorch makes."""
@@ -95,7 +103,7 @@ class Gradient:
         if self.outputs > 1:
             first = outputs[0]
             ctx.zeros = partial(torch.zeros, first.shape, dtype=first.dtype, device=first.device)
-            ctx.mark_non_differentiable(*map(outputs.__getitem__, self.constant))
+            ctx.mark_non_differentiable(*map(outputs.__getitem__, self.nondifferentiable))
             # Otherwise autograd would allocate zeros as the gradient of each such output.
             ctx.set_materialize_grads(False)
 
@@ -183,11 +191,11 @@ def once_differentiable(op: str) -> Callable[[Callable[..., Any]], Any]:
 
     def decorate(backward: Callable[..., Any]) -> Any:
         def call(ctx: Any, *grads: Any) -> Any:
-            if is_batched(*grads):
+            if is_batched(*grads) or is_transformed():
                 raise UnsupportedError(
-                    f"{op}: its gradients come one at a time (is_grads_batched=True or "
-                    "vectorize=True). Compute them in a loop, or run the model inside `with "
-                    "fastplm.use_backend('eager')`."
+                    f"{op}: its gradients come one at a time, and outside of torch.func (vmap, "
+                    "is_grads_batched=True, vectorize=True). Compute them in a loop, or run the "
+                    "model inside `with fastplm.use_backend('eager')`."
                 )
             saved = ctx.saved_tensors
             if torch.is_grad_enabled():

@@ -8,7 +8,7 @@ operator: ``ops.<op>`` calls the reference itself, so it stays ordinary differen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -130,12 +130,7 @@ class Op:
             A field whose type is ``call`` holds all arguments.
         gradients: the names of the arguments whose gradients a backward returns, in its order.
         fake_backward: ``fake_backward(grad, saved)`` returns the gradients, allocated only.
-        finish: ``finish(gradients, saved)``, of what a backward returned; default: as they are.
-        unused: ``unused(call, outputs, needs, backend)``, the names of the tensors in ``saved``
-            that the backward of this call does not read; ``needs`` as ``ctx.needs_input_grad``.
-        tracked: names of further outputs that are not marked as non-differentiable.
-        second: ``second(grad, saved, backend)``, the gradients as a differentiable formula, for
-            gradients of gradients. Without it these raise an error.
+        options: see ``_autograd.Gradient``.
     """
 
     def __init__(
@@ -153,10 +148,7 @@ class Op:
         saved: Any = None,
         gradients: tuple[str, ...] = (),
         fake_backward: Callable[..., Any] | None = None,
-        finish: Callable[..., Any] | None = None,
-        unused: Callable[..., Sequence[str]] | None = None,
-        tracked: tuple[str, ...] = (),
-        second: Callable[..., Any] | None = None,
+        **options: Any,
     ) -> None:
         if name not in OP_NAMES or name in OPS:
             raise ValueError(f"op {name!r} is not the name of a file of ops/, or is defined twice")
@@ -174,27 +166,19 @@ class Op:
             self.check(call)
             return fake(call, backend)
 
-        outputs = ", ".join(f"Tensor {result}" for result in results)
-        outputs = "Tensor" if len(results) == 1 else f"({outputs})"
-        schema = f"({self.arguments.schema}, str backend) -> {outputs}"
+        schema = f"({self.arguments.schema}, str backend) -> {_tensors(len(results))}"
         if saved is None:
             self._operator = define(name, schema, self._run_forward, fake_forward)
             return
         self._operator = define(f"{name}_fwd", schema, self._run_forward, fake_forward)
         self.saved = Signature(saved)
-        outputs = ", ".join(["Tensor"] * len(gradients))
-        schema = (
-            f"(Tensor grad, {self.saved.schema}, str backend) -> "
-            f"{outputs if len(gradients) == 1 else f'({outputs})'}"
-        )
 
-        def fake_backward_of(grad: Any, *arguments: Any) -> Any:
+        def fake_gradients(grad: Any, *arguments: Any) -> Any:
             return fake_backward(grad, self.saved.build(arguments[:-1]))  # type: ignore[misc]
 
-        self._backward_operator = define(
-            f"{name}_bwd", schema, self._run_backward, fake_backward_of
-        )
-        gradient = Gradient(self, results, gradients, unused, tracked, second, finish)
+        schema = f"(Tensor grad, {self.saved.schema}, str backend) -> {_tensors(len(gradients))}"
+        self._backward_operator = define(f"{name}_bwd", schema, self._run_backward, fake_gradients)
+        gradient = Gradient(self, results, gradients, **options)
         self._function = gradient.function()
         torch.library.register_autograd(
             f"fastplm::{name}_fwd", gradient.backward, setup_context=gradient.setup, lib=_LIBRARY
@@ -237,8 +221,7 @@ class Op:
             _refuse_dtensors(self.name, call)
             return self._operator(*call, backend)
         if torch._C._is_any_autocast_enabled():
-            with torch._C._DisableAutocast():
-                return self(call, backend)
+            return outside_autocast(self, call, backend)
         if (
             self._function is not None
             and torch.is_grad_enabled()
@@ -365,14 +348,14 @@ class Op:
         return self.public(*arguments)
 
     def _run_forward(self, *arguments: Any) -> Any:
-        *inputs, backend = arguments
-        if forward_ad._current_level >= 0:
-            _refuse_transform(self.name)
-        return outside_autocast(self.backends[backend].forward, self.call(*inputs))
+        _refuse_tangents(self.name, arguments)
+        call, backend = self.call(*arguments[:-1]), arguments[-1]
+        return outside_autocast(self.backends[backend].forward, call)
 
     def _run_backward(self, grad: torch.Tensor, *arguments: Any) -> Any:
-        saved = self.saved.build(arguments[:-1])
-        return outside_autocast(self.backends[arguments[-1]].backward, grad, saved)
+        _refuse_tangents(self.name, (grad, *arguments))
+        saved, backend = self.saved.build(arguments[:-1]), arguments[-1]
+        return outside_autocast(self.backends[backend].backward, grad, saved)
 
 
 def define(
@@ -385,6 +368,11 @@ def define(
     _LIBRARY.impl(operator, partial(_refuse_transform, operator), "FuncTorchDynamicLayerFrontMode")
     torch.library.register_fake(f"fastplm::{operator}", fake, lib=_LIBRARY)
     return getattr(torch.ops.fastplm, operator).default
+
+
+def _tensors(count: int) -> str:
+    """So many results, as a schema writes them."""
+    return "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
 
 
 def _describe(call: Any) -> str:
@@ -411,11 +399,21 @@ def _refuse_dtensors(op: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _refuse_transform(operator: str, *_: Any) -> NoReturn:
-    """For a graph of operators that was made before a transform or forward-mode AD began: these
-    would drop its tangents silently. An eager call is plain PyTorch there."""
+    """For an operator in a graph, of autograd or of a tracer, that was made before a transform
+    began. (A call inside of one is plain PyTorch.)"""
     op = operator.removesuffix("_fwd").removesuffix("_bwd")
     raise UnsupportedError(
-        f"{op}: its operator stands in a graph that was traced outside of this transform of "
-        "torch.func or forward-mode AD, and has no rule for it. Trace it inside `with "
-        f"fastplm.use_backend('eager', '{op}')`, or transform what is not compiled."
+        f"{op}: its operator has no rule for transforms of torch.func and forward-mode AD, and was "
+        "called or traced before this one began. Do that inside of the transform, or inside `with "
+        f"fastplm.use_backend('eager', '{op}')`."
     )
+
+
+def _refuse_tangents(op: str, arguments: tuple[Any, ...]) -> None:
+    """The same of tensors with tangents, where forward-mode AD runs without ``torch.func``."""
+    if forward_ad._current_level < 0:
+        return
+    for value in arguments:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            if forward_ad.unpack_dual(value).tangent is not None:
+                _refuse_transform(op)

@@ -272,7 +272,7 @@ def test_the_documentation_says_the_shapes_declared(op):
     doc = inspect.getdoc(function)
     documented = doc[doc.index("Args:") : doc.index("Returns:")]
     found = 0
-    for argument in OPS[op].arguments.tensors[False]:
+    for argument in OPS[op].arguments.tensors:
         if argument.shape is None or argument.name not in inspect.signature(function).parameters:
             continue
         text = argument.shape.text.replace(" > 0", "").replace("[...]", "[...").removesuffix("]")

@@ -119,19 +119,29 @@ def test_a_forced_kernel_says_that_it_has_no_tangent():
 
 @every_function
 def test_a_graph_of_kernels_refuses_transforms_that_began_later(name):
-    """A graph has fixed operators, so plain PyTorch cannot be chosen any more."""
+    """A graph has fixed operators, so plain PyTorch cannot be chosen any more; that of autograd,
+    too."""
     function, x = FUNCTIONS[name]
     op = name.split(",")[0]
     backend = next((one for one in ("cpp", "torch") if one in OPS[op].backends), None)
     if backend is None:
         pytest.skip("it has no kernels for a CPU")
+    leaf = x.clone().requires_grad_()
     with fastplm.use_backend(backend, op):
-        graph = make_fx(function)(x)
+        graph, out = make_fx(function)(x), function(leaf)
+    upstream = torch.ones_like(out)
+
+    def gradient(upstream: Tensor) -> Tensor:
+        return torch.autograd.grad(out, leaf, upstream, retain_graph=True)[0]
+
     for transform in (
         lambda: tangent(graph, x, x),
         lambda: torch.func.grad(lambda x: graph(x).sum())(x),
         lambda: torch.vmap(graph)(torch.stack((x, x))),
         lambda: dual(graph, x, x),
+        lambda: tangent(gradient, upstream, upstream),
+        lambda: torch.vmap(gradient)(torch.stack((upstream, upstream))),
+        lambda: dual(gradient, upstream, upstream),
     ):
         with pytest.raises(UnsupportedError, match=rf"use_backend\('eager', '{op}'\)"):
             transform()

@@ -53,8 +53,6 @@ from fastplm.reference.attention import (
 #: The largest head dim of the Triton kernels, by the bytes of an element.
 _MAX_HEAD_DIM = {2: 256, 4: 128}
 _NUMBER = (float, int)
-# Arguments whose last stride must be 1 in the backends.
-_ALIGNED = ("query", "key", "value", "key_mask", "cu_seqlens_q", "cu_seqlens_k", "sample_index")
 
 
 def attention(
@@ -327,23 +325,26 @@ def _prepared(
         seen = is_fake(query) or not needs_dispatch(call)
         if seen and lie_side_by_side(query, key, value):
             call = call._replace(side_by_side=True)
-    # Backends read rows with any stride, but the elements of a row must be contiguous.
-    for name in _ALIGNED:
-        tensor = getattr(call, name)
-        if tensor is not None and tensor.stride(-1) != 1:
-            call = call._replace(**{name: tensor.contiguous()})
     if call.attn_mask is not None and call.attn_mask.stride(-1) != 1:
         dense = stored_once(call.attn_mask).contiguous()
         call = call._replace(attn_mask=dense.expand(call.attn_mask.shape))
-    return call, backend
+    # Backends read rows with any stride, but the elements of a row must be contiguous.
+    return OP.arguments.laid_out(call), backend
 
 
 def _eager(call: Call) -> tuple[Tensor, None]:
     if call.packed:
         call.check_lengths()
-        out = attention_varlen_ref(*call[:3], *call[5:9], **call.options)  # type: ignore[arg-type]
+        out = attention_varlen_ref(
+            *(call.query, call.key, call.value),
+            *(call.cu_seqlens_q, call.cu_seqlens_k),  # type: ignore[arg-type]
+            *(call.max_seqlen_q, call.max_seqlen_k),
+            **call.options,
+        )
     else:
-        out = attention_ref(*call[:3], attn_mask=call.attn_mask, **call.options)
+        out = attention_ref(
+            call.query, call.key, call.value, attn_mask=call.attn_mask, **call.options
+        )
     return out, None
 
 
@@ -375,6 +376,10 @@ def _scale(where: str, scale: float | None, head_dim: int) -> float:
 # --- backend "cpp": csrc/attention/attention.h, one head of one sequence a thread -----------------
 
 _CSRC_REJECTS = csrc_rejects("attention", fp64=False)
+# Parts of the arguments of csrc/, which takes them in the order of ``_cpp_arguments``: names cost
+# 3 of the 5 microseconds of a small call.
+_NO_MASK, _NOT_PACKED = (None, None), (None, None)
+_NO_BIAS, _NO_DROPOUT = (None, None), (None, None, 0)
 
 
 def _is_plain(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
@@ -413,7 +418,12 @@ def plain_attention(
         return None
     out, _ = torch.ops.fastplm_C.attention.default(
         *map(last_dim_contiguous, (query, key, value)),
-        *(None, None, None, None, query.shape[2], key.shape[2], None, None, None, None, 0, False),
+        *_NO_MASK,
+        *_NOT_PACKED,
+        *(query.shape[2], key.shape[2]),
+        *_NO_BIAS,
+        *_NO_DROPOUT,
+        False,
         query.shape[3] ** -0.5 if scale is None else float(scale),
     )
     return out
@@ -471,11 +481,12 @@ def _fast_varlen(
     try:
         out, _ = torch.ops.fastplm_C.attention.default(
             *map(last_dim_contiguous, (query, key, value)),
-            None if key_mask is None else key_mask.contiguous(),
-            None,
-            cu_seqlens_q.contiguous(),
-            cu_seqlens_k.contiguous(),
-            *(max_seqlen_q, max_seqlen_k, None, None, None, None, 0, is_causal),
+            *(None if key_mask is None else key_mask.contiguous(), None),
+            *(cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()),
+            *(max_seqlen_q, max_seqlen_k),
+            *_NO_BIAS,
+            *_NO_DROPOUT,
+            is_causal,
             dim**-0.5 if scale is None else float(scale),
         )
     except (RuntimeError, ValueError):  # wrong lengths: ``_prepared`` raises an error about them
@@ -495,12 +506,12 @@ def _measured(
 def _cpp_arguments(call: Call) -> tuple[Any, ...]:
     weight = call.bias_weight
     return (
-        *call[:9],
-        None if weight is None else weight.float(),
-        call.buckets,
-        call.seed,
-        call.sample_index,
-        call.dropout_threshold,
+        *(call.query, call.key, call.value),
+        *(call.key_mask, call.attn_mask),
+        *(call.cu_seqlens_q, call.cu_seqlens_k),
+        *(call.max_seqlen_q, call.max_seqlen_k),
+        *(None if weight is None else weight.float(), call.buckets),
+        *(call.seed, call.sample_index, call.dropout_threshold),
         call.is_causal,
         call.scale,
     )
@@ -606,15 +617,17 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 def _cudnn_rejects(call: Call, *, forced: bool) -> str | None:
-    query, key, value = call[:3]
+    query, key, value = call.query, call.key, call.value
     if query.device.type != "cuda":
         return f"it runs on CUDA tensors, not {query.device}"
     if not call.is_at_most_causal:
         return "cuDNN is taken without masks, packing, bias and dropout alone"
     if call.is_causal and query.shape[2] not in (1, key.shape[2]):
         return "cuDNN aligns causality at the first key"
-    if torch.compiler.is_compiling() or not torch.cuda.is_available():
+    if torch.compiler.is_compiling():
         return "a program is traced, which serves calls of any size"
+    if not torch.cuda.is_available():
+        return "there is no GPU to ask"
     if not forced and _cudnn_row(call) is None:
         return "it was not measured to be faster for this size on this GPU"
     causal = call.is_causal and query.shape[2] > 1
@@ -627,7 +640,7 @@ def _cudnn_rejects(call: Call, *, forced: bool) -> str | None:
 def _cudnn_forward(call: Call) -> tuple[Tensor, Tensor]:
     """Output and statistics. cuDNN's logarithm of a sum is ours of the maximum, and that of the sum
     is 0: with a large offset of a row's scores fewer digits are left."""
-    query, key, value = call[:3]
+    query, key, value = call.query, call.key, call.value
     stats = _statistics(call, "cudnn")
     causal, streams = call.is_causal and query.shape[2] > 1, stats.numel() > 0
     out, logsumexp, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
@@ -647,7 +660,7 @@ def _cudnn_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor,
     call, out, logsumexp, _ = saved
     if not call.reorders:
         return _triton_backward(grad, saved)
-    query, key, value = call[:3]
+    query, key, value = call.query, call.key, call.value
     causal, drawn = call.is_causal and query.shape[2] > 1, query.new_empty((), dtype=torch.int64)
     grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
         *(grad, query, key, value, out, logsumexp, drawn, drawn, None, None, None),
@@ -682,7 +695,7 @@ def _statistics(call: Call, backend: str) -> Tensor:
 def _fake_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, ...]:
     call = saved.call
     bias = call.bias_weight if saved.need_bias_weight else None
-    grads = [empty_like_projection(tensor) for tensor in call[:3]]
+    grads = [empty_like_projection(tensor) for tensor in (call.query, call.key, call.value)]
     grads.append(call.query.new_empty(0) if bias is None else bias.new_empty(bias.shape))
     return _returned(call, tuple(grads))
 

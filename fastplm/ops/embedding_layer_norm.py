@@ -208,7 +208,8 @@ _reference = from_fields(embedding_layer_norm_ref)
 
 
 def _triton_rejects(call: Call, *, forced: bool) -> str | None:
-    floating = (call.word_weight, call.position_weight, call.token_type_weight, *call[6:8])
+    tables = (call.word_weight, call.position_weight, call.token_type_weight)
+    floating = (*tables, call.weight, call.bias)
     if call.dtype == "float64" or any(one.dtype is torch.float64 for one in floating):
         return "float64: the kernels take fp32, fp16 and bf16"
     if call.weight.shape[0] > _MAX_WIDTH:
@@ -218,10 +219,15 @@ def _triton_rejects(call: Call, *, forced: bool) -> str | None:
 
 def _arguments(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The tensors of a call as the kernels take them, and the other arguments."""
-    dense = [one.contiguous() if isinstance(one, Tensor) else one for one in call]
+    call = Call._make(one.contiguous() if isinstance(one, Tensor) else one for one in call)
+    tables = (
+        *(call.input_ids, call.word_weight),
+        *(call.position_ids, call.position_weight),
+        *(call.token_type_ids, call.token_type_weight),
+    )
     threshold = dropout_threshold(call.dropout_p)
     settings = dict(threshold=threshold, keep_scale=dropout_scale(threshold), eps=call.eps)
-    return (tuple(dense[:6]), *dense[6:8], tuple(dense[11:14])), settings
+    return (tables, call.weight, call.bias, (call.seed, call.sample_index, call.position)), settings
 
 
 def _triton_forward(call: Call) -> Tensor:

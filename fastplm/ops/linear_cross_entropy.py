@@ -247,7 +247,8 @@ def _vocabulary_pass(
     expected, hint = "a share in [0, 1]", "Usual values are 0.0 and 0.1."
     check_number(where, "label_smoothing", call.label_smoothing, 0.0, 1.0, expected, hint)
     check_budget(where, logits_budget, expected_targets)
-    call = Call._make((*autocast_layer(*call[:3]), *call[3:]))
+    input, weight, bias = autocast_layer(call.input, call.linear_weight, call.linear_bias)
+    call = call._replace(input=input, linear_weight=weight, linear_bias=bias)
     OP.check(call, where)
     backend = OP.resolve(call)
     if backend == "eager":

@@ -254,8 +254,15 @@ def _distilled(
     where, all_count = call.where, call.target is None and mask is None
     _check_arguments(call, mask)
     check_budget(where, logits_budget, expected_targets)
-    student, teacher = autocast_layer(*call[:3]), _constants(*call[3:6])
-    call = Call._make((*student, *teacher, *call[6:]))._replace(
+    input, weight, bias = autocast_layer(call.input, call.linear_weight, call.linear_bias)
+    teacher = _constants(call.teacher_input, call.teacher_weight, call.teacher_bias)
+    call = call._replace(
+        input=input,
+        linear_weight=weight,
+        linear_bias=bias,
+        teacher_input=teacher[0],
+        teacher_weight=teacher[1],
+        teacher_bias=teacher[2],
         target=rows_chosen(call.input, call.target, None, call.ignore_index),
         divergence=kl_of_limit(call.divergence, call.beta),
         beta=float(call.beta),

@@ -287,15 +287,25 @@ def _torch_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor]:
 def _triton_forward(call: Call) -> tuple[Tensor, Tensor]:
     call.check_lengths()
     score, index = _results(call)
-    scales = (None, None)
-    if call.normalize:
-        scales = tuple(
-            torch.linalg.vector_norm(rows, dim=1, dtype=score.dtype)
-            .clamp_(min=NORM_EPS)
-            .reciprocal_()
-            for rows in (call.query, call.key)
-        )
-    kernels("maxsim").maxsim_fwd(*call[:2], *scales, *call[2:6], score, index)
+
+    def scale(rows: Tensor) -> Tensor | None:
+        if not call.normalize:
+            return None
+        norm = torch.linalg.vector_norm(rows, dim=1, dtype=score.dtype)
+        return norm.clamp_(min=NORM_EPS).reciprocal_()
+
+    kernels("maxsim").maxsim_fwd(
+        query=call.query,
+        key=call.key,
+        scale_q=scale(call.query),
+        scale_k=scale(call.key),
+        cu_seqlens_q=call.cu_seqlens_q,
+        cu_seqlens_k=call.cu_seqlens_k,
+        max_seqlen_q=call.max_seqlen_q,
+        max_seqlen_k=call.max_seqlen_k,
+        score=score,
+        index=index,
+    )
     return score, index
 
 
