@@ -184,7 +184,8 @@ class Signature:
         for place, name, kind in self.scalars:
             value: Any = call[place]
             is_kind: bool = type(value) is kind  # in a name, or mypy takes it for an object
-            if not is_kind or (kind is int and not -_MOST_INT <= value < _MOST_INT):
+            asks = kind is int and not traced  # a traced int may be a symbol without a value
+            if not is_kind or (asks and not -_MOST_INT <= value < _MOST_INT):
                 check_scalar(where, name, value, kind)
 
     def check_dimensions(self, where: str, call: Any, *names: str) -> None:

@@ -75,7 +75,7 @@ def is_eager(*tensors: Tensor) -> bool:
 
 def is_fake(x: Tensor) -> bool:
     """Whether it is a tensor without data, which may be on a device that is not there."""
-    return type(x) is FakeTensor and not torch.compiler.is_compiling()
+    return type(x) is torch._subclasses.FakeTensor and not torch.compiler.is_compiling()
 
 
 def is_batched(*gradients: Tensor | None) -> bool:

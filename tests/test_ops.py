@@ -471,6 +471,8 @@ def test_eager_on_the_gpu_has_the_bits_of_the_cpu(sample):
 @pytest.mark.parametrize("backend", ("auto", "eager", "torch", "cpp"))
 @each_sample()
 def test_a_mode_leaves_nothing_behind(sample, backend, mode):
+    if mode in ("vmap", "grad") and backend not in ("auto", "eager"):
+        pytest.skip("a transform takes no kernel")
     inputs = sample.make(33, torch.float32)
     inputs |= dict(seed=7) if "seed" in inspect.signature(sample.function).parameters else {}
 
