@@ -7,8 +7,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
-from fastplm._modes import is_batched, is_transformed, needs_dispatch
+from fastplm._modes import is_batched, needs_dispatch, transform
 from fastplm.errors import UnsupportedError
 
 
@@ -191,7 +192,7 @@ def once_differentiable(op: str) -> Callable[[Callable[..., Any]], Any]:
 
     def decorate(backward: Callable[..., Any]) -> Any:
         def call(ctx: Any, *grads: Any) -> Any:
-            if is_batched(*grads) or is_transformed():
+            if transform() is not None or forward_ad._current_level >= 0 or is_batched(*grads):
                 raise UnsupportedError(
                     f"{op}: its gradients come one at a time, and outside of torch.func (vmap, "
                     "is_grads_batched=True, vectorize=True). Compute them in a loop, or run the "

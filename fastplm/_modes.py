@@ -16,7 +16,7 @@ _VMAP = torch._C._functorch.TransformType.Vmap
 
 # Every call uses these, so they are looked up once.
 _is_tracing, _dispatch_modes = torch._C._is_tracing, torch._C._len_torch_dispatch_stack
-_transform, _profiler = torch._C._functorch.peek_interpreter_stack, torch.autograd.profiler
+transform, _profiler = torch._C._functorch.peek_interpreter_stack, torch.autograd.profiler
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
@@ -35,7 +35,7 @@ def is_exporting() -> bool:
 
 def is_transformed() -> bool:
     """Whether a call runs inside a transform of ``torch.func`` or inside forward-mode AD."""
-    return _transform() is not None or forward_ad._current_level >= 0
+    return transform() is not None or forward_ad._current_level >= 0
 
 
 # Dynamo takes the result as a constant: see ``_allows_tf32`` in ops/attention.py.
@@ -60,7 +60,7 @@ def needs_dispatch(arguments: tuple[Any, ...]) -> bool:
         or _is_tracing()
         or _dispatch_modes() > 0
         or _profiler._is_profiler_enabled
-        or _transform() is not None
+        or transform() is not None
         or forward_ad._current_level >= 0
         or not _ORDINARY.issuperset(map(type, arguments))
         or arguments[0].is_meta  # then all are: the tensors of a call are on one device

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fastplm._backends import DIFFERENTIABLE, fast_choice, requested
 from fastplm._checks import (
@@ -21,7 +22,7 @@ from fastplm._checks import (
     check_tensor,
     check_tensors,
 )
-from fastplm._modes import is_fake, is_traced, is_transformed, needs_dispatch
+from fastplm._modes import is_traced, is_transformed, needs_dispatch
 from fastplm._registry import Op
 from fastplm._rules import ALONE, CallClass, slower, training
 from fastplm.errors import ArgumentTypeError, fail
@@ -322,7 +323,7 @@ def _prepared(
     if backend == "cudnn" and _cudnn_backward_row(call) is not None:
         call = call._replace(reorders=True)
     if torch.is_grad_enabled() and query.requires_grad:
-        seen = is_fake(query) or not needs_dispatch(call)
+        seen = type(query) is FakeTensor or not needs_dispatch(call)
         if seen and lie_side_by_side(query, key, value):
             call = call._replace(side_by_side=True)
     if call.attn_mask is not None and call.attn_mask.stride(-1) != 1:

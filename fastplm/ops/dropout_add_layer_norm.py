@@ -265,34 +265,36 @@ def _triton_rejects(call: Call, *, forced: bool) -> str | None:
 
 def _triton_forward(call: Call) -> tuple[Tensor, Tensor]:
     shape = call.input.shape
-    call = Call._make([one.contiguous() if isinstance(one, Tensor) else one for one in call])
+    dense: list[Any] = [one.contiguous() if isinstance(one, Tensor) else one for one in call]
+    input, residual, weight, bias, linear_bias, seed, sample_index, position, *_ = dense
     out, sum = kernels("dropout_add_layer_norm").dropout_add_layer_norm_fwd(
-        input=rows_of(call.input),
-        residual=rows_of(call.residual),
-        weight=call.weight,
-        bias=call.bias,
-        linear_bias=call.linear_bias,
-        seed=call.seed,
-        sample_index=call.sample_index,
-        position=call.position,
+        input=rows_of(input),
+        residual=rows_of(residual),
+        weight=weight,
+        bias=bias,
+        linear_bias=linear_bias,
+        seed=seed,
+        sample_index=sample_index,
+        position=position,
         **_settings(call.dropout_p, call.eps, call.is_rms),
     )
     return out.view(shape), sum.view(shape)
 
 
 def _triton_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, ...]:
-    saved = Saved._make([one.contiguous() if isinstance(one, Tensor) else one for one in saved])
+    dense: list[Any] = [one.contiguous() if isinstance(one, Tensor) else one for one in saved]
+    sum, weight, bias, linear_bias, grad_sum, seed, sample_index, position, *_ = dense
     needs = (saved.need_input, saved.need_residual)
     of_input, of_residual, *others = kernels("dropout_add_layer_norm").dropout_add_layer_norm_bwd(
         grad=rows_of(grad),
-        sum=rows_of(saved.sum),
-        weight=saved.weight,
-        bias=saved.bias,
-        linear_bias=saved.linear_bias,
-        grad_sum=None if saved.grad_sum is None else rows_of(saved.grad_sum),
-        seed=saved.seed,
-        sample_index=saved.sample_index,
-        position=saved.position,
+        sum=rows_of(sum),
+        weight=weight,
+        bias=bias,
+        linear_bias=linear_bias,
+        grad_sum=None if grad_sum is None else rows_of(grad_sum),
+        seed=seed,
+        sample_index=sample_index,
+        position=position,
         needs=(*needs, saved.need_weight, saved.need_bias, saved.need_linear_bias),
         **_settings(saved.dropout_p, saved.eps, saved.is_rms),
     )
