@@ -1,4 +1,4 @@
-"""Chooses the backend that runs an op, and says why each of the others does not run it.
+"""The backends: which one the user chose, and why one cannot run on this machine.
 
 A backend is one implementation of an op:
 
@@ -31,16 +31,12 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
-from fastplm import _rules
-from fastplm._rules import CallClass, slower
-from fastplm.errors import BackendError, check_choice
+from fastplm.errors import check_choice
 
 #: In the order of preference of "auto"; "eager" can run anything, so it is last.
 BACKENDS = ("cuda", "cpp", "cudnn", "triton", "stock", "torch", "eager")
@@ -48,147 +44,14 @@ BACKENDS = ("cuda", "cpp", "cudnn", "triton", "stock", "torch", "eager")
 DIFFERENTIABLE = ("stock", "eager")
 #: Every op is named after its file. ``_registry.OPS`` has the ops once ``fastplm.ops`` is imported.
 OP_NAMES = tuple(sorted(path.stem for path in (Path(__file__).parent / "ops").glob("[!_]*.py")))
-_TRANSFORMS = torch._C._functorch.TransformType
-
-
-@dataclass(frozen=True)
-class Backend:
-    """One implementation of an op.
-
-    Args:
-        name: one of ``BACKENDS``.
-        forward, backward: ``forward(call)`` and ``backward(grad, saved)``, the implementations of
-            ``fastplm::<op>_fwd`` and ``fastplm::<op>_bwd``.
-        rejects: ``rejects(call, forced=…)`` returns why this backend cannot run a call, or None if
-            it can.
-        measured: ``measured(*call)`` returns the sizes and the dtype on which the speed of a call
-            depends. The backend runs a call if it is faster by the rules of ``_rules.py``. Without
-            ``measured``, or if it returns None, it runs every call that it can.
-        compiled: ``compiled(dtype)`` returns why a compiled program, which serves calls of any
-            size, should not use this backend, or None. See ``compiled_rule``.
-    """
-
-    name: str
-    forward: Callable[..., Any]
-    backward: Any  # None without one
-    rejects: Callable[..., str | None]
-    measured: Callable[..., CallClass | None] | None = None
-    compiled: Callable[[torch.dtype], str | None] | None = None
-
-    def refuses(
-        self, op: str, call: Any, *, forced: bool, dispatches: bool = True, compares: bool = True
-    ) -> str | None:
-        """Why this backend does not run a call: it cannot, or PyTorch's own function is faster.
-
-        Args:
-            op: the name of the op.
-            call: the arguments of the op.
-            forced: whether the user chose this backend.
-            dispatches: as in ``resolve``.
-            compares: whether PyTorch's own function may run instead.
-        """
-        if dispatches and self.name != "eager":
-            reason = needs_plain_pytorch()
-            if reason is not None:
-                return reason
-        reason = self.rejects(call, forced=forced)
-        if reason is not None or self.measured is None or forced or not compares:
-            return reason
-        if torch.compiler.is_compiling():
-            return None if self.compiled is None else self.compiled(call[0].dtype)
-        measured = self.measured(*call)
-        return None if measured is None else slower(op, measured)
-
-
-def compiled_rule(
-    op: str, typical: Callable[[torch.dtype], CallClass]
-) -> Callable[[torch.dtype], str | None]:
-    """A ``compiled`` for a backend that runs if it is faster for the ``typical`` call of a dtype.
-
-    It refuses exported programs, which may run on another machine, and transforms, which would
-    split each call into its samples.
-    """
-
-    def reason(dtype: torch.dtype) -> str | None:
-        if torch.compiler.is_exporting() or _transforms() or forward_ad._current_level >= 0:
-            return "the program is exported or transformed"
-        return slower(op, typical(dtype))
-
-    # Dynamo takes the result as a constant: see ``_allows_tf32`` in ops/attention.py.
-    reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return reason
-
-
-def needs_plain_pytorch() -> str | None:
-    """Why only plain PyTorch can run a call: some transforms need to see PyTorch's operators.
-
-    fastplm's operators support gradients of ``torch.func``, and ``vmap`` without gradients.
-    """
-    if is_exporting():
-        return "torch.jit.trace or an ONNX export, which record only PyTorch's own operators"
-    if torch.compiler.is_compiling():  # ``_registry._refuse_tangents`` checks for tangents
-        return None
-    if forward_ad._current_level >= 0:
-        return "forward-mode AD: a kernel makes no tangent"
-    if _transforms() in (set(), {_TRANSFORMS.Grad}, {_TRANSFORMS.Vmap}):
-        return None
-    return "several transforms of torch.func at once: a kernel supports vmap or gradients"
-
-
-def is_vmapped() -> bool:
-    """Whether a call runs under ``torch.vmap`` and is not compiled."""
-    return not torch.compiler.is_compiling() and _TRANSFORMS.Vmap in _transforms()
-
-
-def _transforms() -> set[Any]:
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return set()
-    return {level.key() for level in torch._C._functorch.get_interpreter_stack()}
-
-
-def is_exporting() -> bool:
-    """Whether ``torch.jit.trace`` or an ONNX export records a call: only PyTorch's operators exist
-    there."""
-    if torch.compiler.is_compiling():
-        return not torch.compiler.is_dynamo_compiling() and torch.onnx.is_in_onnx_export()
-    return torch.jit.is_tracing()
-
-
-@dataclass(frozen=True)
-class Decision:
-    """One resolved call: the op, the backend that runs it, and why each other one does not."""
-
-    op: str
-    backend: str
-    arguments: str
-    rejected: tuple[tuple[str, str], ...]
-
-    def __str__(self) -> str:
-        lines = [f"{self.op}({self.arguments}) -> {self.backend}"]
-        lines += [f"    not {name}: {reason}" for name, reason in self.rejected]
-        return "\n".join(lines)
-
-
-class _Choice:
-    """The choice of a ``use_backend`` block. (torch.compile can create a plain class like this.)"""
-
-    def __init__(self, default: str, per_op: dict[str, str]) -> None:
-        self.default = default
-        self.per_op = per_op
-
-
-def _of_environment() -> str:
-    """The choice of ``FASTPLM_BACKEND``; an empty one is as none."""
-    given = os.environ.get("FASTPLM_BACKEND") or "auto"
-    check_choice("fastplm", "FASTPLM_BACKEND", given, ("auto", *BACKENDS))
-    return given
 
 
 class _Block:
-    """A ``with`` block: its value, and the block around it."""
+    """A ``with`` block: its value, the block around it, and whether a thread that is in no block
+    follows it: one of the main thread, outside of coroutines."""
 
-    def __init__(self, value: Any, outer: _Block | None) -> None:
-        self.value, self.outer, self.is_open = value, outer, True
+    def __init__(self, value: Any, outer: _Block | None, leads: bool) -> None:
+        self.value, self.outer, self.leads = value, outer, leads
 
 
 class _Blocks:
@@ -196,7 +59,6 @@ class _Blocks:
 
     def __init__(self, name: str) -> None:
         self.open: list[_Block] = []  # all of them, the newest last: most calls are in no block
-        self.of_main: list[_Block] = []  # those of the main thread, outside of coroutines
         self.here: ContextVar[_Block | None] = ContextVar(f"fastplm.{name}", default=None)
         # Dynamo cannot trace a ContextVar, so traced code reads the blocks of its thread. It guards
         # on them: a compiled function is traced again when they change.
@@ -207,42 +69,43 @@ class _Blocks:
         if not self.open:
             return None
         if torch.compiler.is_compiling():
-            blocks = getattr(self.of_thread, "blocks", None) or self.of_main
-            return blocks[-1].value if blocks else None
+            blocks = getattr(self.of_thread, "blocks", None)
+            return blocks[-1].value if blocks else self.leading()
         block = self.here.get()
-        while block is not None and not block.is_open:  # coroutines end their blocks in any order
+        while block is not None and block not in self.open:  # coroutines end theirs in any order
             block = block.outer
         return None if block is None else block.value
 
+    def leading(self, of_any: bool = False) -> Any:
+        """The value of the newest block that threads without one follow, or of all; or None."""
+        values = [block.value for block in self.open if of_any or block.leads]
+        return values[-1] if values else None
+
     @contextlib.contextmanager
     def block(self, value: Any) -> Iterator[Any]:
-        traced, blocks = torch.compiler.is_compiling(), getattr(self.of_thread, "blocks", None)
+        if torch.compiler.is_compiling():
+            block = _Block(value, None, False)
+        else:
+            in_main = threading.current_thread() is threading.main_thread()
+            block = _Block(value, self.here.get(), in_main and asyncio._get_running_loop() is None)
+            self.here.set(block)
+        blocks = getattr(self.of_thread, "blocks", None)
         if blocks is None:
             blocks = self.of_thread.blocks = []
-        block, among = _Block(value, None if traced else self.here.get()), [self.open, blocks]
-        if not traced:
-            self.here.set(block)
-            if threading.current_thread() is threading.main_thread() and not _is_coroutine():
-                among.append(self.of_main)
-        for blocks in among:
-            blocks.append(block)
+        self.open.append(block)
+        blocks.append(block)
         try:
             yield value
         finally:
-            block.is_open = False
-            for blocks in among:
-                blocks.remove(block)
+            self.open.remove(block)
+            blocks.remove(block)
 
 
-def _is_coroutine() -> bool:
-    try:
-        return asyncio.get_running_loop() is not None
-    except RuntimeError:
-        return False
-
-
-_DEFAULT = _Choice(_of_environment(), {})
+#: The backend chosen for each op, and under "" for all others.
+_Choice = dict[str, str]
 _CHOICES, _DECISIONS, _NOTES = _Blocks("choices"), _Blocks("decisions"), _Blocks("notes")
+_DEFAULT: _Choice = {"": os.environ.get("FASTPLM_BACKEND") or "auto"}  # an empty one is as none
+check_choice("fastplm", "FASTPLM_BACKEND", _DEFAULT[""], ("auto", *BACKENDS))
 
 
 def _choice() -> _Choice:
@@ -253,20 +116,17 @@ def _choice() -> _Choice:
     the backend of the forward, in whichever thread that was.
     """
     choice = _CHOICES.innermost()
-    if choice is not None or torch.compiler.is_compiling():
-        return choice or _DEFAULT
-    thread = threading.current_thread()
-    if isinstance(thread, threading._DummyThread):
-        return _CHOICES.open[-1].value
-    if thread is threading.main_thread() or not _CHOICES.of_main:
-        return _DEFAULT
-    return _CHOICES.of_main[-1].value
+    if choice is None and not torch.compiler.is_compiling():
+        thread = threading.current_thread()
+        if thread is not threading.main_thread():
+            choice = _CHOICES.leading(of_any=isinstance(thread, threading._DummyThread))
+    return choice or _DEFAULT
 
 
 def requested(op: str) -> str:
     """The backend that the user chose for ``op``, or "auto"."""
     choice = _choice() if _CHOICES.open else _DEFAULT  # every layer asks, mostly of no block
-    return choice.per_op.get(op, choice.default)
+    return choice.get(op) or choice[""]
 
 
 @contextlib.contextmanager
@@ -290,10 +150,7 @@ def use_backend(backend: str, *ops: str) -> Iterator[None]:
     check_choice("use_backend", "backend", backend, ("auto", *BACKENDS))
     for op in ops:
         check_choice("use_backend", "ops", op, OP_NAMES)
-    choice = _Choice(backend, {})
-    if ops:
-        outer = _choice()
-        choice = _Choice(outer.default, {**outer.per_op, **dict.fromkeys(ops, backend)})
+    choice = {**_choice(), **dict.fromkeys(ops, backend)} if ops else {"": backend}
     with _CHOICES.block(choice):
         yield
 
@@ -323,90 +180,10 @@ def record_notes() -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def record_decisions() -> Iterator[list[Decision]]:
+def record_decisions() -> Iterator[list[Any]]:
     """Collect a ``Decision`` for every op that this thread or coroutine calls inside the block."""
     with _DECISIONS.block([]) as record:
         yield record
-
-
-def resolve(op: str, backends: dict[str, Backend], call: Any, dispatches: bool = True) -> str:
-    """The name of the backend that runs this call.
-
-    Args:
-        dispatches: the result of ``_registry.needs_dispatch(call)``. If it is False, the call is
-            neither traced nor transformed.
-
-    Raises:
-        BackendError: the requested backend cannot run it.
-    """
-    wanted = requested(op)
-    record = _DECISIONS.innermost() if _DECISIONS.open else None
-    if record is not None:
-        record.append(_decide(op, backends, call, wanted))
-    if wanted == "auto":
-        compares = "stock" in backends
-        for name, backend in backends.items():
-            if backend.refuses(op, call, forced=False, dispatches=dispatches, compares=compares):
-                continue
-            return name
-    elif wanted in backends and backends[wanted].refuses(op, call, forced=True) is None:
-        return wanted
-    raise _refusal(op, backends, call, wanted)
-
-
-def _reasons(
-    op: str, backends: dict[str, Backend], call: Any, wanted: str
-) -> dict[str, str | None]:
-    return {
-        name: backends[name].refuses(op, call, forced=name == wanted, compares="stock" in backends)
-        if name in backends
-        else "no implementation of this op"
-        for name in BACKENDS
-    }
-
-
-def _decide(op: str, backends: dict[str, Backend], call: Any, wanted: str) -> Decision:
-    reasons = _reasons(op, backends, call, wanted)
-    able = [name for name in BACKENDS if reasons[name] is None]
-    chosen = wanted if wanted != "auto" else able[0]
-    rejected = []
-    for name in BACKENDS:
-        if name == chosen:
-            continue
-        reason = reasons[name]
-        if reason is None:
-            reason = f"{chosen} was forced" if wanted != "auto" else f"{chosen} is preferred"
-            if wanted == "auto" and (chosen, name) == ("cpp", "stock"):
-                measured = backends[chosen].measured
-                by_rule = None if measured is None else measured(*call)
-                reason = reason if by_rule is None else str(_rules.decide(op, by_rule))
-        rejected.append((name, reason))
-    return Decision(op, chosen, _describe(call), tuple(rejected))
-
-
-def _refusal(op: str, backends: dict[str, Backend], call: Any, wanted: str) -> BackendError:
-    reasons = _reasons(op, backends, call, wanted)
-    why = reasons.get(wanted) or "unknown backend"
-    lines = [
-        f"{op}: backend '{wanted}' was forced (use_backend or FASTPLM_BACKEND) and cannot run "
-        f"{op}({_describe(call)}): {why}."
-    ]
-    for name, reason in reasons.items():
-        if name != wanted:
-            lines.append(f"  {name}: {reason or 'can run it'}")
-    lines.append("Choose a backend that can run it, or 'auto'.")
-    return BackendError("\n".join(lines), why)
-
-
-def _describe(call: Any) -> str:
-    parts = []
-    for name, value in zip(call._fields, call, strict=True):
-        if isinstance(value, torch.Tensor):
-            dtype = str(value.dtype).removeprefix("torch.")
-            parts.append(f"{dtype}{list(value.shape)}@{value.device}")
-        elif value is not None:
-            parts.append(f"{name}={value!r}")
-    return ", ".join(parts)
 
 
 def fast_choice(op: str) -> str | None:
@@ -414,11 +191,6 @@ def fast_choice(op: str) -> str | None:
     "cpp"; None if ``Op.__call__`` must choose."""
     wanted = requested(op)
     return None if is_recorded() or wanted not in ("auto", "cpp") else wanted
-
-
-def is_traced() -> bool:
-    """Whether a call is traced, by any of PyTorch's tracers."""
-    return torch.compiler.is_compiling() or torch._C._is_tracing()
 
 
 # --- reasons that several ops share --------------------------------------------------------------
@@ -429,7 +201,7 @@ def accepts_all(*arguments: Any, forced: bool) -> str | None:
     return None
 
 
-def needs_cpu(tensor: torch.Tensor) -> str | None:
+def why_not_cpu(tensor: torch.Tensor) -> str | None:
     """Why a CPU implementation cannot run a call on this tensor; None if it can."""
     return None if tensor.device.type == "cpu" else _not_cpu(tensor.device)
 
@@ -440,7 +212,7 @@ def _not_cpu(device: torch.device) -> str:
     return f"it runs on CPU tensors, not {device}"
 
 
-def needs_nvidia(device: torch.device) -> str | None:
+def why_not_nvidia(device: torch.device) -> str | None:
     """Why a CUDA kernel cannot run on this device; None for an NVIDIA GPU from sm_80 on."""
     index = device.index or 0
     if index in _WHY_NOT_NVIDIA:
@@ -465,7 +237,7 @@ def _why_not_nvidia(index: int) -> str | None:
     return None
 
 
-def needs_triton(tensor: torch.Tensor, forced: bool) -> str | None:
+def why_not_triton(tensor: torch.Tensor, forced: bool) -> str | None:
     """Why a Triton kernel cannot run: it needs CUDA tensors, or the interpreter when forced."""
     if tensor.device.type not in ("cuda", "cpu"):
         return f"Triton runs on CUDA tensors, not {tensor.device}"
@@ -475,7 +247,7 @@ def needs_triton(tensor: torch.Tensor, forced: bool) -> str | None:
         interpreted = os.environ.get("TRITON_INTERPRET", "").lower()
         if interpreted not in ("1", "true", "yes", "on", "y"):  # as Triton reads it
             return "CPU tensors: set TRITON_INTERPRET=1 before Python starts to interpret kernels"
-    reason = None if tensor.device.type == "cpu" else needs_nvidia(tensor.device)
+    reason = None if tensor.device.type == "cpu" else why_not_nvidia(tensor.device)
     if reason is None and not triton_installed():
         reason = "triton is not installed (pip install triton)"
     return None if reason is None else warn_unless_forced(reason, forced)

@@ -7,96 +7,54 @@ fails with the same words in eager mode, under ``torch.compile`` and on a meta t
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import guard_or_true
 
-from fastplm.errors import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    fail,
-    message,
-    shown,
-)
+from fastplm.errors import ArgumentTypeError, ArgumentValueError, fail, shown
 
 _STRIDED = torch.strided
-_LEAST_INT, _LARGEST_INT = -(2**63), 2**63 - 1
+FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+INTEGER = (torch.int64, torch.int32)
 #: No float is as large.
 _HUGE = 1 << 1024
+_LAYOUT_FIX = "Check the layout of the tensors of this call."
 
 
-def values_are_known(tensor: torch.Tensor) -> bool:
-    """Whether looking at a tensor's values waits for nothing: an eager CPU tensor.
-
-    Nobody traces it, and it is no batch of ``torch.func.vmap``'s, whose values are many.
-    """
-    return tensor.device.type == "cpu" and values_exist(tensor)
-
-
-def values_exist(tensor: torch.Tensor) -> bool:
-    """The same of any device, where looking may wait for it."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or isinstance(tensor, FakeTensor):
-        return False
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return True
-    levels = torch._C._functorch.get_interpreter_stack()
-    return all(level.key() != torch._C._functorch.TransformType.Vmap for level in levels)
-
-
-def values_can_be_read(tensor: torch.Tensor) -> bool:
-    """Whether the values of a tensor can be read, even if that is a sync."""
-    if not values_exist(tensor):
-        return False
-    if tensor.device.type == "cuda":
-        return not torch.cuda.is_current_stream_capturing()
-    return tensor.device.type == "cpu"
-
-
-def read(*numbers: torch.Tensor) -> list[int]:
+def read(*numbers: Tensor) -> list[int]:
     """The values of 0-d tensors, in one wait for their device: the only one of a forward."""
     if len(numbers) == 1:
         return [int(numbers[0])]
     return torch.stack(numbers).tolist()
 
 
-def are_dense(first: object, second: object, third: object, ndim: int) -> bool:
-    """Whether ``check_tensor`` finds no error in three tensors, in less time than three calls."""
-    return (
-        isinstance(first, Tensor)
-        and isinstance(second, Tensor)
-        and isinstance(third, Tensor)
-        and first.dim() == second.dim() == third.dim() == ndim
-        and first.layout is second.layout is third.layout is _STRIDED
-        and not (first.is_nested or second.is_nested or third.is_nested)
-    )
-
-
 def check_tensor(where: str, argument: str, value: object, *, ndim: int | None = None) -> None:
     """``value`` is a dense tensor, of ``ndim`` dimensions where that is given."""
     if not isinstance(value, Tensor):
-        raise ArgumentTypeError(
-            message(
-                where, argument, f"a {type(value).__name__}", "a torch.Tensor", "Pass a tensor."
-            )
-        )
+        got = f"a {type(value).__name__}"
+        fail(where, argument, got, "a torch.Tensor", "Pass a tensor.", ArgumentTypeError)
     if value.layout is not _STRIDED or value.is_nested:
         got, fix = f"a tensor of layout {value.layout}", "Call .to_dense()."
         if value.is_nested:
             got, fix = "a nested tensor", "Pad it (.to_padded_tensor), or pass its values packed."
         fail(where, argument, got, "a dense torch.Tensor", fix, ArgumentTypeError)
     if ndim is not None and value.dim() != ndim:
-        raise ArgumentValueError(
-            message(
-                where,
-                argument,
-                f"{value.dim()} dimensions {tuple(value.shape)}",
-                f"{ndim} dimensions",
-                "Reshape it first.",
-            )
-        )
+        got = f"{value.dim()} dimensions {tuple(value.shape)}"
+        fail(where, argument, got, f"{ndim} dimensions", "Reshape it first.")
+
+
+def check_tensors(where: str, ndim: int, **tensors: object) -> None:
+    """The same of several, in less time than a call of ``check_tensor`` each."""
+    for name, value in tensors.items():
+        if not (
+            isinstance(value, Tensor)
+            and value.dim() == ndim
+            and value.layout is _STRIDED
+            and not value.is_nested
+        ):
+            check_tensor(where, name, value, ndim=ndim)
 
 
 def same_size(first: int, second: int) -> bool:
@@ -117,72 +75,46 @@ def same_sizes(first: Sequence[int], second: Sequence[int]) -> bool:
 
 
 def check_shape(
-    where: str, argument: str, value: torch.Tensor, shape: Sequence[int], names: str, fix: str = ""
+    where: str, argument: str, value: Tensor, shape: Sequence[int], names: str, fix: str = ""
 ) -> None:
     """``value.shape == shape``; ``names`` spells the dimensions, e.g. ``"[batch, key length]"``."""
     if not same_sizes(value.shape, shape):
-        raise ArgumentValueError(
-            message(
-                where,
-                argument,
-                f"shape {tuple(value.shape)}",
-                f"{names} = {tuple(shape)}",
-                fix or "Check the layout of the tensors of this call.",
-            )
-        )
+        got, expected = f"shape {tuple(value.shape)}", f"{names} = {tuple(shape)}"
+        fail(where, argument, got, expected, fix or _LAYOUT_FIX)
 
 
 def check_dtype(
     where: str,
     argument: str,
-    value: torch.Tensor,
+    value: Tensor,
     dtypes: Sequence[torch.dtype],
     fix: str = "Convert it with .to(dtype).",
 ) -> None:
     """``value.dtype`` is one of ``dtypes``."""
     if value.dtype not in dtypes:
         expected = " or ".join(str(dtype) for dtype in dtypes)
-        raise ArgumentTypeError(message(where, argument, value.dtype, expected, fix))
+        fail(where, argument, value.dtype, expected, fix, ArgumentTypeError)
 
 
-def check_same(where: str, **tensors: torch.Tensor | None) -> None:
+def check_same(where: str, **tensors: Tensor | None) -> None:
     """All tensors given share the dtype and device of the first one."""
-    _check_alike(where, tensors, dtype=True)
+    (first_name, first), *others = [(name, one) for name, one in tensors.items() if one is not None]
+    for name, tensor in others:
+        if tensor.dtype != first.dtype:
+            expected = f"{first.dtype}, the dtype of `{first_name}`"
+            fix = f"Convert one of the two, e.g. {name}.to({first_name}.dtype)."
+            fail(where, name, tensor.dtype, expected, fix, ArgumentTypeError)
+    check_same_device(where, **tensors)
 
 
-def check_same_device(where: str, **tensors: torch.Tensor | None) -> None:
+def check_same_device(where: str, **tensors: Tensor | None) -> None:
     """All tensors given lie on the device of the first one."""
-    _check_alike(where, tensors, dtype=False)
-
-
-def _check_alike(where: str, tensors: Mapping[str, torch.Tensor | None], *, dtype: bool) -> None:
-    first_name, first = "", None
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        if first is None:
-            first_name, first = name, tensor
-            first_dtype, first_device = first.dtype, first.device
-        elif dtype and tensor.dtype != first_dtype:
-            raise ArgumentTypeError(
-                message(
-                    where,
-                    name,
-                    tensor.dtype,
-                    f"{first_dtype}, the dtype of `{first_name}`",
-                    f"Convert one of the two, e.g. {name}.to({first_name}.dtype).",
-                )
-            )
-        elif tensor.device != first_device:
-            raise ArgumentValueError(
-                message(
-                    where,
-                    name,
-                    f"device {tensor.device}",
-                    f"{first_device}, the device of `{first_name}`",
-                    f"Move it with {name}.to({first_name}.device).",
-                )
-            )
+    (first_name, first), *others = [(name, one) for name, one in tensors.items() if one is not None]
+    for name, tensor in others:
+        if tensor.device != first.device:
+            expected = f"{first.device}, the device of `{first_name}`"
+            fix = f"Move it with {name}.to({first_name}.device)."
+            fail(where, name, f"device {tensor.device}", expected, fix)
 
 
 def check_int(where: str, argument: str, value: int, low: int, high: int, fix: str) -> None:
@@ -194,27 +126,22 @@ def check_int(where: str, argument: str, value: int, low: int, high: int, fix: s
         fail(where, argument, got, expected, fix, error)
 
 
-def is_bool(value: object) -> bool:
-    """Whether an operator takes this as a bool."""
-    return isinstance(value, (bool, torch.SymBool))
-
-
-def is_int(value: object) -> bool:
+def _is_int(value: object) -> bool:
     """Whether an operator takes this as an int."""
     # Inside of ``torch.jit.trace`` sizes are tensors.
-    sizes = (torch.Tensor,) if torch.jit.is_tracing() else ()
+    sizes = (Tensor,) if torch.jit.is_tracing() else ()
     kinds = (int, torch.SymInt, numbers.Integral, *sizes)
     return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> bool:
     """Whether an operator takes this as a float."""
-    return is_int(value) or isinstance(value, (float, torch.SymFloat, numbers.Real))
+    return _is_int(value) or isinstance(value, (float, torch.SymFloat, numbers.Real))
 
 
 def check_bool(where: str, argument: str, value: object) -> None:
     """True or False; a number or a text is neither."""
-    if not is_bool(value):
+    if not isinstance(value, (bool, torch.SymBool)):
         fail(where, argument, shown(value), "a bool", "Pass True or False.", ArgumentTypeError)
 
 
@@ -223,9 +150,9 @@ def check_scalar(where: str, argument: str, value: object, kind: type) -> None:
     if kind is bool:
         check_bool(where, argument, value)
     elif kind is int:
-        if type(value) is not int and not is_int(value):
+        if not _is_int(value):
             fail(where, argument, shown(value), "an int", "Pass an int.", ArgumentTypeError)
-        if isinstance(value, int) and not _LEAST_INT <= value <= _LARGEST_INT:
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
             fail(where, argument, value, "an int of 64 bits", "Pass a smaller one.")
     elif not is_number(value):
         fail(where, argument, shown(value), "a number", "Pass a float.", ArgumentTypeError)
@@ -238,10 +165,10 @@ def check_number(
 
     Inside of ``torch.jit.trace`` sizes are tensors, and what is computed from them.
     """
-    if isinstance(value, torch.Tensor) and torch.jit.is_tracing():
+    if isinstance(value, Tensor) and torch.jit.is_tracing():
         value = value.item()
     if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
-        raise ArgumentTypeError(message(where, argument, shown(value), expected, fix))
+        fail(where, argument, shown(value), expected, fix, ArgumentTypeError)
     # The second test is of an int that no float can hold.
     if not low <= value <= high or (type(value) is int and not -_HUGE < value < _HUGE):
         fail(where, argument, value, expected, fix)
@@ -254,12 +181,8 @@ def check_probability(where: str, argument: str, value: object, fix: str) -> Non
 
 def check_seed_form(where: str, seed: object) -> None:
     """An int of 64 bits, or a 0-d int64 tensor, of any device."""
-    if isinstance(seed, torch.Tensor):
+    if isinstance(seed, Tensor):
         check_tensor(where, "seed", seed, ndim=0)
         check_dtype(where, "seed", seed, (torch.int64,))
     else:
         check_int(where, "seed", seed, -(2**63), 2**63, "Pass an int or a 0-d int64 tensor.")  # type: ignore[arg-type]
-
-
-FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-INTEGER = (torch.int64, torch.int32)

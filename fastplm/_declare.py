@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Annotated, Any, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
 import torch
@@ -108,8 +109,9 @@ class Signature:
                 arg = _arg_of(hint)
                 self.names.append(name)
                 self.types.append(_SCHEMA[hint if arg is None else get_args(hint)[0]])
-        #: What to check of the tensors, in calls of padded and of packed rows.
-        self.tensors = tuple(_tensor_arguments(hints, packed) for packed in (False, True))
+        #: What to check of the tensors of a call, and of a call of packed rows.
+        self.tensors = _tensor_arguments(hints, packed=False)
+        self.packed_tensors = _tensor_arguments(hints, packed=True)
         kinds = {bool: bool, int: int, float: float, Size: int}
         #: What to check of the other arguments; each op checks a str, one of some choices, itself.
         self.scalars = tuple(
@@ -117,7 +119,7 @@ class Signature:
             for place, (name, hint) in enumerate(hints.items())
             if hint in kinds
         )
-        self._rows = tuple(one.place for one in self.tensors[0] if one.dimensions != 0)
+        self._with_rows = tuple(one.place for one in self.tensors if one.dimensions != 0)
 
     @property
     def schema(self) -> str:
@@ -129,13 +131,13 @@ class Signature:
         """A value of the class declared, from the arguments of the operator."""
         if self._parts is None:
             return self.declared(*arguments)
-        values, start = [], 0
-        for part in self._parts:
-            count = 1 if part is None else len(part.names)
-            given = arguments[start : start + count]
-            values.append(given[0] if part is None else part.build(given))
-            start += count
-        return self.declared(*values)
+        values = iter(arguments)
+        return self.declared(
+            *[
+                next(values) if part is None else part.build([*islice(values, len(part.names))])
+                for part in self._parts
+            ]
+        )
 
     def check(self, where: str, call: Any, packed: bool = False) -> None:
         """Every tensor of a call is what its ``Arg`` says, and on the device of the first one;
@@ -146,28 +148,31 @@ class Signature:
         """
         sizes: dict[str, int] = {}
         traced = torch.compiler.is_compiling()
-        for place, name, optional, dtypes, dtype_of, shape, fix in self.tensors[1 if packed else 0]:
+        for place, name, optional, dtypes, dtype_of, shape, fix in (
+            self.packed_tensors if packed else self.tensors
+        ):
             tensor = call[place]
             if tensor is None and optional:
                 continue
             if not isinstance(tensor, Tensor) or tensor.layout is not _STRIDED or tensor.is_nested:
                 check_tensor(where, name, tensor)
             if shape is not None:
-                found, letters = tensor.shape, shape.sizes
-                extra, known, wrong = len(found) - len(letters), len(sizes), ""
+                # Each letter has one size: the one of the tensor in which it came first.
+                found, letters, earlier = tensor.shape, shape.sizes, len(sizes)
+                extra = len(found) - len(letters)
                 fits = extra == 0 or (extra > 0 and shape.leading)
-                for at, (letter, more) in enumerate(letters if fits else ()):
+                for at, (letter, added) in enumerate(letters if fits else ()):
                     size = found[extra + at]
                     if at in shape.positive and (guard_or_false(size == 0) if traced else not size):
                         fits = False
                         break
-                    size = size - more if more else size
+                    size = size - added if added else size
                     expected = sizes.setdefault(letter, size)
                     if not (same_size(expected, size) if traced else expected == size):
-                        fits, wrong = False, letter
+                        fits = False
                         break
                 if not fits:
-                    before = dict(list(sizes.items())[:known]) if wrong else {}
+                    before = dict(list(sizes.items())[:earlier])
                     _refuse_shape(where, name, tensor, shape, before, fix)
             if dtype_of is None:
                 if tensor.dtype not in dtypes:
@@ -179,19 +184,20 @@ class Signature:
         for place, name, kind in self.scalars:
             value: Any = call[place]
             is_kind: bool = type(value) is kind  # in a name, or mypy takes it for an object
-            if not is_kind or (kind is int and not -_MOST_INT <= value < _MOST_INT):
+            asks = kind is int and not traced  # a traced int may be a symbol without a value
+            if not is_kind or (asks and not -_MOST_INT <= value < _MOST_INT):
                 check_scalar(where, name, value, kind)
 
     def check_dimensions(self, where: str, call: Any, *names: str) -> None:
         """These arguments are tensors of as many dimensions as declared: what code may rely on that
         looks at them before the other checks."""
-        for one in self.tensors[0]:
+        for one in self.tensors:
             if one.name in names and (call[one.place] is not None or not one.optional):
                 check_tensor(where, one.name, call[one.place], ndim=one.dimensions)
 
     def laid_out(self, call: Any) -> Any:
         """The call with tensors whose last stride is 1: the one layout that kernels ask for."""
-        for place in self._rows:
+        for place in self._with_rows:
             tensor = call[place]
             if tensor is not None and tensor.stride(-1) != 1:
                 call = call._replace(**{self.names[place]: tensor.contiguous()})
@@ -199,7 +205,8 @@ class Signature:
 
 
 def from_fields(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` for a call: each of its arguments is the field of that name, or a keyword."""
+    """``function`` as one that takes a call: its arguments are the fields of the same names, or
+    keywords."""
     names = tuple(inspect.signature(function).parameters)
 
     def run(call: Any, **others: Any) -> Any:

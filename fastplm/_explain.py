@@ -15,6 +15,7 @@ from packaging.specifiers import SpecifierSet
 import fastplm.ops  # noqa: F401 (fills OPS)
 from fastplm import _backends, _extension, _machine, _rules
 from fastplm._registry import OPS
+from fastplm.errors import BackendError
 
 #: The versions between those that the tests have run with (CONTRIBUTING, "Tested versions").
 TESTED = {
@@ -146,7 +147,7 @@ def _try(op: Any, backend: str, device: torch.device) -> str:
     try:
         with _backends.use_backend(backend, op.name):
             op.smoke(device)
-    except _backends.BackendError as error:
+    except BackendError as error:
         return f"no  {error.reason}."
     # A report on what works must survive whatever does not: the error is its answer.
     except Exception as error:

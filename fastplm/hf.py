@@ -48,8 +48,7 @@ from transformers.masking_utils import (
 )
 from transformers.utils import logging
 
-from fastplm._checks import values_are_known
-from fastplm._registry import is_eager
+from fastplm._modes import is_eager, values_are_known
 from fastplm.errors import UnsupportedError, fail
 from fastplm.nn._rows import kind_of
 from fastplm.ops import T5RelativeBias, attention, attention_varlen

@@ -101,8 +101,8 @@ MUTATIONS = (
         )
     ),
     Mutation(
-        "fastplm/_registry.py",
-        "if all(values[name] is None for name in op.saved.names if name in values):",
+        "fastplm/_autograd.py",
+        "if all(place is None or arguments[place] is None for place in self.further):",
         "if True:",
         f"{NORMED} gradient_of_the_sum",
     ),

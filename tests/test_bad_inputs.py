@@ -449,7 +449,8 @@ def test_declared_tensors_name_themselves(sample):
     """A tensor of another kind, dtype, number of dimensions, device or size is named."""
     inputs, signature = sample.make(9, torch.float32), OPS_OF[sample.op].arguments
     packed = "cu_seqlens" in inputs or "cu_seqlens_q" in inputs
-    given = [(signature.names[one.place], one) for one in signature.tensors[packed]]
+    declared = signature.packed_tensors if packed else signature.tensors
+    given = [(signature.names[one.place], one) for one in declared]
     given = [(name, one) for name, one in given if isinstance(inputs.get(name), torch.Tensor)]
     sizes = [letter for _, one in given if one.shape for letter, _ in one.shape.sizes]
     for field, one in given:

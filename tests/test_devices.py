@@ -56,9 +56,9 @@ def looks_up(monkeypatch):
 def test_an_old_gpu_and_rocm_are_refused(looks_up, major, minor, hip, reason):
     asked = looks_up(major, minor, hip)
     there = SimpleNamespace(device=GPU)
-    assert _backends.needs_nvidia(GPU) == _backends.needs_nvidia(GPU) == reason
+    assert _backends.why_not_nvidia(GPU) == _backends.why_not_nvidia(GPU) == reason
     assert asked == ([] if hip else [0])  # each device is asked once
-    assert _backends.needs_triton(there, forced=True) == reason
+    assert _backends.why_not_triton(there, forced=True) == reason
     if "cuda" in OPS["mask_tokens"].backends:
         said = OPS["mask_tokens"].backends["cuda"].rejects((there,), forced=True)
         assert said == reason if reason else "sm_" not in (said or "")
@@ -85,14 +85,14 @@ def test_missing_triton_warns_once_and_names_the_fix(monkeypatch):
     _backends._warn_of_eager.cache_clear()
     there = SimpleNamespace(device=GPU)
     with pytest.warns(UserWarning, match="pip install triton"):
-        assert _backends.needs_triton(there, forced=False) is not None
+        assert _backends.why_not_triton(there, forced=False) is not None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _backends.needs_triton(there, forced=False)
+        _backends.why_not_triton(there, forced=False)
         _backends._warn_of_eager.cache_clear()
-        _backends.needs_triton(there, forced=True)  # raises its own error
+        _backends.why_not_triton(there, forced=True)  # raises its own error
         cpu = SimpleNamespace(device=torch.device("cpu"))
-        _backends.needs_triton(cpu, forced=False)
+        _backends.why_not_triton(cpu, forced=False)
 
 
 @pytest.mark.skipif(_extension._MISSING is not None, reason="csrc/ is not built")

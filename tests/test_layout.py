@@ -27,8 +27,8 @@ RECIPES = (
 #: The core, in the same way.
 CORE = (
     *(("graphs",), ("models",), ("hf", "_explain", "_measure"), ("_judge", "nn"), ("ops",)),
-    *(("reference",), ("_registry",), ("_backends",), ("_declare", "_rules")),
-    *(("_checks", "_machine"), ("errors", "_extension", "_budget")),
+    *(("reference",), ("_registry",), ("_autograd",), ("_backends", "_declare", "_rules")),
+    *(("_checks", "_machine", "_modes"), ("errors", "_extension", "_budget")),
 )
 #: The tests' own module, and the kernels, which have a test of their own.
 ASIDE = ("testing", "triton_kernels")
@@ -254,7 +254,7 @@ def test_the_documentation_says_the_shapes_declared(op):
     doc = inspect.getdoc(function)
     documented = doc[doc.index("Args:") : doc.index("Returns:")]
     found = 0
-    for argument in OPS[op].arguments.tensors[False]:
+    for argument in OPS[op].arguments.tensors:
         if argument.shape is None or argument.name not in inspect.signature(function).parameters:
             continue
         text = argument.shape.text.replace(" > 0", "").replace("[...]", "[...").removesuffix("]")

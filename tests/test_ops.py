@@ -65,7 +65,7 @@ def test_every_op_is_here_and_its_reference_has_its_name():
     assert {sample.op for sample in SAMPLES.values()} == set(OPS)
     for name, op in OPS.items():
         assert op.reference.__name__ == f"{name}_ref"
-        assert (op._formula is not None) == any(one.op == name for one in DIFFERENTIABLE.values())
+        assert (op._function is not None) == any(one.op == name for one in DIFFERENTIABLE.values())
 
 
 @each_kernel()
@@ -472,6 +472,8 @@ def test_eager_on_the_gpu_has_the_bits_of_the_cpu(sample):
 @pytest.mark.parametrize("backend", ("auto", "eager", "torch", "cpp"))
 @each_sample()
 def test_a_mode_leaves_nothing_behind(sample, backend, mode):
+    if mode in ("vmap", "grad") and backend not in ("auto", "eager"):
+        pytest.skip("a transform takes no kernel")
     inputs = sample.make(33, torch.float32)
     inputs |= dict(seed=7) if "seed" in inspect.signature(sample.function).parameters else {}
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import fastplm
 from benchmarks import judge_rules
 from benchmarks.judge_rules import ROWS, of_models
-from fastplm import _backends, _judge, _machine, _measure, _rules, cli, ops
+from fastplm import _judge, _machine, _measure, _rules, cli, ops
 from fastplm._backends import record_decisions
 from fastplm._judge import Series, cells_of, judge, load
 from fastplm._registry import OPS
@@ -396,11 +396,11 @@ def test_what_pytorch_has_itself_is_a_backend(measured):
             assert torch.equal(*grads), name
     x = torch.randn(2, 3, 5, 16)
     with fastplm.use_backend("stock"):
-        with pytest.raises(_backends.BackendError, match="masks, bias and dropout"):
+        with pytest.raises(fastplm.errors.BackendError, match="masks, bias and dropout"):
             ops.attention(x, x, x, is_causal=True)
-        with pytest.raises(_backends.BackendError, match="one dtype"):
+        with pytest.raises(fastplm.errors.BackendError, match="one dtype"):
             ops.rms_norm(x, x[0, 0, 0].double())
-        with pytest.raises(_backends.BackendError, match="no implementation"):
+        with pytest.raises(fastplm.errors.BackendError, match="no implementation"):
             ops.dropout(x)
 
 

@@ -88,7 +88,7 @@ def fake_device(as_real: bool, traced: bool = False) -> Iterator[Any]:
     from torch._inductor.runtime.hints import DeviceProperties
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from fastplm import _checks
+    from fastplm import _modes
 
     h100 = dict(multi_processor_count=132, regs_per_multiprocessor=65536, warp_size=32)
     h100 |= dict(major=9, max_threads_per_multi_processor=2048, max_threads_per_block=1024)
@@ -102,7 +102,7 @@ def fake_device(as_real: bool, traced: bool = False) -> Iterator[Any]:
         (scheduler, "has_triton", lambda *_: True),
     ]
     if as_real:
-        patches.append((_checks, "FakeTensor", ()))
+        patches.append((_modes, "FakeTensor", ()))
         patches.append((installed, "is_fake_tensor", lambda tensor: False))
     if traced:
         patches.append((installed, "is_torchdynamo_compiling", lambda: True))

@@ -19,7 +19,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor, values_are_known
+from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor
+from fastplm._modes import values_are_known
 from fastplm.errors import check_choice, fail
 from fastplm.hf import IS_CHOSEN, NAME
 from fastplm.nn import GELU, Dropout, Linear, RMSNorm

@@ -17,9 +17,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from fastplm import ops
-from fastplm._backends import is_exporting, needs_triton, note, requested
-from fastplm._checks import check_shape, values_are_known
-from fastplm._registry import is_eager, is_fake
+from fastplm._backends import note, requested, why_not_triton
+from fastplm._checks import check_shape
+from fastplm._modes import is_eager, is_exporting, is_fake, values_are_known
 from fastplm.hf import of_batch
 from fastplm.models._base import (
     FastplmModel,
@@ -470,7 +470,7 @@ class EncoderEmbeddings:
             and read_their_parameters((norm,))
             and is_plain(modules["dropout"], nn.Dropout, Dropout)
             and modules["word_embeddings"].weight.dtype is not torch.float64
-            and needs_triton(ids, forced) is None
+            and why_not_triton(ids, forced) is None
         )
 
     def _in_one_call(

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fastplm import ops
+from fastplm._autograd import applied, once_differentiable
 from fastplm._backends import requested
-from fastplm._registry import applied, once_differentiable
 from fastplm.ops._common import seed_tensor
 from fastplm.ops.bias_gelu import OP as BIAS_GELU
 from fastplm.ops.bias_gelu import Call as BiasGelu
@@ -165,7 +165,7 @@ class _Join(torch.autograd.Function):
         """
         added = _multiply(x, read.t()), residual, norm_weight, norm_bias, bias
         how = drawn.seed, *drawn.numbers, drawn.p, eps, norm_bias is None
-        out, sum = NORM.run(Norm(*added, *how), backend)
+        out, sum = NORM.forward_only(Norm(*added, *how), backend)
         ctx.save_for_backward(x, read, sum, norm_weight, norm_bias, bias)
         ctx.how, ctx.backend, ctx.dtype, ctx.turned = how, backend, weight.dtype, turned
         ctx.set_materialize_grads(False)
@@ -183,7 +183,8 @@ class _Join(torch.autograd.Function):
             *(sum, *norm, grad_sum, *ctx.how),
             *(drops, True, *of_norm, of_bias),
         )
-        dropped, of_residual, norm_weight, norm_bias, bias = NORM.gradients(grad, call, ctx.backend)
+        grads = NORM.backward_only(grad, call, ctx.backend)
+        dropped, of_residual, norm_weight, norm_bias, bias = grads
         of_product = dropped if drops else of_residual  # one tensor, where nothing is dropped
         return (
             _multiply(of_product, read) if of_input else None,
@@ -220,7 +221,7 @@ class _Expand(torch.autograd.Function):
         if activation == RELU:
             active = first.relu_()
         else:
-            active = BIAS_GELU.run(BiasGelu(first, bias, activation), backend)
+            active = BIAS_GELU.forward_only(BiasGelu(first, bias, activation), backend)
         out, choice = active * factor[0] if factor else active, None
         if drawn.p > 0.0:
             out, choice = _drop(out, drawn)
@@ -252,7 +253,7 @@ class _Expand(torch.autograd.Function):
                 grads[0] = torch.ops.aten.threshold_backward(grads[0], first, 0)
             else:
                 saved_gelu = SavedGelu(first, bias, activation, needs[4])
-                grads[0], of_bias = BIAS_GELU.gradients(grads[0], saved_gelu, backend)
+                grads[0], of_bias = BIAS_GELU.backward_only(grads[0], saved_gelu, backend)
         for at, (one, weight) in enumerate(zip(grads, read, strict=True)):
             if needs[7 + count + at]:
                 found[at] = _of_weight(one, x, ctx.dtypes[at], ctx.turned)

@@ -13,7 +13,8 @@ from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
 from fastplm import ops
-from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor, values_are_known
+from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor
+from fastplm._modes import values_are_known
 from fastplm.errors import fail
 from fastplm.hf import as_booleans
 from fastplm.models._base import FastplmModel, TiedLookup, wants_output

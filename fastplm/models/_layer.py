@@ -36,7 +36,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastplm._backends import requested
-from fastplm._registry import Op, is_eager, is_fake
+from fastplm._modes import is_eager, is_fake
+from fastplm._registry import Op
 from fastplm.hf import NAME, ROWS
 from fastplm.models import _functions
 from fastplm.models._base import Conv1D, GELUTanh, NewGELUActivation, wants_output

@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fastplm import ops
-from fastplm._backends import is_exporting
-from fastplm._checks import read, values_are_known, values_can_be_read
-from fastplm._registry import is_eager
+from fastplm._checks import read
+from fastplm._modes import is_eager, is_exporting, values_are_known, values_can_be_read
 from fastplm.errors import UnsupportedError, fail
 from fastplm.nn._rows import IGNORE_INDEX, bucketed_rows, compact, places_on_cpu, with_spare_slots
 from fastplm.nn.dropout import RowNumbers, on_rows

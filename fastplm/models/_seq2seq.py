@@ -19,8 +19,8 @@ from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2
 from transformers.utils.generic import can_return_tuple
 
 from fastplm._backends import note
-from fastplm._checks import check_shape, check_tensor, values_can_be_read
-from fastplm._registry import is_eager
+from fastplm._checks import check_shape, check_tensor
+from fastplm._modes import is_eager, values_can_be_read
 from fastplm.errors import check_choice
 from fastplm.hf import of_batch
 from fastplm.models._base import (

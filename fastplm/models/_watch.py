@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
-from fastplm._registry import needs_dispatch
+from fastplm._modes import needs_dispatch
 from fastplm.hf import NAME
 from fastplm.models._layer import activation_of
 from fastplm.nn import Linear, LinearInt8

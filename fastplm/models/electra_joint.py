@@ -16,7 +16,8 @@ from transformers.modeling_outputs import ModelOutput
 from transformers.utils.generic import can_return_tuple
 
 from fastplm import ops
-from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor, values_are_known
+from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor
+from fastplm._modes import values_are_known
 from fastplm.errors import UnsupportedError, check_choice, fail
 from fastplm.models import (
     ELECTRA_GENERATORS,

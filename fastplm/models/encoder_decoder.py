@@ -19,7 +19,7 @@ from transformers import EncoderDecoderConfig, PreTrainedModel
 from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.utils.generic import can_return_tuple
 
-from fastplm._checks import values_can_be_read
+from fastplm._modes import values_can_be_read
 from fastplm.errors import fail
 from fastplm.hf import IS_CHOSEN, NAME, attention_of
 from fastplm.models._base import (

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 from transformers.models.roberta import modeling_roberta
 
-from fastplm._checks import values_are_known
+from fastplm._modes import values_are_known
 from fastplm.models import _encoder, _heads
 from fastplm.models._base import joined
 from fastplm.nn._rows import is_plain

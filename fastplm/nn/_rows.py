@@ -11,16 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastplm import ops
-from fastplm._checks import (
-    INTEGER,
-    check_dtype,
-    check_shape,
-    check_tensor,
-    read,
-    values_are_known,
-    values_can_be_read,
-)
+from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor, read
 from fastplm._machine import computes_in
+from fastplm._modes import values_are_known, values_can_be_read
 from fastplm.errors import fail
 from fastplm.nn.linear import Linear
 

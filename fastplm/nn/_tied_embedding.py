@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, is_inference_mode_enabled, nn
 
-from fastplm._backends import is_exporting
-from fastplm._registry import is_transformed
+from fastplm._modes import is_exporting, is_transformed
 from fastplm.nn._rows import kind_of
 from fastplm.nn.linear import Linear
 from fastplm.ops.embedding_layer_norm import ADD_ROWS, adds_rows

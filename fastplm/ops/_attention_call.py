@@ -9,10 +9,9 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastplm._backends import is_traced
 from fastplm._checks import FLOATING, check_number, check_tensor
 from fastplm._declare import Arg, Size
-from fastplm._registry import needs_dispatch
+from fastplm._modes import is_traced, needs_dispatch
 from fastplm.errors import fail
 from fastplm.reference.attention import T5RelativeBias, dropout_threshold, t5_buckets
 

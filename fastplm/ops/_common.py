@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fastplm import _extension
-from fastplm._backends import needs_cpu, needs_nvidia, needs_triton, warn_unless_forced
+from fastplm._backends import warn_unless_forced, why_not_cpu, why_not_nvidia, why_not_triton
 from fastplm._checks import check_same_device, check_seed_form, check_tensor
 from fastplm.errors import check_choice, fail
 
@@ -53,24 +53,24 @@ def csrc_rejects(
         if not fp64 and input.dtype is torch.float64:
             return "float64: csrc/ takes fp32, fp16 and bf16"
         if device == "CPU":
-            return needs_cpu(input) or lacks
+            return why_not_cpu(input) or lacks
         if input.device.type != "cuda":
             return f"it runs on CUDA tensors, not {input.device}"
-        return warn_unless_forced(needs_nvidia(input.device) or lacks, forced)
+        return warn_unless_forced(why_not_nvidia(input.device) or lacks, forced)
 
     return rejects
 
 
 def torch_rejects(call: Any, *, forced: bool) -> str | None:
     """``rejects`` of "torch"."""
-    return needs_cpu(call[0])
+    return why_not_cpu(call[0])
 
 
 def triton_rejects(call: Any, *, forced: bool) -> str | None:
     """``rejects`` of "triton", by the first argument."""
     if call[0].dtype is torch.float64:
         return "float64: the kernels take fp32, fp16 and bf16"
-    return needs_triton(call[0], forced)
+    return why_not_triton(call[0], forced)
 
 
 def seed_tensor(
@@ -88,6 +88,23 @@ def seed_tensor(
     check_seed_form(where, seed)
     assert seed is not None
     return torch.full((), seed, dtype=torch.int64, device=beside.device)
+
+
+def cast_for_autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Cast floating tensors as autocast does for ``nn.Linear``, if autocast is on.
+
+    The first one is never None.
+    """
+    if not torch._C._is_any_autocast_enabled():
+        return tensors
+    device = tensors[0].device.type  # type: ignore[union-attr]
+    if not (torch._C._is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return tensors
+    dtype, cast = torch.get_autocast_dtype(device), list(tensors)
+    for at, tensor in enumerate(tensors):
+        if tensor is not None and tensor.is_floating_point() and tensor.dtype is not torch.float64:
+            cast[at] = tensor.to(dtype)
+    return tuple(cast)
 
 
 def cached_by_settings(function: Callable[..., Any]) -> Callable[..., Any]:

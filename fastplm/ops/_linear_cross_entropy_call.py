@@ -12,8 +12,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fastplm._checks import check_dtype, check_number
 from fastplm._declare import Arg, Size
-from fastplm._registry import autocast
 from fastplm.errors import fail
+from fastplm.ops._common import cast_for_autocast
 
 # Rows of kept logits begin at whole cache lines of 16 bits: 30,528 columns for 30,522.
 _LOGITS_ALIGNMENT = 64
@@ -112,9 +112,9 @@ def autocast_layer(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """As ``nn.Linear`` would see them, but for fp32 parameters, which the op rounds itself: so
     their gradients stay fp32."""
-    (input,) = autocast(input)  # type: ignore[assignment]
+    (input,) = cast_for_autocast(input)  # type: ignore[assignment]
     if weight.dtype is not torch.float32:
-        weight, bias = autocast(weight, bias)  # type: ignore[assignment]
+        weight, bias = cast_for_autocast(weight, bias)  # type: ignore[assignment]
     return input, weight, bias
 
 

@@ -7,8 +7,8 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from fastplm._checks import values_are_known
 from fastplm._declare import Arg, Size
+from fastplm._modes import values_are_known
 from fastplm.errors import fail
 from fastplm.ops._linear_cross_entropy_call import check_parameters, empty_for_backward
 

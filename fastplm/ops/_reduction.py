@@ -12,16 +12,14 @@ from fastplm.ops._common import kernels
 from fastplm.reference._reduce import denominator_of, reduce_loss
 
 
-def run_loss(
-    op: Op, call: Any, backend: str, dispatches: bool, losses: int = 1
-) -> tuple[Tensor, ...]:
+def run_loss(op: Op, call: Any, backend: str, losses: int = 1) -> tuple[Tensor, ...]:
     """The outputs of an operator, of which the first ones are losses.
 
     It passes no gradient to the normalizer: if that needs one, the division is here.
     """
     if call.normalizer is None or not call.normalizer.requires_grad:
-        return op(call, backend, dispatches)
-    outputs = op(call._replace(normalizer=None, reduction="sum"), backend, dispatches)
+        return op(call, backend)
+    outputs = op(call._replace(normalizer=None, reduction="sum"), backend)
     reduced = (reduce_loss(one, None, call.reduction, call.normalizer) for one in outputs[:losses])
     return *reduced, *outputs[losses:]
 

@@ -13,16 +13,17 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fastplm._backends import DIFFERENTIABLE, fast_choice, is_traced, is_vmapped, requested
+from fastplm._backends import DIFFERENTIABLE, fast_choice, requested
 from fastplm._checks import (
     FLOATING,
-    are_dense,
     check_number,
     check_probability,
     check_seed_form,
     check_tensor,
+    check_tensors,
 )
-from fastplm._registry import Op, autocast, is_transformed, needs_dispatch
+from fastplm._modes import is_traced, is_transformed, needs_dispatch
+from fastplm._registry import Op
 from fastplm._rules import ALONE, CallClass, slower, training
 from fastplm.errors import ArgumentTypeError, fail
 from fastplm.ops._attention_call import (
@@ -36,6 +37,7 @@ from fastplm.ops._attention_call import (
     stored_once,
 )
 from fastplm.ops._common import (
+    cast_for_autocast,
     csrc_rejects,
     kernels,
     last_dim_contiguous,
@@ -52,8 +54,6 @@ from fastplm.reference.attention import (
 #: The largest head dim of the Triton kernels, by the bytes of an element.
 _MAX_HEAD_DIM = {2: 256, 4: 128}
 _NUMBER = (float, int)
-# Arguments whose last stride must be 1 in the backends.
-_ALIGNED = ("query", "key", "value", "key_mask", "cu_seqlens_q", "cu_seqlens_k", "sample_index")
 
 
 def attention(
@@ -133,9 +133,7 @@ def attention(
     Reference: ``fastplm.reference.attention.attention_ref``.
     """
     where = "attention"
-    if not are_dense(query, key, value, 4):
-        for name, tensor in (("query", query), ("key", key), ("value", value)):
-            check_tensor(where, name, tensor, ndim=4)
+    check_tensors(where, 4, query=query, key=key, value=value)
     # ``_prepared`` raises the error for an argument of a wrong type.
     if (
         query.is_cpu
@@ -147,7 +145,7 @@ def attention(
         out = plain_attention(query, key, value, scale)
         if out is not None:
             return out
-    call, backend, dispatches = _prepared(
+    call, backend = _prepared(
         where,
         (query, key, value),
         (None, None, query.shape[2], key.shape[2]),
@@ -160,7 +158,7 @@ def attention(
         seed=seed,
         sample_index=sample_index,
     )
-    return OP(call, backend, dispatches)[0]
+    return OP(call, backend)[0]
 
 
 def attention_varlen(
@@ -227,11 +225,8 @@ def attention_varlen(
     Reference: ``fastplm.reference.attention.attention_varlen_ref``.
     """
     where = "attention_varlen"
-    if not are_dense(query, key, value, 3):
-        for name, tensor in (("query", query), ("key", key), ("value", value)):
-            check_tensor(where, name, tensor, ndim=3)
-    check_tensor(where, "cu_seqlens_q", cu_seqlens_q, ndim=1)
-    check_tensor(where, "cu_seqlens_k", cu_seqlens_k, ndim=1)
+    check_tensors(where, 3, query=query, key=key, value=value)
+    check_tensors(where, 1, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if (
         query.is_cpu
         and relative_bias is seed is sample_index is None
@@ -252,7 +247,7 @@ def attention_varlen(
         )
         if out is not None:
             return out
-    prepared = _prepared(
+    call, backend = _prepared(
         where,
         (query, key, value),
         (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
@@ -264,7 +259,7 @@ def attention_varlen(
         seed=seed,
         sample_index=sample_index,
     )
-    return OP(*prepared)[0]
+    return OP(call, backend)[0]
 
 
 def _allows_tf32() -> bool:
@@ -290,9 +285,9 @@ def _prepared(
     relative_bias: T5RelativeBias | None,
     seed: int | Tensor | None,
     sample_index: Tensor | None,
-) -> tuple[Call, str, bool]:
-    """The checked call, its backend, and whether it needs PyTorch's dispatcher."""
-    query, key, value = autocast(*tensors)
+) -> tuple[Call, str]:
+    """The checked call and its backend, with the layout that it asks for."""
+    query, key, value = cast_for_autocast(*tensors)
     assert query is not None and key is not None and value is not None
     fix = "Pass the share of attention probabilities to drop."
     check_probability(where, "dropout_p", dropout_p, fix)
@@ -318,37 +313,39 @@ def _prepared(
         _scale(where, scale, query.shape[-1]),
     )
     OP.check(call, where)
-    dispatches = needs_dispatch(call)
-    backend = OP.resolve(call, dispatches)
+    backend = OP.resolve(call)
     if backend in DIFFERENTIABLE:
-        return call, backend, dispatches
+        return call, backend
     if backend in ("cudnn", "triton"):
         call.check_lengths()
         if query.dtype is torch.float32 and _allows_tf32():
             call = call._replace(allow_tf32=True)
     if backend == "cudnn" and _cudnn_backward_row(call) is not None:
         call = call._replace(reorders=True)
-    if not dispatches or type(query) is FakeTensor:
-        grads = torch.is_grad_enabled() and query.requires_grad
-        if grads and lie_side_by_side(query, key, value):
+    if torch.is_grad_enabled() and query.requires_grad:
+        seen = type(query) is FakeTensor or not needs_dispatch(call)
+        if seen and lie_side_by_side(query, key, value):
             call = call._replace(side_by_side=True)
-    # Backends read rows with any stride, but the elements of a row must be contiguous.
-    for name in _ALIGNED:
-        tensor = getattr(call, name)
-        if tensor is not None and tensor.stride(-1) != 1:
-            call = call._replace(**{name: tensor.contiguous()})
     if call.attn_mask is not None and call.attn_mask.stride(-1) != 1:
         dense = stored_once(call.attn_mask).contiguous()
         call = call._replace(attn_mask=dense.expand(call.attn_mask.shape))
-    return call, backend, dispatches
+    # Backends read rows with any stride, but the elements of a row must be contiguous.
+    return OP.arguments.laid_out(call), backend
 
 
 def _eager(call: Call) -> tuple[Tensor, None]:
     if call.packed:
         call.check_lengths()
-        out = attention_varlen_ref(*call[:3], *call[5:9], **call.options)  # type: ignore[arg-type]
+        out = attention_varlen_ref(
+            *(call.query, call.key, call.value),
+            *(call.cu_seqlens_q, call.cu_seqlens_k),  # type: ignore[arg-type]
+            *(call.max_seqlen_q, call.max_seqlen_k),
+            **call.options,
+        )
     else:
-        out = attention_ref(*call[:3], attn_mask=call.attn_mask, **call.options)
+        out = attention_ref(
+            call.query, call.key, call.value, attn_mask=call.attn_mask, **call.options
+        )
     return out, None
 
 
@@ -380,6 +377,10 @@ def _scale(where: str, scale: float | None, head_dim: int) -> float:
 # --- backend "cpp": csrc/attention/attention.h, one head of one sequence a thread -----------------
 
 _CSRC_REJECTS = csrc_rejects("attention", fp64=False)
+# Parts of the arguments of csrc/, which takes them in the order of ``_cpp_arguments``: names cost
+# 3 of the 5 microseconds of a small call.
+_NO_MASK, _NOT_PACKED = (None, None), (None, None)
+_NO_BIAS, _NO_DROPOUT = (None, None), (None, None, 0)
 
 
 def _is_plain(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
@@ -418,7 +419,12 @@ def plain_attention(
         return None
     out, _ = torch.ops.fastplm_C.attention.default(
         *map(last_dim_contiguous, (query, key, value)),
-        *(None, None, None, None, query.shape[2], key.shape[2], None, None, None, None, 0, False),
+        *_NO_MASK,
+        *_NOT_PACKED,
+        *(query.shape[2], key.shape[2]),
+        *_NO_BIAS,
+        *_NO_DROPOUT,
+        False,
         query.shape[3] ** -0.5 if scale is None else float(scale),
     )
     return out
@@ -476,11 +482,12 @@ def _fast_varlen(
     try:
         out, _ = torch.ops.fastplm_C.attention.default(
             *map(last_dim_contiguous, (query, key, value)),
-            None if key_mask is None else key_mask.contiguous(),
-            None,
-            cu_seqlens_q.contiguous(),
-            cu_seqlens_k.contiguous(),
-            *(max_seqlen_q, max_seqlen_k, None, None, None, None, 0, is_causal),
+            *(None if key_mask is None else key_mask.contiguous(), None),
+            *(cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()),
+            *(max_seqlen_q, max_seqlen_k),
+            *_NO_BIAS,
+            *_NO_DROPOUT,
+            is_causal,
             dim**-0.5 if scale is None else float(scale),
         )
     except (RuntimeError, ValueError):  # wrong lengths: ``_prepared`` raises an error about them
@@ -500,12 +507,12 @@ def _measured(
 def _cpp_arguments(call: Call) -> tuple[Any, ...]:
     weight = call.bias_weight
     return (
-        *call[:9],
-        None if weight is None else weight.float(),
-        call.buckets,
-        call.seed,
-        call.sample_index,
-        call.dropout_threshold,
+        *(call.query, call.key, call.value),
+        *(call.key_mask, call.attn_mask),
+        *(call.cu_seqlens_q, call.cu_seqlens_k),
+        *(call.max_seqlen_q, call.max_seqlen_k),
+        *(None if weight is None else weight.float(), call.buckets),
+        *(call.seed, call.sample_index, call.dropout_threshold),
         call.is_causal,
         call.scale,
     )
@@ -545,8 +552,8 @@ def _returned(call: Call, grads: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Te
 def _stock_rejects(call: Call, *, forced: bool) -> str | None:
     if not call.is_plain:
         return "PyTorch's is taken without masks, bias and dropout alone"
-    if is_vmapped():
-        return "PyTorch's has no batching rule"
+    if is_transformed():
+        return "PyTorch's has no batching rule and no tangent"
     return None if forced else torch_rejects(call, forced=forced)
 
 
@@ -611,15 +618,17 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 def _cudnn_rejects(call: Call, *, forced: bool) -> str | None:
-    query, key, value = call[:3]
+    query, key, value = call.query, call.key, call.value
     if query.device.type != "cuda":
         return f"it runs on CUDA tensors, not {query.device}"
     if not call.is_at_most_causal:
         return "cuDNN is taken without masks, packing, bias and dropout alone"
     if call.is_causal and query.shape[2] not in (1, key.shape[2]):
         return "cuDNN aligns causality at the first key"
-    if torch.compiler.is_compiling() or not torch.cuda.is_available():
+    if torch.compiler.is_compiling():
         return "a program is traced, which serves calls of any size"
+    if not torch.cuda.is_available():
+        return "there is no GPU to ask"
     if not forced and _cudnn_row(call) is None:
         return "it was not measured to be faster for this size on this GPU"
     causal = call.is_causal and query.shape[2] > 1
@@ -632,7 +641,7 @@ def _cudnn_rejects(call: Call, *, forced: bool) -> str | None:
 def _cudnn_forward(call: Call) -> tuple[Tensor, Tensor]:
     """Output and statistics. cuDNN's logarithm of a sum is ours of the maximum, and that of the sum
     is 0: with a large offset of a row's scores fewer digits are left."""
-    query, key, value = call[:3]
+    query, key, value = call.query, call.key, call.value
     stats = _statistics(call, "cudnn")
     causal, streams = call.is_causal and query.shape[2] > 1, stats.numel() > 0
     out, logsumexp, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
@@ -652,7 +661,7 @@ def _cudnn_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor,
     call, out, logsumexp, _ = saved
     if not call.reorders:
         return _triton_backward(grad, saved)
-    query, key, value = call[:3]
+    query, key, value = call.query, call.key, call.value
     causal, drawn = call.is_causal and query.shape[2] > 1, query.new_empty((), dtype=torch.int64)
     grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
         *(grad, query, key, value, out, logsumexp, drawn, drawn, None, None, None),
@@ -687,7 +696,7 @@ def _statistics(call: Call, backend: str) -> Tensor:
 def _fake_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, ...]:
     call = saved.call
     bias = call.bias_weight if saved.need_bias_weight else None
-    grads = [empty_like_projection(tensor) for tensor in call[:3]]
+    grads = [empty_like_projection(tensor) for tensor in (call.query, call.key, call.value)]
     grads.append(call.query.new_empty(0) if bias is None else bias.new_empty(bias.shape))
     return _returned(call, tuple(grads))
 

@@ -153,7 +153,6 @@ OP = Op(
     fake=lambda call, backend: call.input.new_empty(call.input.shape),
     reference=bias_gelu_ref,
     smoke=_smoke,
-    public=lambda input, bias, approximate: bias_gelu(input, bias, approximate=approximate),
     saved=Saved,
     gradients=("input", "bias"),
     fake_backward=_fake_backward,

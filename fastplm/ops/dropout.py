@@ -8,10 +8,11 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastplm._backends import compiled_rule, requested
+from fastplm._backends import requested
 from fastplm._checks import check_probability, check_shape, check_tensor
 from fastplm._declare import Arg
-from fastplm._registry import Op, is_eager
+from fastplm._modes import is_eager
+from fastplm._registry import Op, compiled_rule
 from fastplm._rules import CallClass, training
 from fastplm.errors import fail
 from fastplm.ops._common import csrc_rejects, seed_tensor

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastplm._checks import check_bool, check_number, check_probability, check_shape, check_tensor
 from fastplm._declare import Arg
-from fastplm._registry import Op, needs_dispatch
+from fastplm._registry import Op
 from fastplm.errors import fail
 from fastplm.ops._common import (
     csrc_rejects,
@@ -197,8 +197,7 @@ def _run(where: str, call: Call, return_sum: bool) -> Any:
     OP.check(call, where)
     if not drops:
         call = call._replace(seed=None, sample_index=None, position=None)
-    dispatches = needs_dispatch(call)
-    out, sum = OP(call, OP.resolve(call, dispatches), dispatches)
+    out, sum = OP(call, OP.resolve(call))
     return (out, sum) if return_sum else out
 
 
@@ -210,7 +209,8 @@ def _settings(dropout_p: float, eps: float, is_rms: bool) -> dict[str, Any]:
 
 
 def _has_fp64(call: Call) -> bool:
-    return any(one is not None and one.dtype is torch.float64 for one in call[:5])
+    floating = call.input, call.residual, call.weight, call.bias, call.linear_bias
+    return any(one is not None and one.dtype is torch.float64 for one in floating)
 
 
 # --- backend "cpp" --------------------------------------------------------------------------------
@@ -227,7 +227,11 @@ def _cpp_rejects(call: Call, *, forced: bool) -> str | None:
 def _cpp_forward(call: Call) -> tuple[Tensor, Tensor]:
     out, sum = _fake(call, "cpp")
     torch.ops.fastplm_C.dropout_add_layer_norm(
-        *call[:8], **_settings(*call[8:11]), out=out, sum=sum
+        *(call.input, call.residual, call.weight, call.bias, call.linear_bias),
+        *(call.seed, call.sample_index, call.position),
+        **_settings(call.dropout_p, call.eps, call.is_rms),
+        out=out,
+        sum=sum,
     )
     return out, sum
 
@@ -236,8 +240,9 @@ def _cpp_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, ...]:
     found = _fake_backward(grad, saved)
     of_input, of_residual, of_weight, of_bias, of_linear_bias = found
     torch.ops.fastplm_C.dropout_add_layer_norm_backward(
-        *(grad, saved.sum, saved.weight, *saved[4:8]),
-        **_settings(*saved[8:11]),
+        *(grad, saved.sum, saved.weight, saved.grad_sum),
+        *(saved.seed, saved.sample_index, saved.position),
+        **_settings(saved.dropout_p, saved.eps, saved.is_rms),
         grad_input=of_input,
         grad_residual=of_residual,
         grad_weight=of_weight,
@@ -259,23 +264,42 @@ def _triton_rejects(call: Call, *, forced: bool) -> str | None:
 
 
 def _triton_forward(call: Call) -> tuple[Tensor, Tensor]:
-    input, residual = call.input, call.residual
-    others = [None if one is None else one.contiguous() for one in call[2:8]]
+    shape = call.input.shape
+    dense: list[Any] = [one.contiguous() if isinstance(one, Tensor) else one for one in call]
+    input, residual, weight, bias, linear_bias, seed, sample_index, position, *_ = dense
     out, sum = kernels("dropout_add_layer_norm").dropout_add_layer_norm_fwd(
-        rows_of(input), rows_of(residual), *others, **_settings(*call[8:11])
+        input=rows_of(input),
+        residual=rows_of(residual),
+        weight=weight,
+        bias=bias,
+        linear_bias=linear_bias,
+        seed=seed,
+        sample_index=sample_index,
+        position=position,
+        **_settings(call.dropout_p, call.eps, call.is_rms),
     )
-    return out.view(input.shape), sum.view(input.shape)
+    return out.view(shape), sum.view(shape)
 
 
 def _triton_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, ...]:
-    sum, dense = saved.sum, [None if one is None else one.contiguous() for one in saved[1:8]]
-    if dense[3] is not None:
-        dense[3] = rows_of(dense[3])  # the sum's gradient
+    dense: list[Any] = [one.contiguous() if isinstance(one, Tensor) else one for one in saved]
+    sum, weight, bias, linear_bias, grad_sum, seed, sample_index, position, *_ = dense
+    needs = (saved.need_input, saved.need_residual)
     of_input, of_residual, *others = kernels("dropout_add_layer_norm").dropout_add_layer_norm_bwd(
-        rows_of(grad), rows_of(sum), *dense, needs=saved[-5:], **_settings(*saved[8:11])
+        grad=rows_of(grad),
+        sum=rows_of(sum),
+        weight=weight,
+        bias=bias,
+        linear_bias=linear_bias,
+        grad_sum=None if grad_sum is None else rows_of(grad_sum),
+        seed=seed,
+        sample_index=sample_index,
+        position=position,
+        needs=(*needs, saved.need_weight, saved.need_bias, saved.need_linear_bias),
+        **_settings(saved.dropout_p, saved.eps, saved.is_rms),
     )
-    of_input = of_input.view(sum.shape) if saved.need_input else of_input
-    of_residual = of_residual.view(sum.shape) if saved.need_residual else of_residual
+    of_input = of_input.view(saved.sum.shape) if saved.need_input else of_input
+    of_residual = of_residual.view(saved.sum.shape) if saved.need_residual else of_residual
     return of_input, of_residual, *others
 
 
@@ -288,7 +312,7 @@ def _fake(call: Call, backend: str) -> tuple[Tensor, Tensor]:
 
 def _fake_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, ...]:
     """What is not needed has no elements."""
-    sum, weight, bias, linear_bias = saved[:4]
+    sum, weight, bias, linear_bias = saved.sum, saved.weight, saved.bias, saved.linear_bias
 
     def like(tensor: Tensor | None, shape: Any, need: bool) -> Tensor:
         return (weight if tensor is None else tensor).new_empty(shape if need else (0,))
@@ -303,7 +327,7 @@ def _fake_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, ...]:
 
 
 def _second(grad: Tensor, saved: Saved, backend: str) -> tuple[Tensor | None, ...]:
-    sum, weight, bias, linear_bias = saved[:4]
+    sum, weight, bias, linear_bias = saved.sum, saved.weight, saved.bias, saved.linear_bias
     x, dy = sum.float(), grad.float()
     if not saved.is_rms:
         x = x - x.mean(-1, keepdim=True)

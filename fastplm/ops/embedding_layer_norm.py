@@ -9,17 +9,11 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastplm._backends import needs_triton, requested
-from fastplm._checks import (
-    FLOATING,
-    check_int,
-    check_number,
-    check_probability,
-    check_tensor,
-    values_are_known,
-)
+from fastplm._backends import requested, why_not_triton
+from fastplm._checks import FLOATING, check_int, check_number, check_probability, check_tensor
 from fastplm._declare import Arg, from_fields
-from fastplm._registry import Op, in_place, is_batched, is_eager, is_fake, needs_dispatch
+from fastplm._modes import is_batched, is_eager, is_fake, values_are_known
+from fastplm._registry import Op, define
 from fastplm.errors import ArgumentTypeError, ArgumentValueError, fail
 from fastplm.ops._common import kernels, last_dim_contiguous, seed_tensor, triton_rejects
 from fastplm.reference.dropout import dropout_scale, dropout_threshold
@@ -179,8 +173,7 @@ def embedding_layer_norm(
         call = call._replace(word_weight=word_weight.detach())
     if dropout_p == 0.0:
         call = call._replace(seed=None, sample_index=None, position=None)
-    dispatches = needs_dispatch(call)
-    return OP(call, OP.resolve(call, dispatches), dispatches)
+    return OP(call, OP.resolve(call))
 
 
 _TABLES = (
@@ -215,7 +208,8 @@ _reference = from_fields(embedding_layer_norm_ref)
 
 
 def _triton_rejects(call: Call, *, forced: bool) -> str | None:
-    floating = (call.word_weight, call.position_weight, call.token_type_weight, *call[6:8])
+    tables = (call.word_weight, call.position_weight, call.token_type_weight)
+    floating = (*tables, call.weight, call.bias)
     if call.dtype == "float64" or any(one.dtype is torch.float64 for one in floating):
         return "float64: the kernels take fp32, fp16 and bf16"
     if call.weight.shape[0] > _MAX_WIDTH:
@@ -225,10 +219,15 @@ def _triton_rejects(call: Call, *, forced: bool) -> str | None:
 
 def _arguments(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The tensors of a call as the kernels take them, and the other arguments."""
-    dense = [one.contiguous() if isinstance(one, Tensor) else one for one in call]
+    call = Call._make(one.contiguous() if isinstance(one, Tensor) else one for one in call)
+    tables = (
+        *(call.input_ids, call.word_weight),
+        *(call.position_ids, call.position_weight),
+        *(call.token_type_ids, call.token_type_weight),
+    )
     threshold = dropout_threshold(call.dropout_p)
     settings = dict(threshold=threshold, keep_scale=dropout_scale(threshold), eps=call.eps)
-    return (tuple(dense[:6]), *dense[6:8], tuple(dense[11:14])), settings
+    return (tables, call.weight, call.bias, (call.seed, call.sample_index, call.position)), settings
 
 
 def _triton_forward(call: Call) -> Tensor:
@@ -253,10 +252,11 @@ def _triton_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, ...]:
 
 #: ``table[ids[n]] += rows[n]`` for a table [V, E], ids [N] and rows [N, E], without
 #: ``padding_idx``; the rows of an id are summed in fp32, in their order.
-ADD_ROWS = in_place(
+ADD_ROWS = define(
     "add_rows_",
     "(Tensor(a!) table, Tensor ids, Tensor rows, int padding_idx) -> ()",
-    lambda *given: kernels("embedding_layer_norm").add_rows_(*given),
+    run=lambda *arguments: kernels("embedding_layer_norm").add_rows_(*arguments),
+    fake=lambda *_: None,
 )
 
 
@@ -265,12 +265,12 @@ def adds_rows(table: Tensor, rows: Tensor) -> bool:
     wanted = requested("embedding_layer_norm")
     return (
         (is_eager(table, rows) or is_fake(rows))
-        and not (is_batched(table) or is_batched(rows))
+        and not is_batched(table, rows)
         and not (rows.is_cpu and wanted != "triton")
         and wanted in ("auto", "triton")
         and torch.float64 not in (table.dtype, rows.dtype)
         and table.is_contiguous()
-        and needs_triton(table, wanted == "triton") is None
+        and why_not_triton(table, wanted == "triton") is None
     )
 
 

@@ -7,9 +7,9 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from fastplm._checks import values_are_known
 from fastplm._declare import Arg, Size
-from fastplm._registry import Op, needs_dispatch
+from fastplm._modes import values_are_known
+from fastplm._registry import Op
 from fastplm.errors import fail
 from fastplm.ops._common import (
     csrc_rejects,
@@ -80,8 +80,7 @@ def gather_rows(input: Tensor, positions: Tensor) -> Tensor:
     OP.check(call)
     if input.stride(1) != 1 or positions.stride(0) != 1:
         call = OP.arguments.laid_out(call)
-    dispatches = needs_dispatch(call)
-    return OP(call, OP.resolve(call, dispatches), dispatches)
+    return OP(call, OP.resolve(call))
 
 
 def _check_range(call: Call) -> None:

@@ -8,10 +8,11 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from fastplm._backends import DIFFERENTIABLE, compiled_rule, fast_choice, is_traced, requested
+from fastplm._backends import DIFFERENTIABLE, fast_choice, requested
 from fastplm._checks import FLOATING, check_same, check_shape, check_tensor
 from fastplm._declare import Arg
-from fastplm._registry import Op, needs_dispatch
+from fastplm._modes import is_traced, needs_dispatch
+from fastplm._registry import Op, compiled_rule
 from fastplm._rules import ALONE, LONGEST, SQUARE, CallClass, aspect, slower
 from fastplm.errors import fail
 from fastplm.ops._common import csrc_rejects

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fastplm._checks import check_bool, check_number, check_tensor, values_are_known
+from fastplm._checks import check_bool, check_number, check_tensor
 from fastplm._declare import from_fields
-from fastplm._registry import Op, needs_dispatch
+from fastplm._modes import values_are_known
+from fastplm._registry import Op
 from fastplm.errors import fail
 from fastplm.ops._common import (
     check_reduction,
@@ -246,17 +247,17 @@ def _vocabulary_pass(
     expected, hint = "a share in [0, 1]", "Usual values are 0.0 and 0.1."
     check_number(where, "label_smoothing", call.label_smoothing, 0.0, 1.0, expected, hint)
     check_budget(where, logits_budget, expected_targets)
-    call = Call._make((*autocast_layer(*call[:3]), *call[3:]))
+    input, weight, bias = autocast_layer(call.input, call.linear_weight, call.linear_bias)
+    call = call._replace(input=input, linear_weight=weight, linear_bias=bias)
     OP.check(call, where)
-    dispatches = needs_dispatch(call)
-    backend = OP.resolve(call, dispatches)
+    backend = OP.resolve(call)
     if backend == "eager":
         return _eager(call)
     kept_rows, overflow_unlikely = _kept_rows(call, logits_budget, expected_targets, backend)
     call = OP.arguments.laid_out(call)._replace(
         kept_rows=kept_rows, overflow_unlikely=overflow_unlikely
     )
-    outputs = run_loss(OP, call, backend, dispatches)
+    outputs = run_loss(OP, call, backend)
     loss, _, log_probability, row_max, row_sum, argmax, drawn, *_ = outputs
     statistics = None
     if call.need_argmax:

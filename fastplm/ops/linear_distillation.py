@@ -17,10 +17,10 @@ from fastplm._checks import (
     check_scalar,
     check_shape,
     check_tensor,
-    values_are_known,
 )
 from fastplm._declare import from_fields
-from fastplm._registry import Op, needs_dispatch
+from fastplm._modes import values_are_known
+from fastplm._registry import Op
 from fastplm.errors import ArgumentTypeError, check_choice, fail, shown
 from fastplm.ops._common import check_reduction, kernels, triton_rejects
 from fastplm.ops._linear_cross_entropy_call import (
@@ -254,8 +254,15 @@ def _distilled(
     where, all_count = call.where, call.target is None and mask is None
     _check_arguments(call, mask)
     check_budget(where, logits_budget, expected_targets)
-    student, teacher = autocast_layer(*call[:3]), _constants(*call[3:6])
-    call = Call._make((*student, *teacher, *call[6:]))._replace(
+    input, weight, bias = autocast_layer(call.input, call.linear_weight, call.linear_bias)
+    teacher = _constants(call.teacher_input, call.teacher_weight, call.teacher_bias)
+    call = call._replace(
+        input=input,
+        linear_weight=weight,
+        linear_bias=bias,
+        teacher_input=teacher[0],
+        teacher_weight=teacher[1],
+        teacher_bias=teacher[2],
         target=rows_chosen(call.input, call.target, None, call.ignore_index),
         divergence=kl_of_limit(call.divergence, call.beta),
         beta=float(call.beta),
@@ -264,8 +271,7 @@ def _distilled(
         cross_entropy_weight=float(call.cross_entropy_weight),
     )
     OP.check(call, where)
-    dispatches = needs_dispatch(call)
-    backend = OP.resolve(call, dispatches)
+    backend = OP.resolve(call)
     call = call._replace(target=rows_chosen(call.input, call.target, mask, call.ignore_index))
     if call.teacher_probabilities is not None:
         dtype = torch.promote_types(call.input.dtype, torch.float32)
@@ -276,7 +282,7 @@ def _distilled(
         return _eager(call)
     kept_rows = _kept_rows(call, logits_budget, expected_targets, backend, all_count)
     call = OP.arguments.laid_out(call)._replace(kept_rows=kept_rows)
-    return LinearDistillation(*run_loss(OP, call, backend, dispatches, losses=3)[:3])
+    return LinearDistillation(*run_loss(OP, call, backend, losses=3)[:3])
 
 
 def _check_arguments(call: Call, mask: Tensor | None) -> None:

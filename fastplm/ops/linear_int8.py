@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fastplm._backends import is_recorded, is_traced, requested
+from fastplm._backends import is_recorded, requested
 from fastplm._checks import check_shape
 from fastplm._declare import Arg
-from fastplm._registry import Op, needs_dispatch
+from fastplm._modes import is_traced, needs_dispatch
+from fastplm._registry import Op
 from fastplm.errors import UnsupportedError, fail
 from fastplm.ops._common import csrc_rejects
 from fastplm.reference.linear_int8 import PANEL, STEP, linear_int8_ref, quantize_int8

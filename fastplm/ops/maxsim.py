@@ -13,9 +13,10 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from fastplm._checks import check_number, values_are_known
+from fastplm._checks import check_number
 from fastplm._declare import Arg, Size, from_fields
-from fastplm._registry import Op, needs_dispatch
+from fastplm._modes import values_are_known
+from fastplm._registry import Op
 from fastplm.ops._attention_call import check_lengths_on_cpu
 from fastplm.ops._common import kernels, torch_rejects, triton_rejects
 from fastplm.ops.gather_rows import OP as GATHER_ROWS
@@ -125,13 +126,12 @@ def maxsim(
     """
     call = Call(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, normalize)
     OP.check(call)
-    dispatches = needs_dispatch(call)
-    backend = OP.resolve(call, dispatches)
+    backend = OP.resolve(call)
     call.check_lengths()
     if backend == "eager":
         return _reference(call)
     call = OP.arguments.laid_out(call)
-    score, index = OP(call, backend, dispatches)
+    score, index = OP(call, backend)
     queries = query.shape[0]
     return MaxSim(score[:queries], index[:queries], score[queries:], index[queries:])
 
@@ -287,15 +287,25 @@ def _torch_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor]:
 def _triton_forward(call: Call) -> tuple[Tensor, Tensor]:
     call.check_lengths()
     score, index = _results(call)
-    scales = (None, None)
-    if call.normalize:
-        scales = tuple(
-            torch.linalg.vector_norm(rows, dim=1, dtype=score.dtype)
-            .clamp_(min=NORM_EPS)
-            .reciprocal_()
-            for rows in (call.query, call.key)
-        )
-    kernels("maxsim").maxsim_fwd(*call[:2], *scales, *call[2:6], score, index)
+
+    def scale(rows: Tensor) -> Tensor | None:
+        if not call.normalize:
+            return None
+        norm = torch.linalg.vector_norm(rows, dim=1, dtype=score.dtype)
+        return norm.clamp_(min=NORM_EPS).reciprocal_()
+
+    kernels("maxsim").maxsim_fwd(
+        query=call.query,
+        key=call.key,
+        scale_q=scale(call.query),
+        scale_k=scale(call.key),
+        cu_seqlens_q=call.cu_seqlens_q,
+        cu_seqlens_k=call.cu_seqlens_k,
+        max_seqlen_q=call.max_seqlen_q,
+        max_seqlen_k=call.max_seqlen_k,
+        score=score,
+        index=index,
+    )
     return score, index
 
 

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from fastplm._checks import INTEGER, check_bool, check_dtype, check_shape, check_tensor
 from fastplm._declare import Arg, from_fields
-from fastplm._registry import Op, autocast, needs_dispatch
+from fastplm._registry import Op
 from fastplm.errors import ArgumentTypeError, fail
 from fastplm.ops._common import (
+    cast_for_autocast,
     check_reduction,
     csrc_rejects,
     kernels,
@@ -130,20 +131,19 @@ def replaced_token_loss(
     check_tensor(where, "input", input, ndim=2)
     check_reduction(where, input, reduction, normalizer)
     check_bool(where, "return_counts", return_counts)
-    input, weight, bias = autocast(input, weight, bias)  # type: ignore[assignment]
+    input, weight, bias = cast_for_autocast(input, weight, bias)  # type: ignore[assignment]
     call = Call(
         input, weight, bias, flags, original, mask, normalizer, reduction, return_counts, False
     )
     OP.check(call)
-    dispatches = needs_dispatch(call)
-    backend = OP.resolve(call, dispatches)
+    backend = OP.resolve(call)
     if backend == "eager":
         return _eager(call)
     needs_sum = reduction != "none" and torch.is_grad_enabled() and weight.requires_grad
     call = OP.arguments.laid_out(call)
     if needs_sum and _sums_weight(call.input, backend):
         call = call._replace(sum_weight=True)
-    loss, *_, counts = run_loss(OP, call, backend, dispatches)
+    loss, *_, counts = run_loss(OP, call, backend)
     return (loss, DetectionCounts(*counts.unbind())) if return_counts else loss
 
 

@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fastplm._checks import INTEGER, check_int, check_tensor, values_are_known
+from fastplm._checks import INTEGER, check_int, check_tensor
 from fastplm._declare import Arg
+from fastplm._modes import values_are_known
 from fastplm.errors import fail
 
 TOKENS = Arg("[B, T]", INTEGER, packed="[N]")

@@ -299,7 +299,7 @@ def _in_rows(call: Call, content: Tensor, written: Tensor) -> NoisedText:
     if has_bos:
         out[:, 0] = call.bos_token_id
     if has_eos:
-        out.scatter_(1, fitting + has_bos, call.eos_token_id)
+        out = out.scatter(1, fitting + has_bos, call.eos_token_id)
     return NoisedText(
         out[:, :capacity].contiguous(), fitting[:, 0] + has_bos + has_eos, (total - fitting).sum()
     )

@@ -8,8 +8,8 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastplm._checks import values_are_known
 from fastplm._declare import Arg, Size
+from fastplm._modes import values_are_known
 from fastplm.errors import fail
 from fastplm.reference._token_rows import (
     ENDS,

@@ -187,15 +187,18 @@ def test_a_gradient_of_a_gradient_is_refused(name, of, ran):
 
 @every_model
 @pytest.mark.parametrize("padding", ["none", "right"])
-def test_batched_gradients_are_those_one_by_one(name, padding, ran):
+def test_batched_gradients_are_those_of_the_modules(name, padding, ran):
+    """The functions of a layer refuse them, and say so."""
     model = model_of(name, 0.0)
     inputs = inputs_of(name, model.config, PADDINGS[padding])
-    loss, weights = model(**inputs).loss, list(model.parameters())
-    assert ran
+    weights, batch = list(model.parameters()), torch.tensor([1.0, -2.0])
     options = dict(allow_unused=True, retain_graph=True)
-    found = torch.autograd.grad(
-        loss, weights, torch.tensor([1.0, -2.0]), is_grads_batched=True, **options
-    )
+    with pytest.raises(UnsupportedError, match=r"use_backend\('eager'\)"):
+        torch.autograd.grad(model(**inputs).loss, weights, batch, is_grads_batched=True, **options)
+    assert ran
+    with fastplm.use_backend("eager"):
+        loss = model(**inputs).loss
+    found = torch.autograd.grad(loss, weights, batch, is_grads_batched=True, **options)
     for one, both in zip(torch.autograd.grad(loss, weights, **options), found, strict=True):
         assert (one is None) == (both is None)
         if one is not None:
