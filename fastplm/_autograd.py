@@ -113,9 +113,11 @@ class Gradient:
     ) -> tuple[Any, ...]:
         op, backend, arguments = self.op, ctx.backend, [*ctx.saved]
         results: list[Any] = [None] * (self.arguments + 1)
+        batched = grad is not None and is_batched(grad)
         for place, one in zip(self.further, further, strict=True):
             if place is not None:
                 arguments[place] = one
+                batched = batched or (one is not None and is_batched(one))
         if grad is None:
             if all(place is None or arguments[place] is None for place in self.further):
                 return tuple(results)
@@ -130,7 +132,7 @@ class Gradient:
         saved = op.saved.build(arguments)
         if self.second is not None and torch.is_grad_enabled():
             grads = self.second(grad, saved, backend)
-        elif needs_dispatch((grad, *arguments)) or is_batched(grad, *further):
+        elif needs_dispatch((grad, *arguments)) or batched:
             grads = op._backward_operator(grad, *arguments, backend)
         elif torch._C._is_any_autocast_enabled():
             grads = outside_autocast(op.backends[backend].backward, grad, saved)
@@ -192,7 +194,10 @@ def once_differentiable(op: str) -> Callable[[Callable[..., Any]], Any]:
 
     def decorate(backward: Callable[..., Any]) -> Any:
         def call(ctx: Any, *grads: Any) -> Any:
-            if transform() is not None or forward_ad._current_level >= 0 or is_batched(*grads):
+            refused = transform() is not None or forward_ad._current_level >= 0
+            for grad in grads:
+                refused = refused or (grad is not None and is_batched(grad))
+            if refused:
                 raise UnsupportedError(
                     f"{op}: its gradients come one at a time, and outside of torch.func (vmap, "
                     "is_grads_batched=True, vectorize=True). Compute them in a loop, or run the "

@@ -17,7 +17,8 @@ _VMAP = torch._C._functorch.TransformType.Vmap
 # Every call uses these, so they are looked up once.
 _is_tracing, _dispatch_modes = torch._C._is_tracing, torch._C._len_torch_dispatch_stack
 transform, _profiler = torch._C._functorch.peek_interpreter_stack, torch.autograd.profiler
-_is_batched = torch._C._functorch.is_legacy_batchedtensor
+# Whether a gradient is a batch of them, as with ``is_grads_batched=True``.
+is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 def is_traced() -> bool:
@@ -76,14 +77,6 @@ def is_eager(*tensors: Tensor) -> bool:
 def is_fake(x: Tensor) -> bool:
     """Whether it is a tensor without data, which may be on a device that is not there."""
     return type(x) is torch._subclasses.FakeTensor and not torch.compiler.is_compiling()
-
-
-def is_batched(*gradients: Tensor | None) -> bool:
-    """Whether one of them is a batch of gradients, as with ``is_grads_batched=True``."""
-    for one in gradients:
-        if one is not None and _is_batched(one):
-            return True
-    return False
 
 
 def values_are_known(tensor: Tensor) -> bool:

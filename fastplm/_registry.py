@@ -202,7 +202,7 @@ class Op:
             known: self.backends[known] for known in BACKENDS if known in self.backends
         }
 
-    def __call__(self, call: Any, backend: str = "") -> Any:
+    def __call__(self, call: Any, backend: str = "", dispatches: bool | None = None) -> Any:
         """Run a call: check it, choose its backend, and run that.
 
         A call that does not need PyTorch's dispatcher runs the backend directly, inside an
@@ -210,18 +210,20 @@ class Op:
 
         Args:
             backend: what ``resolve`` chose for this call, which was checked. Default: do both here.
+            dispatches: ``needs_dispatch(call)``, if it is known.
         """
         if not backend:
             self.check(call)
-            backend = self.resolve(call)
+            dispatches = needs_dispatch(call)
+            backend = self.resolve(call, dispatches)
         # Without a gradient the operator takes the reference, too: a graph then has one node.
         if backend in DIFFERENTIABLE and (self._function is not None or is_transformed()):
             return self.backends[backend].forward(call)
-        if needs_dispatch(call):
+        if needs_dispatch(call) if dispatches is None else dispatches:
             _refuse_dtensors(self.name, call)
             return self._operator(*call, backend)
         if torch._C._is_any_autocast_enabled():
-            return outside_autocast(self, call, backend)
+            return outside_autocast(self, call, backend, False)
         if (
             self._function is not None
             and torch.is_grad_enabled()
@@ -238,15 +240,16 @@ class Op:
         if self._extra_checks:
             call.check(where)
 
-    def resolve(self, call: Any) -> str:
+    def resolve(self, call: Any, dispatches: bool | None = None) -> str:
         """The backend that runs a call: the one that the user chose, or else the first one that
-        can and is not slower than PyTorch's own function.
+        can and is not slower than PyTorch's own function. ``dispatches``: as of ``__call__``.
 
         Raises:
             BackendError: the chosen backend cannot run it.
         """
         wanted = requested(self.name)
-        plain = why_plain_pytorch() if needs_dispatch(call) else None
+        dispatches = needs_dispatch(call) if dispatches is None else dispatches
+        plain = why_plain_pytorch() if dispatches else None
         record = _DECISIONS.innermost() if _DECISIONS.open else None
         if record is None:
             for name in self.backends if wanted == "auto" else (wanted,):

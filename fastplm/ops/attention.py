@@ -145,7 +145,7 @@ def attention(
         out = plain_attention(query, key, value, scale)
         if out is not None:
             return out
-    call, backend = _prepared(
+    call, backend, dispatches = _prepared(
         where,
         (query, key, value),
         (None, None, query.shape[2], key.shape[2]),
@@ -158,7 +158,7 @@ def attention(
         seed=seed,
         sample_index=sample_index,
     )
-    return OP(call, backend)[0]
+    return OP(call, backend, dispatches)[0]
 
 
 def attention_varlen(
@@ -247,7 +247,7 @@ def attention_varlen(
         )
         if out is not None:
             return out
-    call, backend = _prepared(
+    call, backend, dispatches = _prepared(
         where,
         (query, key, value),
         (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
@@ -259,7 +259,7 @@ def attention_varlen(
         seed=seed,
         sample_index=sample_index,
     )
-    return OP(call, backend)[0]
+    return OP(call, backend, dispatches)[0]
 
 
 def _allows_tf32() -> bool:
@@ -285,8 +285,9 @@ def _prepared(
     relative_bias: T5RelativeBias | None,
     seed: int | Tensor | None,
     sample_index: Tensor | None,
-) -> tuple[Call, str]:
-    """The checked call and its backend, with the layout that it asks for."""
+) -> tuple[Call, str, bool]:
+    """The checked call with the layout that its backend asks for; this backend; and whether it
+    needs PyTorch's dispatcher."""
     query, key, value = cast_for_autocast(*tensors)
     assert query is not None and key is not None and value is not None
     fix = "Pass the share of attention probabilities to drop."
@@ -313,24 +314,25 @@ def _prepared(
         _scale(where, scale, query.shape[-1]),
     )
     OP.check(call, where)
-    backend = OP.resolve(call)
+    dispatches = needs_dispatch(call)
+    backend = OP.resolve(call, dispatches)
     if backend in DIFFERENTIABLE:
-        return call, backend
+        return call, backend, dispatches
     if backend in ("cudnn", "triton"):
         call.check_lengths()
         if query.dtype is torch.float32 and _allows_tf32():
             call = call._replace(allow_tf32=True)
     if backend == "cudnn" and _cudnn_backward_row(call) is not None:
         call = call._replace(reorders=True)
-    if torch.is_grad_enabled() and query.requires_grad:
-        seen = type(query) is FakeTensor or not needs_dispatch(call)
-        if seen and lie_side_by_side(query, key, value):
+    if not dispatches or type(query) is FakeTensor:
+        grads = torch.is_grad_enabled() and query.requires_grad
+        if grads and lie_side_by_side(query, key, value):
             call = call._replace(side_by_side=True)
     if call.attn_mask is not None and call.attn_mask.stride(-1) != 1:
         dense = stored_once(call.attn_mask).contiguous()
         call = call._replace(attn_mask=dense.expand(call.attn_mask.shape))
     # Backends read rows with any stride, but the elements of a row must be contiguous.
-    return OP.arguments.laid_out(call), backend
+    return OP.arguments.laid_out(call), backend, dispatches
 
 
 def _eager(call: Call) -> tuple[Tensor, None]:

@@ -265,7 +265,7 @@ def adds_rows(table: Tensor, rows: Tensor) -> bool:
     wanted = requested("embedding_layer_norm")
     return (
         (is_eager(table, rows) or is_fake(rows))
-        and not is_batched(table, rows)
+        and not (is_batched(table) or is_batched(rows))
         and not (rows.is_cpu and wanted != "triton")
         and wanted in ("auto", "triton")
         and torch.float64 not in (table.dtype, rows.dtype)
