@@ -14,14 +14,13 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
 from transformers.utils.generic import can_return_tuple
 
 from fastplm._backends import note
 from fastplm._checks import check_shape, check_tensor, values_can_be_read
 from fastplm._registry import is_eager
-from fastplm.errors import check_choice
 from fastplm.hf import of_batch
 from fastplm.models._base import (
     FastplmModel,
@@ -36,9 +35,7 @@ from fastplm.models._base import (
 )
 from fastplm.models._encoder import cross_inputs
 from fastplm.models._heads import (
-    REDUCTIONS,
-    Head,
-    LabelledRows,
+    LanguageModel,
     ScaledLoss,
     set_output_rows,
     shape_of,
@@ -55,7 +52,6 @@ from fastplm.models._ragged import (
     either,
     know_their_rows,
     mask_at,
-    padded,
     restore_layout,
     rows_computed,
     unpadded,
@@ -379,27 +375,17 @@ class EncoderDecoder(FastplmModel):
         )
 
 
-class ConditionalGeneration(FastplmModel):
+class ConditionalGeneration(LanguageModel):
     """Mixin of an encoder-decoder with a language-model head. The loss computes no full logits.
 
     If only the loss is requested, the decoder leaves out the rows after the last label of a
     sequence, which cannot influence the loss.
     """
 
-    lm_head: nn.Linear
+    _side = "decoder_"
     prepare_decoder_input_ids_from_labels: Callable[[Tensor], Tensor]
-    _embedding_kind: type[nn.Embedding] = nn.Embedding
     #: Whether the parent can return a cache together with a loss.
     _caches_beside_loss = True
-
-    #: The model without the head.
-    _backbone: Callable[..., Seq2SeqModelOutput]
-
-    def _scaled_rows(self, hidden: Tensor) -> Tensor:
-        return hidden
-
-    def _logits_bias(self) -> Tensor | None:
-        return None
 
     @can_return_tuple
     def forward(
@@ -431,41 +417,18 @@ class ConditionalGeneration(FastplmModel):
         Raises:
             ArgumentValueError, ArgumentTypeError: wrong shapes, dtypes or (on the CPU) ids.
         """
-        check_choice(type(self).__name__, "reduction", reduction, REDUCTIONS)
-        loss = logits = labelled = None
-        all_rows = wants_logits(self, output_logits, labels)
         if labels is not None:
             check_tensor(type(self).__name__, "labels", labels)
             use_cache = bool(use_cache) and self._caches_beside_loss
             if shape_of(inputs, "decoder_") is None:
                 inputs["decoder_input_ids"] = self.prepare_decoder_input_ids_from_labels(labels)
-            labelled = LabelledRows(
-                *(self, labels, inputs, loss_positions),
-                all_rows=all_rows,
-                exact=reduction != "mean",
-                waits=False,
-                argument="loss_positions",
-                side="decoder_",
-            )
-        outputs = self._backbone(use_cache=use_cache, return_dict=True, **inputs)
-        hidden = outputs.last_hidden_state
-        if all_rows:
-            hidden = padded(hidden, inputs.get("decoder_unpad"))
-        hidden, bias = self._scaled_rows(hidden), self._logits_bias()
-        if labelled is not None:
-            options: Any = dict(dense=True, reduction=reduction, bias=bias)
-            loss = labelled.loss(hidden, num_items_in_batch, **options)
-        if all_rows:
-            logits = self.lm_head(hidden)
-            logits = logits if bias is None else logits + bias
+        inputs["use_cache"], all_rows = use_cache, wants_logits(self, output_logits, labels)
+        how = loss_positions, all_rows, num_items_in_batch, reduction
+        outputs, loss, logits = self._compute(labels, inputs, *how)
         others = {key: value for key, value in outputs.items() if key != "last_hidden_state"}
         return Seq2SeqLMOutput(loss=loss, logits=logits, **others)
 
-    def _head(self) -> Head:
-        return None, self.lm_head
-
     def _sides(self, inputs: dict[str, Any], all_rows: bool, labelled: Tensor) -> dict[str, Side]:
-        """What encoder and decoder count, for ``slots_of_labels``."""
         source, target = inputs.get("attention_mask"), inputs.get("decoder_attention_mask")
         gaps, kept = None, labelled
         if not all_rows and not wants_output(self, "output_hidden_states", inputs):

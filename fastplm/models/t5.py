@@ -262,7 +262,7 @@ class T5ForConditionalGeneration(
     def _backbone(self, **inputs: Any) -> Seq2SeqModelOutput:
         return EncoderDecoder.forward(self, **inputs)
 
-    def _scaled_rows(self, hidden: Tensor) -> Tensor:
+    def _rows_of_head(self, hidden: Tensor, outputs: Any) -> Tensor:
         return hidden * self.model_dim**-0.5 if self.config.scale_decoder_outputs else hidden
 
 
