@@ -164,7 +164,7 @@ class EncoderModel(FastplmModel):
             row_plan.draw_seeds(self, given, self._layer_numbers)
 
         # --- the parent's forward on these rows ---
-        if (packed := row_plan.own) is not None:
+        if (packed := row_plan.packed) is not None:
             input_ids, token_type_ids = packed.pack(input_ids), packed.pack(token_type_ids)
             position_ids = packed.pack(position_ids)
             inputs_embeds = packed.pack_rows(inputs_embeds)

@@ -151,11 +151,11 @@ def t5_layer_call(
     if layer is None or states is None or not past_key_values.is_updated.get(plan.place):
         return None
     if bias is None:
-        own, seen = block.layer[0].SelfAttention, layer.keys.shape[2]
-        if not own.has_relative_attention_bias:
+        first, seen = block.layer[0].SelfAttention, layer.keys.shape[2]
+        if not first.has_relative_attention_bias:
             return None
         device = hidden_states.device
-        bias = own.compute_bias(1, seen + 1, device=device, past_seen_tokens=seen)
+        bias = first.compute_bias(1, seen + 1, device=device, past_seen_tokens=seen)
     both = [states.keys, states.values]
     given = hidden_states, layer, attention_mask, bias, both, encoder_attention_mask
     out = _called(block, plan, *given)

@@ -94,8 +94,22 @@ class CausalModel(EncoderModel):
             )
         return type(outputs)(**{**outputs, **changed})
 
-    def _position_table(self) -> nn.Module | None:
+    def _position_table(self) -> Any:
         return getattr(self, "wpe", None)
+
+    def _embed(
+        self: Any,
+        input_ids: Tensor | None,
+        token_type_ids: Tensor | None,
+        position_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+    ) -> Tensor:
+        words = self.get_input_embeddings()
+        hidden: Tensor = words(input_ids) if inputs_embeds is None else inputs_embeds
+        if position_ids is None:
+            position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        hidden = hidden + self._position_table()(position_ids)
+        return self.drop(hidden if token_type_ids is None else hidden + words(token_type_ids))
 
     def _is_causal(self) -> bool:
         return True

@@ -28,10 +28,8 @@ from fastplm.models._ragged import (
 )
 from fastplm.nn._rows import (
     IGNORE_INDEX,
-    as_normalizer,
     as_tokens,
     batch_share,
-    in_fp32,
     labels_at,
     vocabulary_loss,
 )
@@ -399,11 +397,8 @@ def _pair_loss(
     check_dtype(where, name, label, INTEGER)
     label = label.flatten().long()
     check_shape(where, name, label, logits.shape[:1], "[B]")
-    logits = in_fp32(logits)
-    total = nn.functional.cross_entropy(logits, label, reduction="sum", ignore_index=IGNORE_INDEX)
-    if num_sequences_in_batch is None:
-        num_sequences_in_batch = (label != IGNORE_INDEX).sum()
-    return total / as_normalizer(num_sequences_in_batch, logits.device)
+    head = nn.Identity()  # so that these are the logits
+    return vocabulary_loss(logits, head, label, num_sequences_in_batch, dense=True)
 
 
 class CausalLM(LanguageModel):

@@ -238,38 +238,43 @@ class Stack(FastplmModel):
         # --- which rows are computed ---
         if output_rows is not None:
             read_rows = mask_at(output_rows, batch, seqlen)
-        row_plan, kept = Rows(), self._keeps_padding(masks, kwargs, **caching)
-        if kept is None:
+        row_plan, padding_reason = Rows(), self._keeps_padding(masks, kwargs, **caching)
+        if padding_reason is None:
             states_wanted = wants_output(self, "output_hidden_states", kwargs)
             if read_rows is not None and (states_wanted or not self._is_causal()):
                 extra_rows, read_rows = either(extra_rows, read_rows), None
             rows = attention_mask, read_rows, extra_rows, unpad
-            row_plan.own, attention_mask = decoder_rows(*rows, self)
-            if row_plan.own is None and encoder_rows is not None:
-                row_plan.own = RaggedBatch.whole(given, attention_mask)
-        note(lambda: rows_computed(self, (batch, seqlen), attention_mask, row_plan, kept))
-        if self.training and kept in NUMBERED_REASONS:
+            row_plan.packed, attention_mask = decoder_rows(*rows, self)
+            if row_plan.packed is None and encoder_rows is not None:
+                row_plan.packed = RaggedBatch.whole(given, attention_mask)
+        note(lambda: rows_computed(self, (batch, seqlen), attention_mask, row_plan, padding_reason))
+        if self.training and padding_reason in NUMBERED_REASONS:
             hidden = know_their_rows(self._layers())
             # If the parent calls PyTorch's dropout function, only ``_on_rows`` can tell it which
             # rows it computes. So a batch without padding is packed, too.
             by_function = isinstance(self.dropout, float) and self.dropout > 0.0
-            if row_plan.own is kept is None and hidden and by_function and is_eager(given):
-                row_plan.own = RaggedBatch.whole(given, attention_mask)
+            if (
+                row_plan.packed is padding_reason is None
+                and hidden
+                and by_function
+                and is_eager(given)
+            ):
+                row_plan.packed = RaggedBatch.whole(given, attention_mask)
             row_plan.number(given, sample_index, offsets, hidden)
             row_plan.draw_seeds(self, given, self._layer_numbers)
 
         # --- the parent's forward on these rows ---
         if inputs_embeds is None:
-            ids = given if row_plan.own is None else row_plan.own.pack(given)
+            ids = given if row_plan.packed is None else row_plan.packed.pack(given)
             inputs_embeds = (self.embed_tokens if lookup is None else lookup)(ids)
-        elif row_plan.own is not None:
-            inputs_embeds = row_plan.own.pack_rows(inputs_embeds)
+        elif row_plan.packed is not None:
+            inputs_embeds = row_plan.packed.pack_rows(inputs_embeds)
         states, row_plan.cross = cross_inputs(
-            encoder_hidden_states, encoder_attention_mask, encoder_rows, row_plan.own
+            encoder_hidden_states, encoder_attention_mask, encoder_rows, row_plan.packed
         )
         forward = super().forward  # type: ignore[misc]
-        if row_plan.own is not None:
-            forward, attention_mask = self._on_rows, row_plan.own.key_mask_row()
+        if row_plan.packed is not None:
+            forward, attention_mask = self._on_rows, row_plan.packed.key_mask_row()
             caching = {"use_cache": False} if self._takes_cache else {}
         row_plan.layers = of_one_forward(self._layers(), given, self.dtype)
         if row_plan.layers_need_it:
@@ -430,14 +435,14 @@ class ConditionalGeneration(LanguageModel):
 
     def _sides(self, inputs: dict[str, Any], all_rows: bool, labelled: Tensor) -> dict[str, Side]:
         source, target = inputs.get("attention_mask"), inputs.get("decoder_attention_mask")
-        gaps, kept = None, labelled
+        gaps, rows = None, labelled
         if not all_rows and not wants_output(self, "output_hidden_states", inputs):
             reached = until_last(labelled)  # as in ``decoder_rows``
             target = reached if target is None else target.bool() & reached
         if self.get_encoder().contiguous:  # type: ignore[attr-defined]
             gaps = None if source is None else between(source.bool())
-            kept = labelled if target is None else between(labelled | target.bool())
-        sides = {"unpad": (source, gaps), "decoder_unpad": (target, kept)}
+            rows = labelled if target is None else between(labelled | target.bool())
+        sides = {"unpad": (source, gaps), "decoder_unpad": (target, rows)}
         return {} if inputs.get("unpad") is False else sides  # which both follow
 
 

@@ -52,11 +52,11 @@ class _Layer(SetsDropoutRows):
 
     def _parts(self: Any) -> Layer | None:
         """The modules that run; None if what is around them is not as it was made."""
-        own = self._modules
-        attentions = [(own["self_attn"], own["self_attn_layer_norm"])]
-        if "encoder_attn" in own:
-            attentions.append((own["encoder_attn"], own["encoder_attn_layer_norm"]))
-        weight: Any = own["fc1"]._parameters.get("weight")  # an adapter may have none
+        modules = self._modules
+        attentions = [(modules["self_attn"], modules["self_attn_layer_norm"])]
+        if "encoder_attn" in modules:
+            attentions.append((modules["encoder_attn"], modules["encoder_attn_layer_norm"]))
+        weight: Any = modules["fc1"]._parameters.get("weight")  # an adapter may have none
         kind, halves = modeling_bart.BartAttention, getattr(weight, "dtype", None) is torch.float16
         known = all(is_plain(module, kind) for module, _ in attentions)
         if halves or not known or not nothing_hides_modules(self, *(one for one, _ in attentions)):
@@ -67,10 +67,10 @@ class _Layer(SetsDropoutRows):
             join = Join(parts["out_proj"], norm, float(self.dropout))
             projections = parts["q_proj"], parts["k_proj"], parts["v_proj"]
             blocks.append(Attention(module, module.head_dim, module.dropout, projections, join))
-        end = Join(own["fc2"], own["final_layer_norm"], float(self.dropout))
-        activation = own.get("activation_fn", self.activation_fn)
+        end = Join(modules["fc2"], modules["final_layer_norm"], float(self.dropout))
+        activation = modules.get("activation_fn", self.activation_fn)
         between = float(self.activation_dropout)
-        feed_forward = FeedForward(own["fc1"], activation, end, dropout=between)
+        feed_forward = FeedForward(modules["fc1"], activation, end, dropout=between)
         return Layer(tuple(blocks), feed_forward, self.training)
 
     def forward(
@@ -141,8 +141,9 @@ class _AddsPositions(Stack):
     ) -> Any:
         # Positional, because gradient checkpointing needs it.
         states = [kwargs.pop(name) for name in ("encoder_hidden_states",) if name in kwargs]
-        own: Any = rows.own
-        positions = self.embed_positions(inputs_embeds, position_ids=own.positions % own.seqlen)
+        packed: Any = rows.packed
+        places = packed.positions % packed.seqlen
+        positions = self.embed_positions(inputs_embeds, position_ids=places)
         hidden = self.layernorm_embedding(inputs_embeds + positions.to(inputs_embeds.device))
         hidden = dropout(hidden, self.dropout, self.training)
         for layer in self.layers:

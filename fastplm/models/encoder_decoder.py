@@ -302,12 +302,12 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
 def _until_last_label(labels: Tensor, mask: Tensor | None, unpad: Any) -> Tensor | None:
     """The mask [B, T] of a causal decoder without the rows after the last label of a sequence.
 
-    No loss depends on these rows. They are kept if ``unpad`` keeps padding, if it gives no capacity
-    and the rows cannot be counted, and if labels are flat.
+    No loss depends on these rows. They stay if ``unpad`` keeps padding, if it gives no capacity and
+    the rows cannot be counted, and if labels are flat.
     """
     counted = unpad is None or unpad is True
-    kept = unpad is False or (counted and not values_can_be_read(labels))
-    if kept or labels.dim() != 2 or (mask is not None and mask.shape != labels.shape):
+    stays = unpad is False or (counted and not values_can_be_read(labels))
+    if stays or labels.dim() != 2 or (mask is not None and mask.shape != labels.shape):
         return mask
     read = until_last(labels != IGNORE_INDEX)
     return read if mask is None else read & mask.bool()

@@ -70,17 +70,15 @@ class GPT2Block(SetsDropoutRows, modeling_gpt2.GPT2Block):
         return super().forward(*given, **kwargs)
 
     def _parts_up_to(self: Any, norm: Any, crossed: bool) -> Layer | None:
-        own = self._modules
-        inner, last, modules = own["mlp"], own["ln_2"], [own["attn"]]
-        norms = [last]
+        modules, attending, norms = self._modules, ["attn"], ["ln_2"]
         if crossed:
-            modules.append(own.get("crossattention"))
-            norms.insert(0, own.get("ln_cross_attn"))
-        kinds = [kind_of(one) for one in (inner, *modules)]
-        if kinds != [modeling_gpt2.GPT2MLP, *[GPT2Attention] * len(modules)]:
+            attending, norms = ["attn", "crossattention"], ["ln_cross_attn", "ln_2"]
+        inner, *around = map(modules.get, ("mlp", *attending))
+        kinds = [modeling_gpt2.GPT2MLP, *[GPT2Attention] * len(around)]
+        if [*map(kind_of, (inner, *around))] != kinds:
             return None
         attentions = []
-        for module, after in zip(modules, norms, strict=True):
+        for module, after in zip(around, map(modules.get, norms), strict=True):
             projections = (
                 (module.q_attn, module.c_attn) if module.is_cross_attention else (module.c_attn,)
             )
@@ -89,8 +87,8 @@ class GPT2Block(SetsDropoutRows, modeling_gpt2.GPT2Block):
                 Attention(module, module.head_dim, module.attn_dropout.p, projections, join)
             )
         feed_forward = FeedForward(inner.c_fc, inner.act, Join(inner.c_proj, norm, inner.dropout))
-        around = self, inner, *modules
-        return Layer(tuple(attentions), feed_forward, self.training, own["ln_1"], around)
+        around = [self, inner, *around]
+        return Layer(tuple(attentions), feed_forward, self.training, modules["ln_1"], (*around,))
 
 
 class _Blocks(Blocks):
@@ -121,22 +119,15 @@ class _Blocks(Blocks):
         given = dict(config=self.config, inputs_embeds=inputs_embeds)
         if attention_mask is not None and attention_mask.dim() < 4:
             attention_mask = attention_mask.view(inputs_embeds.shape[0], -1)
-        mask = create_causal_mask(
-            **given,
-            attention_mask=attention_mask,
-            past_key_values=None,
-            position_ids=position_ids,
-        )
+        causal = dict(attention_mask=attention_mask, position_ids=position_ids)
+        mask = create_causal_mask(**given, **causal, past_key_values=None)
         states, mask_of_states = encoder_hidden_states, None
         if states is not None:
-            mask_of_states = create_bidirectional_mask(
-                **given, attention_mask=encoder_attention_mask, encoder_hidden_states=states
-            )
-        hidden = inputs_embeds + self.wpe(position_ids)
-        if token_type_ids is not None:
-            hidden = hidden + self.wte(token_type_ids)
+            of_states = dict(attention_mask=encoder_attention_mask, encoder_hidden_states=states)
+            mask_of_states = create_bidirectional_mask(**given, **of_states)
+        hidden = self._embed(None, token_type_ids, position_ids, inputs_embeds)
         return run_blocks(
-            *(made, self.h, self.drop(hidden), mask, kwargs),
+            *(made, self.h, hidden, mask, kwargs),
             (states, mask_of_states),
             {ROWS: kwargs[ROWS]} if ROWS in kwargs else {},
         )

@@ -23,7 +23,7 @@ from transformers.models.t5 import modeling_t5
 
 from fastplm import ops
 from fastplm.hf import NAME, NO_BIAS, says_only_keys
-from fastplm.models._base import FastplmModel, check_parts, drop_in, wants_output
+from fastplm.models._base import FastplmModel, check_parts, drop_in, joined, wants_output
 from fastplm.models._heads import TokenClassification
 from fastplm.models._layer import (
     Attention,
@@ -64,25 +64,21 @@ def _is_under_autocast(x: Tensor) -> bool:
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)  # "meta" has none
 
 
-@drop_in
-class T5DenseActDense(modeling_t5.T5DenseActDense):
-    """Without the parent's copy in the dtype of ``wo`` under autocast, which casts it back."""
+class _Dense:
+    """Mixin without the parent's copy in the dtype of ``wo``, which autocast casts back."""
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        if _is_under_autocast(hidden_states):
-            return self.wo(self.dropout(self.act(self.wi(hidden_states))))
-        return super().forward(hidden_states)
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        if not _is_under_autocast(hidden_states):
+            return super().forward(hidden_states)  # type: ignore[misc]
+        if isinstance(self, modeling_t5.T5DenseGatedActDense):
+            active = self.act(self.wi_0(hidden_states)) * self.wi_1(hidden_states)
+        else:
+            active = self.act(self.wi(hidden_states))
+        return self.wo(self.dropout(active))
 
 
-@drop_in
-class T5DenseGatedActDense(modeling_t5.T5DenseGatedActDense):
-    """The same of a gated layer."""
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        if _is_under_autocast(hidden_states):
-            gate = self.act(self.wi_0(hidden_states))
-            return self.wo(self.dropout(gate * self.wi_1(hidden_states)))
-        return super().forward(hidden_states)
+T5DenseActDense = joined(_Dense, modeling_t5.T5DenseActDense)
+T5DenseGatedActDense = joined(_Dense, modeling_t5.T5DenseGatedActDense)
 
 
 @drop_in
