@@ -19,9 +19,9 @@ from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor
 from fastplm.errors import check_choice, fail
 from fastplm.models._base import FastplmModel, TiedLookup, check_parts
 from fastplm.models._ragged import (
-    Side,
+    Batches,
     either,
-    encoder_side,
+    encoder_batch,
     numbers_of_rows,
     padded,
     slots_of_labels,
@@ -143,12 +143,12 @@ class LabelledRows:
         labels = as_tokens(where, labels, shape_of(inputs, side) or labels.shape)
         self.dense, slots = dense or positions is not None, None
         if positions is None:
-            sides = encoder_side(model, inputs, beside)
+            batches = encoder_batch(model, inputs, beside)
             if side:
-                sides = partial(model._sides, inputs, all_rows)
+                batches = partial(model._batches, inputs, all_rows)
             # Where most tokens have labels, counting them alone is not worth a wait for a GPU.
             waits = exact or not dense
-            slots = slots_of_labels(labels, inputs, sides, side + "unpad", waits=waits)
+            slots = slots_of_labels(labels, inputs, batches, side + "unpad", waits=waits)
         self.positions, self.targets = labels_at(
             *(where, labels, labels.shape, positions),
             exact=exact,
@@ -204,7 +204,7 @@ class LanguageModel(FastplmModel):
     _side = ""
     _embedding_kind: type[nn.Embedding] = nn.Embedding
     #: What an encoder-decoder counts, for ``slots_of_labels``.
-    _sides: Callable[..., dict[str, Side]]
+    _batches: Callable[..., Batches]
     lm_head: Any
 
     def _head(self) -> Head:

@@ -41,12 +41,12 @@ PADDING_REASONS = {
 }
 #: The reasons, and None, with which a backbone still knows the sample and position of its rows.
 NUMBERED_REASONS = (None, "packed")
-#: Where every draw of a seed is a launch, so that ``Rows.draw_seeds`` draws all of them at once.
+#: Devices where each draw of a seed is a launch: ``Rows.draw_seeds`` draws all at once there.
 ONE_DRAW = ("cuda",)
-#: How configurations call the dropout of attention, and of hidden states in an encoder layer.
+#: How configurations call the dropout of attention, and that of hidden states in a layer.
 DROPOUTS = (
     *("attention_probs_dropout_prob", "attn_pdrop", "attention_dropout", "dropout_rate"),
-    "hidden_dropout_prob",
+    *("hidden_dropout_prob", "resid_pdrop", "dropout"),
 )
 #: The type of a model's argument ``unpad``; see ``unpadded``.
 Unpad: TypeAlias = "bool | int | Counted | RaggedBatch | None"
@@ -285,7 +285,7 @@ class Rows(_Movable):
             return None
         return self.seeds[number, 2:].unbind()
 
-    def lengths(self, causal: bool) -> tuple[Tensor, Tensor, int, int] | None:
+    def cu_seqlens_of(self, causal: bool) -> tuple[Tensor, Tensor, int, int] | None:
         """(cu_seqlens int32 [B + 1] of queries and of keys, max_seqlen of both) of one attention.
 
         In a decoder with an encoder, the attention that is not causal is the cross-attention.
@@ -320,7 +320,7 @@ class LastRows(_Movable):
     cu_seqlens_k: Tensor  # int32 [B + 1], the rows of each sequence in the input
     max_seqlen_k: int  # an upper bound of their number
     key_mask: Tensor | None  # bool [N], None = all
-    rank: Tensor  # int64 [B * T], the index of a flat position in ``source``, -1 if not there
+    slots: Tensor  # int64 [B * T], the index of a flat position in ``source``, -1 if not there
 
     @classmethod
     def of(
@@ -350,7 +350,7 @@ class LastRows(_Movable):
         positions = compact(needed, capacity)
         if known:
             positions = with_spare_slots(positions, batch * seqlen, dtype)
-        rank = slots_of(positions, batch * seqlen)
+        slots = slots_of(positions, batch * seqlen)
         cu_seqlens_q = _offsets(lengths)
         if ragged is None:
             # No cumsum of equal lengths: Inductor cannot rewrite that if sizes are symbols.
@@ -360,7 +360,7 @@ class LastRows(_Movable):
         else:
             source = values_at(ragged.slots(), positions).masked_fill(positions < 0, -1)
             keys = (ragged.cu_seqlens, ragged.max_seqlen, ragged.key_mask)
-        return cls(layer, source, cu_seqlens_q, longest, *keys, rank)
+        return cls(layer, source, cu_seqlens_q, longest, *keys, slots)
 
     def attention_inputs(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """(what queries [1, P, E], keys and values [1, N, E] are of, the mask) of an attention, of
@@ -423,14 +423,15 @@ def _counts(keep: Tensor, mask: Tensor) -> tuple[int, int]:
     return count, sum(hidden)
 
 
-#: The mask [B, T] of a batch, and the rows, bool [B, T], that are computed although it masks them.
-Side: TypeAlias = tuple[Tensor | None, Tensor | None]
+#: The mask [B, T] of a batch, and the rows, bool [B, T], that are computed although it masks them;
+#: by the names of the arguments ``unpad`` for these batches.
+Batches: TypeAlias = dict[str, tuple[Tensor | None, Tensor | None]]
 
 
 def slots_of_labels(
     labels: Tensor,
     inputs: dict[str, Any],
-    sides: Callable[[Tensor], dict[str, Side]],
+    batches: Callable[[Tensor], Batches],
     name: str = "unpad",
     *,
     waits: bool = True,
@@ -441,8 +442,7 @@ def slots_of_labels(
     ``unpad`` in ``inputs`` becomes a ``Counted``. A capacity is the number of slots, too.
 
     Args:
-        sides: of the mask [B, T] of the labels, the batches that are counted, by the names of their
-            arguments ``unpad``.
+        batches: of the mask [B, T] of the labels, the batches that are counted.
         name: that of the argument for the batch that has the labels.
         waits: whether to wait for the labels alone, too.
     """
@@ -457,30 +457,30 @@ def slots_of_labels(
     if not values_can_be_read(labels):
         return None
     numbers, counted = [labelled.sum()], []
-    for side, (mask, rows) in sides(labelled).items():
-        asked = inputs.get(side) is None or inputs[side] is True
+    for batch, (mask, rows) in batches(labelled).items():
+        asked = inputs.get(batch) is None or inputs[batch] is True
         if asked and isinstance(mask, Tensor) and mask.dim() == 2:
             seen = mask.bool()
             numbers += [seen.sum(), (seen[:0] if rows is None else rows & ~seen).sum()]
-            counted.append(side)
+            counted.append(batch)
     if not (counted or waits):
         return labels.numel()
     count, *others = read(*numbers)
-    for side, tokens, hidden in zip(counted, others[::2], others[1::2], strict=True):
-        if not hidden:
-            inputs[side] = Counted(tokens)
+    for batch, tokens, masked in zip(counted, others[::2], others[1::2], strict=True):
+        if not masked:
+            inputs[batch] = Counted(tokens)
     return count
 
 
-def encoder_side(
+def encoder_batch(
     model: Any, inputs: dict[str, Any], beside: Tensor | None = None
-) -> Callable[[Tensor], dict[str, Side]]:
-    """``sides`` of one batch, for ``slots_of_labels``.
+) -> Callable[[Tensor], Batches]:
+    """``batches`` of an encoder, for ``slots_of_labels``.
 
     ``beside``, int64, are the flat positions of further rows that the head of ``model`` reads.
     """
 
-    def sides(labelled: Tensor) -> dict[str, Side]:
+    def batches(labelled: Tensor) -> Batches:
         (batch, seqlen), mask = labelled.shape, inputs.get("attention_mask")
         if not isinstance(mask, Tensor) or mask.numel() != labelled.numel():
             return {}
@@ -491,7 +491,7 @@ def encoder_side(
             rows = rows | (torch.arange(seqlen, device=labelled.device) == 0)
         return {"unpad": (mask.reshape(labelled.shape), rows)}
 
-    return sides
+    return batches
 
 
 def values_at(values: Tensor, positions: Tensor) -> Tensor:
@@ -545,7 +545,7 @@ def unpadded(
     contiguous: bool = False,
     dtype: torch.dtype | None = None,
 ) -> tuple[RaggedBatch | None, bool]:
-    """(the rows of a batch that are computed, whether no key is known to be masked).
+    """(the rows of a batch that are computed, whether it is known that no key is masked).
 
     The rows are None if all are computed, padded.
 
@@ -629,7 +629,7 @@ def restore_layout(
     """
     hidden, packed, slots = outputs.last_hidden_state, rows.packed, None
     if rows.last is not None:
-        slots = rows.last.rank
+        slots = rows.last.slots
     elif packed is not None:
         slots = packed.slots()
     changed: dict[str, Any] = {}

@@ -33,7 +33,7 @@ from fastplm.models._base import (
 from fastplm.models._encoder import EncoderModel
 from fastplm.models._heads import shape_of, wants_logits
 from fastplm.models._ragged import Unpad, until_last
-from fastplm.models._seq2seq import both_sides, encoded, source_mask, source_rows
+from fastplm.models._seq2seq import both_sides, encoded, source_mask
 from fastplm.nn._rows import IGNORE_INDEX, batch_share
 
 _PARTS = ("encoder", "decoder")
@@ -226,17 +226,18 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
         if attention_mask is not None and attention_mask.dim() != 2:
             # Cross-attention uses this mask too, and would be packed like the decoder.
             decoder_unpad = False
-        if ours[0]:
-            inputs["unpad"] = unpad
         if ours[1]:
             inputs["decoder_unpad"] = decoder_unpad
         if labels is None or not ours[1]:
             inputs.update(labels=labels, use_cache=use_cache)
+            if ours[0]:
+                inputs["unpad"] = unpad
             return self._by_parent(inputs, num_items_in_batch, reduction)
 
         encoder_outputs = inputs.pop("encoder_outputs", None)
         past_key_values = inputs.pop("past_key_values", None)
         to_encoder = {k: v for k, v in inputs.items() if not k.startswith("decoder_")}
+        del to_encoder["attention_mask"]
         to_decoder = {
             key.removeprefix("decoder_"): value
             for key, value in inputs.items()
@@ -252,11 +253,13 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
         fused = all(part.config._attn_implementation == NAME for part in (encoder, decoder))
 
         # --- encoder ---
-        rows = None
-        if ours[0] and fused and attention_mask is not None and attention_mask.dim() == 2:
-            rows = source_rows(attention_mask, unpad, dtype=self.dtype)
-        encoder_outputs, states = encoded(
-            encoder, encoder_outputs, rows, show=not loss_only, return_dict=True, **to_encoder
+        packs = ours[0] and fused and attention_mask is not None and attention_mask.dim() == 2
+        encoder_outputs, states, rows = encoded(
+            *(encoder, encoder_outputs, attention_mask, unpad),
+            packs=packs,
+            show=not loss_only,
+            return_dict=True,
+            **to_encoder,
         )
         if (projection := getattr(self, "enc_to_dec_proj", None)) is not None:
             states = projection(states)
