@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForQuestionAnsweringLoss
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, MaskedLMOutput
 from transformers.utils.generic import can_return_tuple
 
@@ -616,16 +617,7 @@ class QuestionAnswering(FastplmModel):
         for name in ("start_logits", "end_logits"):
             logits = outputs[name]
             changed[name] = logits.masked_fill(padding, torch.finfo(logits.dtype).min)
-        if start_positions is not None and end_positions is not None:
-            # As in the parent, a position outside the sequence is ignored.
-            end = padding.shape[1]
-            losses = [
-                nn.functional.cross_entropy(
-                    logits, position.view(-1).clamp(0, end), ignore_index=end
-                )
-                for logits, position in zip(
-                    changed.values(), (start_positions, end_positions), strict=True
-                )
-            ]
-            changed["loss"] = (losses[0] + losses[1]) / 2
+        loss = ForQuestionAnsweringLoss(*changed.values(), start_positions, end_positions)
+        if loss is not None:
+            changed["loss"] = loss
         return type(outputs)(**{**outputs, **changed})
