@@ -533,19 +533,17 @@ class ScaledLoss(FastplmModel):
         self._select_rows(inputs, labels)
         inputs.update(labels=labels, return_dict=True)
         forward = super().forward  # type: ignore[misc]
-        outputs = with_dropout_rows(
-            self, inputs, forward, positions=self._reads_positions, **inputs
-        )
+        each = self._reads_positions
+        outputs = with_dropout_rows(self, inputs, forward, positions=each, **inputs)
         return self._scaled(outputs, labels, num_items_in_batch)
 
     def _scaled(self, outputs: Any, labels: Tensor | None, num_items: Any) -> Any:
-        if labels is None or num_items is None:
-            return outputs
-        share = batch_share(labels, num_items)
-        # A mean over no labels is NaN. In ``eval()`` mode it stays so, see ``mean_of_labelled``.
-        loss = outputs.loss.masked_fill(share == 0, 0.0) if self.training else outputs.loss
-        loss = loss * share
-        return type(outputs)(**{**outputs, "loss": loss})
+        if labels is not None and num_items is not None:
+            share, loss = batch_share(labels, num_items), outputs.loss
+            # A mean over no labels is NaN. In ``eval()`` mode it stays, see ``mean_of_labelled``.
+            loss = loss.masked_fill(share == 0, 0.0) if self.training else loss
+            outputs = type(outputs)(**{**outputs, "loss": loss * share})
+        return outputs
 
 
 class SequenceClassification(ScaledLoss):

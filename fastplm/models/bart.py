@@ -133,6 +133,9 @@ class _AddsPositions(Stack):
             expected = "None, as the positions of BART count through a row"
             fix = "Pass the padded batch and its attention_mask: its padding is left out."
             fail(type(self).__name__, "cu_seq_lens_q", got, expected, fix, UnsupportedError)
+        crossed = (layer._modules.get("encoder_attn") for layer in self._layers())
+        if not all(one is None or type(one) is modeling_bart.BartAttention for one in crossed):
+            return "layers"
         return super()._keeps_padding(masks, kwargs, *caching, **more)
 
     @capture_outputs
@@ -155,16 +158,10 @@ class _AddsPositions(Stack):
 
 
 BartEncoder = joined(_AddsPositions, modeling_bart.BartEncoder, _takes_cache=False)
-
-
-class BartDecoder(_AddsPositions, modeling_bart.BartDecoder):
-    """The decoder, computing only the rows that are read and those before them."""
-
-    _output = BaseModelOutputWithPastAndCrossAttentions
-
-    def _keeps_padding(self, *args: Any, **kwargs: Any) -> str | None:
-        ours = all(type(layer.encoder_attn) is modeling_bart.BartAttention for layer in self.layers)
-        return super()._keeps_padding(*args, **kwargs) if ours else "layers"
+BartDecoder = joined(
+    *(_AddsPositions, modeling_bart.BartDecoder),
+    _output=BaseModelOutputWithPastAndCrossAttentions,
+)
 
 
 class BartModel(EncoderDecoder, transformers.BartModel):
