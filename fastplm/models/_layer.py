@@ -589,7 +589,7 @@ class Blocks:
         for block in reversed([*self._layers()]):
             known = kind_of(block) is self._block
             layer = block._parts_up_to(norm, crossed) if known else None
-            if layer is None or not are_plain(layer.around, *map(kind_of, layer.around)):
+            if layer is None or not are_plain(layer.around):
                 return None
             if not nothing_hides_modules(*layer.around):
                 return None

@@ -178,10 +178,10 @@ def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
 
 
 def are_plain(modules: Iterable[nn.Module], *kinds: type[nn.Module]) -> bool:
-    """``is_plain`` of all."""
+    """``is_plain`` of all; without ``kinds`` they may be of any class."""
     for module in modules:
         if (
-            (type(module) not in kinds and kind_of(module) not in kinds)
+            (kinds and type(module) not in kinds and kind_of(module) not in kinds)
             or "forward" in module.__dict__
             or module._forward_pre_hooks
             or (module._forward_hooks and not _records_nothing(module._forward_hooks.values()))
