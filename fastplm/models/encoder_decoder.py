@@ -254,13 +254,9 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
 
         # --- encoder ---
         packs = ours[0] and fused and attention_mask is not None and attention_mask.dim() == 2
-        encoder_outputs, states, rows = encoded(
-            *(encoder, encoder_outputs, attention_mask, unpad),
-            packs=packs,
-            show=not loss_only,
-            return_dict=True,
-            **to_encoder,
-        )
+        to_encoder.update(packs=packs, show=not loss_only, return_dict=True)
+        given = encoder, encoder_outputs, attention_mask, unpad
+        encoder_outputs, states, rows = encoded(*given, **to_encoder)
         if (projection := getattr(self, "enc_to_dec_proj", None)) is not None:
             states = projection(states)
 
@@ -287,8 +283,8 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
             return_dict=True,
             **to_decoder,
         )
-        both = both_sides(encoder_outputs, outputs)
-        return Seq2SeqLMOutput(loss=outputs.loss, logits=outputs.logits, **both)
+        logits, both = outputs.logits, both_sides(encoder_outputs, outputs)
+        return Seq2SeqLMOutput(loss=outputs.loss, logits=logits, **both)
 
     def _by_parent(self, inputs: dict[str, Any], num_items: Any, reduction: str) -> Any:
         """The parent's outputs, where there are no labels or the decoder is not a drop-in model."""
