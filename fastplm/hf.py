@@ -421,7 +421,7 @@ def _check_supported(mask: Tensor | None, kwargs: dict[str, Any]) -> None:
 def _says_only_samples(kwargs: dict[str, Any]) -> bool:
     """Whether the only special argument is ``rows`` of a padded batch, which only dropout reads."""
     alone = _SPECIAL.intersection(kwargs) == {ROWS} and kwargs[ROWS] is not None
-    return alone and kwargs[ROWS].lengths(causal=True) is None
+    return alone and kwargs[ROWS].cu_seqlens_of(causal=True) is None
 
 
 def _lengths(
@@ -431,7 +431,7 @@ def _lengths(
     rows = kwargs.get(ROWS)
     # Self-attention of a decoder with one row has one key; ``causal`` is False for one query.
     own = causal or (query.shape[2] == 1 and key.shape[2] == 1)
-    lengths = None if rows is None else rows.lengths(own)
+    lengths = None if rows is None else rows.cu_seqlens_of(own)
     if lengths is not None:
         return lengths
     packed: Any = tuple(kwargs.get(name) for name in PACKED)

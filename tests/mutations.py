@@ -368,9 +368,9 @@ MUTATIONS = (
         f"{CONTRACT} 'equals and BertForMaskedLM'",
     ),
     Mutation(
-        "fastplm/models/_heads.py",
-        "num_sequences_in_batch = (label != IGNORE_INDEX).sum()",
-        "num_sequences_in_batch = label.numel()",
+        ROWS,
+        "count = (targets != IGNORE_INDEX).sum()",
+        "count = targets.numel()",
         f"{CONTRACT} either_loss",
     ),
     Mutation(

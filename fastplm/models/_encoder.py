@@ -154,7 +154,7 @@ class EncoderModel(FastplmModel):
         if no_positions and past_key_values is None:
             if first is not None or lookup is not None or not given.is_cpu:
                 position_ids = self._positions(input_ids, given)
-        if (packed := row_plan.own) is not None:
+        if (packed := row_plan.packed) is not None:
             input_ids, token_type_ids = packed.pack(input_ids), packed.pack(token_type_ids)
             position_ids = packed.pack(position_ids)
             inputs_embeds = packed.pack_rows(inputs_embeds)
@@ -321,18 +321,18 @@ class EncoderModel(FastplmModel):
             if self._pools() and (rows is not None or not _are_tokens(mask, 0)):
                 needed = either(needed, mask_at(first, batch, seqlen))
             extra_rows = either(extra_rows, needed)
-            row_plan.own, full = unpadded(mask, extra_rows, unpad, dtype=self.dtype)
+            row_plan.packed, full = unpadded(mask, extra_rows, unpad, dtype=self.dtype)
             seen = None if full else mask
-            if row_plan.own is None and encoder_rows is not None:
-                row_plan.own = RaggedBatch.whole(given, seen)
+            if row_plan.packed is None and encoder_rows is not None:
+                row_plan.packed = RaggedBatch.whole(given, seen)
             if rows is not None and not wants_output(self, "output_hidden_states", kwargs):
-                row_plan.last = self._last_rows(needed, rows, row_plan.own, seen, one_each)
+                row_plan.last = self._last_rows(needed, rows, row_plan.packed, seen, one_each)
         note(lambda: rows_computed(self, (batch, seqlen), mask, row_plan, padding_reason))
         if self.training and padding_reason in NUMBERED_REASONS:
             row_plan.number(given, sample_index, offsets, drops and know_their_rows(self._layers()))
             row_plan.draw_seeds(self, given, self._layer_numbers)
-        if row_plan.own is not None:
-            mask = row_plan.own.key_mask_row()
+        if row_plan.packed is not None:
+            mask = row_plan.packed.key_mask_row()
             return row_plan, first, self._no_mask(given) if mask is None else mask
         # The parent may find packed sequences in the caller's position ids, if there is no mask.
         if full and padding_reason is None and (no_positions or mask is not None):

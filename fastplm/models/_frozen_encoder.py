@@ -212,13 +212,13 @@ def layers_call(
     """The parent's forward with all layers in one call; None if they must run themselves.
 
     Args:
-        given: ids [B, T], or embeddings [B, T, E]; without ``row_plan.own`` none of it is padding.
+        given: ids [B, T], or embeddings [B, T, E]. If they are not packed, none of it is padding.
         inputs: of the embeddings.
         row_plan: which rows are computed, as the layers would get it.
         masks, kwargs: other arguments of the forward.
     """
     plan: _Plan | None = plan_in(model)
-    packed, last = row_plan.own, row_plan.last
+    packed, last = row_plan.packed, row_plan.last
     batch, seqlen = given.shape[:2]
     rows = batch * seqlen if packed is None else packed.positions.shape[0]
     if (

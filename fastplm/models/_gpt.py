@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -12,23 +11,24 @@ from transformers.loss.loss_utils import ForSequenceClassificationLoss
 from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
-from fastplm import ops
 from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor
 from fastplm._modes import values_are_known
 from fastplm.errors import fail
 from fastplm.hf import as_booleans
-from fastplm.models._base import FastplmModel, TiedLookup, wants_output
+from fastplm.models._base import FastplmModel, wants_output
 from fastplm.models._encoder import EncoderModel
 from fastplm.models._heads import (
-    mean_of_labelled,
+    LabelledRows,
+    LanguageModel,
+    read_rows,
     requested_rows,
     set_output_rows,
     shifted,
     wants_logits,
     with_dropout_rows,
 )
-from fastplm.models._ragged import encoder_side, mask_at, slots_of_labels
-from fastplm.nn._rows import as_normalizer, as_tokens, batch_share, labels_at, vocabulary_loss
+from fastplm.models._ragged import mask_at
+from fastplm.nn._rows import as_normalizer, as_tokens, batch_share
 
 _logger = logging.get_logger(__name__)
 #: What a head returns of its backbone; there is no cross-attention.
@@ -95,8 +95,22 @@ class CausalModel(EncoderModel):
             )
         return type(outputs)(**{**outputs, **changed})
 
-    def _position_table(self) -> nn.Module | None:
+    def _position_table(self) -> Any:
         return getattr(self, "wpe", None)
+
+    def _embed(
+        self: Any,
+        input_ids: Tensor | None,
+        token_type_ids: Tensor | None,
+        position_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+    ) -> Tensor:
+        words = self.get_input_embeddings()
+        hidden: Tensor = words(input_ids) if inputs_embeds is None else inputs_embeds
+        if position_ids is None:
+            position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        hidden = hidden + self._position_table()(position_ids)
+        return self.drop(hidden if token_type_ids is None else hidden + words(token_type_ids))
 
     def _is_causal(self) -> bool:
         return True
@@ -118,7 +132,7 @@ def _two_dimensional(tensor: Tensor | None, most: int | None = None) -> Tensor |
     return tensor.flatten(0, -2)
 
 
-class DoubleHeads(FastplmModel):
+class DoubleHeads(LanguageModel):
     """Mixin of ``…DoubleHeadsModel``: a language-model loss and a multiple-choice loss.
 
     Both heads compute only the rows they need. Source: Radford et al. 2018, "Improving Language
@@ -128,7 +142,6 @@ class DoubleHeads(FastplmModel):
     _summary = "whose heads compute only the rows they need."
     #: Trainer would count the first label of each row, too, which nothing predicts.
     accepts_loss_kwargs = False
-    lm_head: nn.Linear
     multiple_choice_head: Any
     _output: Any
 
@@ -180,47 +193,32 @@ class DoubleHeads(FastplmModel):
             inputs["unpad"] = False
 
         # --- the rows that the heads read ---
-        lookup = None
-        if inputs_embeds is None and labels is not None:
-            lookup = TiedLookup(self.lm_head)
-            inputs["lookup"] = partial(lookup, self.base_model.get_input_embeddings())
-        positions = torch.arange(0, device=self.lm_head.weight.device)
-        targets = loss = logits = mc_loss = chosen = None
+        output_logits = wants_logits(self, output_logits, labels)
+        all_rows, shape = output_logits or not reads_one, (prod(lead), seqlen)
+        loss = logits = mc_loss = chosen = labelled = None
         if reads_one:
-            chosen = _choice_rows(where, mc_token_ids, lead, seqlen, positions)
+            chosen = _choice_rows(where, mc_token_ids, lead, seqlen, self.lm_head.weight.device)
+            inputs["extra_rows"] = mask_at(chosen, *shape) if all_rows else None
         if labels is not None:
             flat: Any = shifted(labels.reshape(-1, labels.shape[-1]))
-            shape = (prod(lead), seqlen)
             labels = as_tokens(where, flat, shape)
-            slots = slots_of_labels(labels, inputs, encoder_side(self, inputs, chosen), waits=False)
-            positions, targets = labels_at(where, labels, shape, None, exact=False, slots=slots)
-        rows = positions if chosen is None else torch.cat((positions, chosen))
-        output_logits = wants_logits(self, output_logits, labels)
-        all_rows = output_logits or not reads_one
-        set_output_rows(self, inputs, None if all_rows else rows)
-        if all_rows:
-            inputs["extra_rows"] = mask_at(rows, prod(lead), seqlen)
+            labelled = LabelledRows(self, labels, inputs, all_rows=all_rows, beside=chosen)
+        else:
+            set_output_rows(self, inputs, None if all_rows else chosen)
         inputs.update(input_ids=input_ids, inputs_embeds=inputs_embeds)
         outputs = self.base_model(return_dict=True, **inputs)
-        hidden = outputs.last_hidden_state
-        if all_rows:
-            read = ops.gather_rows(hidden.flatten(0, -2), rows)
-        else:
-            read = requested_rows(self, hidden, rows)
 
         # --- the two heads on these rows ---
-        count = positions.shape[0]
-        if targets is not None:
-            loss = vocabulary_loss(
-                *(read[:count], self.lm_head, targets, num_items_in_batch),
-                None if lookup is None else lookup.weight,
-                dense=True,
-            )
+        hidden = seen = outputs.last_hidden_state
+        rows: Any = None
+        if labelled is not None:
+            read, count = labelled.read(hidden), labelled.positions.shape[0]
+            loss, rows = labelled.loss(read[:count], num_items_in_batch), read[count:]
+        elif chosen is not None:
+            rows = read_rows(self, hidden, chosen, all_rows)
         if reads_one:
-            seen, place = read[count:].view(*lead, 1, -1), None
-        else:
-            seen, place = hidden, mc_token_ids
-        mc_logits = with_dropout_rows(self, inputs, lambda: head(seen, place)).squeeze(-1)
+            seen, mc_token_ids = rows.view(*lead, 1, -1), None
+        mc_logits = with_dropout_rows(self, inputs, lambda: head(seen, mc_token_ids)).squeeze(-1)
         if mc_labels is not None:
             mc_loss = nn.functional.cross_entropy(
                 mc_logits.view(-1, mc_logits.shape[-1]), mc_labels.view(-1)
@@ -228,17 +226,16 @@ class DoubleHeads(FastplmModel):
             if labels is not None:
                 mc_loss = mc_loss * batch_share(labels, num_items_in_batch)
         if output_logits:
-            loss = mean_of_labelled(self, loss, targets, num_items_in_batch)
             logits = self.lm_head(hidden)
         made = dict(loss=loss, mc_loss=mc_loss, logits=logits, mc_logits=mc_logits)
         return self._output(**made, **{key: outputs[key] for key in _BESIDE if key in outputs})
 
 
 def _choice_rows(
-    where: str, ids: Tensor | None, lead: list[int], seqlen: int, like: Tensor
+    where: str, ids: Tensor | None, lead: list[int], seqlen: int, device: torch.device
 ) -> Tensor:
     """Flat positions int64 [prod(lead)] of the tokens that are classified."""
-    starts = torch.arange(prod(lead), device=like.device) * seqlen
+    starts = torch.arange(prod(lead), device=device) * seqlen
     if ids is None:
         return starts + (seqlen - 1)
     check_tensor(where, "mc_token_ids", ids)

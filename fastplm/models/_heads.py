@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForQuestionAnsweringLoss
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, MaskedLMOutput
 from transformers.utils.generic import can_return_tuple
 
@@ -18,13 +19,18 @@ from fastplm._backends import note
 from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor
 from fastplm.errors import check_choice, fail
 from fastplm.models._base import FastplmModel, TiedLookup, check_parts
-from fastplm.models._ragged import encoder_side, numbers_of_rows, padded, slots_of_labels
+from fastplm.models._ragged import (
+    Batches,
+    either,
+    encoder_batch,
+    numbers_of_rows,
+    padded,
+    slots_of_labels,
+)
 from fastplm.nn._rows import (
     IGNORE_INDEX,
-    as_normalizer,
     as_tokens,
     batch_share,
-    in_fp32,
     labels_at,
     vocabulary_loss,
 )
@@ -44,12 +50,6 @@ _INPUTS = """
 #: (the layers before the projection to the vocabulary, or None; the projection). A head that the
 #: user has changed is (None, head): it is called as one module and returns logits.
 Head = tuple[Callable[[Tensor], Tensor] | None, Any]
-
-
-def _logits(model: Any, rows: Tensor) -> Any:
-    transform, decoder = model._head()
-    note(lambda: f"{type(decoder).__name__}: logits of {rows.shape[:-1].numel()} rows")
-    return decoder(rows if transform is None else transform(rows))
 
 
 def shape_of(inputs: dict[str, Any], prefix: str = "") -> torch.Size | None:
@@ -84,12 +84,6 @@ def recorded(outputs: Any) -> dict[str, Any]:
     return {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
 
 
-def _hidden(outputs: Any, inputs: dict[str, Any], all_rows: bool) -> Tensor:
-    """The last hidden state of a backbone; padded [B, T, E] if all rows are wanted."""
-    hidden = outputs.last_hidden_state
-    return padded(hidden, inputs.get("unpad")) if all_rows else hidden
-
-
 def requested_rows(model: Any, hidden: Tensor, positions: Tensor) -> Tensor:
     """The last hidden state of a backbone called with ``output_rows``: [P, 1, E] -> [P, E]."""
     if hidden.shape[:2] != (positions.shape[0], 1):
@@ -99,6 +93,13 @@ def requested_rows(model: Any, hidden: Tensor, positions: Tensor) -> Tensor:
         fix = "Use the class of fastplm.models: the backbone of transformers returns all rows."
         fail(type(model).__name__, "base_model", got, expected, fix)
     return hidden[:, 0]
+
+
+def read_rows(model: Any, hidden: Tensor, rows: Tensor, all_rows: bool) -> Tensor:
+    """The rows [P, E] of a backbone that was called with them, or for ``all_rows``."""
+    if all_rows:
+        return ops.gather_rows(hidden.flatten(0, -2), rows)
+    return requested_rows(model, hidden, rows)
 
 
 def set_output_rows(model: Any, inputs: dict[str, Any], rows: Tensor | str | None) -> None:
@@ -117,15 +118,13 @@ class LabelledRows:
     """The labelled tokens of a batch: the only rows that the head and the loss compute.
 
     Args:
-        model: its ``base_model`` takes ``output_rows``, as ``EncoderModel`` does.
+        model: its backbone takes ``output_rows``, as ``EncoderModel`` does.
         labels: int64 [B, T], -100 = none.
         inputs: the arguments of the backbone. Arguments that request these rows are added to it.
         positions: int64 [P], flat positions of the labels, -1 in unused slots; None = find them.
         all_rows: whether the caller needs the whole last hidden state [B, T, E].
         exact: whether to find no unused slots, see ``labelled_positions``.
-        waits: whether to wait for a GPU for the number of labels alone, see ``slots_of_labels``.
-        argument: the name of ``positions`` in error messages.
-        side: "decoder_" if the tokens of an encoder-decoder's decoder are labelled.
+        beside: int64 [R], flat positions of rows that another head reads.
     """
 
     def __init__(
@@ -136,66 +135,60 @@ class LabelledRows:
         positions: Tensor | None = None,
         *,
         all_rows: bool,
-        exact: bool,
-        waits: bool = True,
-        argument: str = "masked_positions",
-        side: str = "",
+        exact: bool = False,
+        beside: Tensor | None = None,
     ) -> None:
         self.model, self.all_rows = model, all_rows
         self.transform, self.decoder = model._head()
-        where = type(model).__name__
+        where, side, dense = type(model).__name__, model._side, model._most_have_labels
         labels = as_tokens(where, labels, shape_of(inputs, side) or labels.shape)
-        slots = None
+        self.dense, slots = dense or positions is not None, None
         if positions is None:
-            sides = encoder_side(model, inputs)
+            batches = encoder_batch(model, inputs, beside)
             if side:
-                sides = partial(model._sides, inputs, all_rows)
-            slots = slots_of_labels(labels, inputs, sides, side + "unpad", waits=waits)
+                batches = partial(model._batches, inputs, all_rows)
+            # Where most tokens have labels, counting them alone is not worth a wait for a GPU.
+            waits = exact or not dense
+            slots = slots_of_labels(labels, inputs, batches, side + "unpad", waits=waits)
         self.positions, self.targets = labels_at(
             *(where, labels, labels.shape, positions),
             exact=exact,
             slots=slots,
-            argument=argument,
+            argument="loss_positions" if dense else "masked_positions",
         )
-        set_output_rows(model, inputs, None if all_rows else self.positions)
+        self.rows = self.positions if beside is None else torch.cat((self.positions, beside))
+        set_output_rows(model, inputs, None if all_rows else self.rows)
         if all_rows:
-            inputs["extra_rows"] = labels != IGNORE_INDEX
+            inputs["extra_rows"] = either(inputs.get("extra_rows"), labels != IGNORE_INDEX)
         #: The embedding lookup, which may share its gradient with the decoder.
-        self.lookup = None
+        self.lookup = TiedLookup(self.decoder, model._embedding_kind)
         if side:
-            self.lookup = inputs["lookup"] = TiedLookup(self.decoder, model._embedding_kind)
+            inputs["lookup"] = self.lookup
         elif inputs.get("inputs_embeds") is None:
-            self.lookup = TiedLookup(self.decoder)
             inputs["lookup"] = partial(self.lookup, model.get_input_embeddings())
+
+    def read(self, hidden: Tensor) -> Tensor:
+        """These rows, and those beside, of the last hidden state: [P + R, E]."""
+        return read_rows(self.model, hidden, self.rows, self.all_rows)
 
     def loss(
         self,
-        hidden: Tensor,
+        rows: Tensor,
         normalizer: int | Tensor | None,
-        *,
-        dense: bool,
         reduction: str = "mean",
         bias: Tensor | None = None,
     ) -> Tensor:
-        """The cross-entropy at the labelled tokens, from the last hidden state of the backbone.
+        """The cross-entropy at the labelled tokens, of their ``rows`` [P, E].
 
         The other arguments are those of ``vocabulary_loss``.
         """
-        if self.all_rows:
-            rows = ops.gather_rows(hidden.flatten(0, 1), self.positions)
-        else:
-            rows = requested_rows(self.model, hidden, self.positions)
         name = type(self.model).__name__
         beside = "" if self.all_rows else ", without logits"
         note(lambda: f"{name}: head and loss of {rows.shape[0]} labelled rows{beside}")
         loss = vocabulary_loss(
             rows if self.transform is None else self.transform(rows),
-            self.decoder,
-            self.targets,
-            normalizer,
-            None if self.lookup is None else self.lookup.weight,
-            bias,
-            dense=dense,
+            *(self.decoder, self.targets, normalizer, self.lookup.weight, bias),
+            dense=self.dense,
             reduction=reduction,
         )
         if self.all_rows and reduction == "mean":
@@ -203,11 +196,73 @@ class LabelledRows:
         return loss
 
 
-class MaskedLM(FastplmModel):
+class LanguageModel(FastplmModel):
+    """Mixin of a model whose head predicts tokens. The loss computes only labelled tokens."""
+
+    #: Whether most tokens have labels, so that their number is not counted.
+    _most_have_labels = True
+    #: "decoder_" if the tokens of an encoder-decoder's decoder are labelled.
+    _side = ""
+    _embedding_kind: type[nn.Embedding] = nn.Embedding
+    #: What an encoder-decoder counts, for ``slots_of_labels``.
+    _batches: Callable[..., Batches]
+    lm_head: Any
+
+    def _head(self) -> Head:
+        return None, self.lm_head
+
+    def _backbone(self, **inputs: Any) -> Any:
+        """The model without the head."""
+        return self.base_model(**inputs)
+
+    def _rows_of_head(self, hidden: Tensor, outputs: Any) -> Tensor:
+        """What the head reads, of the last hidden state in the backbone's ``outputs``."""
+        return hidden
+
+    def _logits_bias(self) -> Tensor | None:
+        return None
+
+    def _compute(
+        self,
+        labels: Tensor | None,
+        inputs: dict[str, Any],
+        positions: Tensor | None,
+        all_rows: bool,
+        num_items: int | Tensor | None,
+        reduction: str = "mean",
+        chosen: Any = slice(None),
+    ) -> tuple[Any, Tensor | None, Any]:
+        """(the backbone's outputs, the loss, the logits); None without labels or ``all_rows``.
+
+        ``chosen`` are the tokens of a sequence that have logits.
+        """
+        check_choice(type(self).__name__, "reduction", reduction, REDUCTIONS)
+        loss = logits = labelled = None
+        if labels is not None:
+            labelled = LabelledRows(
+                self, labels, inputs, positions, all_rows=all_rows, exact=reduction != "mean"
+            )
+        outputs = self._backbone(**inputs, return_dict=True)
+        hidden = outputs.last_hidden_state
+        if all_rows:
+            hidden = padded(hidden, inputs.get(self._side + "unpad"))
+        hidden, bias = self._rows_of_head(hidden, outputs), self._logits_bias()
+        if labelled is not None:
+            loss = labelled.loss(labelled.read(hidden), num_items, reduction, bias)
+        if all_rows:
+            hidden, (transform, decoder) = hidden[:, chosen], self._head()
+            count, name = hidden.shape[:-1].numel(), type(decoder).__name__
+            note(lambda: f"{name}: logits of {count} rows")
+            logits = decoder(hidden if transform is None else transform(hidden))
+            logits = logits if bias is None else logits + bias
+        return outputs, loss, logits
+
+
+class MaskedLM(LanguageModel):
     """Mixin of ``…ForMaskedLM``: the last layer, head and loss compute only labelled tokens."""
 
     _summary = "whose head and loss compute only labelled tokens."
-    _head: Callable[[], Head]
+    _most_have_labels = False
 
     @can_return_tuple
     def forward(
@@ -242,22 +297,9 @@ class MaskedLM(FastplmModel):
         Raises:
             ArgumentValueError, ArgumentTypeError: wrong shapes, dtypes or (on the CPU) ids.
         """
-        check_choice(type(self).__name__, "reduction", reduction, REDUCTIONS)
-        loss = logits = labelled = None
         all_rows = wants_logits(self, output_logits, labels)
-        if labels is not None:
-            labelled = LabelledRows(
-                *(self, labels, inputs, masked_positions),
-                all_rows=all_rows,
-                exact=reduction != "mean",
-            )
-        outputs = self.base_model(**inputs, return_dict=True)
-        hidden = _hidden(outputs, inputs, all_rows)
-        if labelled is not None:
-            dense = masked_positions is not None
-            loss = labelled.loss(hidden, num_items_in_batch, dense=dense, reduction=reduction)
-        if all_rows:
-            logits = _logits(self, hidden)
+        how = masked_positions, all_rows, num_items_in_batch, reduction
+        outputs, loss, logits = self._compute(labels, inputs, *how)
         return MaskedLMOutput(loss=loss, logits=logits, **recorded(outputs))
 
 
@@ -265,7 +307,7 @@ class MaskedLM(FastplmModel):
 PAIR_LABELS = ("next_sentence_label", "sentence_order_label")
 
 
-class SequencePairPreTraining(FastplmModel):
+class SequencePairPreTraining(LanguageModel):
     """Mixin of a masked-LM head and a classifier of sequence pairs, which reads the pooled output.
 
     ``loss = MLM loss + pair loss``; if only one kind of labels is given, only that loss.
@@ -275,13 +317,18 @@ class SequencePairPreTraining(FastplmModel):
     #: The parent's names of the labels and logits of the pairs.
     _pair_label: str
     _pair_logits: str
-    _head: Callable[[], Head]
+    _most_have_labels = False
     #: The classifier of the pooled output: [B, E] -> [B, 2].
     _pair_head: Callable[[], nn.Module]
 
     def _changed(self) -> nn.Module | None:
         """The module of both heads, if there is one and the user has changed it: it is called."""
         return None
+
+    def _rows_of_head(self, hidden: Tensor, outputs: Any) -> Tensor:
+        if (changed := self._changed()) is not None:  # the heads do nothing then
+            hidden, outputs.pooler_output = changed(hidden, outputs.pooler_output)
+        return hidden
 
     @can_return_tuple
     def forward(
@@ -321,32 +368,21 @@ class SequencePairPreTraining(FastplmModel):
             expected = "one of the two, as there is one head for pairs"
             fail(type(self).__name__, "sentence_order_label", got, expected, fix)
         name, pair_label = next(iter(given.items()), (self._pair_label, None))
-        loss = logits = labelled = None
-        either_label = pair_label if labels is None else labels
-        output_logits, changed = wants_logits(self, output_logits, either_label), self._changed()
-        all_rows = output_logits or changed is not None
-        if labels is not None:
-            labelled = LabelledRows(
-                self, labels, inputs, masked_positions, all_rows=all_rows, exact=False
-            )
-        elif not all_rows:
+        output_logits = wants_logits(self, output_logits, pair_label if labels is None else labels)
+        all_rows = output_logits or self._changed() is not None
+        if labels is None and not all_rows:
             set_output_rows(self, inputs, "first")
-        outputs = self.base_model(**inputs, return_dict=True)
-        hidden, pooled = _hidden(outputs, inputs, all_rows), outputs.pooler_output
-        if changed is not None:  # ``hidden`` are logits then, and the heads below do nothing
-            hidden, pooled = changed(hidden, pooled)
-        if labelled is not None:
-            loss = labelled.loss(hidden, num_items_in_batch, dense=masked_positions is not None)
+        how = masked_positions, all_rows, num_items_in_batch
+        outputs, loss, logits = self._compute(labels, inputs, *how)
         pair_head = self._pair_head()
-        pair_logits = with_dropout_rows(self, inputs, lambda: pair_head(pooled))
+        pair_logits = with_dropout_rows(self, inputs, lambda: pair_head(outputs.pooler_output))
         if pair_label is not None:
             where = type(self).__name__
             pair_loss = _pair_loss(where, pair_logits, name, pair_label, num_sequences_in_batch)
             if labels is not None and num_sequences_in_batch is None:
                 pair_loss = pair_loss * batch_share(labels, num_items_in_batch)
             loss = pair_loss if loss is None else loss + pair_loss
-        if output_logits:
-            logits = _logits(self, hidden)
+        logits = logits if output_logits else None
         others = {self._pair_logits: pair_logits, **recorded(outputs)}
         return self._output(loss=loss, prediction_logits=logits, **others)
 
@@ -362,21 +398,14 @@ def _pair_loss(
     check_dtype(where, name, label, INTEGER)
     label = label.flatten().long()
     check_shape(where, name, label, logits.shape[:1], "[B]")
-    logits = in_fp32(logits)
-    total = nn.functional.cross_entropy(logits, label, reduction="sum", ignore_index=IGNORE_INDEX)
-    if num_sequences_in_batch is None:
-        num_sequences_in_batch = (label != IGNORE_INDEX).sum()
-    return total / as_normalizer(num_sequences_in_batch, logits.device)
+    head = nn.Identity()  # so that these are the logits
+    return vocabulary_loss(logits, head, label, num_sequences_in_batch, dense=True)
 
 
-class CausalLM(FastplmModel):
+class CausalLM(LanguageModel):
     """Mixin of a decoder with a language-model head. The loss computes no full logits."""
 
     _summary = "whose loss computes only labelled tokens, and no full logits."
-    lm_head: Any
-
-    def _head(self) -> Head:
-        return None, self.lm_head
 
     @can_return_tuple
     def forward(
@@ -412,46 +441,30 @@ class CausalLM(FastplmModel):
         Raises:
             ArgumentValueError, ArgumentTypeError: wrong shapes, dtypes or (on the CPU) ids.
         """
-        check_choice(type(self).__name__, "reduction", reduction, REDUCTIONS)
+        where = type(self).__name__
         if labels is not None:
-            check_tensor(type(self).__name__, "labels", labels)
+            check_tensor(where, "labels", labels)
         shift_labels = inputs.pop("shift_labels", None)
         targets = shifted(labels) if shift_labels is None else shift_labels
         all_rows = wants_logits(self, output_logits, targets)
         ignored = inputs.pop("ignore_index", IGNORE_INDEX)
         if targets is not None and ignored != IGNORE_INDEX:
             targets = targets.masked_fill(targets == ignored, IGNORE_INDEX)
-        own_loss = targets is not None and hasattr(self, "_loss_function") and reduction == "mean"
+        users_loss = targets is not None and hasattr(self, "_loss_function") and reduction == "mean"
         inputs["use_cache"] = False if targets is not None and use_cache is None else use_cache
-        loss = logits = labelled = None
-        if targets is not None and own_loss:
-            targets = as_tokens(type(self).__name__, targets, shape_of(inputs) or targets.shape)
+        if users_loss and targets is not None:
+            targets = as_tokens(where, targets, shape_of(inputs) or targets.shape)
             set_output_rows(self, inputs, None)
-            inputs["extra_rows"] = targets != IGNORE_INDEX
-        elif targets is not None:
-            exact = reduction != "mean"
-            # Most tokens have labels, and the last layer computes all of them.
-            labelled = LabelledRows(
-                *(self, targets, inputs, loss_positions),
-                all_rows=all_rows,
-                exact=exact,
-                waits=exact,
-                argument="loss_positions",
-            )
-        outputs = self.base_model(**inputs, return_dict=True)
-        hidden = _hidden(outputs, inputs, all_rows or own_loss)
-        if labelled is not None:
-            loss = labelled.loss(hidden, num_items_in_batch, dense=True, reduction=reduction)
-        if all_rows or own_loss:
-            if torch.jit.is_tracing() and getattr(logits_to_keep, "ndim", 1) == 0:
-                # ONNX's exporter with dynamo=False has made a tensor of this number.
-                logits_to_keep = int(logits_to_keep)
-            if isinstance(logits_to_keep, int):
-                hidden = hidden[:, -logits_to_keep:] if logits_to_keep else hidden
-            else:
-                hidden = hidden[:, logits_to_keep]
-            logits = _logits(self, hidden)
-        if own_loss:
+            inputs["extra_rows"], targets, all_rows = targets != IGNORE_INDEX, None, True
+        if torch.jit.is_tracing() and getattr(logits_to_keep, "ndim", 1) == 0:
+            # ONNX's exporter with dynamo=False has made a tensor of this number.
+            logits_to_keep = int(logits_to_keep)
+        chosen: Any = logits_to_keep
+        if isinstance(chosen, int):
+            chosen = slice(-chosen or None, None)
+        how = loss_positions, all_rows, num_items_in_batch, reduction, chosen
+        outputs, loss, logits = self._compute(targets, inputs, *how)
+        if users_loss:
             options = {name: value for name, value in inputs.items() if name not in _INPUTS}
             loss = self.loss_function(  # type: ignore[attr-defined]
                 logits=logits,
@@ -520,19 +533,17 @@ class ScaledLoss(FastplmModel):
         self._select_rows(inputs, labels)
         inputs.update(labels=labels, return_dict=True)
         forward = super().forward  # type: ignore[misc]
-        outputs = with_dropout_rows(
-            self, inputs, forward, positions=self._reads_positions, **inputs
-        )
+        each = self._reads_positions
+        outputs = with_dropout_rows(self, inputs, forward, positions=each, **inputs)
         return self._scaled(outputs, labels, num_items_in_batch)
 
     def _scaled(self, outputs: Any, labels: Tensor | None, num_items: Any) -> Any:
-        if labels is None or num_items is None:
-            return outputs
-        share = batch_share(labels, num_items)
-        # A mean over no labels is NaN. In ``eval()`` mode it stays so, see ``mean_of_labelled``.
-        loss = outputs.loss.masked_fill(share == 0, 0.0) if self.training else outputs.loss
-        loss = loss * share
-        return type(outputs)(**{**outputs, "loss": loss})
+        if labels is not None and num_items is not None:
+            share, loss = batch_share(labels, num_items), outputs.loss
+            # A mean over no labels is NaN. In ``eval()`` mode it stays, see ``mean_of_labelled``.
+            loss = loss.masked_fill(share == 0, 0.0) if self.training else loss
+            outputs = type(outputs)(**{**outputs, "loss": loss * share})
+        return outputs
 
 
 class SequenceClassification(ScaledLoss):
@@ -604,16 +615,7 @@ class QuestionAnswering(FastplmModel):
         for name in ("start_logits", "end_logits"):
             logits = outputs[name]
             changed[name] = logits.masked_fill(padding, torch.finfo(logits.dtype).min)
-        if start_positions is not None and end_positions is not None:
-            # As in the parent, a position outside the sequence is ignored.
-            end = padding.shape[1]
-            losses = [
-                nn.functional.cross_entropy(
-                    logits, position.view(-1).clamp(0, end), ignore_index=end
-                )
-                for logits, position in zip(
-                    changed.values(), (start_positions, end_positions), strict=True
-                )
-            ]
-            changed["loss"] = (losses[0] + losses[1]) / 2
+        loss = ForQuestionAnsweringLoss(*changed.values(), start_positions, end_positions)
+        if loss is not None:
+            changed["loss"] = loss
         return type(outputs)(**{**outputs, **changed})

@@ -44,7 +44,7 @@ from fastplm.models._base import Conv1D, GELUTanh, NewGELUActivation, wants_outp
 from fastplm.models._functions import NO_DROPOUT, RELU, Drawn
 from fastplm.models._ragged import LastRows, Rows
 from fastplm.nn import Dropout, Linear
-from fastplm.nn._rows import are_plain
+from fastplm.nn._rows import are_plain, kind_of
 from fastplm.nn.dropout import dropout, on_rows
 from fastplm.nn.gelu import gelu
 from fastplm.ops._common import seed_tensor
@@ -134,6 +134,8 @@ class Layer(NamedTuple):
     attentions: tuple[Attention, ...]
     feed_forward: FeedForward
     training: bool
+    norm: Any = None  # that of the first block, where norms come first ...
+    around: tuple[Any, ...] = ()  # ... and the modules that are not called: see ``Blocks``
 
 
 class Form(NamedTuple):
@@ -554,9 +556,11 @@ class Blocks:
     says, if all modules around those of a ``Layer`` are what they were made as; else the parent's
     forward."""
 
-    #: The layers, with or without the attention to the states of an encoder; None if what is around
-    #: their modules is not as it was made.
-    _parts: Callable[[bool], list[Layer] | None]
+    #: The class of the blocks. Their ``_parts_up_to`` gets the norm that follows them, and whether
+    #: they attend to an encoder; it returns None if what is around the modules is of another class.
+    _block: type
+    #: The last norm.
+    _norm: Callable[[], Any]
     #: The last hidden state [..., T, E] by these layers; None if the parent's forward must run.
     _run: Callable[..., Tensor | None]
 
@@ -575,7 +579,17 @@ class Blocks:
         asked = any(wants_output(self, name, inputs) for name in _OUTPUTS)
         if asked or uses or (ids is None) == (given is None) or torch.compiler.is_compiling():
             return None
-        layers = self._parts(inputs.get("encoder_hidden_states") is not None)
+        crossed, norm = inputs.get("encoder_hidden_states") is not None, self._norm()
+        layers: list[Layer] = []
+        for block in reversed([*self._layers()]):
+            known = kind_of(block) is self._block
+            layer = block._parts_up_to(norm, crossed) if known else None
+            if layer is None or not are_plain(layer.around):
+                return None
+            if not nothing_hides_modules(*layer.around):
+                return None
+            layers.insert(0, layer)
+            norm = layer.norm
         if not layers:
             return None
         return all_ready(layers, ids.new_empty(0, dtype=self.dtype) if given is None else given)
@@ -585,7 +599,6 @@ def run_blocks(
     made: list[Ready],
     blocks: Iterable[Any],
     hidden: Tensor,
-    norm: Any,
     mask: Tensor | None,
     kwargs: dict[str, Any],
     cross_attention_args: tuple[Tensor | None, Tensor | None] = (None, None),
@@ -597,7 +610,6 @@ def run_blocks(
 
     Args:
         blocks: the modules of the layers, which may be checkpointed.
-        norm: the first.
         mask, kwargs: what the attention interface gets.
         cross_attention_args: the states of an encoder, and their mask, for the second attention.
         of_states: what else that attention gets.
@@ -606,12 +618,12 @@ def run_blocks(
     if made[0].form.no_grad and torch.is_grad_enabled():
         with torch.no_grad():
             given = kwargs, cross_attention_args, of_states, table, biased
-            return run_blocks(made, blocks, hidden, norm, mask, *given)
+            return run_blocks(made, blocks, hidden, mask, *given)
     rows: Rows | None = kwargs.get(ROWS)
     numbers = None if rows is None else rows.numbers
     dtype = made[0].form.dtype
     hidden = hidden if dtype is None else hidden.to(dtype)
-    normed, (states, mask_of_states) = norm(hidden), cross_attention_args
+    normed, (states, mask_of_states) = made[0].layer.norm(hidden), cross_attention_args
     normed = normed if dtype is None else normed.to(dtype)
 
     def run(one: Ready, normed: Any, hidden: Any, states: Any, table: Any) -> tuple[Any, ...]:

@@ -11,7 +11,6 @@ from fastplm.errors import ArgumentTypeError, UnsupportedError, fail
 from fastplm.models._accelerate import module_of
 
 _Model = TypeVar("_Model")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 #: The attribute of a module with the names of its parameters that required a gradient.
 _TRAINED = "_fastplm_trained"
 
@@ -115,7 +114,7 @@ def dequantize(model: _Model) -> _Model:
     from fastplm.models._watch import thaw
     from fastplm.nn import LinearInt8
 
-    inner, parents = module_of("dequantize", model), {own: kind for kind, own in DROP_INS.items()}
+    inner, parents = module_of("dequantize", model), {ours: kind for kind, ours in DROP_INS.items()}
     thaw(inner, "dequantize was called")
     accelerated = any(type(module) in parents for module in inner.modules())
     made: dict[int, nn.Module] = {}
@@ -155,8 +154,9 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]
 
     from fastplm.models._base import DROP_INS
     from fastplm.nn import FusedAttention
+    from fastplm.nn._rows import is_plain
 
-    kinds = {nn.Linear, Conv1D, DROP_INS[nn.Linear], DROP_INS.get(Conv1D)}
+    kinds = nn.Linear, Conv1D, DROP_INS[nn.Linear], DROP_INS[Conv1D]
     seen: set[tuple[int, str]] = set()
     for path, blocks in model.named_modules():
         if not isinstance(blocks, nn.ModuleList):
@@ -171,18 +171,12 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]
                 continue
             for key, child in parent._modules.items():
                 place, weight = (id(parent), key), getattr(child, "weight", None)
-                if type(child) not in kinds or place in seen or not _is_plain(child, weight):
+                if place in seen or child is None or not is_plain(child, *kinds):
                     continue
-                seen.add(place)
-                yield within + "." + key, parent, key, child
-
-
-def _is_plain(linear: Any, weight: Any) -> bool:
-    """Whether the layer computes just its product, of a weight that is in memory."""
-    return (
-        type(weight) is nn.Parameter
-        and weight.is_floating_point()
-        and not weight.is_meta
-        and "forward" not in vars(linear)
-        and not any(vars(linear)[hooks] for hooks in _HOOKS)
-    )
+                if (
+                    type(weight) is nn.Parameter
+                    and weight.is_floating_point()
+                    and not weight.is_meta
+                ):
+                    seen.add(place)
+                    yield within + "." + key, parent, key, child

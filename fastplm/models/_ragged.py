@@ -40,12 +40,12 @@ PADDING_REASONS = {
 }
 #: The reasons, and None, with which a backbone still knows the sample and position of its rows.
 NUMBERED_REASONS = (None, "packed")
-#: Where every draw of a seed is a launch, so that ``Rows.draw_seeds`` draws all of them at once.
+#: Devices where each draw of a seed is a launch: ``Rows.draw_seeds`` draws all at once there.
 ONE_DRAW = ("cuda",)
-#: How configurations call the dropout of attention, and of hidden states in an encoder layer.
+#: How configurations call the dropout of attention, and that of hidden states in a layer.
 DROPOUTS = (
     *("attention_probs_dropout_prob", "attn_pdrop", "attention_dropout", "dropout_rate"),
-    "hidden_dropout_prob",
+    *("hidden_dropout_prob", "resid_pdrop", "dropout"),
 )
 #: The type of a model's argument ``unpad``; see ``unpadded``.
 Unpad: TypeAlias = "bool | int | Counted | RaggedBatch | None"
@@ -96,7 +96,7 @@ class RaggedBatch(_Movable):
     def of(
         cls,
         mask: Tensor,
-        kept: Tensor | None = None,
+        extra_rows: Tensor | None = None,
         capacity: int | None = None,
         counts: tuple[int, int] | None = None,
     ) -> RaggedBatch | None:
@@ -104,7 +104,7 @@ class RaggedBatch(_Movable):
 
         Args:
             mask: [B, T] of any dtype, 0 = padding.
-            kept: bool [B, T], rows to compute although they are masked as keys.
+            extra_rows: bool [B, T], rows to compute although they are masked as keys.
             capacity: N, which fixes all shapes and needs no sync; None = count the rows, which
                 reads values (on CUDA a sync). Not more than B * T rows are packed.
             counts: what ``_counts`` returns, if the caller has called it.
@@ -118,11 +118,11 @@ class RaggedBatch(_Movable):
             UnsupportedError: a capacity inside of ``torch.jit.trace`` or an ONNX exporter.
         """
         mask = mask.bool()
-        keep = either(mask, kept)
+        keep = either(mask, extra_rows)
         batch, seqlen = keep.shape
         total = batch * seqlen
         lengths = keep.sum(1)
-        max_seqlen, has_masked_rows = seqlen, kept is not None
+        max_seqlen, has_masked_rows = seqlen, extra_rows is not None
         if capacity is None:
             count, hidden = counts or _counts(keep, mask)
             if count in (0, total):
@@ -187,13 +187,10 @@ class RaggedBatch(_Movable):
     def with_spare_slots(self, dtype: torch.dtype | None = None) -> RaggedBatch:
         """The same batch with unused slots where that is faster, see ``nn._rows``."""
         positions = with_spare_slots(self.positions, self.batch * self.seqlen, dtype)
-        spare = positions.shape[0] - self.positions.shape[0]
-        if not spare:
-            return self
-        key_mask = self.key_mask
+        unused, key_mask = positions.shape[0] - self.positions.shape[0], self.key_mask
         if key_mask is not None:
-            key_mask = F.pad(key_mask, (0, spare))
-        return replace(self, positions=positions, key_mask=key_mask)
+            key_mask = F.pad(key_mask, (0, unused))
+        return replace(self, positions=positions, key_mask=key_mask) if unused else self
 
     def pack(self, values: Tensor | None) -> Any:
         """[B or 1, T] integers -> [1, N]; unused slots get an arbitrary value. None stays None."""
@@ -233,7 +230,7 @@ class Rows(_Movable):
     Transformers' layers pass this object on to the attention as the keyword ``rows``.
     """
 
-    own: RaggedBatch | None = None  # the packed batch of the model; None = the batch is padded
+    packed: RaggedBatch | None = None  # the batch of the model; None = the batch is padded
     cross: RaggedBatch | None = None  # the packed encoder batch, if a decoder attends to one
     last: LastRows | None = None  # the rows of the last layer; None = all
     sample_index: Tensor | None = None  # int64 [B], for attention's dropout; None = 0 ... B - 1
@@ -249,13 +246,13 @@ class Rows(_Movable):
         """Let dropout depend on the samples: that of attention and, if ``hidden``, of all rows."""
         self.sample_index = sample_index
         if hidden:
-            self.numbers = numbers_of_rows(given, sample_index, self.own, cu_seqlens)
+            self.numbers = numbers_of_rows(given, sample_index, self.packed, cu_seqlens)
 
     def draw_seeds(self, model: Any, given: Tensor, numbers: Callable[[], list[Any]]) -> None:
         """Draw the seeds of all layers at once: on a GPU each draw is a launch.
 
         The second column is that of causal attention: self-attention and cross-attention of a layer
-        differ. The other three are those of hidden states. On a CPU every call draws its own. So it
+        differ. The other three are those of hidden states. On a CPU every call draws one. So it
         does if two layers have one number, as in a model that the user has made deeper: they would
         drop the same.
         """
@@ -271,7 +268,7 @@ class Rows(_Movable):
     @property
     def layers_need_it(self) -> bool:
         """Whether layers need this object: some rows are left out, or dropout depends on it."""
-        cut = self.own is not None or self.last is not None
+        cut = self.packed is not None or self.last is not None
         drops = self.numbers is not None or self.seeds is not None or self.sample_index is not None
         return cut or drops or bool(self.layers)
 
@@ -287,18 +284,18 @@ class Rows(_Movable):
             return None
         return self.seeds[number, 2:].unbind()
 
-    def lengths(self, causal: bool) -> tuple[Tensor, Tensor, int, int] | None:
+    def cu_seqlens_of(self, causal: bool) -> tuple[Tensor, Tensor, int, int] | None:
         """(cu_seqlens int32 [B + 1] of queries and of keys, max_seqlen of both) of one attention.
 
         In a decoder with an encoder, the attention that is not causal is the cross-attention.
         """
-        own, last = self.own, self.last
+        packed, last = self.packed, self.last
         if self.is_cut and last is not None:
             return last.cu_seqlens_q, last.cu_seqlens_k, last.max_seqlen_q, last.max_seqlen_k
-        if own is None:
+        if packed is None:
             return None
-        keys = own if causal or self.cross is None else self.cross
-        return own.cu_seqlens, keys.cu_seqlens, own.max_seqlen, keys.max_seqlen
+        keys = packed if causal or self.cross is None else self.cross
+        return packed.cu_seqlens, keys.cu_seqlens, packed.max_seqlen, keys.max_seqlen
 
     def of_others(self) -> Rows:
         return replace(self, last=None)
@@ -322,7 +319,7 @@ class LastRows(_Movable):
     cu_seqlens_k: Tensor  # int32 [B + 1], the rows of each sequence in the input
     max_seqlen_k: int  # an upper bound of their number
     key_mask: Tensor | None  # bool [N], None = all
-    rank: Tensor  # int64 [B * T], the index of a flat position in ``source``, -1 if not there
+    slots: Tensor  # int64 [B * T], the index of a flat position in ``source``, -1 if not there
 
     @classmethod
     def of(
@@ -352,7 +349,7 @@ class LastRows(_Movable):
         positions = compact(needed, capacity)
         if known:
             positions = with_spare_slots(positions, batch * seqlen, dtype)
-        rank = slots_of(positions, batch * seqlen)
+        slots = slots_of(positions, batch * seqlen)
         cu_seqlens_q = _offsets(lengths)
         if ragged is None:
             # No cumsum of equal lengths: Inductor cannot rewrite that if sizes are symbols.
@@ -362,7 +359,7 @@ class LastRows(_Movable):
         else:
             source = values_at(ragged.slots(), positions).masked_fill(positions < 0, -1)
             keys = (ragged.cu_seqlens, ragged.max_seqlen, ragged.key_mask)
-        return cls(layer, source, cu_seqlens_q, longest, *keys, rank)
+        return cls(layer, source, cu_seqlens_q, longest, *keys, slots)
 
     def attention_inputs(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """(what queries [1, P, E], keys and values [1, N, E] are of, the mask) of an attention, of
@@ -420,22 +417,21 @@ def know_their_rows(layers: Iterable[Any]) -> bool:
 
 
 def _counts(keep: Tensor, mask: Tensor) -> tuple[int, int]:
-    """(how many rows are kept, how many of these are masked)."""
-    if keep is mask:
-        return read(keep.sum())[0], 0
-    kept, hidden = read(keep.sum(), (keep & ~mask).sum())
-    return kept, hidden
+    """(how many rows are computed, how many of these are masked)."""
+    count, *hidden = read(keep.sum(), *(() if keep is mask else [(keep & ~mask).sum()]))
+    return count, sum(hidden)
 
 
-#: The mask [B, T] of a batch, and the rows, bool [B, T], that are computed although it masks them.
-Side: TypeAlias = tuple[Tensor | None, Tensor | None]
+#: The mask [B, T] of a batch, and the rows, bool [B, T], that are computed although it masks them;
+#: by the names of the arguments ``unpad`` for these batches.
+Batches: TypeAlias = dict[str, tuple[Tensor | None, Tensor | None]]
 
 
 def slots_of_labels(
     labels: Tensor,
     inputs: dict[str, Any],
-    sides: Callable[[Tensor], dict[str, Side]],
-    own: str = "unpad",
+    batches: Callable[[Tensor], Batches],
+    name: str = "unpad",
     *,
     waits: bool = True,
 ) -> int | None:
@@ -445,14 +441,13 @@ def slots_of_labels(
     ``unpad`` in ``inputs`` becomes a ``Counted``. A capacity is the number of slots, too.
 
     Args:
-        sides: of the mask [B, T] of the labels, the batches that are counted, by the names of their
-            arguments ``unpad``.
-        own: the name of that of the labels.
+        batches: of the mask [B, T] of the labels, the batches that are counted.
+        name: that of the argument for the batch that has the labels.
         waits: whether to wait for the labels alone, too.
     """
     if values_are_known(labels):
         return None
-    labelled, unpad = labels != IGNORE_INDEX, inputs.get(own)
+    labelled, unpad = labels != IGNORE_INDEX, inputs.get(name)
     if not (unpad is None or isinstance(unpad, bool)):
         rows = unpad if isinstance(unpad, int) else unpad.positions.shape[0]
         most = torch.sym_min(rows, labels.numel())
@@ -461,41 +456,41 @@ def slots_of_labels(
     if not values_can_be_read(labels):
         return None
     numbers, counted = [labelled.sum()], []
-    for name, (mask, kept) in sides(labelled).items():
-        asked = inputs.get(name) is None or inputs[name] is True
+    for batch, (mask, rows) in batches(labelled).items():
+        asked = inputs.get(batch) is None or inputs[batch] is True
         if asked and isinstance(mask, Tensor) and mask.dim() == 2:
             seen = mask.bool()
-            numbers += [seen.sum(), (seen[:0] if kept is None else kept & ~seen).sum()]
-            counted.append(name)
+            numbers += [seen.sum(), (seen[:0] if rows is None else rows & ~seen).sum()]
+            counted.append(batch)
     if not (counted or waits):
         return labels.numel()
     count, *others = read(*numbers)
-    for name, tokens, hidden in zip(counted, others[::2], others[1::2], strict=True):
-        if not hidden:
-            inputs[name] = Counted(tokens)
+    for batch, tokens, masked in zip(counted, others[::2], others[1::2], strict=True):
+        if not masked:
+            inputs[batch] = Counted(tokens)
     return count
 
 
-def encoder_side(
+def encoder_batch(
     model: Any, inputs: dict[str, Any], beside: Tensor | None = None
-) -> Callable[[Tensor], dict[str, Side]]:
-    """``sides`` of one batch, for ``slots_of_labels``.
+) -> Callable[[Tensor], Batches]:
+    """``batches`` of an encoder, for ``slots_of_labels``.
 
     ``beside``, int64, are the flat positions of further rows that the head of ``model`` reads.
     """
 
-    def sides(labelled: Tensor) -> dict[str, Side]:
+    def batches(labelled: Tensor) -> Batches:
         (batch, seqlen), mask = labelled.shape, inputs.get("attention_mask")
         if not isinstance(mask, Tensor) or mask.numel() != labelled.numel():
             return {}
-        kept = either(labelled, inputs.get("extra_rows"))
+        rows = either(labelled, inputs.get("extra_rows"))
         if beside is not None:
-            kept = kept | mask_at(beside, batch, seqlen)
+            rows = rows | mask_at(beside, batch, seqlen)
         if getattr(model.base_model, "pooler", None) is not None:  # it reads the first rows
-            kept = kept | (torch.arange(seqlen, device=labelled.device) == 0)
-        return {"unpad": (mask.reshape(labelled.shape), kept)}
+            rows = rows | (torch.arange(seqlen, device=labelled.device) == 0)
+        return {"unpad": (mask.reshape(labelled.shape), rows)}
 
-    return sides
+    return batches
 
 
 def values_at(values: Tensor, positions: Tensor) -> Tensor:
@@ -549,15 +544,14 @@ def unpadded(
     contiguous: bool = False,
     dtype: torch.dtype | None = None,
 ) -> tuple[RaggedBatch | None, bool]:
-    """(the rows of a batch that are computed, whether no key is known to be masked).
+    """(the rows of a batch that are computed, whether it is known that no key is masked).
 
     The rows are None if all are computed, padded.
 
     Args:
         mask: [B, T], 0 = padding.
         extra_rows: bool [B, T], rows to compute although they are masked as keys.
-        unpad: None = leave padding out where possible; False = keep it; an int = a capacity, the
-            number of packed rows, which fixes all shapes; a ``RaggedBatch`` = its rows.
+        unpad: as in ``EncoderModel``.
         contiguous: also compute every row between the first and the last of a sequence's rows.
         dtype: of the weights, for ``with_spare_slots``.
     """
@@ -588,17 +582,17 @@ def backbone_unpad(rows: RaggedBatch | None, full: bool, mask: Tensor | None) ->
 
 
 def rows_computed(
-    model: Any, shape: tuple[int, int], mask: Tensor | None, row_plan: Rows, kept: str | None
+    model: Any, shape: tuple[int, int], mask: Tensor | None, row_plan: Rows, reason: str | None
 ) -> str:
     """The line of ``fastplm.explain`` about the rows that a backbone computes of a batch [B, T]."""
     total = shape[0] * shape[1]
-    if row_plan.own is not None:
-        rows = f"{row_plan.own.positions.shape[0]} of {total} rows, padding left out"
+    if row_plan.packed is not None:
+        rows = f"{row_plan.packed.positions.shape[0]} of {total} rows, padding left out"
     elif mask is None or (mask.dim() == 2 and values_can_be_read(mask) and bool(mask.all())):
         rows = f"{total} rows, no padding"
     else:
-        kept = kept or ("asked" if values_can_be_read(mask) else "traced")
-        rows = f"{total} rows with their padding: {PADDING_REASONS[kept]}"
+        reason = reason or ("asked" if values_can_be_read(mask) else "traced")
+        rows = f"{total} rows with their padding: {PADDING_REASONS[reason]}"
     if row_plan.last is not None:
         rows += f"; {row_plan.last.source.shape[0]} of them in the last layer"
     name = model.config._attn_implementation
@@ -632,22 +626,22 @@ def restore_layout(
         first: int64 [B], flat positions of the first tokens.
         pooled: the pooler, a function of the first rows [B, 1, E]; None = there is none.
     """
-    hidden, own, slots = outputs.last_hidden_state, rows.own, None
+    hidden, packed, slots = outputs.last_hidden_state, rows.packed, None
     if rows.last is not None:
-        slots = rows.last.rank
-    elif own is not None:
-        slots = own.slots()
+        slots = rows.last.slots
+    elif packed is not None:
+        slots = packed.slots()
     changed: dict[str, Any] = {}
     positions = first if isinstance(output_rows, str) else output_rows
     if positions is not None:
         changed["last_hidden_state"] = rows_at(hidden, positions, slots)
     elif isinstance(unpad, RaggedBatch):
-        changed["last_hidden_state"] = hidden if own is unpad else unpad.pack_rows(hidden)
-    elif own is not None:
-        changed["last_hidden_state"] = own.pad(hidden, slots)
-    if own is not None and outputs.get("hidden_states") is not None:
+        changed["last_hidden_state"] = hidden if packed is unpad else unpad.pack_rows(hidden)
+    elif packed is not None:
+        changed["last_hidden_state"] = packed.pad(hidden, slots)
+    if packed is not None and outputs.get("hidden_states") is not None:
         changed["hidden_states"] = tuple(
-            None if state is None else own.pad(state) for state in outputs.hidden_states
+            None if state is None else packed.pad(state) for state in outputs.hidden_states
         )
     if slots is not None and first is not None and pooled is not None:
         # The parent has pooled the first packed row, which is wrong; replace its result.

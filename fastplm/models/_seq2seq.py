@@ -13,15 +13,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
 from transformers.utils.generic import can_return_tuple
 
 from fastplm._backends import note
 from fastplm._checks import check_shape, check_tensor
 from fastplm._modes import is_eager, values_can_be_read
-from fastplm.errors import check_choice
 from fastplm.hf import of_batch
 from fastplm.models._base import (
     FastplmModel,
@@ -36,9 +34,7 @@ from fastplm.models._base import (
 )
 from fastplm.models._encoder import cross_inputs
 from fastplm.models._heads import (
-    REDUCTIONS,
-    Head,
-    LabelledRows,
+    LanguageModel,
     ScaledLoss,
     set_output_rows,
     shape_of,
@@ -47,50 +43,20 @@ from fastplm.models._heads import (
 from fastplm.models._layer import of_one_forward
 from fastplm.models._ragged import (
     NUMBERED_REASONS,
+    Batches,
     RaggedBatch,
     Rows,
-    Side,
     Unpad,
     between,
     either,
     know_their_rows,
     mask_at,
-    padded,
     restore_layout,
     rows_computed,
     unpadded,
     until_last,
 )
 from fastplm.nn.dropout import on_rows
-
-_CACHING = ("past_key_values", "use_cache")
-
-
-def decoder_rows(
-    mask: Tensor | None,
-    read_rows: Tensor | None,
-    extra_rows: Tensor | None,
-    unpad: Unpad,
-    stack: Stack,
-) -> tuple[RaggedBatch | None, Tensor | None]:
-    """(the packed rows of a causal decoder, ``stack``; ``mask``, or None if it masks nothing).
-
-    The rows are None if all are computed, padded.
-    ``read_rows``, bool [B, T], are the rows whose last hidden state is read; None = all. Rows after
-    the last of them cannot influence them and are left out. For the other arguments see
-    ``unpadded``.
-    """
-    seen = mask
-    if read_rows is not None:
-        reached = until_last(read_rows)
-        if mask is None:
-            seen = reached
-        else:
-            seen = mask.bool() & reached
-            extra_rows = either(extra_rows, read_rows)
-    extra_rows = None if seen is None else extra_rows
-    rows, full = unpadded(seen, extra_rows, unpad, stack.contiguous, stack.dtype)
-    return rows, None if full else mask
 
 
 def source_mask(
@@ -106,40 +72,44 @@ def source_mask(
     return of_batch(attention_mask, given[0].shape[0]) if given else attention_mask
 
 
-def source_rows(
+def encoded(
+    encoder: Any,
+    outputs: Any,
     mask: Tensor | None,
     unpad: Unpad,
-    contiguous: bool = False,
-    dtype: torch.dtype | None = None,
-) -> RaggedBatch | None:
-    """The packed rows of an encoder, for encoder and decoder; None = all, padded."""
-    rows, full = unpadded(mask, None, unpad, contiguous, dtype)
-    has_capacity = unpad is not None and unpad is not True
-    if rows is not None or mask is None or unpad is False:
-        return rows
-    if has_capacity or values_can_be_read(mask):
-        # There is no padding. With None, the decoder would count the rows again: a second sync.
-        return RaggedBatch.whole(mask, None if full else mask)
-    return None
+    *,
+    packs: bool,
+    show: bool = True,
+    **inputs: Any,
+) -> tuple[Any, Tensor, RaggedBatch | None]:
+    """(the encoder outputs for the caller, the states for the decoder, how these are packed).
 
-
-def encoded(
-    encoder: Any, outputs: Any, rows: RaggedBatch | None, *, show: bool = True, **inputs: Any
-) -> tuple[Any, Tensor]:
-    """(the encoder outputs for the caller, the encoder states for the decoder).
-
-    ``outputs`` are encoder outputs given by the caller; None = run the encoder on ``inputs``.
-    ``show``: whether to return the last hidden state, padded again.
+    Args:
+        outputs: those that the caller gave; None = run the encoder on ``inputs``.
+        mask, unpad: of the encoder's batch.
+        packs: whether encoder and decoder can leave its padding out.
+        show: whether to return the last hidden state, padded again.
     """
+    rows = None
+    if packs:
+        contiguous = outputs is None and getattr(encoder, "contiguous", False)
+        rows, full = unpadded(mask, None, unpad, contiguous, encoder.dtype)
+        if rows is None and mask is not None and unpad is not False:
+            if isinstance(unpad, int) and unpad is not True or values_can_be_read(mask):
+                # There is no padding. With None, the decoder would count the rows: a second sync.
+                rows = RaggedBatch.whole(mask, None if full else mask)
     if outputs is None:
-        outputs = encoder(**(inputs if rows is None else {**inputs, "unpad": rows}))
+        if isinstance(encoder, FastplmModel):
+            inputs["unpad"] = unpad if rows is None else rows
+        outputs = encoder(attention_mask=mask, **inputs)
         states = outputs.last_hidden_state
         shown = states if rows is None or not show else rows.pad(states)
-        return type(outputs)(**{**outputs, "last_hidden_state": shown if show else None}), states
+        shown = type(outputs)(**{**outputs, "last_hidden_state": shown if show else None})
+        return shown, states, rows
     if isinstance(outputs, tuple | list):
         outputs = BaseModelOutput(*outputs[:3])
     states = outputs.last_hidden_state
-    return outputs, states if rows is None else rows.pack_rows(states)
+    return outputs, states if rows is None else rows.pack_rows(states), rows
 
 
 def both_sides(encoder_outputs: Any, outputs: Any) -> dict[str, Any]:
@@ -194,6 +164,30 @@ class Stack(FastplmModel):
         """Whether no row sees those after it."""
         return self._takes_cache
 
+    def _packed_rows(
+        self,
+        mask: Tensor | None,
+        read_rows: Tensor | None,
+        extra_rows: Tensor | None,
+        unpad: Unpad,
+        output_hidden_states: bool,
+    ) -> tuple[RaggedBatch | None, Tensor | None]:
+        """(the rows that are computed; ``mask``, or None if it masks nothing).
+
+        The rows are None if all are computed, padded. In a decoder, rows after the last one that is
+        read cannot influence those and are left out.
+        """
+        if read_rows is not None and (output_hidden_states or not self._is_causal()):
+            extra_rows, read_rows = either(extra_rows, read_rows), None
+        seen = mask
+        if read_rows is not None:
+            reached = until_last(read_rows)
+            seen = reached if mask is None else mask.bool() & reached
+            extra_rows = extra_rows if mask is None else either(extra_rows, read_rows)
+        extra_rows = None if seen is None else extra_rows
+        rows, full = unpadded(seen, extra_rows, unpad, self.contiguous, self.dtype)
+        return rows, None if full else mask
+
     def _on_rows(self, **inputs: Any) -> Any:
         """The parent's forward on packed rows [1, N, E]."""
         return super().forward(**inputs)  # type: ignore[misc]
@@ -207,6 +201,8 @@ class Stack(FastplmModel):
         inputs_embeds: Tensor | None = None,
         encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = None,
         unpad: Unpad = None,
         output_rows: Tensor | None = None,
         read_rows: Tensor | None = None,
@@ -225,55 +221,54 @@ class Stack(FastplmModel):
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None or (input_ids is not None and inputs_embeds is not None):
             return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds)  # type: ignore
-        past = kwargs.get("past_key_values")
-        caching = {name: kwargs.pop(name) for name in _CACHING if name in kwargs}
+        caching: dict[str, Any] = {}
         if self._takes_cache:
-            caching["use_cache"] = caches(caching.get("use_cache"), past)
+            use_cache = caches(use_cache, past_key_values)
+            caching = dict(past_key_values=past_key_values, use_cache=use_cache)
         masks, offsets = (attention_mask, encoder_attention_mask), kwargs.get("cu_seq_lens_q")
         check_batch(self, given, input_ids, masks, sample_index, offsets, output_rows)
         (batch, seqlen), where = given.shape[:2], type(self).__name__
         attention_mask = of_batch(attention_mask, batch)
-        check_positions(where, getattr(self, "embed_positions", None), seqlen, past)
-        if attention_mask is not None and attention_mask.dim() == 2 and not past:
+        check_positions(where, getattr(self, "embed_positions", None), seqlen, past_key_values)
+        if attention_mask is not None and attention_mask.dim() == 2 and not past_key_values:
             check_shape(where, "attention_mask", attention_mask, (batch, seqlen), "[batch, tokens]")
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         kwargs["return_dict"] = True
 
         # --- which rows are computed ---
-        if output_rows is not None:
-            read_rows = mask_at(output_rows, batch, seqlen)
-        row_plan, kept = Rows(), self._keeps_padding(masks, kwargs, **caching)
-        if kept is None:
-            states_wanted = wants_output(self, "output_hidden_states", kwargs)
-            if read_rows is not None and (states_wanted or not self._is_causal()):
-                extra_rows, read_rows = either(extra_rows, read_rows), None
-            rows = attention_mask, read_rows, extra_rows, unpad
-            row_plan.own, attention_mask = decoder_rows(*rows, self)
-            if row_plan.own is None and encoder_rows is not None:
-                row_plan.own = RaggedBatch.whole(given, attention_mask)
-        note(lambda: rows_computed(self, (batch, seqlen), attention_mask, row_plan, kept))
-        if self.training and kept in NUMBERED_REASONS:
-            hidden = know_their_rows(self._layers())
+        packed, padding_reason = None, self._keeps_padding(masks, kwargs, **caching)
+        if padding_reason is None:
+            if output_rows is not None:
+                read_rows = mask_at(output_rows, batch, seqlen)
+            recorded = wants_output(self, "output_hidden_states", kwargs)
+            chosen = read_rows, extra_rows, unpad, recorded
+            packed, attention_mask = self._packed_rows(attention_mask, *chosen)
+        row_plan = Rows(packed)
+        note(lambda: rows_computed(self, (batch, seqlen), attention_mask, row_plan, padding_reason))
+        knows = self.training and padding_reason in NUMBERED_REASONS
+        hidden = knows and know_their_rows(self._layers())
+        if packed is None and padding_reason is None:
             # If the parent calls PyTorch's dropout function, only ``_on_rows`` can tell it which
             # rows it computes. So a batch without padding is packed, too.
-            by_function = isinstance(self.dropout, float) and self.dropout > 0.0
-            if row_plan.own is kept is None and hidden and by_function and is_eager(given):
-                row_plan.own = RaggedBatch.whole(given, attention_mask)
+            by_function = hidden and isinstance(self.dropout, float) and self.dropout > 0.0
+            if encoder_rows is not None or (by_function and is_eager(given)):
+                row_plan.packed = packed = RaggedBatch.whole(given, attention_mask)
+        if knows:
             row_plan.number(given, sample_index, offsets, hidden)
             row_plan.draw_seeds(self, given, self._layer_numbers)
 
         # --- the parent's forward on these rows ---
         if inputs_embeds is None:
-            ids = given if row_plan.own is None else row_plan.own.pack(given)
+            ids = given if packed is None else packed.pack(given)
             inputs_embeds = (self.embed_tokens if lookup is None else lookup)(ids)
-        elif row_plan.own is not None:
-            inputs_embeds = row_plan.own.pack_rows(inputs_embeds)
+        elif packed is not None:
+            inputs_embeds = packed.pack_rows(inputs_embeds)
         states, row_plan.cross = cross_inputs(
-            encoder_hidden_states, encoder_attention_mask, encoder_rows, row_plan.own
+            encoder_hidden_states, encoder_attention_mask, encoder_rows, packed
         )
         forward = super().forward  # type: ignore[misc]
-        if row_plan.own is not None:
-            forward, attention_mask = self._on_rows, row_plan.own.key_mask_row()
+        if packed is not None:
+            forward, attention_mask = self._on_rows, packed.key_mask_row()
             caching = {"use_cache": False} if self._takes_cache else {}
         row_plan.layers = of_one_forward(self._layers(), given, self.dtype)
         if row_plan.layers_need_it:
@@ -341,20 +336,14 @@ class EncoderDecoder(FastplmModel):
         attention_mask = source_mask(attention_mask, encoder_outputs, inputs_embeds, input_ids)
         check_parts(self, self.encoder, self.decoder)
         kwargs["return_dict"] = True
-        rows = None
         # With a cache, the decoder reads padded encoder states, if any.
         generates = encoder_outputs is not None and past_key_values is not None
-        if not generates and self.encoder._keeps_padding((attention_mask,), kwargs) is None:
-            contiguous = self.encoder.contiguous and encoder_outputs is None
-            rows = source_rows(attention_mask, unpad, contiguous, self.dtype)
-        encoder_outputs, states = encoded(
-            self.encoder,
-            encoder_outputs,
-            rows,
+        can_pack = self.encoder._keeps_padding((attention_mask,), kwargs) is None
+        encoder_outputs, states, rows = encoded(
+            *(self.encoder, encoder_outputs, attention_mask, unpad),
+            packs=can_pack and not generates,
             input_ids=input_ids,
-            attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
-            unpad=False,
             lookup=None if lookup is None else partial(lookup, self.encoder.embed_tokens),
             **kwargs,
         )
@@ -379,27 +368,17 @@ class EncoderDecoder(FastplmModel):
         )
 
 
-class ConditionalGeneration(FastplmModel):
+class ConditionalGeneration(LanguageModel):
     """Mixin of an encoder-decoder with a language-model head. The loss computes no full logits.
 
     If only the loss is requested, the decoder leaves out the rows after the last label of a
     sequence, which cannot influence the loss.
     """
 
-    lm_head: nn.Linear
+    _side = "decoder_"
     prepare_decoder_input_ids_from_labels: Callable[[Tensor], Tensor]
-    _embedding_kind: type[nn.Embedding] = nn.Embedding
     #: Whether the parent can return a cache together with a loss.
     _caches_beside_loss = True
-
-    #: The model without the head.
-    _backbone: Callable[..., Seq2SeqModelOutput]
-
-    def _scaled_rows(self, hidden: Tensor) -> Tensor:
-        return hidden
-
-    def _logits_bias(self) -> Tensor | None:
-        return None
 
     @can_return_tuple
     def forward(
@@ -431,51 +410,29 @@ class ConditionalGeneration(FastplmModel):
         Raises:
             ArgumentValueError, ArgumentTypeError: wrong shapes, dtypes or (on the CPU) ids.
         """
-        check_choice(type(self).__name__, "reduction", reduction, REDUCTIONS)
-        loss = logits = labelled = None
-        all_rows = wants_logits(self, output_logits, labels)
         if labels is not None:
             check_tensor(type(self).__name__, "labels", labels)
             use_cache = bool(use_cache) and self._caches_beside_loss
             if shape_of(inputs, "decoder_") is None:
                 inputs["decoder_input_ids"] = self.prepare_decoder_input_ids_from_labels(labels)
-            labelled = LabelledRows(
-                *(self, labels, inputs, loss_positions),
-                all_rows=all_rows,
-                exact=reduction != "mean",
-                waits=False,
-                argument="loss_positions",
-                side="decoder_",
-            )
-        outputs = self._backbone(use_cache=use_cache, return_dict=True, **inputs)
-        hidden = outputs.last_hidden_state
-        if all_rows:
-            hidden = padded(hidden, inputs.get("decoder_unpad"))
-        hidden, bias = self._scaled_rows(hidden), self._logits_bias()
-        if labelled is not None:
-            options: Any = dict(dense=True, reduction=reduction, bias=bias)
-            loss = labelled.loss(hidden, num_items_in_batch, **options)
-        if all_rows:
-            logits = self.lm_head(hidden)
-            logits = logits if bias is None else logits + bias
+        inputs["use_cache"], all_rows = use_cache, wants_logits(self, output_logits, labels)
+        how = loss_positions, all_rows, num_items_in_batch, reduction
+        outputs, loss, logits = self._compute(labels, inputs, *how)
         others = {key: value for key, value in outputs.items() if key != "last_hidden_state"}
         return Seq2SeqLMOutput(loss=loss, logits=logits, **others)
 
-    def _head(self) -> Head:
-        return None, self.lm_head
-
-    def _sides(self, inputs: dict[str, Any], all_rows: bool, labelled: Tensor) -> dict[str, Side]:
-        """What encoder and decoder count, for ``slots_of_labels``."""
+    def _batches(self, inputs: dict[str, Any], all_rows: bool, labelled: Tensor) -> Batches:
         source, target = inputs.get("attention_mask"), inputs.get("decoder_attention_mask")
-        gaps, kept = None, labelled
+        gaps, rows = None, labelled
         if not all_rows and not wants_output(self, "output_hidden_states", inputs):
-            reached = until_last(labelled)  # as in ``decoder_rows``
+            reached = until_last(labelled)  # as in ``Stack._packed_rows``
             target = reached if target is None else target.bool() & reached
         if self.get_encoder().contiguous:  # type: ignore[attr-defined]
             gaps = None if source is None else between(source.bool())
-            kept = labelled if target is None else between(labelled | target.bool())
-        sides = {"unpad": (source, gaps), "decoder_unpad": (target, kept)}
-        return {} if inputs.get("unpad") is False else sides  # which both follow
+            rows = labelled if target is None else between(labelled | target.bool())
+        if inputs.get("unpad") is False:  # which both follow
+            return {}
+        return {"unpad": (source, gaps), "decoder_unpad": (target, rows)}
 
 
 class LastEosClassification(ScaledLoss):

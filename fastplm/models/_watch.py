@@ -25,7 +25,7 @@ from fastplm._modes import needs_dispatch
 from fastplm.hf import NAME
 from fastplm.models._layer import activation_of
 from fastplm.nn import Linear, LinearInt8
-from fastplm.nn._rows import THAWED, kind_of
+from fastplm.nn._rows import RECORDER, THAWED, kind_of
 
 LINEAR = (Linear, LinearInt8)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -35,8 +35,6 @@ _METHODS = (
     *("forward", "_call_impl", "_compiled_call_impl"),
     *("feed_forward_chunk", "_create_attention_masks", "create_position_ids_from_input_ids"),
 )
-#: Where the hooks are written by which Transformers records outputs when it is asked to.
-_RECORDER = "transformers.utils.output_capturing"
 _RECORDS = "_output_capturing_hooks_installed"
 lock = threading.RLock()
 
@@ -151,7 +149,7 @@ def _watched(kind: Any) -> Any:
 
 
 def _records(*values: Any) -> bool:
-    return any(getattr(value, "__module__", None) == _RECORDER for value in values)
+    return any(getattr(value, "__module__", None) == RECORDER for value in values)
 
 
 _WatchedDict = _watched(dict)

@@ -52,11 +52,11 @@ class _Layer(SetsDropoutRows):
 
     def _parts(self: Any) -> Layer | None:
         """The modules that run; None if what is around them is not as it was made."""
-        own = self._modules
-        attentions = [(own["self_attn"], own["self_attn_layer_norm"])]
-        if "encoder_attn" in own:
-            attentions.append((own["encoder_attn"], own["encoder_attn_layer_norm"]))
-        weight: Any = own["fc1"]._parameters.get("weight")  # an adapter may have none
+        modules = self._modules
+        attentions = [(modules["self_attn"], modules["self_attn_layer_norm"])]
+        if "encoder_attn" in modules:
+            attentions.append((modules["encoder_attn"], modules["encoder_attn_layer_norm"]))
+        weight: Any = modules["fc1"]._parameters.get("weight")  # an adapter may have none
         kind, halves = modeling_bart.BartAttention, getattr(weight, "dtype", None) is torch.float16
         known = all(is_plain(module, kind) for module, _ in attentions)
         if halves or not known or not nothing_hides_modules(self, *(one for one, _ in attentions)):
@@ -67,10 +67,10 @@ class _Layer(SetsDropoutRows):
             join = Join(parts["out_proj"], norm, float(self.dropout))
             projections = parts["q_proj"], parts["k_proj"], parts["v_proj"]
             blocks.append(Attention(module, module.head_dim, module.dropout, projections, join))
-        end = Join(own["fc2"], own["final_layer_norm"], float(self.dropout))
-        activation = own.get("activation_fn", self.activation_fn)
+        end = Join(modules["fc2"], modules["final_layer_norm"], float(self.dropout))
+        activation = modules.get("activation_fn", self.activation_fn)
         between = float(self.activation_dropout)
-        feed_forward = FeedForward(own["fc1"], activation, end, dropout=between)
+        feed_forward = FeedForward(modules["fc1"], activation, end, dropout=between)
         return Layer(tuple(blocks), feed_forward, self.training)
 
     def forward(
@@ -133,6 +133,9 @@ class _AddsPositions(Stack):
             expected = "None, as the positions of BART count through a row"
             fix = "Pass the padded batch and its attention_mask: its padding is left out."
             fail(type(self).__name__, "cu_seq_lens_q", got, expected, fix, UnsupportedError)
+        crossed = (layer._modules.get("encoder_attn") for layer in self._layers())
+        if not all(one is None or type(one) is modeling_bart.BartAttention for one in crossed):
+            return "layers"
         return super()._keeps_padding(masks, kwargs, *caching, **more)
 
     @capture_outputs
@@ -141,8 +144,9 @@ class _AddsPositions(Stack):
     ) -> Any:
         # Positional, because gradient checkpointing needs it.
         states = [kwargs.pop(name) for name in ("encoder_hidden_states",) if name in kwargs]
-        own: Any = rows.own
-        positions = self.embed_positions(inputs_embeds, position_ids=own.positions % own.seqlen)
+        packed: Any = rows.packed
+        places = packed.positions % packed.seqlen
+        positions = self.embed_positions(inputs_embeds, position_ids=places)
         hidden = self.layernorm_embedding(inputs_embeds + positions.to(inputs_embeds.device))
         hidden = dropout(hidden, self.dropout, self.training)
         for layer in self.layers:
@@ -154,16 +158,10 @@ class _AddsPositions(Stack):
 
 
 BartEncoder = joined(_AddsPositions, modeling_bart.BartEncoder, _takes_cache=False)
-
-
-class BartDecoder(_AddsPositions, modeling_bart.BartDecoder):
-    """The decoder, computing only the rows that are read and those before them."""
-
-    _output = BaseModelOutputWithPastAndCrossAttentions
-
-    def _keeps_padding(self, *args: Any, **kwargs: Any) -> str | None:
-        ours = all(type(layer.encoder_attn) is modeling_bart.BartAttention for layer in self.layers)
-        return super()._keeps_padding(*args, **kwargs) if ours else "layers"
+BartDecoder = joined(
+    *(_AddsPositions, modeling_bart.BartDecoder),
+    _output=BaseModelOutputWithPastAndCrossAttentions,
+)
 
 
 class BartModel(EncoderDecoder, transformers.BartModel):

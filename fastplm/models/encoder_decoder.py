@@ -33,7 +33,7 @@ from fastplm.models._base import (
 from fastplm.models._encoder import EncoderModel
 from fastplm.models._heads import shape_of, wants_logits
 from fastplm.models._ragged import Unpad, until_last
-from fastplm.models._seq2seq import both_sides, encoded, source_mask, source_rows
+from fastplm.models._seq2seq import both_sides, encoded, source_mask
 from fastplm.nn._rows import IGNORE_INDEX, batch_share
 
 _PARTS = ("encoder", "decoder")
@@ -226,17 +226,18 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
         if attention_mask is not None and attention_mask.dim() != 2:
             # Cross-attention uses this mask too, and would be packed like the decoder.
             decoder_unpad = False
-        if ours[0]:
-            inputs["unpad"] = unpad
         if ours[1]:
             inputs["decoder_unpad"] = decoder_unpad
         if labels is None or not ours[1]:
             inputs.update(labels=labels, use_cache=use_cache)
+            if ours[0]:
+                inputs["unpad"] = unpad
             return self._by_parent(inputs, num_items_in_batch, reduction)
 
         encoder_outputs = inputs.pop("encoder_outputs", None)
         past_key_values = inputs.pop("past_key_values", None)
         to_encoder = {k: v for k, v in inputs.items() if not k.startswith("decoder_")}
+        del to_encoder["attention_mask"]
         to_decoder = {
             key.removeprefix("decoder_"): value
             for key, value in inputs.items()
@@ -252,12 +253,10 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
         fused = all(part.config._attn_implementation == NAME for part in (encoder, decoder))
 
         # --- encoder ---
-        rows = None
-        if ours[0] and fused and attention_mask is not None and attention_mask.dim() == 2:
-            rows = source_rows(attention_mask, unpad, dtype=self.dtype)
-        encoder_outputs, states = encoded(
-            encoder, encoder_outputs, rows, show=not loss_only, return_dict=True, **to_encoder
-        )
+        packs = ours[0] and fused and attention_mask is not None and attention_mask.dim() == 2
+        to_encoder.update(packs=packs, show=not loss_only, return_dict=True)
+        given = encoder, encoder_outputs, attention_mask, unpad
+        encoder_outputs, states, rows = encoded(*given, **to_encoder)
         if (projection := getattr(self, "enc_to_dec_proj", None)) is not None:
             states = projection(states)
 
@@ -284,8 +283,8 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
             return_dict=True,
             **to_decoder,
         )
-        both = both_sides(encoder_outputs, outputs)
-        return Seq2SeqLMOutput(loss=outputs.loss, logits=outputs.logits, **both)
+        logits, both = outputs.logits, both_sides(encoder_outputs, outputs)
+        return Seq2SeqLMOutput(loss=outputs.loss, logits=logits, **both)
 
     def _by_parent(self, inputs: dict[str, Any], num_items: Any, reduction: str) -> Any:
         """The parent's outputs, where there are no labels or the decoder is not a drop-in model."""
@@ -302,12 +301,12 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
 def _until_last_label(labels: Tensor, mask: Tensor | None, unpad: Any) -> Tensor | None:
     """The mask [B, T] of a causal decoder without the rows after the last label of a sequence.
 
-    No loss depends on these rows. They are kept if ``unpad`` keeps padding, if it gives no capacity
-    and the rows cannot be counted, and if labels are flat.
+    No loss depends on these rows. They stay if ``unpad`` keeps padding, if it gives no capacity and
+    the rows cannot be counted, and if labels are flat.
     """
     counted = unpad is None or unpad is True
-    kept = unpad is False or (counted and not values_can_be_read(labels))
-    if kept or labels.dim() != 2 or (mask is not None and mask.shape != labels.shape):
+    stays = unpad is False or (counted and not values_can_be_read(labels))
+    if stays or labels.dim() != 2 or (mask is not None and mask.shape != labels.shape):
         return mask
     read = until_last(labels != IGNORE_INDEX)
     return read if mask is None else read & mask.bool()

@@ -22,12 +22,11 @@ from fastplm.models._layer import (
     Join,
     Layer,
     Ready,
-    nothing_hides_modules,
     run_blocks,
     stand_for,
 )
 from fastplm.models._ragged import SetsDropoutRows
-from fastplm.nn._rows import is_plain
+from fastplm.nn._rows import kind_of
 
 
 class _States(NamedTuple):
@@ -70,9 +69,35 @@ class GPT2Block(SetsDropoutRows, modeling_gpt2.GPT2Block):
         given = hidden_states, past_key_values, attention_mask, encoder_hidden_states
         return super().forward(*given, **kwargs)
 
+    def _parts_up_to(self: Any, norm: Any, crossed: bool) -> Layer | None:
+        modules, attending, norms = self._modules, ["attn"], ["ln_2"]
+        if crossed:
+            attending, norms = ["attn", "crossattention"], ["ln_cross_attn", "ln_2"]
+        inner, *around = map(modules.get, ("mlp", *attending))
+        kinds = [modeling_gpt2.GPT2MLP, *[GPT2Attention] * len(around)]
+        if [*map(kind_of, (inner, *around))] != kinds:
+            return None
+        attentions = []
+        for module, after in zip(around, map(modules.get, norms), strict=True):
+            projections = (
+                (module.q_attn, module.c_attn) if module.is_cross_attention else (module.c_attn,)
+            )
+            join = Join(module.c_proj, after, module.resid_dropout)
+            attentions.append(
+                Attention(module, module.head_dim, module.attn_dropout.p, projections, join)
+            )
+        feed_forward = FeedForward(inner.c_fc, inner.act, Join(inner.c_proj, norm, inner.dropout))
+        around = [self, inner, *around]
+        return Layer(tuple(attentions), feed_forward, self.training, modules["ln_1"], (*around,))
+
 
 class _Blocks(Blocks):
     """Mixin between the two forwards of the model."""
+
+    _block = GPT2Block
+
+    def _norm(self: Any) -> Any:
+        return self.ln_f
 
     def _run(
         self: Any,
@@ -94,55 +119,18 @@ class _Blocks(Blocks):
         given = dict(config=self.config, inputs_embeds=inputs_embeds)
         if attention_mask is not None and attention_mask.dim() < 4:
             attention_mask = attention_mask.view(inputs_embeds.shape[0], -1)
-        mask = create_causal_mask(
-            **given,
-            attention_mask=attention_mask,
-            past_key_values=None,
-            position_ids=position_ids,
-        )
+        causal = dict(attention_mask=attention_mask, position_ids=position_ids)
+        mask = create_causal_mask(**given, **causal, past_key_values=None)
         states, mask_of_states = encoder_hidden_states, None
         if states is not None:
-            mask_of_states = create_bidirectional_mask(
-                **given, attention_mask=encoder_attention_mask, encoder_hidden_states=states
-            )
-        hidden = inputs_embeds + self.wpe(position_ids)
-        if token_type_ids is not None:
-            hidden = hidden + self.wte(token_type_ids)
+            of_states = dict(attention_mask=encoder_attention_mask, encoder_hidden_states=states)
+            mask_of_states = create_bidirectional_mask(**given, **of_states)
+        hidden = self._embed(None, token_type_ids, position_ids, inputs_embeds)
         return run_blocks(
-            *(made, self.h, self.drop(hidden), self.h[0].ln_1, mask, kwargs),
+            *(made, self.h, hidden, mask, kwargs),
             (states, mask_of_states),
             {ROWS: kwargs[ROWS]} if ROWS in kwargs else {},
         )
-
-    def _parts(self: Any, crossed: bool) -> list[Layer] | None:
-        layers, blocks = [], list(self.h)
-        norms = [*(getattr(one, "ln_1", None) for one in blocks[1:]), self.ln_f]
-        for block, norm in zip(blocks, norms, strict=True):
-            if not is_plain(block, GPT2Block):
-                return None
-            own = block._modules
-            inner, last, attentions = own["mlp"], own["ln_2"], [(own["attn"], own["ln_2"])]
-            if crossed and "crossattention" in own:
-                attentions = [(own["attn"], own["ln_cross_attn"]), (own["crossattention"], last)]
-            known = all(is_plain(one, GPT2Attention) for one, _ in attentions)
-            known = known and len(attentions) == 1 + crossed
-            if not (known and is_plain(inner, modeling_gpt2.GPT2MLP)):
-                return None
-            if not nothing_hides_modules(block, inner, *(one for one, _ in attentions)):
-                return None
-            end = Join(inner.c_proj, norm, inner.dropout)
-            feed_forward = FeedForward(inner.c_fc, inner.act, end)
-            made = tuple(_attention(*one) for one in attentions)
-            layers.append(Layer(made, feed_forward, self.training))
-        return layers
-
-
-def _attention(module: Any, norm: Any) -> Attention:
-    """``norm`` is that of the block that follows."""
-    crosses = module.is_cross_attention
-    projections = (module.q_attn, module.c_attn) if crosses else (module.c_attn,)
-    join = Join(module.c_proj, norm, module.resid_dropout)
-    return Attention(module, module.head_dim, module.attn_dropout.p, projections, join)
 
 
 stand_for(

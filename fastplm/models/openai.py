@@ -36,18 +36,11 @@ class _Keys(NamedTuple):
 
     Args:
         mask: bool [B, T], or [1, N] of packed rows; None = all; or a full 4-D mask, as GPT-2's.
-        rows: of the batch; None = the batch is padded.
-        packed: where the sequences of a batch that the caller has packed begin and end.
+        others: what else the attention interface gets, such as ``rows``.
     """
 
     mask: Tensor | None
-    rows: Rows | None
-    packed: dict[str, Any]
-
-    @property
-    def others(self) -> dict[str, Any]:
-        """What else the attention interface gets."""
-        return dict(is_causal=True, rows=self.rows, **self.packed)
+    others: dict[str, Any]
 
 
 @drop_in
@@ -98,18 +91,20 @@ class Block(SetsDropoutRows, modeling_openai.Block):
     def forward(
         self, x: Tensor, attention_mask: Any = None, output_attentions: bool = False
     ) -> list[Tensor]:
-        rows = attention_mask.rows if isinstance(attention_mask, _Keys) else None
-        made = ready_layer(self, rows, x) if isinstance(attention_mask, _Keys) else None
-        if made is not None:
-            return [run_layer(made, x, attention_mask.mask, None, attention_mask.others)]
-        numbers = None if rows is None else rows.numbers
+        numbers = None
+        if isinstance(attention_mask, _Keys):
+            rows: Rows | None = attention_mask.others["rows"]
+            made = ready_layer(self, rows, x)
+            if made is not None:
+                return [run_layer(made, x, attention_mask.mask, None, attention_mask.others)]
+            numbers = None if rows is None else rows.numbers
         compute = modeling_openai.Block.forward
         return on_rows(numbers, compute, self, x, attention_mask, output_attentions)
 
     def _parts(self: Any) -> Layer | None:
         """The modules that run; None if what is around them is not as it was made."""
-        own = self._modules
-        attn, mlp, first, second = own["attn"], own["mlp"], own["ln_1"], own["ln_2"]
+        modules = self._modules
+        attn, mlp, first, second = modules["attn"], modules["mlp"], modules["ln_1"], modules["ln_2"]
         if not (is_plain(attn, Attention) and is_plain(mlp, MLP)):
             return None
         if not nothing_hides_modules(self, attn, mlp):
@@ -150,22 +145,15 @@ class _FusedLayers:
             return super().forward(  # type: ignore[misc]
                 input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **kwargs
             )
-        if inputs_embeds is None:
-            inputs_embeds = self.tokens_embed(input_ids)
-        if position_ids is None:
-            position_ids = self.position_ids[None, : inputs_embeds.shape[1]]
-        hidden = inputs_embeds + self.positions_embed(position_ids)
-        if token_type_ids is not None:
-            hidden = hidden + self.tokens_embed(token_type_ids)
-        hidden = self.drop(hidden)
+        hidden = self._embed(input_ids, token_type_ids, position_ids, inputs_embeds)
         mask = attention_mask
         if mask is not None and mask.dim() == 2:
             mask = made_for_one_forward(mask.bool()[:])
-        keys = _Keys(mask, rows, {name: kwargs[name] for name in PACKED if name in kwargs})
+        others = {name: kwargs[name] for name in PACKED if name in kwargs} | {"is_causal": True}
         states = [hidden]
         for number, block in enumerate(self.h):
-            own = None if rows is None else rows.for_layer(number)
-            hidden = block(hidden, keys._replace(rows=own))[0]
+            numbered = None if rows is None else rows.for_layer(number)
+            hidden = block(hidden, _Keys(mask, {**others, "rows": numbered}))[0]
             states.append(hidden)
         recorded = wants_output(self, "output_hidden_states", kwargs)
         return BaseModelOutput(

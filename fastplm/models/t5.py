@@ -23,7 +23,7 @@ from transformers.models.t5 import modeling_t5
 
 from fastplm import ops
 from fastplm.hf import NAME, NO_BIAS, says_only_keys
-from fastplm.models._base import FastplmModel, check_parts, drop_in, wants_output
+from fastplm.models._base import FastplmModel, check_parts, drop_in, joined, wants_output
 from fastplm.models._heads import TokenClassification
 from fastplm.models._layer import (
     Attention,
@@ -42,7 +42,7 @@ from fastplm.models._seq2seq import (
     LastEosClassification,
     Stack,
 )
-from fastplm.nn._rows import is_plain, kind_of
+from fastplm.nn._rows import kind_of
 from fastplm.ops.rms_norm import OP as RMS_NORM
 
 
@@ -64,25 +64,21 @@ def _is_under_autocast(x: Tensor) -> bool:
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)  # "meta" has none
 
 
-@drop_in
-class T5DenseActDense(modeling_t5.T5DenseActDense):
-    """Without the parent's copy in the dtype of ``wo`` under autocast, which casts it back."""
+class _Dense:
+    """Mixin without the parent's copy in the dtype of ``wo``, which autocast casts back."""
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        if _is_under_autocast(hidden_states):
-            return self.wo(self.dropout(self.act(self.wi(hidden_states))))
-        return super().forward(hidden_states)
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        if not _is_under_autocast(hidden_states):
+            return super().forward(hidden_states)  # type: ignore[misc]
+        if isinstance(self, modeling_t5.T5DenseGatedActDense):
+            active = self.act(self.wi_0(hidden_states)) * self.wi_1(hidden_states)
+        else:
+            active = self.act(self.wi(hidden_states))
+        return self.wo(self.dropout(active))
 
 
-@drop_in
-class T5DenseGatedActDense(modeling_t5.T5DenseGatedActDense):
-    """The same of a gated layer."""
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        if _is_under_autocast(hidden_states):
-            gate = self.act(self.wi_0(hidden_states))
-            return self.wo(self.dropout(gate * self.wi_1(hidden_states)))
-        return super().forward(hidden_states)
+T5DenseActDense = joined(_Dense, modeling_t5.T5DenseActDense)
+T5DenseGatedActDense = joined(_Dense, modeling_t5.T5DenseGatedActDense)
 
 
 @drop_in
@@ -132,9 +128,51 @@ class T5Attention(modeling_t5.T5Attention):
 class T5Block(SetsDropoutRows, modeling_t5.T5Block):
     """A layer that tells its dropout which rows it computes."""
 
+    def _parts_up_to(self: Any, norm: Any, crossed: bool) -> Layer | None:
+        parts, kinds = list(self.layer), [*_ATTENTIONS, modeling_t5.T5LayerFF]
+        if not self.is_decoder:
+            del kinds[1]
+        if [*map(kind_of, parts)] != kinds:
+            return None
+        if self.is_decoder and not crossed:
+            del parts[1]
+        *attending, last = parts
+        attentions, around = [], [self, self.layer, *parts, last.DenseReluDense]
+        for part, after in zip(attending, parts[1:], strict=True):
+            module = getattr(part, _ATTENTIONS[kind_of(part)])
+            if kind_of(module) is not T5Attention:
+                return None
+            around.append(module)
+            join = Join(module.o, after.layer_norm, part.dropout, T5LayerNorm)
+            projections, size = (module.q, module.k, module.v), module.key_value_proj_dim
+            attentions.append(Attention(module, size, module.dropout, projections, join))
+        dense = last.DenseReluDense
+        gated = kind_of(dense) is T5DenseGatedActDense
+        if not (gated or kind_of(dense) is T5DenseActDense):
+            return None
+        inner, factor = (dense.wi_0, dense.wi_1) if gated else (dense.wi, None)
+        dtypes = {getattr(getattr(one, "weight", None), "dtype", None) for one in (inner, dense.wo)}
+        if len(dtypes) > 1:  # the parent casts what ``wo`` reads
+            return None
+        end = Join(dense.wo, norm, last.dropout, T5LayerNorm)
+        feed_forward = FeedForward(inner, dense.act, end, factor, dense.dropout)
+        norm = parts[0].layer_norm
+        return Layer(tuple(attentions), feed_forward, self.training, norm, tuple(around))
+
+
+_ATTENTIONS = {
+    modeling_t5.T5LayerSelfAttention: "SelfAttention",
+    modeling_t5.T5LayerCrossAttention: "EncDecAttention",
+}
+
 
 class _Blocks(Blocks):
     """Mixin between the two forwards of a stack."""
+
+    _block = T5Block
+
+    def _norm(self: Any) -> Any:
+        return self.final_layer_norm
 
     def _run(
         self: Any,
@@ -160,69 +198,14 @@ class _Blocks(Blocks):
             )
         if not (says_only_keys(mask) and says_only_keys(mask_of_states)):
             return None
-        first = self.block[0].layer[0]
-        attention, hidden = first.SelfAttention, self.dropout(inputs_embeds)
+        attention, hidden = made[0].layer.attentions[0].module, self.dropout(inputs_embeds)
         normed = run_blocks(
-            *(made, self.block, hidden, first.layer_norm, mask, kwargs, (states, mask_of_states)),
+            *(made, self.block, hidden, mask, kwargs, (states, mask_of_states)),
             kwargs | dict(position_bias=NO_BIAS),
             attention._bias(None, hidden.device)[0],
             lambda table: dict(position_bias=attention._bias(table, hidden.device)[1]),
         )
         return self.dropout(normed)
-
-    def _parts(self: Any, crossed: bool) -> list[Layer] | None:
-        kinds = [modeling_t5.T5LayerSelfAttention, modeling_t5.T5LayerFF]
-        if self.is_decoder:
-            kinds.insert(1, modeling_t5.T5LayerCrossAttention)
-        blocks = list(self.block)
-        if not blocks:
-            return None
-        subs: list[Any] = []
-        for block in blocks:
-            own = list(block.layer)
-            if not is_plain(block, T5Block) or len(own) != len(kinds):
-                return None
-            if not all(map(is_plain, own, kinds)):
-                return None
-            subs += own if crossed or not self.is_decoder else own[::2]
-        norms = [*(sub.layer_norm for sub in subs[1:]), self.final_layer_norm]
-        layers: list[Layer] = []
-        attentions: list[Attention] = []
-        for sub, norm in zip(subs, norms, strict=True):
-            if isinstance(sub, modeling_t5.T5LayerFF):
-                feed_forward = _feed_forward(sub.DenseReluDense, norm, sub.dropout)
-                if feed_forward is None:
-                    return None
-                layers.append(Layer(tuple(attentions), feed_forward, self.training))
-                attentions = []
-                continue
-            module = getattr(sub, _ATTENTIONS[kind_of(sub)])
-            if not is_plain(module, T5Attention):
-                return None
-            projections = module.q, module.k, module.v
-            join = Join(module.o, norm, sub.dropout, T5LayerNorm)
-            attentions.append(
-                Attention(module, module.key_value_proj_dim, module.dropout, projections, join)
-            )
-        return layers
-
-
-_ATTENTIONS = {
-    modeling_t5.T5LayerSelfAttention: "SelfAttention",
-    modeling_t5.T5LayerCrossAttention: "EncDecAttention",
-}
-
-
-def _feed_forward(dense: Any, norm: Any, dropout: Any) -> FeedForward | None:
-    if not is_plain(dense, T5DenseActDense, T5DenseGatedActDense):
-        return None
-    gated = kind_of(dense) is T5DenseGatedActDense
-    inner, factor = (dense.wi_0, dense.wi_1) if gated else (dense.wi, None)
-    dtypes = {getattr(getattr(one, "weight", None), "dtype", None) for one in (inner, dense.wo)}
-    if len(dtypes) > 1:  # the parent casts what ``wo`` reads
-        return None
-    end = Join(dense.wo, norm, dropout, T5LayerNorm)
-    return FeedForward(inner, dense.act, end, factor, dense.dropout)
 
 
 class T5Stack(Stack, _Blocks, modeling_t5.T5Stack):
@@ -275,7 +258,7 @@ class T5ForConditionalGeneration(
     def _backbone(self, **inputs: Any) -> Seq2SeqModelOutput:
         return EncoderDecoder.forward(self, **inputs)
 
-    def _scaled_rows(self, hidden: Tensor) -> Tensor:
+    def _rows_of_head(self, hidden: Tensor, outputs: Any) -> Tensor:
         return hidden * self.model_dim**-0.5 if self.config.scale_decoder_outputs else hidden
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, overload
 
@@ -170,18 +171,31 @@ def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
 
 
 def are_plain(modules: Iterable[nn.Module], *kinds: type[nn.Module]) -> bool:
-    """``is_plain`` of all."""
+    """``is_plain`` of all; without ``kinds`` they may be of any class."""
     for module in modules:
         if (
-            (type(module) not in kinds and kind_of(module) not in kinds)
+            (kinds and type(module) not in kinds and kind_of(module) not in kinds)
             or "forward" in module.__dict__
             or module._forward_pre_hooks
-            or module._forward_hooks
+            or (module._forward_hooks and not _records_nothing(module._forward_hooks.values()))
             or module._backward_hooks
             or module._backward_pre_hooks
         ):
             return False
     return True
+
+
+#: Transformers' module whose hooks record outputs. They stay on a model that was once asked for
+#: hidden states.
+RECORDER = "transformers.utils.output_capturing"
+
+
+def _records_nothing(hooks: Iterable[Any]) -> bool:
+    """Whether hooks record outputs, and no other than hidden states are asked for now."""
+    if any(getattr(hook, "__module__", "") != RECORDER for hook in hooks):
+        return False
+    asked = sys.modules[RECORDER]._active_collector.get()
+    return asked is None or asked.keys() <= {"hidden_states"}
 
 
 def vocabulary_loss(

@@ -22,7 +22,7 @@ from fastplm.models._ragged import (
     RaggedBatch,
     Unpad,
     backbone_unpad,
-    encoder_side,
+    encoder_batch,
     slots_of_labels,
     unpadded,
 )
@@ -192,7 +192,7 @@ class VocabularyDistillation(Distillation):
         slots = None
         if batch.masked_positions is None:
             slots = slots_of_labels(
-                labels, inputs, encoder_side(self.student, inputs), waits=not causal
+                labels, inputs, encoder_batch(self.student, inputs), waits=not causal
             )
         positions, targets = labels_at(
             "distill", labels, labels.shape, batch.masked_positions, exact=False, slots=slots

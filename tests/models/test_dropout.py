@@ -340,6 +340,24 @@ def test_every_layer_has_a_seed_of_its_own(monkeypatch, one_draw, name, unpad):
 
 
 @pytest.mark.parametrize("name", PREFIXES.values())
+def test_seeds_are_drawn_at_once_without_dropout_of_attention(monkeypatch, one_draw, name):
+    settings = config(f"{name}Model")
+    for field in ("attention_probs_dropout_prob", "attn_pdrop", "attention_dropout"):
+        if hasattr(settings, field):
+            setattr(settings, field, 0.0)
+    settings.use_cache = False
+    drawn, inner = [], _ragged.Rows.draw_seeds
+
+    def draw_seeds(rows, *args):
+        inner(rows, *args)
+        drawn.append(rows.seeds)
+
+    monkeypatch.setattr(_ragged.Rows, "draw_seeds", draw_seeds)
+    getattr(models, f"{name}Model")(settings).train()(**batch(f"{name}Model"))
+    assert drawn and None not in drawn
+
+
+@pytest.mark.parametrize("name", PREFIXES.values())
 def test_two_layers_of_one_number_draw_their_own(monkeypatch, one_draw, name):
     """As in a model that the user has made deeper by copies of its layers."""
     model = getattr(models, f"{name}Model")(config(f"{name}Model")).train()

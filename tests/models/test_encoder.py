@@ -371,10 +371,10 @@ def test_what_the_layers_are_told_moves_to_another_device():
     own = RaggedBatch.of(mask)
     last = LastRows.of(1, mask.bool(), 3, 3, own, None)
     moved = send_to_device({"rows": Rows(own, None, last)}, torch.device("meta"))["rows"]
-    tensors = [value for part in (moved.own, moved.last) for value in vars(part).values()]
+    tensors = [value for part in (moved.packed, moved.last) for value in vars(part).values()]
     tensors = [value for value in tensors if isinstance(value, torch.Tensor)]
     assert len(tensors) == 6 and all(value.is_meta for value in tensors)
-    assert moved.own.max_seqlen == own.max_seqlen and moved.last.layer == 1
+    assert moved.packed.max_seqlen == own.max_seqlen and moved.last.layer == 1
 
 
 # --- host time ------------------------------------------------------------------------------------

@@ -280,6 +280,22 @@ def test_gpt_calls_its_dropout_of_attention(change):
     torch.testing.assert_close(model(**inputs).loss, parent(**inputs).loss)
 
 
+@pytest.mark.parametrize("name", [*NAMES, "T5ForConditionalGeneration"])
+def test_functions_run_after_hidden_states_were_asked_for(name, ran):
+    """Transformers' hooks stay on a model that has recorded outputs once."""
+    model = model_of(name) if name in NAMES else models.T5ForConditionalGeneration(config_of(name))
+    inputs, counts = inputs_of(name, model.config, PADDINGS["none"]), []
+    for more in ({}, {"output_hidden_states": True}, {"output_attentions": True}, {}):
+        ran.clear()
+        out = model(**inputs, **more)
+        counts.append(len(ran))
+        for asked in more:
+            field = asked.removeprefix("output_")
+            found = out.get(field, out.get("decoder_" + field))
+            assert found and None not in found
+    assert counts[0] == counts[3] > 0
+
+
 def test_a_batch_of_no_sequences():
     """In Transformers GPT alone takes one."""
     model, parent = (one.train() for one in pair("OpenAIGPTLMHeadModel"))
