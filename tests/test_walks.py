@@ -1,4 +1,4 @@
-"""The walks of CONTRIBUTING.md list the functions that run."""
+"""The walks of docs/dev/walks.md list the functions that run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastplm import ops
 from fastplm.cli import main
 from fastplm.models import BertForMaskedLM
 
-TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
+TEXT = (Path(__file__).parents[1] / "docs/dev/walks.md").read_text()
 
 
 def written(title: str) -> list[str]:
