@@ -11,17 +11,23 @@ user's padding mask into one that also says whether attention is causal. It call
 misread such a mask, is refused when it is built (see ``attention_of``): Transformers does that for
 "sdpa" and "flash_attention_2", but not for names that others register.
 
-The fused op also supports dropout, the position bias of T5 (from its table; see
-``_relative_bias``), packed sequences (``cu_seq_lens_q``, …) and boolean 4-D masks: those of the
-user, and those that Transformers makes (of a prefix, sliding windows, blocks). For BERT's own masks
-[B, F, T] see ``fastplm_mask``. What ``ops.attention`` does not support runs in Transformers' SDPA
-function, with an equivalent mask: grouped heads, a position bias of unknown origin or with a cache,
-and 4-D masks that are added to the scores (see ``_boolean``). If a boolean mask lets a row attend
-to nothing, the row is 0; other implementations of Transformers give an average of the values, or
-NaN. If a causal model gets ``position_ids`` that restart and no ``attention_mask``, Transformers
-makes a 4-D mask of blocks; with ``cu_seq_lens_q``, pass an ``attention_mask`` of ones. A call that
-neither the fused op nor SDPA supports is an error. On a CPU, one query with few keys (a generation
-step) also uses SDPA, because it is faster.
+What runs a call:
+
+=================================================================== ============================
+padding, causality, dropout, packed sequences (``cu_seq_lens_q``,   the fused op
+…), T5's position bias (from its table, see ``_relative_bias``),
+boolean 4-D masks, of the user or of Transformers (of a prefix,
+sliding windows, blocks); for BERT's own masks see ``fastplm_mask``
+grouped heads; a position bias of unknown origin or with a cache;   Transformers' SDPA function,
+4-D masks that are added to the scores (see ``_boolean``);          with an equivalent mask
+on a CPU one query with few keys, where it is faster
+what neither of them supports                                       an error
+=================================================================== ============================
+
+If a boolean mask lets a row attend to nothing, the row is 0; other implementations of Transformers
+give an average of the values, or NaN. If a causal model gets ``position_ids`` that restart and no
+``attention_mask``, Transformers makes a 4-D mask of blocks; with ``cu_seq_lens_q``, pass an
+``attention_mask`` of ones.
 
 No function changes Python state that outlives a forward, as a compiled model would recompile.
 """
@@ -252,7 +258,7 @@ def fastplm_attention_forward(
             return plain.transpose(1, 2), None
     complete = attention_mask is not None and attention_mask.dim() == 4
     attn_mask = _boolean(attention_mask) if complete else None
-    lengths = None if complete else _lengths(query, key, causal, kwargs)
+    lengths = None if complete else _packing(query, key, causal, kwargs)
     weights_too = kwargs.get("output_attentions") or kwargs.get(WITH_WEIGHTS, False)
     position_bias = kwargs.get("position_bias")
     fused = (
@@ -421,19 +427,20 @@ def _check_supported(mask: Tensor | None, kwargs: dict[str, Any]) -> None:
 def _says_only_samples(kwargs: dict[str, Any]) -> bool:
     """Whether the only special argument is ``rows`` of a padded batch, which only dropout reads."""
     alone = _SPECIAL.intersection(kwargs) == {ROWS} and kwargs[ROWS] is not None
-    return alone and kwargs[ROWS].cu_seqlens_of(causal=True) is None
+    return alone and kwargs[ROWS].cu_seqlens_of(self_attention=True) is None
 
 
-def _lengths(
+def _packing(
     query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor, int, int] | None:
     """(cu_seqlens of queries and keys, max_seqlen of both); None if they are not packed."""
     rows = kwargs.get(ROWS)
-    # Self-attention of a decoder with one row has one key; ``causal`` is False for one query.
-    own = causal or (query.shape[2] == 1 and key.shape[2] == 1)
-    lengths = None if rows is None else rows.cu_seqlens_of(own)
-    if lengths is not None:
-        return lengths
+    # In a decoder the attention that is not causal is the cross-attention, but for one query and
+    # one key, where ``causal`` is False.
+    self_attention = causal or (query.shape[2] == 1 and key.shape[2] == 1)
+    found = None if rows is None else rows.cu_seqlens_of(self_attention)
+    if found is not None:
+        return found
     packed: Any = tuple(kwargs.get(name) for name in PACKED)
     if all(one is None for one in packed):
         return None

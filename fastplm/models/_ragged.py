@@ -284,17 +284,15 @@ class Rows(_Movable):
             return None
         return self.seeds[number, 2:].unbind()
 
-    def cu_seqlens_of(self, causal: bool) -> tuple[Tensor, Tensor, int, int] | None:
+    def cu_seqlens_of(self, self_attention: bool) -> tuple[Tensor, Tensor, int, int] | None:
         """(cu_seqlens int32 [B + 1] of queries and of keys, max_seqlen of both) of one attention.
-
-        In a decoder with an encoder, the attention that is not causal is the cross-attention.
-        """
+        Without an encoder all attention is self-attention."""
         packed, last = self.packed, self.last
         if self.is_cut and last is not None:
             return last.cu_seqlens_q, last.cu_seqlens_k, last.max_seqlen_q, last.max_seqlen_k
         if packed is None:
             return None
-        keys = packed if causal or self.cross is None else self.cross
+        keys = packed if self_attention or self.cross is None else self.cross
         return packed.cu_seqlens, keys.cu_seqlens, packed.max_seqlen, keys.max_seqlen
 
     def of_others(self) -> Rows:
