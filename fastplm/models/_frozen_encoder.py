@@ -135,7 +135,7 @@ def _add_layer(layer: Any, weights: list[Tensor], config: Any) -> tuple[int, flo
     require(type(layer) in DROP_INS.values() and isinstance(layer, EncoderLayer), "a layer")
     parts = layer._parts(no_hooks=False)  # ``facts_of`` looks at hooks
     require(parts is not None, "a layer is not as it was made")
-    (attention,), feed_forward, _ = parts
+    (attention,), feed_forward = parts.attentions, parts.feed_forward
     module, ends = attention.module, (attention.join, feed_forward.outer)
     require(module.config is config, "a layer has another configuration")
     require(module.scaling == attention.head_size**-0.5, "its attention is scaled")
