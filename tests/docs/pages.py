@@ -22,7 +22,12 @@ from fastplm.data import train_tokenizer
 from fastplm.train.presets import configuration
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted(
+    [
+        ROOT / "README.md",
+        *(page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "dev"),
+    ]
+)
 
 
 @dataclass(frozen=True)

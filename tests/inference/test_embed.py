@@ -327,7 +327,7 @@ def test_the_command_takes_the_settings_of_sentence_transformers(checkpoint, tmp
         ({"out": " "}, "`out` got ''; expected a path"),
         ({"out": "folder.npy --overwrite"}, "`out` got folder.npy; expected a file in an existing"),
         ({"data": "empty.txt"}, "a file with texts"),
-        ({"model": "missing"}, "`model` got missing"),
+        ({"model": "missing"}, "`model` got 'missing', which is no folder"),
         ({"layers": "7"}, "`layers` got"),
         ({"layer-weights": "1 2"}, "`layer_weights` got 2 of them"),
         ({"too-long": "error", "max-length": "3"}, "`texts` got text 0"),

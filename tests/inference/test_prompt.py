@@ -323,7 +323,7 @@ def test_bad_templates(templates, said, folder, capsys):
         ("--data latin.tsv", "latin.tsv:2: no UTF-8"),
         ("--data data.tsv --label-column name", "expected one named 'name'"),
         ("--prompt numbers.json", "`prompt` got numbers.json .*`labels` got 1; expected a text"),
-        ("--model missing", "`directory` got missing; expected a directory"),
+        ("--model missing", "`model` got 'missing', which is no folder"),
     ],
 )
 def test_errors_are_one_line(change, said, folder, capsys):
