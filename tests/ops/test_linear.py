@@ -176,6 +176,7 @@ def test_long_slices_are_those_of_any_number_of_threads(rows, depth, columns):
     """A block's columns depend on the threads; its slices of the sums must not."""
     inputs = make(rows, depth, columns)
     assert_repeatable(run, inputs, threads=(1, 2, 3, 4))
+    check(inputs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
