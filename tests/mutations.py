@@ -26,6 +26,7 @@ class Mutation(NamedTuple):
     new: str
     tests: str  # pytest's arguments; with `-m slow` among them, slow tests
     group: int = 0  # bugs of csrc/ in one group share a build
+    level: str = ""  # of vector instructions, where other levels have no such bug
 
 
 WATCH = "fastplm/models/_watch.py"
@@ -623,6 +624,7 @@ MUTATIONS = (
         "depth % kQuad == 0;\n  return",
         "tests/ops/test_linear.py -k long_slices",
         1,
+        "avx2",
     ),
     Mutation(
         "csrc/index/mask_tokens.h",
@@ -1191,11 +1193,12 @@ def scratch_copy(folder: Path) -> None:
     (folder / "fastplm" / "triton_kernels").symlink_to("../triton_kernels")
 
 
-def run_tests(folder: Path, tests: str) -> str:
+def run_tests(folder: Path, tests: str, level: str = "") -> str:
     """The first test that fails, or nothing."""
     command = f"{sys.executable} -m pytest -x -q -p no:cacheprovider"
     command += f" -m 'not gpu and not slow' {tests}"
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment |= {"ATEN_CPU_CAPABILITY": level} if level else {}
     found = subprocess.run(
         command, shell=True, cwd=folder, env=environment, capture_output=True, text=True
     )
@@ -1249,7 +1252,7 @@ def main() -> int:
             for mutation in together:
                 if not group:
                     plant(folder, mutation)
-                caught = run_tests(folder, mutation.tests)
+                caught = run_tests(folder, mutation.tests, mutation.level)
                 survived += not caught
                 line = " ".join(mutation.old.split())
                 print(f"{mutation.file}: {line[:60]}\n    {caught or 'SURVIVED'}", flush=True)
