@@ -255,7 +255,7 @@ def fastplm_attention_forward(
     ):
         plain = plain_attention(query, key, value, scaling)
         if plain is not None:
-            return plain.transpose(1, 2), None
+            return plain.transpose(1, 2).contiguous(), None
     complete = attention_mask is not None and attention_mask.dim() == 4
     attn_mask = _boolean(attention_mask) if complete else None
     lengths = None if complete else _packing(query, key, causal, kwargs)
@@ -289,7 +289,8 @@ def fastplm_attention_forward(
         options["key_mask"] = keys
         share_bits(given_mask, keys)  # type: ignore[arg-type]
     if lengths is None:
-        return attention(query, key, value, attn_mask=attn_mask, **options).transpose(1, 2), None
+        out = attention(query, key, value, attn_mask=attn_mask, **options)
+        return out.transpose(1, 2).contiguous(), None  # some models take views of it
     # Not query[0]: its backward copies the gradient into a tensor of zeros.
     query, key, value = [one.squeeze(0).transpose(0, 1) for one in (query, key, value)]
     return attention_varlen(query, key, value, *lengths, **options)[None], None
@@ -541,7 +542,7 @@ def _attention_with_weights(
     elif mask is not None:
         scores = scores + mask
     weights = nn.functional.dropout(scores.softmax(-1), dropout)
-    return torch.matmul(weights, value).transpose(1, 2), weights
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
 
 
 # --- which models may take the name ---------------------------------------------------------------

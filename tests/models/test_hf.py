@@ -98,6 +98,27 @@ def attentions_of(family):
     return 2 if family in ALONE else 6
 
 
+@pytest.mark.parametrize("weights", [False, True], ids=["", "weights"])
+@pytest.mark.parametrize("mask", [None, "keys", "full", "additive"])
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_outputs_are_contiguous(dtype, causal, mask, weights):
+    """As of Transformers' own functions: JetMoe takes a view of them."""
+    query, key, value = (torch.randn(2, 9, 4, 16, dtype=dtype).transpose(1, 2) for _ in range(3))
+    mask = {
+        None: None,
+        "keys": torch.arange(9) < torch.tensor([[5], [9]]),
+        "full": torch.rand(2, 1, 9, 9) > 0.2,
+        "additive": torch.randn(2, 1, 9, 9, dtype=dtype),
+    }[mask]
+    module = torch.nn.Identity()
+    module.num_key_value_groups = 1
+    out, _ = hf.fastplm_attention_forward(
+        module, query, key, value, mask, is_causal=causal, output_attentions=weights
+    )
+    assert out.shape == (2, 9, 4, 16) and out.is_contiguous()
+
+
 @pytest.mark.parametrize("family", [*ALONE, *SEQ2SEQ])
 def test_from_pretrained_takes_the_name_and_does_not_save_it(tmp_path, family):
     kind = getattr(transformers, MODELS[family][0])
