@@ -17,6 +17,8 @@ from transformers.models.bert import modeling_bert
 
 from fastplm import models
 from fastplm.errors import ArgumentValueError
+from fastplm.models import _ragged
+from fastplm.models._encoder import cross_inputs
 from fastplm.models._ragged import LastRows, RaggedBatch, Rows
 from fastplm.nn._rows import compact
 
@@ -60,6 +62,18 @@ def batch(mask=MASK):
 def test_a_mask_may_have_holes_and_any_dtype(hold, dtype):
     ids, labels = batch(HOLES)
     hold(*pair(), loss_of(input_ids=ids, attention_mask=HOLES.to(dtype), labels=labels))
+    shown = (HOLES == 0) & (torch.arange(LENGTH) < 3)
+    rows, expected = (RaggedBatch.of(mask, shown) for mask in (HOLES.to(dtype), HOLES.bool()))
+    assert rows.key_mask.dtype is torch.bool and torch.equal(rows.key_mask, expected.key_mask)
+
+
+def test_an_encoders_mask_that_cannot_be_read_beside_packed_rows(monkeypatch):
+    """As in a CUDA graph with a capacity: padding of the source stays, and is masked."""
+    monkeypatch.setattr(_ragged, "values_can_be_read", lambda mask: False)
+    states, mask = torch.randn(ROWS, LENGTH, 8), PADDINGS["left"]
+    given, _ = cross_inputs(states, mask, None, RaggedBatch.of(MASK))
+    assert torch.equal(given["encoder_hidden_states"], states.flatten(0, 1)[None])
+    assert torch.equal(given["encoder_attention_mask"], mask.bool().flatten()[None])
 
 
 def test_one_row_of_mask_positions_or_types_is_for_all_sequences(hold):
