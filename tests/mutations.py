@@ -1207,6 +1207,8 @@ def run_tests(folder: Path, tests: str, level: str = "") -> str:
     if found.returncode >= 128:  # killed by a signal
         crashed = re.search(r"tests/\S+, line \d+ in test_\w+", found.stderr.replace('"', ""))
         return f"a crash: {crashed[0] if crashed else 'somewhere'}"
+    if "ImportError while loading conftest" in found.stderr + found.stdout:
+        return "an error at import"
     if found.returncode not in (1, 2):
         raise SystemExit(f"{command}\n{found.stdout}{found.stderr}")
     failed = re.search(r"^(?:FAILED|ERROR) ([^\n]*?)(?: - |$)", found.stdout, re.M)
