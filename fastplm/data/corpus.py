@@ -22,7 +22,7 @@ from fastplm.errors import ArgumentTypeError, DataError, check, message
 
 #: How a file marks where a document begins.
 Boundary = Literal["title", "blank", "line", "json"]
-#: The names of the column of texts in JSON lines and tables.
+#: The names of the column of texts in JSON lines and tables; the first one that is there counts.
 _COLUMNS = ("text", "content")
 
 # ` = Robert Boulter = ` begins an article of WikiText; ` = = Career = = ` only a section of it.
@@ -273,7 +273,7 @@ def _texts_of(path: Path | None, lines: Iterable[str]) -> Iterator[str]:
             continue
         try:
             row = json.loads(line)
-            named = [*{*_COLUMNS} & row.keys()] if isinstance(row, dict) else []
+            named = [name for name in _COLUMNS if name in row.keys()][:1]
             columns = named or [name for name, value in row.items() if isinstance(value, str)]
         except (ValueError, AttributeError):
             refuse(Path(f"{path}:{number}"), "a line that is no JSON object", "Correct it.")

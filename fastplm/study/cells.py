@@ -533,7 +533,9 @@ def _hash_of(path: Path, folder: Path | None = None) -> Any:
     if folder is None or path.suffix not in (".yaml", ".yml"):
         return own
     texts = sorted({*_texts(read("study", str(path), "data"))})
-    return [own, *(_hash_of(folder / text) for text in texts if (folder / text).is_file())]
+    named = [Path(text) if text.startswith(HUB) else folder / text for text in texts]
+    there = (each for each in named if str(each).startswith(HUB) or each.is_file())
+    return [own, *map(_hash_of, there)]
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fastplm.data.examples import read_examples
+from fastplm.data.sources import HUB, is_table, json_lines
 from fastplm.run.checkpoint import config_at
 from fastplm.train.finetune_mixture import counts_of_epoch, read_parts
 from fastplm.train.flops import flops_a_token, training_flops
@@ -85,7 +86,7 @@ def _of_finetuning(args: Any, config: Any, folder: Path) -> float:
     parts = [
         _examples(
             part.task,
-            str(folder / part.data),
+            str(part.data if str(part.data).startswith(HUB) else folder / part.data),
             tuple(part.text_columns) if part.text_columns else None,
             part.label_column,
             part.targets and str(folder / part.targets),
@@ -135,7 +136,8 @@ def _examples(
 ) -> tuple[int, float]:
     """How many examples a file has, and the mean number of words of one."""
     if task in ("sop", "nsp"):  # made of running text, as many as fit
-        return max(1, Path(data).stat().st_size // 600), 90.0
+        letters = sum(map(len, json_lines(data))) if is_table(data) else Path(data).stat().st_size
+        return max(1, letters // 600), 90.0
     found = read_examples(task, data, columns, label, targets=targets)
     words = sum(len(str(text).split()) for each in found for text in each.texts)
     return max(1, len(found)), words / max(1, len(found))

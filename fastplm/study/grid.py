@@ -583,7 +583,9 @@ def resolved(options: Options, command: str, data: str | Path | None, grid: Grid
         parts = [value] if isinstance(value, str) else value
         models = takes_model(command, name)
         paths = [
-            part if part == "embedded" else _there(part, data, grid, models=models)
+            part
+            if part == "embedded" or (part.startswith(HUB) and command != "score")
+            else _there(part, data, grid, models=models)
             for part in parts
         ]
         found[name] = paths[0] if isinstance(value, str) else paths
@@ -593,7 +595,7 @@ def resolved(options: Options, command: str, data: str | Path | None, grid: Grid
 def _there(path: str, data: str | Path | None, grid: Grid, *, models: bool) -> str:
     folder = Path(data) if data is not None else grid.path.parent
     full = (folder / path).resolve()
-    if path.startswith(HUB) or (models and is_name(path) and not full.exists()):
+    if models and is_name(path) and not full.exists():
         return path
     ours = data is None and grid.path.parent == STUDIES
     fix = "Give --data DIR, the folder of the texts." if ours else "Check the path, or --data."

@@ -128,6 +128,8 @@ def test_columns_of_a_corpus(place):
     Path("no.jsonl").write_text("[1]\n")
     with pytest.raises(DataError, match="no.jsonl:1.*no JSON object"):
         read_documents(["no.jsonl"])
+    Path("both.jsonl").write_text('{"content": "x", "text": "y", "url": "z"}\n')
+    assert list(read_documents(["both.jsonl"])) == ["y"]
     Path("one.jsonl").write_text('{"a": "x", "n": 1}\n\n{"a": null}\n{"a": "y"}\n')
     assert list(read_documents(["one.jsonl"])) == ["x", "y"]
 

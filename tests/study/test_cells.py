@@ -195,7 +195,11 @@ def test_names_of_the_hub_stay_names(place, monkeypatch):
     changed(place, "corpus: stories.txt", "corpus: ['hf:acme/text']")
     rows = {"hf:acme/tiny": "1", "hf:acme/text": "2"}
     monkeypatch.setattr(cells, "fingerprint", lambda path: rows[str(path)])
-    monkeypatch.setattr(costs, "_examples", lambda *call: (10, 5.0))
+    lines = [json.dumps({"text": "a b c", "label": "yes"}) + "\n"] * 10
+    monkeypatch.setattr(
+        "fastplm.data.examples.json_lines", lambda path: lines if rows[str(path)] else []
+    )
+    costs._examples.cache_clear()
     before = planner().plan().variants["40 %"]
     assert "hf:acme/text" in before.trainings[0].words
     rows["hf:acme/tiny"] = "3"
