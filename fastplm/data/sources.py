@@ -57,7 +57,7 @@ def _is_label(feature: Any) -> bool:
 def _load(path: str) -> Any:
     if importlib.util.find_spec("datasets") is None:
         _refuse(path, "without the library that reads it", "pip install datasets.")
-    import datasets  # type: ignore[import-untyped]
+    import datasets
 
     if not path.startswith(HUB):
         if not os.path.isfile(path):
