@@ -36,10 +36,10 @@ from transformers import AutoTokenizer
 from transformers.utils import logging
 
 from fastplm import models
+from fastplm.distill.objectives import sentence_vectors
+from fastplm.distill.run import DistillArguments, distill
 from fastplm.run.folder import can_resume
 from fastplm.run.seeds import interval
-from fastplm.train.distill import DistillArguments, distill
-from fastplm.train.distill_objectives import sentence_vectors
 from harness import machine_folder, machine_line
 
 #: With so many steps, all runs together take about a quarter of an hour on one core.

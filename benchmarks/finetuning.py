@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
+from fastplm.finetune.run import finetune
+from fastplm.finetune.settings import LIBRARIES, FinetuneArguments
 from fastplm.run.seeds import interval
-from fastplm.train.finetune import finetune
-from fastplm.train.finetune_settings import LIBRARIES, FinetuneArguments
 from harness import machine_folder, machine_line
 
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import fastplm
 from fastplm import models
+from fastplm.pretrain.presets import configuration
 from fastplm.testing import FORWARD_FACTOR, check_error
-from fastplm.train.presets import configuration
 
 CLASSES = {
     "gpt2": "GPT2LMHeadModel",

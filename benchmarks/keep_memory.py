@@ -50,8 +50,8 @@ def child(given: dict[str, Any]) -> None:
     import torch
 
     import fastplm
-    from fastplm.train.pretrain import rehearse
-    from fastplm.train.pretrain_settings import PretrainArguments
+    from fastplm.pretrain.run import rehearse
+    from fastplm.pretrain.settings import PretrainArguments
 
     torch.set_num_threads(given["threads"])
     if given["huge_pages"] is not None:

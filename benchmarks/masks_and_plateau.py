@@ -18,9 +18,9 @@ from typing import Any
 
 from torch import nn
 
+from fastplm.pretrain.run import Pretraining
+from fastplm.pretrain.settings import PretrainArguments
 from fastplm.run.settings import add_settings
-from fastplm.train.pretrain import Pretraining
-from fastplm.train.pretrain_settings import PretrainArguments
 from harness import append_row, machine_line
 
 FIELDS = (

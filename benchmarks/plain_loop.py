@@ -26,11 +26,11 @@ import torch
 import transformers
 from torch import nn
 
+from fastplm.pretrain.data import prepare_data
+from fastplm.pretrain.run import Pretraining
+from fastplm.pretrain.settings import PretrainArguments
 from fastplm.run.settings import add_settings
 from fastplm.run.threads import using_threads
-from fastplm.train.pretrain import Pretraining
-from fastplm.train.pretrain_data import prepare_data
-from fastplm.train.pretrain_settings import PretrainArguments
 from harness import append_row, machine_line
 
 FIELDS = (

@@ -25,8 +25,8 @@ import harness
 from fastplm._machine import peak_bytes
 from fastplm.models.electra_joint import ElectraForJointPreTraining
 from fastplm.nn import TokenMasker
-from fastplm.train.flops import training_flops
-from fastplm.train.presets import configuration
+from fastplm.pretrain.presets import configuration
+from fastplm.run.flops import training_flops
 
 #: Steps before the graph is captured, and steps before times count.
 WARM_UP = 4

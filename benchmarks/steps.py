@@ -2,7 +2,7 @@
 
 All variants have the same weights and see the same batch: random tokens, with the case's share of
 padding at the right. A GPU runs the published sizes, in bf16 by autocast with dropout 0.1; a CPU
-runs a narrow model with the real vocabulary. FLOPs are counted by ``fastplm.train.flops``.
+runs a narrow model with the real vocabulary. FLOPs are counted by ``fastplm.run.flops``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from transformers.modeling_outputs import MaskedLMOutput
 
 from fastplm import models
 from fastplm._budget import RMS_FACTOR
+from fastplm.pretrain.presets import FAMILIES as PUBLISHED
+from fastplm.pretrain.presets import configuration
+from fastplm.run.flops import MASKED, training_flops
 from fastplm.testing import (
     FORWARD_FACTOR,
     GRADIENT_FACTOR,
@@ -28,9 +31,6 @@ from fastplm.testing import (
     ReversedReductions,
     check_error,
 )
-from fastplm.train.flops import MASKED, training_flops
-from fastplm.train.presets import FAMILIES as PUBLISHED
-from fastplm.train.presets import configuration
 from harness import SESSION, Case, Unavailable, default_device, peak_flops
 
 GPU = default_device().type == "cuda"
@@ -56,7 +56,7 @@ class Step:
     """A batch of ``batch`` x ``seqlen`` tokens, a share ``padding`` of them padding, for a model.
 
     Args:
-        arch: family and size, as in ``fastplm.train.presets``.
+        arch: family and size, as in ``fastplm.pretrain.presets``.
         vocab: size of the model's vocabulary; None = the published one.
         layers: of the model, on each side or in each part; None = the published number.
     """

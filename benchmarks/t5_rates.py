@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor
 
 from fastplm.models import T5ForConditionalGeneration
-from fastplm.train.optimizer import Adafactor
+from fastplm.run.optimizer import Adafactor
 from harness import append_row, machine_line
 
 FIELDS = ("date", "machine", "torch", "triton", "commit", "optimizer", "rate", "steps", "seed")

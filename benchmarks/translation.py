@@ -18,7 +18,7 @@ from typing import Any
 
 from transformers.utils import logging
 
-from fastplm.train.finetune import FinetuneArguments, finetune
+from fastplm.finetune.run import FinetuneArguments, finetune
 from harness import machine_folder, machine_line
 
 FIELDS = (

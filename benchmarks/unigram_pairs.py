@@ -20,7 +20,7 @@ import numpy as np
 import transformers
 
 from fastplm.data.minimal_pairs import MinimalPair, read_pairs
-from fastplm.train.pretrain_data import open_corpus
+from fastplm.pretrain.data import open_corpus
 
 
 def log_shares(tokenizer: transformers.PreTrainedTokenizerBase, corpus: Path) -> np.ndarray:

@@ -14,7 +14,7 @@ import sys
 import torch
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer
 
-from fastplm.train.finetune import FinetuneArguments, finetune, summary
+from fastplm.finetune.run import FinetuneArguments, finetune, summary
 
 checkpoint, data, *steps = sys.argv[1:]
 metrics = finetune(

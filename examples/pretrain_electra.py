@@ -13,8 +13,8 @@ import sys
 
 from transformers import AutoTokenizer, ElectraForPreTraining
 
-from fastplm.train.pretrain import PretrainArguments, pretrain
-from fastplm.train.report import summary
+from fastplm.pretrain.report import summary
+from fastplm.pretrain.run import PretrainArguments, pretrain
 
 metrics = pretrain(
     PretrainArguments(

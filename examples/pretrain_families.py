@@ -20,10 +20,10 @@ from transformers import AutoModelForPreTraining, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from fastplm.data import tokenize
+from fastplm.pretrain.data import hold_out, make_collator, open_corpus
+from fastplm.pretrain.objectives import OBJECTIVES
+from fastplm.pretrain.run import PretrainArguments, pretrain
 from fastplm.testing import FORWARD_FACTOR, check_error
-from fastplm.train.objectives import OBJECTIVES
-from fastplm.train.pretrain import PretrainArguments, pretrain
-from fastplm.train.pretrain_data import hold_out, make_collator, open_corpus
 
 ARCHITECTURES = ("t5-tiny", "bart-tiny", "albert-tiny")
 # How many logged losses are averaged, first and last: a model that learns has a lower mean last.

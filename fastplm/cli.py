@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import fastplm
 from fastplm.errors import DivergenceError, FastplmError, fail
-from fastplm.run.streams import lasting_streams
+from fastplm.run.stdio import lasting_streams
 
 if TYPE_CHECKING:
     from fastplm.run.settings import Settings
@@ -202,9 +202,9 @@ class _Command:
 
 
 def _pretrain(args: Any) -> Any:
-    from fastplm.train import dry_run, report
-    from fastplm.train.pretrain import pretrain
-    from fastplm.train.pretrain_seeds import summary
+    from fastplm.pretrain import dry_run, report
+    from fastplm.pretrain.run import pretrain
+    from fastplm.pretrain.seeds import summary
 
     if args.dry_run:
         return dry_run.dry_run, dry_run.summary
@@ -212,15 +212,15 @@ def _pretrain(args: Any) -> Any:
 
 
 def _distill(args: Any) -> Any:
-    from fastplm.train.distill import distill
-    from fastplm.train.report import summary
+    from fastplm.distill.run import distill
+    from fastplm.pretrain.report import summary
 
     return distill, summary
 
 
 def _finetune(args: Any) -> Any:
     from fastplm.data._folder import first_process
-    from fastplm.train.finetune import finetune, summary
+    from fastplm.finetune.run import finetune, summary
 
     if not first_process():
         return finetune, lambda metrics: ""
@@ -252,7 +252,7 @@ def _score(args: Any) -> Any:
 
 
 def _demo(**settings: Any) -> int:
-    from fastplm.train.demo import demo
+    from fastplm.pretrain.demo import demo
 
     return 0 if demo(**settings) else 1
 
@@ -300,11 +300,11 @@ def _perhaps(value: str, known: Iterable[str]) -> str:
 def _commands() -> Iterator[_Command]:
     """The commands that have a class of settings."""
     from fastplm.classic.settings import ClassicArguments
+    from fastplm.distill.settings import DistillArguments
+    from fastplm.finetune.settings import FinetuneArguments
     from fastplm.inference.score_settings import ScoreArguments
     from fastplm.inference.settings import EmbedArguments, PromptArguments
-    from fastplm.train.distill_settings import DistillArguments
-    from fastplm.train.finetune_settings import FinetuneArguments
-    from fastplm.train.pretrain_settings import PretrainArguments
+    from fastplm.pretrain.settings import PretrainArguments
 
     yield _Command(
         *(PretrainArguments, _pretrain, "pre-train a language model on text files"),
@@ -353,8 +353,8 @@ def _commands() -> Iterator[_Command]:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from fastplm.pretrain.settings import MINUTES
     from fastplm.run.settings import NOT_NEGATIVE, add_settings, whole
-    from fastplm.train.pretrain_settings import MINUTES
 
     parser = _Parser(prog="fastplm", description="BERT-era language models, fast and correct.")
     parser.add_argument("--version", action="version", version=f"fastplm {fastplm.__version__}")

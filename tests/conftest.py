@@ -18,6 +18,21 @@ import torch
 from fastplm import _rules
 from fastplm.testing import hold_to_level
 
+from .commands import (  # noqa: F401 (fixtures)
+    arguments,
+    bert,
+    command,
+    corpus,
+    curve,
+    electra,
+    in_two_processes,
+    killed,
+    one_step_of,
+    refused,
+    run,
+    word_tokenizer,
+)
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a folder that is not there may be a name on the Hub
 hold_to_level()
 

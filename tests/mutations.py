@@ -52,8 +52,8 @@ MEMORY_BACK = "tests/compile/test_calls_of_csrc.py -k memory_back"
 LAYER = "csrc/layers/layer.h"
 FEW_ROWS = "csrc/gemm/linear_few_rows.h"
 LOSS = "tests/ops/test_linear_cross_entropy.py -k"
-CHOICES = "tests/train/test_finetune_choices.py -k"
-OPTIONS = "tests/train/test_pretrain_options.py -k"
+CHOICES = "tests/finetune/test_choices.py -k"
+OPTIONS = "tests/pretrain/test_settings.py -k"
 HF = "fastplm/hf.py"
 RAGGED = "fastplm/models/_ragged.py"
 ROWS = "fastplm/nn/_rows.py"
@@ -67,9 +67,9 @@ GIVEN = "triton_kernels/linear_distillation/given.py"
 MAXSIM = "fastplm/ops/maxsim.py"
 CONTRASTIVE = "fastplm/nn/contrastive.py"
 COLLATE = "fastplm/data/_collate.py"
-DISTILL_LOSSES = "fastplm/train/distill_losses.py"
-DISTILL = "fastplm/train/distill_objectives.py"
-DISTILLATION = "tests/train/test_distill.py -k"
+DISTILL_LOSSES = "fastplm/distill/losses.py"
+DISTILL = "fastplm/distill/objectives.py"
+DISTILLATION = "tests/distill/test_run.py -k"
 PAIRS = "fastplm/data/pairs.py"
 SCORE = "fastplm/inference/score.py"
 SCORES = "tests/inference/test_score.py -k"
@@ -449,19 +449,19 @@ MUTATIONS = (
     ),
     # --- pre-training: presets, FLOPs, objectives
     Mutation(
-        "fastplm/train/presets.py",
+        "fastplm/pretrain/presets.py",
         "self.rate * (samples / self.samples) ** 0.5",
         "self.rate * (samples / self.samples)",
-        "tests/train/test_presets.py",
+        "tests/pretrain/test_presets.py",
     ),
     Mutation(
-        "fastplm/train/presets.py",
+        "fastplm/pretrain/presets.py",
         '"bytelevel", 50265, {"mlm": "RobertaForMaskedLM"',
         '"bytelevel", 30522, {"mlm": "RobertaForMaskedLM"',
-        "tests/train/test_presets.py",
+        "tests/pretrain/test_presets.py",
     ),
     Mutation(
-        "fastplm/train/flops.py",
+        "fastplm/run/flops.py",
         "pairs = _triangles(lengths) if getattr",
         "pairs = _squares(lengths) if getattr",
         f"{OPTIONS} 'left_to_right and bert'",
@@ -473,19 +473,19 @@ MUTATIONS = (
         f"{OPTIONS} budget_of_two_stages",
     ),
     Mutation(
-        "fastplm/train/pretrain_settings.py",
+        "fastplm/pretrain/settings.py",
         '"temperature": self.temperature,',
         '"temperature": 1.0,',
         f"{OPTIONS} a_temperature",
     ),
     Mutation(
-        "fastplm/train/pretrain_model.py",
+        "fastplm/pretrain/model.py",
         "theirs.is_decoder = ours.is_decoder",
         "pass",
         f"{OPTIONS} second_stage",
     ),
     Mutation(
-        "fastplm/train/evaluate.py",
+        "fastplm/pretrain/evaluate.py",
         "kinds = np.maximum(different[first], 1)",
         "kinds = np.maximum(different[second], 1)",
         f"{OPTIONS} ngram",
@@ -503,89 +503,89 @@ MUTATIONS = (
         f"{OPTIONS} are_kept",
     ),
     Mutation(
-        "fastplm/train/flops.py",
+        "fastplm/run/flops.py",
         "return sum(length * (length + 1) // 2 for length in lengths)",
         "return sum(length * length for length in lengths)",
-        "tests/train/test_flops.py",
+        "tests/run/test_flops.py",
     ),
     Mutation(
-        "fastplm/train/flops.py",
+        "fastplm/run/flops.py",
         "(_TRAINED if stage is None else _FROZEN) * filled",
         "_TRAINED * filled",
-        "tests/train/test_flops.py",
+        "tests/run/test_flops.py",
     ),
     Mutation(
-        "fastplm/train/optimizer.py",
+        "fastplm/run/optimizer.py",
         "return (least / max(step + 1, least)) ** 0.5",
         "return (least / max(step, least)) ** 0.5",
-        "tests/train/test_optimizer.py",
+        "tests/run/test_optimizer.py",
     ),
     Mutation(
-        "fastplm/train/losses.py",
+        "fastplm/run/losses.py",
         '_PAIR_LOGITS = ("seq_relationship_logits", "sop_logits")',
         '_PAIR_LOGITS = ("seq_relationship_logits",)',
-        "tests/train/test_evaluate.py",
+        "tests/pretrain/test_evaluate.py",
     ),
     # --- fine-tuning: rates, scores, pairs, teachers, mixtures
     Mutation(
-        "fastplm/train/finetune.py",
+        "fastplm/finetune/run.py",
         "prepare_task(rates[0][1], choosing=True) if rates",
         "self.task if rates",
         f"{CHOICES} best_rate",
     ),
     Mutation(
-        "fastplm/train/finetune_layers.py",
+        "fastplm/finetune/layers.py",
         "decay ** (top - depth)",
         "decay ** (top - 1 - depth)",
         f"{CHOICES} rates_by_layer",
     ),
     Mutation(
-        "fastplm/train/finetune_pairs.py",
+        "fastplm/finetune/pairs.py",
         "while other.group == examples[index].group:",
         "while other is examples[index]:",
         f"{CHOICES} 'pairs_of_text and nsp'",
     ),
     Mutation(
-        "fastplm/train/finetune_scores.py",
+        "fastplm/finetune/scores.py",
         '(this != kind or before in "ES")',
         "(not kind)",
-        "tests/train/test_finetune_scores.py -k by_hand",
+        "tests/finetune/test_scores.py -k by_hand",
     ),
     Mutation(
-        "fastplm/train/finetune_scores.py",
+        "fastplm/finetune/scores.py",
         "scorer.score_multi(right, text)",
         "scorer.score(right[0], text)",
-        "tests/train/test_finetune_scores.py -k several_references",
+        "tests/finetune/test_scores.py -k several_references",
     ),
     Mutation(
-        "fastplm/train/finetune_teacher.py",
+        "fastplm/finetune/teacher.py",
         ".sum(-1) * temperature**2",
         ".sum(-1)",
-        "tests/train/test_finetune_teacher.py -k predictions_of_the_teacher",
+        "tests/finetune/test_teacher.py -k predictions_of_the_teacher",
     ),
     Mutation(
-        "fastplm/train/finetune_models.py",
+        "fastplm/finetune/models.py",
         "found = [tuple(x[..., order] for x in each) for each in found]",
         "pass",
-        "tests/train/test_finetune_teacher.py -m slow -k student_of_a_run",
+        "tests/finetune/test_teacher.py -m slow -k student_of_a_run",
     ),
     Mutation(
-        "fastplm/train/finetune_mixture.py",
+        "fastplm/finetune/mixture.py",
         "part[(epoch * count + i) % len(part)]",
         "part[i]",
-        "tests/train/test_finetune_mixture.py -k cap_reads",
+        "tests/finetune/test_mixture.py -k cap_reads",
     ),
     Mutation(
-        "fastplm/train/stream.py",
+        "fastplm/pretrain/stream.py",
         "return torch.cuda.is_available() and able",
         "return torch.cuda.is_available()",
-        "tests/train/test_objectives.py -k without_cuda_code",
+        "tests/pretrain/test_objectives.py -k without_cuda_code",
     ),
     Mutation(
         "fastplm/data/stream.py",
         "drawn = index // self.size % self.copies * self.size + element",
         "drawn = index // self.size * self.size + element",
-        "tests/train/test_objectives.py -k static_masks_come",
+        "tests/pretrain/test_objectives.py -k static_masks_come",
     ),
     Mutation(
         "fastplm/models/electra_joint.py",
@@ -1022,7 +1022,7 @@ MUTATIONS = (
     Mutation(
         "fastplm/inference/_encoder.py",
         "from fastplm.run.checkpoint import config_at",
-        "from fastplm.run.checkpoint import config_at\nfrom fastplm.train.report import numbers_of",
+        "from fastplm.run.checkpoint import config_at\nfrom fastplm.study.table import Table",
         "tests/test_layout.py -k laws_of_the_storeys",
     ),
     Mutation(
@@ -1147,7 +1147,7 @@ MUTATIONS = (
         f"{DISTILLATION} minilm",
     ),
     Mutation(
-        "fastplm/train/features.py",
+        "fastplm/finetune/features.py",
         "return states.masked_fill(~kept, 0).sum(1) / kept.sum(1).clamp(min=1)",
         "return states.mean(1)",
         f"{DISTILLATION} multilingual",
@@ -1156,19 +1156,19 @@ MUTATIONS = (
         DISTILL, "joint.config.stage = 2", "joint.config.stage = None", f"{DISTILLATION} electra"
     ),
     Mutation(
-        "fastplm/train/distill.py",
+        "fastplm/distill/run.py",
         'return self._in_step["num_tokens_in_batch"]',
         "return None",
         f"{DISTILLATION} accumulated -m slow",
     ),
     Mutation(
-        "fastplm/train/distill.py",
+        "fastplm/distill/run.py",
         'name: None if path is None else f"files whose hash is {hash_of_model(path)}"',
         "name: None",
         f"{DISTILLATION} resumed -m slow",
     ),
     Mutation(
-        "fastplm/train/distill.py",
+        "fastplm/distill/run.py",
         "new[target] = old[source]",
         "pass",
         f"{DISTILLATION} vocabularies",

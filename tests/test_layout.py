@@ -22,7 +22,8 @@ ROOT = Path(__file__).parent.parent
 #: The upper storey from top to bottom: a package or module may import those of the lines below its
 #: own, none of the same line and none above.
 RECIPES = (
-    *(("__main__",), ("cli",), ("study",), ("train", "inference", "classic"), ("run",), ("data",)),
+    *(("__main__",), ("cli",), ("study",), ("distill",), ("pretrain", "finetune")),
+    *(("inference", "classic"), ("run",), ("data",)),
 )
 #: The core, in the same way.
 CORE = (

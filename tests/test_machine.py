@@ -12,10 +12,10 @@ import torch
 
 import fastplm
 from fastplm import _extension, _machine
+from fastplm.distill.run import Distilling
+from fastplm.finetune.run import Finetuning
+from fastplm.pretrain.run import Pretraining
 from fastplm.run.threads import computing
-from fastplm.train.distill import Distilling
-from fastplm.train.finetune import Finetuning
-from fastplm.train.pretrain import Pretraining
 
 #: Steps of a process that allocates 64 MiB in each, and 40 blocks of a MiB; what they cost.
 STEPS = """

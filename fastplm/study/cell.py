@@ -149,7 +149,7 @@ def _awaited(child: subprocess.Popen) -> int:
 
 
 def _of_training(out: Path) -> tuple[dict[str, Any], float]:
-    from fastplm.train.report import numbers_of
+    from fastplm.pretrain.report import numbers_of
 
     metrics = json.loads((out / "metrics.json").read_text("utf-8"))
     held_out = numbers_of(metrics.get("held_out", {}))

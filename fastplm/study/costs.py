@@ -1,6 +1,6 @@
 """What the cells of a study cost, before they run: their FLOPs, and from these their time.
 
-The FLOPs of a pre-training are the library's own count (``train/flops.py``). For fine-tuning
+The FLOPs of a pre-training are the library's own count (``run/flops.py``). For fine-tuning
 and scoring they follow from the size of the files and are about right; they weigh cells of one
 command against each other, and measured seconds of finished cells turn them into time.
 """
@@ -15,9 +15,9 @@ from typing import Any, cast
 
 from fastplm.data.examples import read_examples
 from fastplm.data.sources import HUB, is_table, json_lines
+from fastplm.finetune.mixture import counts_of_epoch, read_parts
 from fastplm.run.checkpoint import config_at
-from fastplm.train.finetune_mixture import counts_of_epoch, read_parts
-from fastplm.train.flops import flops_a_token, training_flops
+from fastplm.run.flops import flops_a_token, training_flops
 
 #: Tokens of a word, and special tokens of a text.
 _A_WORD, _SPECIAL = 1.3, 2
@@ -51,7 +51,7 @@ def cost_of(command: str, args: Any, model: Any, folder: Path = Path()) -> float
 
 def configuration_of(args: Any) -> Any:
     """The configuration that a pre-training makes, with the most tokens its vocabulary may have."""
-    from fastplm.train.presets import configuration
+    from fastplm.pretrain.presets import configuration
 
     joint = args.joint_settings() if args.preset.family == "electra" else None
     return configuration(
@@ -70,7 +70,7 @@ def config_at_folder(folder: Path) -> Any:
 
 
 def _of_pretraining(args: Any, config: Any) -> float:
-    from fastplm.train.objectives import objective_of
+    from fastplm.pretrain.objectives import objective_of
 
     if args.objective == "spans":  # a tokenizer alone would say how long its targets are
         block, targets = args.block_size, round(_SPANS * args.block_size)
@@ -81,7 +81,7 @@ def _of_pretraining(args: Any, config: Any) -> float:
 
 
 def _of_finetuning(args: Any, config: Any, folder: Path) -> float:
-    from fastplm.train.finetune import KINDS
+    from fastplm.finetune.run import KINDS
 
     parts = [
         _examples(

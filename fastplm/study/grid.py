@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fastplm.data.sources import HUB
+from fastplm.distill.settings import DistillArguments
 from fastplm.errors import FastplmError, check, fail
+from fastplm.finetune.settings import FinetuneArguments
 from fastplm.inference.score_settings import ScoreArguments
+from fastplm.pretrain.settings import PretrainArguments
 from fastplm.run.config_file import read
 from fastplm.run.hub import is_name
 from fastplm.run.settings import MODEL, Numbers, Settings, add_settings, whole
-from fastplm.train.distill_settings import DistillArguments
-from fastplm.train.finetune_settings import FinetuneArguments
-from fastplm.train.pretrain_settings import PretrainArguments
 
 #: The studies that come with the library.
 STUDIES = Path(__file__).parent / "studies"

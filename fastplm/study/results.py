@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from fastplm.pretrain.settings import COLLAPSED
 from fastplm.study.cells import Cell, Plan, Planned, Store, detects
 from fastplm.study.grid import HELD_OUT, MEAN, OF_A_MEAN, Grid, Judge
 from fastplm.study.statistics import Interval, Spread, interval, spread
-from fastplm.train.pretrain_settings import COLLAPSED
 
 #: The device of a training whose cell does not say it.
 UNRECORDED = "a device that was not recorded"

@@ -10,8 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import steps
+from fastplm.run import flops
 from fastplm.testing import BudgetExceeded
-from fastplm.train import flops
 
 CPU = torch.device("cpu")
 OURS = steps.PATHS["fastplm"]

@@ -347,7 +347,7 @@ def test_our_own_files_are_obeyed(kind, saved, tmp_path, capsys):
 
 
 #: Loads the folder that ``load_tokenizer`` has read, or one that the command itself has written.
-OTHERS = ("data/tokenizer.py", "train/finetune_models.py", "train/demo.py")
+OTHERS = ("data/tokenizer.py", "finetune/models.py", "pretrain/demo.py")
 
 
 def test_every_command_loads_its_tokenizer_by_load_tokenizer():

@@ -19,7 +19,7 @@ from fastplm.classic.elmo import ElmoConfig, ElmoForLanguageModeling
 from fastplm.classic.sentences import QuickThoughtsModel, ThoughtsConfig
 from fastplm.classic.words import Words
 from fastplm.data import train_tokenizer
-from fastplm.train.presets import configuration
+from fastplm.pretrain.presets import configuration
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(

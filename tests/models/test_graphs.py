@@ -15,7 +15,7 @@ import torch._inductor.config
 import transformers
 
 from fastplm import models
-from fastplm.train.bart_translation import BartForTranslation
+from fastplm.finetune.bart_translation import BartForTranslation
 
 from ..train import test_bart_translation
 from . import test_electra_joint, test_encoder_decoder

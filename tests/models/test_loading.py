@@ -14,15 +14,15 @@ from fastplm import models
 from fastplm.classic.elmo import ElmoConfig, ElmoForLanguageModeling
 from fastplm.classic.sentences import QuickThoughtsModel, SkipThoughtsModel, ThoughtsConfig
 from fastplm.errors import DataError
-from fastplm.run.checkpoint import weights_at
-from fastplm.train.bart_translation import BartForTranslation
-from fastplm.train.features import (
+from fastplm.finetune.bart_translation import BartForTranslation
+from fastplm.finetune.features import (
     FEATURES,
     HEADS,
     FeaturesConfig,
     FeaturesForSequenceClassification,
     FeaturesForTokenClassification,
 )
+from fastplm.run.checkpoint import weights_at
 
 from .conftest import CLASSES, config_of, every_class, parent_of
 

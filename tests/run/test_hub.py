@@ -13,11 +13,11 @@ import transformers
 
 from fastplm.cli import main
 from fastplm.errors import DataError
+from fastplm.finetune.settings import FinetuneArguments
 from fastplm.inference.columns import TextEmbedder, TextScorer
 from fastplm.run.hub import folder_of, name_of
 from fastplm.run.settings import MODEL
 from fastplm.study.grid import COMMANDS, settings_of
-from fastplm.train.finetune_settings import FinetuneArguments
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] a b c d e".split()

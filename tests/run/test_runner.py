@@ -9,14 +9,14 @@ import torch
 
 from fastplm.classic import train as classic
 from fastplm.classic.settings import ClassicArguments
+from fastplm.distill.run import Distilling
 from fastplm.errors import ArgumentValueError, DataError
+from fastplm.finetune.run import Finetuning, FinetuningTrainer
+from fastplm.pretrain.run import Pretraining
+from fastplm.pretrain.trainer import PretrainingTrainer
 from fastplm.run.folder import RECORD
 from fastplm.run.runner import Run
 from fastplm.run.trainer import RunTrainer
-from fastplm.train.distill import Distilling
-from fastplm.train.finetune import Finetuning, FinetuningTrainer
-from fastplm.train.pretrain import Pretraining
-from fastplm.train.trainer import PretrainingTrainer
 
 
 class Noted(Run):

@@ -1,0 +1,1 @@
+"""Distillation: ``fastplm distill``."""

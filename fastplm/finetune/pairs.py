@@ -1,0 +1,124 @@
+"""Sentence order and next sentences as tasks of fine-tuning: pairs of segments of running text.
+
+ALBERT's paper (table 5) judges models by both tasks, whatever they were pre-trained on. The pairs
+here are made of words, not of tokens: models with other tokenizers get the same ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastplm.data.blocks import split_sentences
+from fastplm.data.corpus import read_documents
+from fastplm.data.examples import Example
+from fastplm.errors import DataError, message
+from fastplm.finetune.settings import FinetuneArguments
+from fastplm.finetune.tasks import Pair
+from fastplm.run.losses import pair_logits
+
+#: The labels of both tasks, in the order of Transformers' pre-training classes.
+NAMES = {"sop": ("in order", "swapped"), "nsp": ("next", "random")}
+
+
+def read_segments(task: str, path: str | Path, words: int) -> list[Example]:
+    """Pairs of consecutive segments of the documents of a text, all of them in order.
+
+    Sentences are added to a run until it has ``words`` words or its document ends. A run is split
+    at a random sentence, the same one every time; one of a single sentence is left out. The pairs
+    of one document are a group.
+
+    Raises:
+        DataError: the text cannot be read, or has no document of two sentences.
+    """
+    generator = torch.Generator().manual_seed(0)
+    examples = []
+    for group, document in enumerate(read_documents([path]), 1):
+        sentences = [" ".join(s.split()) for s in split_sentences(document) if s.strip()]
+        begin = count = pairs = 0
+        for end, sentence in enumerate(sentences, 1):
+            count += len(sentence.split())
+            full = count >= words or end == len(sentences)
+            if not full or end - begin < 2:
+                continue
+            middle = int(torch.randint(begin + 1, end, (), generator=generator, device="cpu"))
+            texts = " ".join(sentences[begin:middle]), " ".join(sentences[middle:end])
+            pairs += 1
+            place = f"document {group}, pair {pairs}"
+            examples.append(Example(texts, NAMES[task][0], group, f"{path}, {place}", place))
+            begin, count = end, 0
+    if not examples:
+        got, expected = f"{path}: no document of two sentences", "one at least"
+        fix = "Separate documents by blank lines, and sentences by '.', '!', '?' or line ends."
+        raise DataError(message("finetune", "data", got, expected, fix))
+    return examples
+
+
+class SegmentPairs(Pair):
+    """Whether the second segment follows the first, in balanced classes.
+
+    Half of the examples, the same ones every time, get label 1: for "sop" their segments are
+    swapped, and for "nsp" the second is that of an example of another document.
+    """
+
+    metrics = ("accuracy",)
+
+    def prepare(self) -> None:
+        if self.args.own_head:
+            self.auto, self.output_names = "AutoModelForPreTraining", ("logits",)
+        self.train, self.test = self._spoiled(self.train), self._spoiled(self.test)
+        self.known = self.train
+        super().prepare()
+
+    def _spoiled(self, examples: list[Example]) -> list[Example]:
+        """The examples, every second one of a random order with label 1.
+
+        Examples that have such labels already, as a teacher's have, stay as they are.
+        """
+        if any(example.target == NAMES[self.args.task][1] for example in examples):
+            return examples
+        generator = torch.Generator().manual_seed(0)
+        order = torch.randperm(len(examples), generator=generator, device="cpu").tolist()
+        documents = {example.group for example in examples}
+        if self.args.task == "nsp" and len(documents) < 2:
+            got = f"pairs of one document alone ({examples[0].where})"
+            expected = "two documents or more, as a random segment comes from another one"
+            fix = "Separate documents by blank lines, or give --eval-data."
+            raise DataError(message("finetune", "data", got, expected, fix))
+        found = list(examples)
+        for index in order[1::2]:
+            first, second = examples[index].texts
+            if self.args.task == "sop":
+                texts = second, first
+            else:
+                other = examples[index]
+                while other.group == examples[index].group:
+                    place = torch.randint(len(examples), (), generator=generator, device="cpu")
+                    other = examples[int(place)]
+                texts = first, other.texts[1]
+            label = NAMES[self.args.task][1]
+            found[index] = replace(examples[index], texts=texts, target=label)
+        return found
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {} if self.args.own_head else super().config
+
+    def _outputs(self, model: Any, **batch: Any) -> Any:
+        if not self.args.own_head:
+            return super()._outputs(model, **batch)
+        # Given a label of pairs and none of tokens, the model computes no logits of a vocabulary.
+        label = batch["input_ids"].new_zeros(len(batch["input_ids"]))
+        return {"logits": pair_logits(model(**batch, next_sentence_label=label))}
+
+
+def check_own_head(args: FinetuneArguments, config: Any) -> None:
+    """Check that a model is of a family that is pre-trained with pairs."""
+    able = not args.own_head or config.model_type in ("bert", "albert")
+    expected = "a BERT or ALBERT, which are pre-trained with pairs"
+    fix = "Leave the option out: a new head is then trained, alone with --freeze."
+    got = f"True with --model {args.model}, a {config.model_type}"
+    args.check("own_head", able, expected, fix, got)

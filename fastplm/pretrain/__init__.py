@@ -1,0 +1,1 @@
+"""Pre-training: ``fastplm pretrain`` and ``fastplm demo``."""

@@ -1,1 +1,0 @@
-"""Pre-training and fine-tuning runs on the Hugging Face Trainer."""
