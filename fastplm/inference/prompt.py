@@ -28,7 +28,7 @@ from fastplm._checks import check_int
 from fastplm.data import load_tokenizer
 from fastplm.data._folder import say
 from fastplm.data._output import whole
-from fastplm.data.examples import Example, read_examples, subset
+from fastplm.data.examples import Example, read_table, subset
 from fastplm.errors import (
     ArgumentTypeError,
     DataError,
@@ -555,8 +555,8 @@ def _joined(tables: list[str]) -> str:
 
 def _examples(args: PromptArguments, path: str | Path, prompt: Prompt) -> list[Example]:
     """The examples of a file; an error if a label is not one of the prompt."""
-    task = "classification" if len(prompt.fields) == 1 else "pair"
-    examples = read_examples(task, path, args.text_columns, args.label_column)
+    columns = (args.text_columns, args.label_column)
+    examples = read_table(path, *columns, counts=(len(prompt.fields),))
     expected = f"one of the prompt, {', '.join(prompt.labels)}"
     fix = "Add it to the labels of the prompt."
     for example in examples:

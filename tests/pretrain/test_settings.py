@@ -22,9 +22,9 @@ import fastplm.models
 from fastplm.cli import _parser
 from fastplm.data import load_tokenizer, pairs
 from fastplm.errors import ArgumentValueError, DataError
+from fastplm.finetune.data import prepare_task
 from fastplm.finetune.features import FeaturesForSequenceClassification
-from fastplm.finetune.models import read_config
-from fastplm.finetune.run import build_model, prepare_task
+from fastplm.finetune.models import build_model
 from fastplm.finetune.settings import FinetuneArguments
 from fastplm.inference._checkpoint import load_model
 from fastplm.pretrain.data import held_out_collator, prepare_data
@@ -737,9 +737,12 @@ def test_the_classifier_of_an_encoder_that_reads_from_left_to_right(run, tmp_pat
     model, given = out / "checkpoint-2", {"data": str(table), "out": tmp_path / "ft"}
     args = FinetuneArguments(task="classification", model=model, **given)
     task = prepare_task(args)
-    assert args.pooling == "last"
-    model = build_model(args, task, 0).eval()
-    assert type(model) is FeaturesForSequenceClassification and model.encoder.config.is_decoder
+    model = build_model(task, 0).eval()
+    assert (
+        model.config.pooling == "last"
+        and type(model) is FeaturesForSequenceClassification
+        and model.encoder.config.is_decoder
+    )
     batch = task.tokenizer(["The river.", "The old old river."], padding=True, return_tensors="pt")
     batch.pop("token_type_ids", None)
     with torch.no_grad():
@@ -748,7 +751,7 @@ def test_the_classifier_of_an_encoder_that_reads_from_left_to_right(run, tmp_pat
         torch.testing.assert_close(model(**batch).logits, model.classifier(last))
     assert not torch.equal(last[0], last[1]) and torch.allclose(states[0, 0], states[1, 0])
     with pytest.raises(ArgumentValueError, match="which reads from left to right; expected an"):
-        read_config(FinetuneArguments(task="choice", model=out / "checkpoint-2", **given))
+        prepare_task(FinetuneArguments(task="choice", model=out / "checkpoint-2", **given))
 
 
 # --- runs that begin with a checkpoint ------------------------------------------------------------

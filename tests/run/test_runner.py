@@ -11,7 +11,8 @@ from fastplm.classic import train as classic
 from fastplm.classic.settings import ClassicArguments
 from fastplm.distill.run import Distilling
 from fastplm.errors import ArgumentValueError, DataError
-from fastplm.finetune.run import Finetuning, FinetuningTrainer
+from fastplm.finetune.run import Finetuning
+from fastplm.finetune.trainer import FinetuningTrainer
 from fastplm.pretrain.run import Pretraining
 from fastplm.pretrain.trainer import PretrainingTrainer
 from fastplm.run.folder import RECORD
