@@ -30,9 +30,9 @@ def dry_run(args: PretrainArguments) -> dict[str, Any]:
 
     Returns:
         The figures: ``steps``, ``parameters``, ``flops_per_token``, ``flops`` of the whole run,
-        ``tokens`` of it, ``corpus_tokens`` (estimated), ``memory_bytes`` and its parts, ``seconds_per_step``,
-        ``tokens_per_second``, ``seconds`` of the whole run; and ``rows``, the same as text. Under
-        torchrun the first process has them.
+        ``tokens`` of it, ``corpus_tokens`` (estimated), ``memory_bytes`` and its parts,
+        ``seconds_per_step``, ``tokens_per_second``, ``seconds`` of the whole run; and ``rows``, the
+        same as text. Under torchrun the first process has them.
     """
     plan: PretrainPlan = args.plan().with_models()
     with (
