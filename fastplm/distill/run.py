@@ -36,7 +36,7 @@ from fastplm.pretrain.data import (
     make_collator,
     prepare_data,
 )
-from fastplm.pretrain.settings import PretrainArguments
+from fastplm.pretrain.settings import PretrainArguments, PretrainPlan
 from fastplm.pretrain.stream import StreamRun
 from fastplm.pretrain.trainer import DETECTION_COUNTS, PretrainingTrainer, detection
 from fastplm.run.budget import described
@@ -146,10 +146,10 @@ class Distilling(StreamRun):
             return data
         self._model = self.make_model(self.teacher_tokenizer)
         if self.args.steps is None:
-            self.args.pay(self.flops_a_step(self._model))
+            self.args = self.args.with_flops(self.flops_a_step(self._model))
         return prepare_data(self._of_pretraining(), self.settings, None)
 
-    def _of_pretraining(self) -> PretrainArguments:
+    def _of_pretraining(self) -> PretrainPlan:
         """The settings of a pre-training that reads the same text."""
         args = self.args
         arch, objective = "bert-tiny", "mlm"
@@ -162,7 +162,7 @@ class Distilling(StreamRun):
         settings = {name: getattr(args, name) for name in same}
         return PretrainArguments(
             arch=arch, objective=objective, tokenizer=args.teacher, warmup=0, **settings
-        )
+        ).plan()
 
     def _prepare_pairs(self) -> RunData:
         args = self.args
@@ -192,7 +192,7 @@ class Distilling(StreamRun):
             tail = PretrainingStream(held, seed=args.seed, length=held_out)
         source = stores[1]
         kept = TokenStore(source.directory, 0, int(source.documents[count - held_out]))
-        return RunData(tokenizer, source, kept, train, tail, lines[0], ())
+        return RunData(tokenizer, source, kept, train, tail, lines[0], (), args.steps)
 
     # --- models ---
 

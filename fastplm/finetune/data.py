@@ -11,7 +11,7 @@ import torch
 from fastplm.data.examples import Example, subset
 from fastplm.errors import DataError, check
 from fastplm.finetune.mixture import marked, read_parts
-from fastplm.finetune.models import check_model, longest, read_config, read_tokenizer
+from fastplm.finetune.models import check_model, longest, pooling_of, read_config, read_tokenizer
 from fastplm.finetune.settings import FinetuneArguments
 from fastplm.finetune.tasks import task_class
 from fastplm.finetune.tasks._task import Task
@@ -28,8 +28,10 @@ def prepare_task(args: FinetuneArguments, *, choosing: bool = False) -> Task:
         choosing: whether it is to choose a setting by: its training examples are then divided
             again, and those that the run is judged by are not in it.
     """
+    args = args.plan()
     kind, tokenizer, config = task_class(args.task), read_tokenizer(args), read_config(args)
     check_model(args, config)
+    args = args.changed(pooling=pooling_of(args, config))
     length = longest(args, config, tokenizer)
     train, test, known = _divided(args, kind, length)
     assert not isinstance(args.max_samples, list), "see FinetuneArguments.curve"

@@ -46,7 +46,7 @@ def check_model(args: FinetuneArguments, config: Any) -> None:
         *((name, _is_encoder(config), "an encoder, such as BERT") for name in ENCODERS),
     ):
         got = f"{getattr(args, name)} with --model {args.model}, a {config.model_type}"
-        args.check(name, able or args.usual(name), expected, "Leave the option out.", got)
+        args.check(name, able or args.is_default(name), expected, "Leave the option out.", got)
     check_layers(args, config)
     task_class(args.task).check_model(args, config)
 
@@ -156,7 +156,7 @@ def build_model(task: Task, seed: int) -> PreTrainedModel:
     model = task.new_model()
     if model is not None:
         return model
-    pooling = pooling_of(args, task.checkpoint_config)
+    pooling = args.pooling
     own = args.features != "last" or args.head != "linear" or pooling not in (None, "cls")
     config = read_config(args, **({} if own else task.config))
     set_dropout(config, args.dropout)

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from fastplm._machine import device_label
 from fastplm.data._folder import MANIFEST, damage, first_process, say, seal, write_json
 from fastplm.errors import DivergenceError
 from fastplm.finetune.data import prepare_task
-from fastplm.finetune.models import build_model, pooling_of, usual_learning_rate
+from fastplm.finetune.models import build_model, usual_learning_rate
 from fastplm.finetune.report import announcement, scores_of
 from fastplm.finetune.settings import FinetuneArguments
 from fastplm.finetune.tasks._task import Task, predict
@@ -107,10 +106,10 @@ class Finetuning(Run):
             task = prepare_task(rates[0][1], choosing=True)
             # The examples to judge by are of --data.
             own: dict[str, Any] = {"eval_data": None, "eval_targets": None}
-            self.trials = [
-                (self.out / name, task.with_settings(replace(each, **own))) for name, each in rates
-            ]
-        args.pooling = pooling_of(args, self.task.checkpoint_config)
+            for name, each in rates:
+                trial = task.with_settings(learning_rate=each.learning_rate, **own)
+                self.trials.append((self.out / name, trial))
+        self.args = args.changed(pooling=self.task.args.pooling)
 
     def facts(self) -> dict[str, Any]:
         args, task = self.args, self.task
@@ -126,7 +125,9 @@ class Finetuning(Run):
 
     def compare(self, before: dict[str, Any]) -> None:
         args, task, record = self.args, self.task, self.record
-        check_same("finetune", {n: record[n] for n in record if n != "examples"}, before)
+        same = {n: record[n] for n in record if n != "examples"}
+        # Runs of several points once had no pooling that follows from the model.
+        check_same("finetune", same, before | {"pooling": before.get("pooling") or args.pooling})
         files = " and ".join(map(str, filter(None, (args.data, args.eval_data))))
         now = f"{len(task.train)} and {len(task.test)} now"
         got = f"{files}, whose examples have changed since ({now})"
@@ -209,10 +210,7 @@ class Finetuning(Run):
             say(f"It is the {end} of the rates: one beyond it may be better still.")
         if found["one_answer"]:
             say(f"Warning: at this rate {found['one_answer']}, so the choice tells little.")
-        self.points = [
-            (out, point.with_settings(replace(point.args, learning_rate=best)))
-            for out, point in self.points
-        ]
+        self.points = [(out, each.with_settings(learning_rate=best)) for out, each in self.points]
         held = {"train_examples": len(task.train), "eval_examples": len(task.test), "seed": seed}
         choice = {"learning_rate": best, "score": name, **held, "rates": rates}
         return {"learning_rate_choice": choice}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,7 +44,7 @@ def teacher_logits(task: Task, device: torch.device) -> list[Logits]:
     args, order = task.args, order_of_labels(task)
     own: dict[str, Any] = {"model": args.teacher, "library": "transformers", "teacher": None}
     own |= {name: FinetuneArguments.__dataclass_fields__[name].default for name in _OF_STUDENTS}
-    settings = replace(args, **own)
+    settings = args.changed(**own)
     tokenizer, config = read_tokenizer(settings), read_config(settings)
     check_model(settings, config)
     length = longest(settings, config, tokenizer)

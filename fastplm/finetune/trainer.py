@@ -21,6 +21,7 @@ from fastplm.finetune.models import usual_learning_rate
 from fastplm.finetune.tasks._task import Collator, Feature, Task
 from fastplm.models._base import FastplmModel
 from fastplm.run.optimizer import Adafactor
+from fastplm.run.settings import resolve_warmup
 from fastplm.run.trainer import RunTrainer, ScoreEvery, training_arguments
 
 
@@ -154,7 +155,7 @@ def arguments_of(task: Task, seed: int, out: Path) -> TrainingArguments:
     if steps is None:
         batch = settings.train_batch_size * settings.world_size
         steps = max(1, math.ceil(args.epochs * math.ceil(task.dataset.epoch / batch)))
-    warmup = steps // 10 if args.warmup is None else args.warmup
+    warmup = resolve_warmup(steps, args.warmup)
     expected = f"0 to {steps}, the steps of the run"
     args.check("warmup", warmup <= steps, expected, "Lower it.", warmup)
     settings.max_steps, settings.warmup_steps = steps, warmup

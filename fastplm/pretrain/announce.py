@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from fastplm.pretrain.data import RunData
     from fastplm.pretrain.run import Pretraining
-    from fastplm.pretrain.settings import PretrainArguments
+    from fastplm.pretrain.settings import PretrainPlan
     from fastplm.pretrain.stream import StreamRun
 
 _NAMED_FILES = 3
@@ -83,21 +83,21 @@ def _kept(args: Any) -> str:
     return "of which all are kept" if kept == "all" else f"of which the last {kept} are kept"
 
 
-def _begun(args: PretrainArguments, model: Any) -> str:
+def _begun(args: PretrainPlan, model: Any) -> str:
     """Where the weights come from, and which are new."""
     new = model.new_weights
     what = f"; {counted(len(new), 'weight')} of new heads, such as {new[0]}" if new else ""
     return f"the weights of {args.start_from}{what}"
 
 
-def budget(args: PretrainArguments, data: RunData) -> str:
+def budget(args: PretrainPlan, data: RunData) -> str:
     """The budget, and what it pays for."""
     from fastplm.pretrain.model import flops_a_step
 
     return described(args, flops_a_step(args, data.tokenizer))
 
 
-def nothing_held_out(args: PretrainArguments, data: RunData) -> str:
+def nothing_held_out(args: PretrainPlan, data: RunData) -> str:
     """Why there is no held-out text."""
     from fastplm.pretrain.data import HELD_OUT
     from fastplm.pretrain.objectives import objective_of
@@ -109,7 +109,7 @@ def nothing_held_out(args: PretrainArguments, data: RunData) -> str:
     return f"nothing: {which} of this corpus has {last or objective.lacks(rest)}"
 
 
-def model_line(args: PretrainArguments, data: RunData, model: PreTrainedModel) -> str:
+def model_line(args: PretrainPlan, data: RunData, model: PreTrainedModel) -> str:
     """The size of a model, and what a token costs."""
     from fastplm.pretrain.objectives import objective_of
 
@@ -135,7 +135,7 @@ def _pairs(data: RunData) -> dict[str, str]:
     return rows
 
 
-def vocabulary(args: PretrainArguments, data: RunData) -> str:
+def vocabulary(args: PretrainPlan, data: RunData) -> str:
     """The tokens of a vocabulary, and whether the corpus was too small for those asked for."""
     size = len(data.tokenizer)
     trained = args.tokenizer is None and args.start_from is None
@@ -144,7 +144,7 @@ def vocabulary(args: PretrainArguments, data: RunData) -> str:
     return f"{size:,} tokens{missing}{_from_cache('vocabulary', args, data)}"
 
 
-def learning_rate(args: PretrainArguments) -> str:
+def learning_rate(args: PretrainPlan) -> str:
     """The peak, and how it follows from a published one; and whether the run is too short for it.
 
     A step of Adam or LAMB moves a weight by the rate at most, about. Where all steps together move
@@ -167,7 +167,7 @@ def learning_rate(args: PretrainArguments) -> str:
     return f"{args.lr:.3g} with {args.optimizer}: {what}"
 
 
-def _files(args: PretrainArguments, data: RunData) -> str:
+def _files(args: PretrainPlan, data: RunData) -> str:
     if not isinstance(data.documents, TextFiles):
         return ", ".join(map(str, args.corpus))
     names = [str(path) for path, *_ in data.documents.files]
@@ -175,11 +175,11 @@ def _files(args: PretrainArguments, data: RunData) -> str:
     return ", ".join(names[:_NAMED_FILES]) + (f" and {more:,} more files" if more > 0 else "")
 
 
-def _from_cache(what: str, args: PretrainArguments, data: RunData) -> str:
+def _from_cache(what: str, args: PretrainPlan, data: RunData) -> str:
     return f" (found in {args.cache})" if what in data.cached else ""
 
 
-def _precision(args: PretrainArguments, training_arguments: TrainingArguments) -> str:
+def _precision(args: PretrainPlan, training_arguments: TrainingArguments) -> str:
     name = "bf16" if training_arguments.bf16 else "fp32"
     if args.precision != "auto":
         return f"{name}, as --precision says"

@@ -24,7 +24,7 @@ from fastplm.errors import DataError, check
 from fastplm.pretrain.model import flops_a_step
 from fastplm.pretrain.objectives import objective_of
 from fastplm.pretrain.presets import FAMILIES
-from fastplm.pretrain.settings import PretrainArguments
+from fastplm.pretrain.settings import PretrainPlan
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -55,10 +55,12 @@ class RunData:
     documents: Iterable[str]
     #: What was found in the cache and not made now.
     cached: tuple[str, ...]
+    #: Of the run; where a budget says how many, they are known by the size of the vocabulary.
+    steps: int
 
 
 def prepare_data(
-    args: PretrainArguments,
+    args: PretrainPlan,
     training_arguments: TrainingArguments,
     checkpoint: Path | None,
     documents: Iterable[str] | None = None,
@@ -74,7 +76,7 @@ def prepare_data(
             documents = open_corpus(args.corpus, args.cache)
         tokenizer = _tokenizer(args, checkpoint, documents)
         if args.steps is None:
-            args.pay(flops_a_step(args, tokenizer))
+            args = args.with_flops(flops_a_step(args, tokenizer))
         everything = tokenize(documents, tokenizer, args.cache)
         store, held_out = hold_out(args, everything, tokenizer)
         samples = args.steps * args.gradient_accumulation * args.batch_size
@@ -94,7 +96,8 @@ def prepare_data(
         "vocabulary": trained and not any(name.startswith(kind) for name in new),
     }
     found = tuple(name for name in cached if cached[name])
-    return RunData(tokenizer, everything, store, train_dataset, held_out, documents, found)
+    given = (tokenizer, everything, store, train_dataset, held_out, documents)
+    return RunData(*given, found, args.steps)
 
 
 def open_corpus(corpus: Sequence[str | Path], cache: str | Path | None = None) -> Iterable[str]:
@@ -114,7 +117,7 @@ def _embedded() -> list[str]:
 
 
 def make_dataset(
-    args: PretrainArguments,
+    args: PretrainPlan,
     store: TokenStore,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -132,7 +135,7 @@ def make_dataset(
 
 
 def hold_out(
-    args: PretrainArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase
+    args: PretrainPlan, store: TokenStore, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[TokenStore, Dataset | None]:
     """The tokens to train on, and samples of a tail held out where both parts are large enough."""
     rest, tail = store.split(HELD_OUT)
@@ -142,14 +145,12 @@ def hold_out(
     return rest, make_dataset(args, tail, tokenizer, at_most=HELD_OUT_SAMPLES)
 
 
-def make_collator(
-    args: PretrainArguments, tokenizer: PreTrainedTokenizerBase, **settings: Any
-) -> Any:
+def make_collator(args: PretrainPlan, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> Any:
     """The collator of a run, or with other settings than the run's."""
     return objective_of(args)(args, tokenizer).collator(**settings)
 
 
-def held_out_collator(args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
+def held_out_collator(args: PretrainPlan, tokenizer: PreTrainedTokenizerBase) -> Any:
     """The collator of the held-out text of a run."""
     return objective_of(args)(args, tokenizer).judge()
 
@@ -168,7 +169,7 @@ def count_tokens(store: TokenStore, tokenizer: PreTrainedTokenizerBase) -> torch
 
 
 def _tokenizer(
-    args: PretrainArguments, checkpoint: Path | None, documents: Iterable[str]
+    args: PretrainPlan, checkpoint: Path | None, documents: Iterable[str]
 ) -> PreTrainedTokenizerBase:
     needs = objective_of(args).needs
     if args.start_from is not None:

@@ -24,7 +24,7 @@ from fastplm.pretrain.data import (
 )
 from fastplm.pretrain.report import summary
 from fastplm.pretrain.run import pretrain, rehearse
-from fastplm.pretrain.settings import MINUTES, PretrainArguments
+from fastplm.pretrain.settings import MINUTES, PretrainArguments, PretrainPlan
 from fastplm.run.folder import claimed, last_checkpoint, move_aside
 from fastplm.run.threads import computing
 
@@ -80,17 +80,16 @@ def _demo(out: Path, minutes: float, seed: int) -> bool:
         write_json(cache / "demo.json", {})  # what is here was made by a demo
     steps = _choose_steps(args, end)
     # The schedule of the learning rate depends on the number of steps.
-    args = replace(
-        args, steps=steps, lr=None, warmup=None, save_every=steps, log_every=max(1, steps // 40)
-    )
-    metrics = pretrain(args)
+    args = replace(args, steps=steps, save_every=steps, log_every=max(1, steps // 40))
+    plan: PretrainPlan = args.plan()
+    metrics = pretrain(plan)
     print(f"\n{summary(metrics)}\n")
 
     print("Fused path against Hugging Face: forward and backward of the same batches, same weights")
-    comparison = _compare(args, metrics["precision"] == "bf16", end)
+    comparison = _compare(plan, metrics["precision"] == "bf16", end)
     print(f"{comparison}\n")
 
-    checks = {**_learned(args, metrics), **_loads_in_transformers(out)}
+    checks = {**_learned(plan, metrics), **_loads_in_transformers(out)}
     for text, seen in checks.items():
         print(f"{'ok  ' if seen else 'FAIL'}  {text}")
     return all(checks.values())
@@ -111,12 +110,12 @@ def _choose_steps(args: PretrainArguments, end: float) -> int:
     return steps
 
 
-def _data(args: PretrainArguments) -> tuple[PreTrainedTokenizerBase, TokenStore]:
+def _data(args: PretrainPlan) -> tuple[PreTrainedTokenizerBase, TokenStore]:
     tokenizer = load_tokenizer(Path(args.out) / "tokenizer")
     return tokenizer, tokenize(open_corpus(args.corpus, args.cache), tokenizer, args.cache)
 
 
-def _compare(args: PretrainArguments, bf16: bool, end: float) -> str:
+def _compare(args: PretrainPlan, bf16: bool, end: float) -> str:
     from fastplm.models.electra_joint import ElectraForJointPreTraining
 
     model = ElectraForJointPreTraining.from_pretrained(last_checkpoint(Path(args.out)))
@@ -129,7 +128,7 @@ def _compare(args: PretrainArguments, bf16: bool, end: float) -> str:
     return table(compare(model, batches, bf16=bf16, time_limit=end - time.perf_counter()))
 
 
-def _learned(args: PretrainArguments, metrics: dict[str, Any]) -> dict[str, bool]:
+def _learned(args: PretrainPlan, metrics: dict[str, Any]) -> dict[str, bool]:
     held_out = metrics["held_out"]
     words = held_out["words"]
     loss, constant = words["loss"], words["loss_of_best_constant"]
@@ -160,7 +159,7 @@ def _learned(args: PretrainArguments, metrics: dict[str, Any]) -> dict[str, bool
     }
 
 
-def _loss_of_frequencies(args: PretrainArguments) -> float:
+def _loss_of_frequencies(args: PretrainPlan) -> float:
     """The loss of a generator that answers every token with its frequency."""
     tokenizer, store = _data(args)
     held_out: Any

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 from fastplm._machine import peak_bytes
 from fastplm.data._folder import first_process
-from fastplm.pretrain.settings import PretrainArguments
+from fastplm.pretrain.settings import PretrainArguments, PretrainPlan
 from fastplm.run.report import block
 from fastplm.run.threads import computing
 
@@ -30,17 +29,17 @@ def dry_run(args: PretrainArguments) -> dict[str, Any]:
     rest are estimated from theirs. ``--out`` and ``--cache`` are neither read nor written.
 
     Returns:
-        The figures: ``parameters``, ``flops_per_token``, ``flops`` of the whole run, ``tokens`` of
-        it, ``corpus_tokens`` (estimated), ``memory_bytes`` and its parts, ``seconds_per_step``,
-        ``tokens_per_second``, ``seconds`` of the whole run; and ``rows``, the same as text. Under
-        torchrun the first process has them.
+        The figures: ``steps``, ``parameters``, ``flops_per_token``, ``flops`` of the whole run,
+        ``tokens`` of it, ``corpus_tokens`` (estimated), ``memory_bytes`` and its parts,
+        ``seconds_per_step``, ``tokens_per_second``, ``seconds`` of the whole run; and ``rows``, the
+        same as text. Under torchrun the first process has them.
     """
-    args.find_models()
+    plan: PretrainPlan = args.plan().with_models()
     with (
         tempfile.TemporaryDirectory(prefix="fastplm-dry-run-") as folder,
         computing(args.threads, huge_pages=True),  # as the run itself
     ):
-        return _dry_run(args, Path(folder))
+        return _dry_run(plan, Path(folder))
 
 
 def summary(figures: dict[str, Any]) -> str:
@@ -48,7 +47,7 @@ def summary(figures: dict[str, Any]) -> str:
     return block(figures["rows"])
 
 
-def _dry_run(args: PretrainArguments, folder: Path) -> dict[str, Any]:
+def _dry_run(args: PretrainPlan, folder: Path) -> dict[str, Any]:
     from fastplm.pretrain import announce
     from fastplm.pretrain import run as pretrain
     from fastplm.pretrain.data import open_corpus
@@ -57,9 +56,9 @@ def _dry_run(args: PretrainArguments, folder: Path) -> dict[str, Any]:
 
     text, letters = _beginning(open_corpus(args.corpus))
     many = max(args.steps or 0, _STEPS)
-    changes: dict[str, Any] = {"steps": many, "flops": None, "save_every": 1 << 40}
+    changes: dict[str, Any] = {"flops": None, "save_every": 1 << 40}
     changes |= {"dry_run": False, "out": folder / "out", "cache": folder / "cache"}
-    rehearsed = replace(args, **changes)
+    rehearsed = args.changed(**changes).with_steps(many)
     # The stages of a training have equal shares of its steps, and a time each.
     rehearsals = [
         pretrain.rehearse(rehearsed, text, patience=_PATIENCE, second_stage=second)
@@ -68,7 +67,7 @@ def _dry_run(args: PretrainArguments, folder: Path) -> dict[str, Any]:
     trainer, data = rehearsals[-1].trainer, rehearsals[-1].data
     a_step_takes = sum(each.seconds for each in rehearsals) / len(rehearsals)
     if args.steps is None:
-        args.pay(flops_a_step(args, data.tokenizer))
+        args = args.with_flops(flops_a_step(args, data.tokenizer))
     objective = objective_of(args)(args, data.tokenizer)
     flops = objective.flops_a_token(trainer.model.config)
     a_step = objective.tokens_a_step
@@ -78,6 +77,7 @@ def _dry_run(args: PretrainArguments, folder: Path) -> dict[str, Any]:
     corpus_tokens = round(scale * len(data.all))
     memory = max((_memory(each.trainer) for each in rehearsals), key=lambda m: m["memory_bytes"])
     figures = {
+        "steps": args.steps,
         "parameters": sum(weight.numel() for weight in trainer.model.parameters()),
         "vocab_size": len(data.tokenizer),
         "learning_rate": args.lr,

@@ -12,7 +12,7 @@ from fastplm.errors import DataError
 from fastplm.models._base import most_positions
 from fastplm.pretrain.objectives import build_model, objective_of
 from fastplm.pretrain.presets import FAMILIES, configuration
-from fastplm.pretrain.settings import PretrainArguments
+from fastplm.pretrain.settings import PretrainPlan
 from fastplm.run.checkpoint import (
     DROPOUTS,
     JOINT,
@@ -38,7 +38,7 @@ _SIZES = (
 )
 
 
-def model_config(args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+def model_config(args: PretrainPlan, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
     """The configuration of the model of a run.
 
     Raises:
@@ -59,7 +59,7 @@ def model_config(args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) ->
     return made if args.start_from is None else _begun(args, made, len(tokenizer))
 
 
-def make_model(args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
+def make_model(args: PretrainPlan, tokenizer: PreTrainedTokenizerBase) -> Any:
     """The model of a run before its first step.
 
     Its ``new_weights`` are the names of those that ``start_from`` lacks, which are heads.
@@ -84,13 +84,13 @@ def make_model(args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> A
     return model
 
 
-def flops_a_step(args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> float:
+def flops_a_step(args: PretrainPlan, tokenizer: PreTrainedTokenizerBase) -> float:
     """The FLOPs of forward and backward of an optimizer step of full samples, see ``flops``."""
     objective = objective_of(args)(args, tokenizer)
     return objective.tokens_a_step * objective.flops_a_token(model_config(args, tokenizer))
 
 
-def _begun(args: PretrainArguments, made: Any, tokens: int) -> Any:
+def _begun(args: PretrainPlan, made: Any, tokens: int) -> Any:
     """The configuration of the checkpoint of ``start_from``, with what the run has otherwise."""
     path = args.start_from
     assert path is not None
@@ -124,7 +124,7 @@ def _begun(args: PretrainArguments, made: Any, tokens: int) -> Any:
     return there
 
 
-def _config_there(args: PretrainArguments, path: str | Path, made: Any) -> Any:
+def _config_there(args: PretrainPlan, path: str | Path, made: Any) -> Any:
     expected = f"a checkpoint of the architecture of {args.arch}"
     if made.model_type == JOINT:
         if kind_of(path) != JOINT:

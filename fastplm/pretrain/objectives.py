@@ -35,7 +35,7 @@ from fastplm.run.flops import flops_a_token
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from fastplm.pretrain.settings import PretrainArguments
+    from fastplm.pretrain.settings import PretrainPlan
 
 
 def _too_few(what: str, there: int, needed: int) -> str:
@@ -112,7 +112,7 @@ class Objective:
     #: What a tokenizer must have, see ``load_tokenizer``.
     needs: tuple[str, ...] = ("pad", "mask", "cls", "sep")
 
-    def __init__(self, args: PretrainArguments, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, args: PretrainPlan, tokenizer: PreTrainedTokenizerBase) -> None:
         self.args, self.tokenizer = args, tokenizer
 
     @property
@@ -367,7 +367,7 @@ OBJECTIVES: Mapping[str, type[Objective]] = {
 }
 
 
-def objective_of(args: PretrainArguments) -> type[Objective]:
+def objective_of(args: PretrainPlan) -> type[Objective]:
     """How the model of a run learns."""
     kind = OBJECTIVES[str(args.objective)]
     encoder = "mlm" in FAMILIES[args.preset.family].classes

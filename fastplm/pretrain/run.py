@@ -18,7 +18,7 @@ from fastplm.pretrain.data import (
 )
 from fastplm.pretrain.model import make_model
 from fastplm.pretrain.objectives import objective_of
-from fastplm.pretrain.settings import COLLAPSED, PretrainArguments
+from fastplm.pretrain.settings import COLLAPSED, PretrainArguments, PretrainPlan
 from fastplm.pretrain.short_blocks import ShortFirst
 from fastplm.pretrain.stream import StreamRun
 
@@ -47,7 +47,7 @@ def pretrain(args: PretrainArguments) -> dict[str, Any]:
 class Pretraining(StreamRun):
     """A run of ``fastplm pretrain``."""
 
-    args: PretrainArguments
+    args: PretrainPlan
 
     title = "{args.arch}: pre-training loss"
 
@@ -198,7 +198,7 @@ def rehearse(
 
     training, stopwatch = Pretraining(args), Stopwatch(patience)
     training.settings = training.trainer_settings()
-    training.data = prepare_data(args, training.settings, None, documents)
+    training.data = prepare_data(training.args, training.settings, None, documents)
     trainer, _ = training.make_trainer(stopwatch)
     trainer.remove_callback(Progress)
     if second_stage:

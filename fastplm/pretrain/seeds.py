@@ -11,7 +11,7 @@ import torch
 from fastplm.data._folder import MANIFEST, first_process, say
 from fastplm.errors import DivergenceError
 from fastplm.pretrain.report import numbers_of
-from fastplm.pretrain.settings import PretrainArguments
+from fastplm.pretrain.settings import PretrainArguments, PretrainPlan
 from fastplm.pretrain.stream import StreamRun
 from fastplm.run.folder import RECORD, last_checkpoint, writing
 from fastplm.run.report import block, settings_of, versions
@@ -30,7 +30,7 @@ class Seeds(Run):
     """
 
     free = StreamRun.free | {"warmup"}
-    args: PretrainArguments
+    args: PretrainPlan
 
     def __init__(
         self, args: PretrainArguments, pretrain: Callable[[PretrainArguments], dict[str, Any]]
@@ -51,7 +51,7 @@ class Seeds(Run):
         # What ended before its first checkpoint begins again.
         changes = {"resume": resume, "overwrite": there and not resume}
         # Not the values that followed from the defaults, which may follow otherwise.
-        given = self.args.given | {"seeds": 1, "seed": seed, "out": out} | changes
+        given = {**self.args.given, "seeds": 1, "seed": seed, "out": out, **changes}
         return PretrainArguments(**given)
 
     def compare(self, before: dict[str, Any]) -> None:

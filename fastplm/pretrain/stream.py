@@ -60,8 +60,8 @@ class StreamRun(Run):
 
     def resumed(self, before: dict[str, Any]) -> None:
         """Check the settings of a resumed run, and take those that the run began with."""
-        if self.args.usual_warmup:
-            self.args.warmup = before["warmup"]
+        if self.args.is_default("warmup"):
+            self.args = self.args.with_warmup(before["warmup"])
 
     def trainer_settings(self, **settings: Any) -> TrainingArguments:
         """The settings of the Trainer: the usual ones, and those of the recipe."""
@@ -157,8 +157,10 @@ class StreamRun(Run):
         finally:
             timer.cancel()
         if not known:
+            self.args = self.args.with_steps(self.data.steps)
             self._check_resumed()
-            self.settings.max_steps, self.settings.warmup_steps = args.steps, args.warmup
+            steps, warmup = self.args.steps, self.args.warmup
+            self.settings.max_steps, self.settings.warmup_steps = steps, warmup
         able = args.eval_every is None or self.data.held_out is not None
         expected, fix = "nothing, as the text is too short to hold a part out", "Leave it out."
         args.check("eval_every", able, expected, fix)
@@ -201,7 +203,7 @@ class StreamRun(Run):
         apart = {"corpus", "held_out", "steps", "flops", "threads"}
         # A run of before these settings were there has had their defaults.
         later = {each.name for each in fields(args)} - before.keys()
-        apart |= {name for name in later if args.usual(name)}
+        apart |= {name for name in later if args.is_default(name)}
         check_same(args.where, {name: record[name] for name in record if name not in apart}, before)
         samples, kept = record["held_out"]["samples"], before["held_out"]["samples"]
         expected = f"{kept}, as in the run that is resumed"

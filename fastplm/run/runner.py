@@ -43,7 +43,7 @@ class Run:
     _make_room: Callable[[], None]
 
     def __init__(self, args: Any) -> None:
-        self.args, self.out = args, Path(args.out)
+        self.args, self.out = args.plan(), Path(args.out)
 
     def prepare(self) -> None:
         """Read the data."""
@@ -80,7 +80,7 @@ class Run:
         A run that fails in its settings, its data or its model has written nothing, and moved
         nothing of what the folder held.
         """
-        args = self.args
+        args = self.args = self.args.with_models()
         cache = getattr(args, "cache", None)
         folder = claimed(
             args.where,
@@ -94,18 +94,18 @@ class Run:
         with folder as self._make_room, computing(args.threads, huge_pages=self.huge_pages):
             before = self.before = read_record(args.where, self.out) if args.resume else None
             self.prepare()
-            settings = settings_of(args)
+            settings = settings_of(self.args)
             kept = {name: settings[name] for name in sorted(settings.keys() - self.free)}
             self.record = kept | self.facts()
             if before is not None:
                 self.compare(before)
                 if self.finished(before):
-                    steps = f"all {args.steps} steps of it"
+                    steps = f"all {self.args.steps} steps of it"
                     say(f"The run in {self.out} is finished, {steps}: nothing was changed.")
                     written = self.out / "metrics.json"
                     return json.loads(written.read_text("utf-8")) if first_process() else {}
             self.build()
-            check_ranks(args)
+            check_ranks(self.args)
             if first_process():
                 self._begin()
             return self.train()

@@ -29,7 +29,7 @@ from fastplm.distill.run import (
     hash_of_model,
     spread_layers,
 )
-from fastplm.distill.settings import RECIPES, DistillArguments
+from fastplm.distill.settings import METHODS, DistillArguments
 from fastplm.errors import ArgumentValueError
 from fastplm.run.flops import training_flops
 from fastplm.testing import check_in_fp64
@@ -177,7 +177,7 @@ def bert(kind: str, layers: int, width: int, seed: int, config=BertConfig, **opt
 def settings(recipe: str, **options) -> DistillArguments:
     needed = {"translation": ["x"]} if recipe == "multilingual" else {}
     needed |= {"teacher": "t", "corpus": ["c"], "steps": 2, "out": "o"}
-    return DistillArguments(recipe=recipe, **{**needed, **options})
+    return DistillArguments(recipe=recipe, **{**needed, **options}).plan()
 
 
 def batch_of(mask: torch.Tensor, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -687,7 +687,7 @@ def vars_of(words: list[str]) -> dict:
 @pytest.mark.parametrize(
     "recipe",
     ["distilbert", "multilingual"]
-    + [pytest.param(name, marks=pytest.mark.slow) for name in RECIPES],
+    + [pytest.param(name, marks=pytest.mark.slow) for name in METHODS],
 )
 def test_accumulated_batches_are_one_large_batch(
     recipe, distilled, bert, electra, parallel, in_two_processes, tmp_path, request

@@ -219,7 +219,7 @@ def arguments(checkpoint, files, tmp_path):
             "steps": 3,
             **options,
         }
-        return FinetuneArguments(task=task, **settings)
+        return FinetuneArguments(task=task, **settings).plan()
 
     return build
 
@@ -345,7 +345,7 @@ def writing(writers, tmp_path):
         settings |= {"data": writers / "pairs.tsv", "out": tmp_path / name, "task": "seq2seq"}
         settings |= {"max_length": 32, "max_target_length": 24, "learning_rate": 3e-3, "steps": 4}
         settings |= {"batch_size": 16, "log_every": 1, "beams": 2}
-        return FinetuneArguments(**settings | changes)
+        return FinetuneArguments(**settings | changes).plan()
 
     return build
 

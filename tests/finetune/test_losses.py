@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import transformers
@@ -45,7 +43,7 @@ def test_the_loss_of_the_language_model_is_added(name, arguments):
     batch = task.collator()([dict(feature) for feature in features[:5]])
     model = build_model(task, 0).double().eval()
     both = task.outputs(model, **batch)["loss"]
-    alone = task.with_settings(replace(args, lm_weight=0.0)).outputs(model, **batch)["loss"]
+    alone = task.with_settings(lm_weight=0.0).outputs(model, **batch)["loss"]
     language = transformers.GPT2LMHeadModel(model.config).double().eval()
     language.transformer.load_state_dict(model.base_model.state_dict())
     language.tie_weights()

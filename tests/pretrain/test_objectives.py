@@ -72,7 +72,7 @@ def short_run(run):
     ],
 )
 def test_defaults(arch, objective, unit):
-    args = module.PretrainArguments(arch, ["-"], 9, "out")
+    args = module.PretrainArguments(arch, ["-"], 9, "out").plan()
     assert (args.objective, args.unit) == (objective, unit)
 
 
@@ -147,7 +147,7 @@ def test_run(short_run, tmp_path, arch, options, kind):
 
 def check_held_out_loss(metrics, token_loss, kind):
     """Checks that the loss is that of Transformers' class on all held-out samples, and fell."""
-    args = module.PretrainArguments(**metrics["arguments"])
+    args = module.PretrainArguments(**metrics["arguments"]).plan()
     path = metrics["models"]["model"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     store = tokenize(pretrain_data.open_corpus(args.corpus), tokenizer, args.cache)
@@ -178,7 +178,7 @@ def test_held_out_loss_by_the_definition(short_run, tmp_path):
     first."""
     metrics = short_run(tmp_path / "out", "gpt2-tiny", steps=2)
     settings = dict(metrics["arguments"])
-    args = module.PretrainArguments(**settings)
+    args = module.PretrainArguments(**settings).plan()
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
     store = tokenize(pretrain_data.open_corpus(args.corpus), tokenizer, args.cache)
@@ -239,7 +239,7 @@ def test_enough_text_is_what_gives_a_sample(family, name, word_tokenizer, tmp_pa
     special = {f"{role}_token": f"<{role}>" for role in ("pad", "mask", "cls", "sep", "bos", "eos")}
     tokenizer = word_tokenizer(["<unk>", *special.values(), "<extra_id_0>", "a"], **special)
     arch = next(arch for arch in PRESETS if PRESETS[arch].family == family)
-    args = module.PretrainArguments(arch, ["-"], 9, tmp_path, block_size=9, objective=name)
+    args = module.PretrainArguments(arch, ["-"], 9, tmp_path, block_size=9, objective=name).plan()
     answers = set()
     # The documents have so many tokens each.
     for sizes in ([1], [5], [6], [7], [8], [9], [10], [30], [1] * 30, [2] + [1] * 20, [3] * 9):
@@ -258,7 +258,7 @@ def test_enough_text_is_what_gives_a_sample(family, name, word_tokenizer, tmp_pa
 def test_blocks_of_spans_fill_the_encoder_whatever_the_sentinels(
     words, corpus, tmp_path, sentinels, block_size
 ):
-    args = module.PretrainArguments("t5-tiny", [corpus], 1, tmp_path, block_size=block_size)
+    args = module.PretrainArguments("t5-tiny", [corpus], 1, tmp_path, block_size=block_size).plan()
     tokenizer = words(sentinels)
     store = tokenize(pretrain_data.open_corpus(args.corpus), tokenizer, tmp_path)
     dataset = pretrain_data.make_dataset(args, store, tokenizer)
@@ -319,7 +319,7 @@ def test_each_noise_alone(short_run, corpus, tmp_path, word_tokenizer, noise):
     tokenizer = word_tokenizer(["<unk>", *special.values(), *words], **special)
     args = module.PretrainArguments(
         "bart-tiny", [corpus], 9, tmp_path, block_size=64, noise=[noise], cache=tmp_path
-    )
+    ).plan()
     store = tokenize(pretrain_data.open_corpus(args.corpus), tokenizer, tmp_path)
     dataset = pretrain_data.make_dataset(args, store, tokenizer)
     collator = pretrain_data.make_collator(args, tokenizer)
@@ -372,7 +372,9 @@ def test_static_masks_come_again(corpus, tmp_path, word_tokenizer, copies):
 
     def masks(epochs, **options):
         """The corrupted text of each block in each epoch, by the original text."""
-        args = module.PretrainArguments("bert-tiny", [corpus], 9, tmp_path, **settings, **options)
+        args = module.PretrainArguments(
+            "bert-tiny", [corpus], 9, tmp_path, **settings, **options
+        ).plan()
         store = tokenize(pretrain_data.open_corpus(args.corpus), tokenizer, tmp_path)
         size = len(pretrain_data.make_dataset(args, store, tokenizer))
         dataset = pretrain_data.make_dataset(args, store, tokenizer, length=epochs * size)
@@ -429,7 +431,7 @@ def learned(request, corpus, tmp_path_factory, all_tokens):
     settings = {"block_size": 64, "objective": objective, "cache": out}
     if objective in MASKED:
         settings["unit"] = "token"
-    args = module.PretrainArguments(arch, [corpus], 9, out, **settings)
+    args = module.PretrainArguments(arch, [corpus], 9, out, **settings).plan()
     store = tokenize(pretrain_data.open_corpus(args.corpus), all_tokens, out)
     dataset = pretrain_data.make_dataset(args, store, all_tokens)
     full = [dataset[i] for i in range(6)]
@@ -535,7 +537,7 @@ def test_a_run_that_tells_the_rows_is_the_same(short_run, tmp_path, monkeypatch,
 @pytest.mark.parametrize("no_graphs", [False, True])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_gpu_gets_batches_with_rows_and_graphs(monkeypatch, tmp_path, device, no_graphs):
-    args = module.PretrainArguments("bert-tiny", ["a.txt"], 9, tmp_path, no_graphs=no_graphs)
+    args = module.PretrainArguments("bert-tiny", ["a.txt"], 9, tmp_path, no_graphs=no_graphs).plan()
     training, asked = module.Pretraining(args), []
     training.settings = SimpleNamespace(device=torch.device(device))
     training.data = SimpleNamespace(tokenizer=None)

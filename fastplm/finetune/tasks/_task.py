@@ -115,10 +115,10 @@ class Task:
         self.limit = max_length
         self.prepare()
 
-    def with_settings(self, args: FinetuneArguments) -> Task:
+    def with_settings(self, **changes: Any) -> Task:
         """The same examples and features under other settings."""
         other = copy.copy(self)
-        other.args = args
+        other.args = self.args.changed(**changes)
         return other
 
     # --- the examples -----------------------------------------------------------------------------

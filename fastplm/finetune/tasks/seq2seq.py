@@ -78,8 +78,7 @@ class Seq2Seq(Task):
             fix = "pip install sacrebleu rouge-score"
             args.check("task", there, expected, fix, got, DataError)
         most = most_positions(self._decoder_config()) or args.max_target_length
-        usual = "max_target_length" not in args.given
-        fits = usual or args.max_target_length <= most
+        fits = args.is_default("max_target_length") or args.max_target_length <= most
         args.check("max_target_length", fits, f"{most}, the decoder's positions", "Lower it.")
         self.target_length = min(args.max_target_length, most)
         self.target_tokenizer = self._target_tokenizer()

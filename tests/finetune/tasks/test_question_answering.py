@@ -257,7 +257,7 @@ def test_questions_without_an_answer(arguments, tmp_path):
     assert examples[0].target[0][1] in predictions[0][0]
     assert [found[0] for found in predictions[1:]] == [""] * 3
     assert predictions[1] == ["", words[1]]
-    task = task.with_settings(replace(task.args, null_threshold=3.0))
+    task = task.with_settings(null_threshold=3.0)
     scores, _ = task.score(examples, notes, logits)
     assert scores["has_answer_f1"] == 1 and scores["null_threshold"] == 3
     assert scores["no_answer_f1"] == 0.5

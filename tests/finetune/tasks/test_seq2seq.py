@@ -73,7 +73,7 @@ def test_a_model_that_does_not_read_its_source_is_named(writing, capsys):
     said = task.warnings({"source": {"loss": 2.0, "loss_with_another": 2.1, "gain": 0.1}})
     assert len(said) == 1 and "the model hardly reads its source" in said[0]
     assert said[0].endswith(" T5 learns it with --optimizer adafactor.")
-    other = task.with_settings(writing("t5", optimizer="adafactor"))
+    other = task.with_settings(optimizer="adafactor")
     (said,) = other.warnings({"source": {"loss": 2.0, "loss_with_another": 2.1, "gain": 0.1}})
     assert "adafactor" not in said
     reads = {"source": {"loss": 2.0, "loss_with_another": 2.2, "gain": 0.2}}
