@@ -69,8 +69,9 @@ def _divided(
 
 def _check_other_files(args: FinetuneArguments) -> None:
     """Check that a model is not judged by what it was trained on."""
-    targets = [("eval_targets", path, "targets") for path in args.eval_targets or ()]
-    for name, path, other in (("eval_data", args.eval_data, "data"), *targets):
+    pairs = [("eval_data", args.eval_data, "data")]
+    pairs += [("eval_targets", path, "targets") for path in args.eval_targets or ()]
+    for name, path, other in pairs:
         trained_on = getattr(args, other)
         try:
             same = None not in (path, trained_on) and os.path.samefile(str(path), trained_on)

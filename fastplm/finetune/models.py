@@ -9,12 +9,17 @@ from typing import Any
 import torch
 import transformers
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, set_seed
 
 import fastplm.models
 from fastplm.data import load_tokenizer
 from fastplm.data.tokenizer import for_words
 from fastplm.errors import DataError
+from fastplm.finetune.features import (
+    FeaturesConfig,
+    FeaturesForSequenceClassification,
+    FeaturesForTokenClassification,
+)
 from fastplm.finetune.frozen import Frozen
 from fastplm.finetune.layers import check_layers
 from fastplm.finetune.settings import ENCODERS, FinetuneArguments
@@ -81,15 +86,12 @@ def _reads_left_to_right(config: Any) -> bool:
 
 def read_tokenizer(args: FinetuneArguments) -> Any:
     """The tokenizer of the checkpoint, which can pad and keeps two texts apart."""
-    from transformers import AutoTokenizer
-
     tokenizer: Any = load_tokenizer(args.checkpoint, needs=())
     inputs = task_class(args.task).inputs
     if inputs == "words" and hasattr(tokenizer, "add_prefix_space"):
         # A class that is saved keeps this, and not what ``for_words`` does to others.
-        tokenizer = AutoTokenizer.from_pretrained(
-            args.model, add_prefix_space=True, local_files_only=True
-        )
+        options = {"add_prefix_space": True, "local_files_only": True}
+        tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, **options)
 
     def check(able: bool, expected: str, fix: str, got: str) -> None:
         got = f"{args.checkpoint}, whose tokenizer {got}"
@@ -149,34 +151,31 @@ def longest(args: FinetuneArguments, config: Any, tokenizer: Any) -> int:
 
 def build_model(task: Task, seed: int) -> PreTrainedModel:
     """The model of a task, its head new: that of Transformers, or ours with the same weights."""
-    from transformers import set_seed
-
     args = task.args
     set_seed(seed)
     model = task.new_model()
     if model is not None:
         return model
-    pooling = args.pooling
-    own = args.features != "last" or args.head != "linear" or pooling not in (None, "cls")
+    own = args.features != "last" or args.head != "linear" or args.pooling not in (None, "cls")
     config = read_config(args, **({} if own else task.config))
     set_dropout(config, args.dropout)
     if config.pad_token_id is None:
         config.pad_token_id = task.tokenizer.pad_token_id
     set_seed(seed)
-    plain, new = _plain(args, "AutoModel" if own else task.auto, config)
+    plain, new_pooler = _plain(args, "AutoModel" if own else task.auto, config)
     _make_room(task, plain)
     if own:
-        model = _with_features(task, plain, seed, pooling or "mean")
+        model = _with_features(task, plain, seed)
     else:
         model = task.adapted(plain if args.library == "transformers" else _ours(args, plain))
     if args.freeze:
-        layers, kept = 4 if args.features == "last-four" else 0, task.dataset.kept
-        model.frozen = Frozen(model, kept, new_pooler="pooler" in new, layers=layers)
+        layers = 4 if args.features == "last-four" else 0
+        model.frozen = Frozen(model, task.dataset.kept, new_pooler=new_pooler, layers=layers)
     return model
 
 
-def _plain(args: FinetuneArguments, auto: str, config: Any) -> tuple[Any, set[str]]:
-    """A model of Transformers, and the parts of its backbone that are new."""
+def _plain(args: FinetuneArguments, auto: str, config: Any) -> tuple[Any, bool]:
+    """A model of Transformers, and whether the checkpoint has no weights of its pooler."""
     assert args.model is not None
     kind: Any = getattr(transformers, auto)
     expected = f"a checkpoint of a model with a head for {args.task}"
@@ -184,7 +183,7 @@ def _plain(args: FinetuneArguments, auto: str, config: Any) -> tuple[Any, set[st
         make = kind.from_config if hasattr(kind, "from_config") else kind._from_config
         expected = f"the configuration of a model with a head for {args.task}"
         load = functools.partial(make, config)
-        return loaded("finetune", "model", args.model, expected, load).float(), set()
+        return loaded("finetune", "model", args.model, expected, load).float(), False
     options = {"config": config, "dtype": torch.float32, "ignore_mismatched_sizes": True}
 
     def is_new(model: Any, name: str) -> bool:
@@ -195,27 +194,18 @@ def _plain(args: FinetuneArguments, auto: str, config: Any) -> tuple[Any, set[st
         return "pooler." in name or not name.startswith(backbone)
 
     plain, missing = weights_at("finetune", "model", args.model, expected, kind, is_new, **options)
-    missing = [name for name in missing if "pooler." in name]
-    return plain, {"pooler"} if missing else set()
+    return plain, any("pooler." in name for name in missing)
 
 
-def _with_features(task: Task, plain: Any, seed: int, pooling: str) -> Any:
+def _with_features(task: Task, plain: Any, seed: int) -> Any:
     """An encoder with one of the heads that Transformers does not have."""
-    from transformers import set_seed
-
-    from fastplm.finetune.features import (
-        FeaturesConfig,
-        FeaturesForSequenceClassification,
-        FeaturesForTokenClassification,
-    )
-
     args = task.args
     weights = {name: value.clone() for name, value in plain.state_dict().items()}
     config = FeaturesConfig(
         encoder=plain.config.to_dict(),
         features=args.features,
         head=args.head,
-        pooling=pooling,
+        pooling=args.pooling or "mean",
         **task.config,
         **({} if args.dropout is None else {"dropout": args.dropout}),
     )

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fastplm.data.examples import Example
 from fastplm.finetune.metrics import pearson, ranks
-from fastplm.finetune.tasks._sequence import SequenceTask, score_of
 from fastplm.finetune.tasks._task import Logits, Scored, data_error
+from fastplm.finetune.tasks.classification import SequenceTask, score_of
 
 
 class Regression(SequenceTask):
