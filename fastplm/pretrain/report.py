@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,46 +30,48 @@ def numbers_of(held_out: Mapping[str, Any], start: str = "") -> dict[str, float]
 
 
 def plot_losses(
-    path: Path, title: str, history: Curve, held_out: Curve, token_loss: str | None
+    path: Path,
+    title: str,
+    history: Curve,
+    held_out: Curve,
+    token_loss: str | None,
+    beside: Sequence[str] = (),
 ) -> bool:
     """One panel for the loss, or one for each part where it has parts; held-out text as points.
 
-    The ``token_loss`` of held-out text is beside the whole loss if that has no parts. Beside losses
-    of masked or next tokens are those of a unigram and a bigram. Returns whether the picture was
-    drawn.
+    The ``token_loss`` of held-out text is beside the whole loss if that has no parts; and beside
+    it are the losses ``beside``, such as those of a unigram and a bigram. Returns whether the
+    picture was drawn.
     """
-    if drawn(path, lambda: _draw_losses(path, title, history, held_out, token_loss)):
+
+    def draw() -> None:
+        from matplotlib.figure import Figure
+
+        names = sorted({name for entry in history for name in entry if name.endswith("_loss")})
+        names = names or ["loss"]
+        figure = Figure(figsize=(5.5 * len(names), 4), layout="constrained")
+        axes = figure.subplots(1, len(names), squeeze=False)
+        for name, axis in zip(names, axes[0], strict=True):
+            same = token_loss if name == "loss" else name
+            axis.plot(*_points(history, name), label="training")
+            if held_out and same in held_out[-1]:
+                axis.plot(*_points(held_out, same), "o-", label="held out")
+                losses = beside if same == token_loss else ()
+                for each, style in zip(losses, (":", "--"), strict=False):
+                    label = f"held out, {each.removesuffix('_loss')}"
+                    axis.axhline(held_out[-1][each], color="grey", linestyle=style, label=label)
+                axis.legend()
+            axis.set_title(name.replace("_", " "))
+            axis.set_xlabel("step")
+            axis.grid(alpha=0.3)
+        axes[0][0].set_ylabel("nats")
+        figure.suptitle(title)
+        figure.savefig(path, dpi=120)
+
+    if drawn(path, draw):
         return True
     path.unlink(missing_ok=True)
     return False
-
-
-def _draw_losses(
-    path: Path, title: str, history: Curve, held_out: Curve, token_loss: str | None
-) -> None:
-    from matplotlib.figure import Figure
-
-    names = sorted({name for entry in history for name in entry if name.endswith("_loss")})
-    names = names or ["loss"]
-    figure = Figure(figsize=(5.5 * len(names), 4), layout="constrained")
-    axes = figure.subplots(1, len(names), squeeze=False)
-    for name, axis in zip(names, axes[0], strict=True):
-        same = token_loss if name == "loss" else name
-        axis.plot(*_points(history, name), label="training")
-        if held_out and same in held_out[-1]:
-            axis.plot(*_points(held_out, same), "o-", label="held out")
-            counted = ("unigram_loss", "bigram_loss") if same in ("mlm_loss", "clm_loss") else ()
-            for each, style in zip(counted, (":", "--"), strict=False):
-                if each in held_out[-1]:
-                    label = f"held out, {each.removesuffix('_loss')}"
-                    axis.axhline(held_out[-1][each], color="grey", linestyle=style, label=label)
-            axis.legend()
-        axis.set_title(name.replace("_", " "))
-        axis.set_xlabel("step")
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("nats")
-    figure.suptitle(title)
-    figure.savefig(path, dpi=120)
 
 
 def _points(entries: Curve, name: str) -> tuple[list[float], list[float]]:

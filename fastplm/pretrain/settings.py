@@ -15,16 +15,14 @@ from fastplm.models import (
     ELECTRA_SECOND_STAGES,
     ELECTRA_SHARINGS,
 )
+from fastplm.pretrain.objectives import MASKING, NAMES, NOISES, learned_as, names_of
 from fastplm.pretrain.presets import (
     FAMILIES,
-    MASKED,
-    NOISES,
-    OBJECTIVES,
     OPTIMIZERS,
     PRESETS,
-    Family,
     Peak,
     Preset,
+    learned_by,
     preset,
     usual_peak,
 )
@@ -57,9 +55,7 @@ _PART = Number(float, 0, 1, "a number from 0 to 1")
 _SOME = Number(float, math.nextafter(0, 1), 1, "a number above 0, 1 at most")
 
 
-_USUAL_OBJECTIVES = ", ".join(
-    f"{name} {next(iter(family.classes))}" for name, family in FAMILIES.items()
-)
+_USUAL_OBJECTIVES = ", ".join(f"{name} {family.objective}" for name, family in FAMILIES.items())
 _USUAL_VOCABULARIES = ", ".join(f"{name} {family.vocab_size}" for name, family in FAMILIES.items())
 _OWN = ", ".join(name for name, chosen in PRESETS.items() if not chosen.source)
 
@@ -206,7 +202,7 @@ class PretrainArguments(budget.BudgetSettings):
     objective: str | None = setting(
         f"what the model learns (default: that of the architecture: {_USUAL_OBJECTIVES})",
         None,
-        choices=OBJECTIVES,
+        choices=NAMES,
         excludes="objective",
     )
     unit: str | None = setting(
@@ -355,7 +351,7 @@ class PretrainArguments(budget.BudgetSettings):
         apart("start_from", "tokenizer", "no tokenizer beside it, as the checkpoint has its own"),
         apart("start_from", "vocab_size", "no vocab_size beside it, as the checkpoint has its own"),
         *(
-            needs(name, "objective", MASKED, f"no {name}, as this objective does not mask tokens")
+            needs(name, "objective", MASKING, f"no {name}, as this objective does not mask tokens")
             for name in ("unit", "mlm_probability", "mask_replace_prob", "random_replace_prob")
         ),
         Rule(
@@ -367,13 +363,13 @@ class PretrainArguments(budget.BudgetSettings):
         needs(
             "separators",
             "objective",
-            ("mlm", "rtd"),
+            names_of("has_separators"),
             "mlm or rtd, whose blocks may be of several documents",
         ),
         needs(
             "short_block_size",
             "objective",
-            ("mlm", "mlm+nsp", "mlm+sop", "rtd", "clm"),
+            names_of("has_short_blocks"),
             "mlm with or without nsp or sop, rtd or clm",
         ),
         Rule(
@@ -468,7 +464,7 @@ class PretrainArguments(budget.BudgetSettings):
         needs(
             "static_masks",
             "objective",
-            ("mlm",),
+            names_of("has_static_masks"),
             "no --static-masks, or --objective mlm, whose blocks are the same in every epoch",
         ),
         Rule(
@@ -501,9 +497,9 @@ class PretrainArguments(budget.BudgetSettings):
         if self.start_from is None:
             self.vocab_size = self.vocab_size or family.vocab_size
         self.optimizer = self.optimizer or chosen.optimizer
-        self.objective = self.objective or next(iter(family.classes))
-        self._check_families(family)
-        if self.unit is None and self.objective in MASKED:
+        self.objective = self.objective or family.objective
+        self._check_families()
+        if self.unit is None and self.objective in MASKING:
             self.unit = family.unit
         self.noise = None if self.noise is None else sorted(set(self.noise))
         self.dropout = chosen.dropout if self.dropout is None else self.dropout
@@ -520,11 +516,11 @@ class PretrainArguments(budget.BudgetSettings):
             self.peak = usual_peak(chosen, self.optimizer)
             self.lr = self.peak.scaled(self.samples_a_step)
 
-    def _check_families(self, family: Family) -> None:
+    def _check_families(self) -> None:
         """Check that the architecture can learn the objective, and that each setting is for it."""
-        able = self.objective in family.classes
+        able = self.objective in (learned := learned_by(self.preset.family))
         fix = "Leave the option out, or choose another architecture."
-        expected = f"{' or '.join(family.classes)}, what {self.arch} can learn"
+        expected = f"{' or '.join(learned)}, what {self.arch} can learn"
         self.check("objective", able, expected, fix, f"{self.objective} with {self.arch}")
         for each in fields(self):
             of, value = each.metadata["of"], getattr(self, each.name)
@@ -593,12 +589,10 @@ class PretrainArguments(budget.BudgetSettings):
     @property
     def mask_shares(self) -> tuple[float, float, float]:
         """The share of the tokens that is chosen; of these, the masked and the random ones."""
-        masked = self.mask_replace_prob
-        if masked is None:
-            masked = 1.0 if self.objective == "rtd" else 0.8
-        random = self.random_replace_prob
-        if random is None:
-            random = 0.0 if self.objective == "rtd" else min(0.1, 1 - masked)
+        shares = learned_as(str(self.objective), self.preset.family).shares or (0.8, 0.1)
+        masked, random = self.mask_replace_prob, self.random_replace_prob
+        masked = shares[0] if masked is None else masked
+        random = min(shares[1], 1 - masked) if random is None else random
         return self.preset.mlm_probability, masked, random
 
     @property

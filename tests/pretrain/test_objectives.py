@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import functools
 import itertools
 import json
-import shutil
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,42 +15,31 @@ import transformers
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from fastplm.data import TokenStore, tokenize
+from fastplm.data import tokenize
 from fastplm.errors import TooLittleTextError
 from fastplm.graphs import GraphedStep
 from fastplm.models._ragged import RaggedBatch
+from fastplm.pretrain import announce, stream
 from fastplm.pretrain import data as pretrain_data
 from fastplm.pretrain import run as module
-from fastplm.pretrain import stream
 from fastplm.pretrain.evaluate import evaluate
 from fastplm.pretrain.objectives import (
-    FAMILIES,
+    MASKING,
+    NAMES,
+    NOISES,
     OBJECTIVES,
-    DocumentBlocks,
     MaskedTokens,
+    Objective,
+    learned_as,
     objective_of,
 )
-from fastplm.pretrain.presets import MASKED, NOISES, PRESETS
+from fastplm.pretrain.presets import FAMILIES, PRESETS, learned_by
 from fastplm.pretrain.trainer import PretrainingTrainer
 from fastplm.run.losses import PAIR_LABELS
 from fastplm.testing import FORWARD_FACTOR, GRADIENT_FACTOR, check_error, rerounded
 
 from ..recorder import record_graphs
-
-#: Sizes that leave some tokens to learn beside bytes, or beside letters and a hundred sentinels.
-VOCABULARIES = {"wordpiece": 120, "bytelevel": 300, "unigram": 200}
-
-
-@pytest.fixture(scope="session")
-def short_run(run):
-    """A run of a family's tiny model, with its kind of vocabulary."""
-
-    def short_run(out, arch, **options):
-        kind = FAMILIES[PRESETS[arch].family].tokenizer
-        return run(out, arch=arch, **{"vocab_size": VOCABULARIES[kind], **options})
-
-    return short_run
-
+from .conftest import with_ends
 
 # --- which architecture learns what ---------------------------------------------------------------
 
@@ -78,10 +64,9 @@ def test_defaults(arch, objective, unit):
 
 def test_every_preset_and_objective_is_reached():
     assert {preset.family for preset in PRESETS.values()} == set(FAMILIES)
-    learned = {objective for family in FAMILIES.values() for objective in family.classes}
-    assert learned == set(OBJECTIVES)
-    masked = {name for name, kind in OBJECTIVES.items() if issubclass(kind, MaskedTokens)}
-    assert masked == set(MASKED)
+    learned = {name for family in FAMILIES for name in learned_by(family)}
+    assert learned == set(NAMES) == {kind.name for kind in OBJECTIVES}
+    assert {kind.name for kind in OBJECTIVES if issubclass(kind, MaskedTokens)} == set(MASKING)
 
 
 # --- runs -----------------------------------------------------------------------------------------
@@ -123,7 +108,7 @@ def test_run(short_run, tmp_path, arch, options, kind):
     assert all(entry["tokens_per_second"] > 0 for entry in history)
     recorded = json.loads((out / "run.json").read_text())
     assert recorded["objective"] == metrics["arguments"]["objective"]
-    objective = OBJECTIVES[recorded["objective"]]
+    objective = learned_as(recorded["objective"], PRESETS[arch].family)
     held_out = metrics["held_out"]
     check_held_out_loss(metrics, objective.token_loss, kind)
     pair = {"mlm+sop": "sentence_order", "mlm+nsp": "next_sentence"}.get(recorded["objective"])
@@ -151,8 +136,9 @@ def check_held_out_loss(metrics, token_loss, kind):
     path = metrics["models"]["model"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     store = tokenize(pretrain_data.open_corpus(args.corpus), tokenizer, args.cache)
-    _, dataset = pretrain_data.hold_out(args, store, tokenizer)
-    collator = pretrain_data.held_out_collator(args, tokenizer)
+    objective = objective_of(args, tokenizer)
+    _, dataset, _ = pretrain_data.hold_out(objective, store)
+    collator = objective.eval_collator()
     batch = collator([dataset[i] for i in range(len(dataset))])
     batch = {k: v for k, v in batch.items() if k not in ("sample_index", "masked_positions")}
     plain = getattr(transformers, kind)
@@ -194,61 +180,23 @@ def test_held_out_loss_by_the_definition(short_run, tmp_path):
     check_error("clm_loss", loss, expected, bases, FORWARD_FACTOR)
 
 
-def with_ends(store, eos_token_id):
-    """All documents of a store, each followed by its end."""
-    ids = []
-    for first, last in zip(store.documents[:-1], store.documents[1:], strict=True):
-        ids += store.tokens[store.sentences[first] : store.sentences[last]].tolist()
-        ids.append(eos_token_id)
-    return ids
-
-
-@pytest.fixture(scope="module")
-def words(corpus, word_tokenizer):
-    """A tokenizer of the corpus' words with so many sentinels."""
-    found = sorted(set(corpus.read_text().replace(".", " . ").split()))
-
-    def words(sentinels):
-        special = ["<unk>", "<pad>", "</s>", *(f"<extra_id_{i}>" for i in range(sentinels))]
-        return word_tokenizer(special + found, pad_token="<pad>", eos_token="</s>")
-
-    return words
-
-
-@pytest.mark.parametrize("block_size", [1, 2, 7, 64])
-def test_blocks_with_the_ends_of_documents(words, tmp_path, block_size):
-    """Documents of one token, of several sentences, or longer than a block; whole and split."""
-    text = ["The", "river", "The house. The river. The train.", "house", "The train. " * 100, "The"]
-    tokenizer = words(1)
-    store = tokenize(text, tokenizer, tmp_path)
-    for part in (store, *store.split(0.3)):
-        expected = with_ends(part, 2)
-        blocks = DocumentBlocks(part, block_size, tokenizer.eos_token_id)
-        ids = [block["input_ids"].tolist() for block in (blocks[i] for i in range(len(blocks)))]
-        assert len(ids) == len(expected) // block_size
-        assert sum(ids, []) == expected[: len(ids) * block_size]
-        assert blocks[len(ids) - 1]["input_ids"].tolist() == ids[-1]
-    with pytest.raises(IndexError):
-        blocks[len(blocks)]
-
-
 @pytest.mark.parametrize(
-    ("family", "name"), [(family, name) for family in FAMILIES for name in FAMILIES[family].classes]
+    ("family", "name"), [(family, name) for family in FAMILIES for name in learned_by(family)]
 )
 def test_enough_text_is_what_gives_a_sample(family, name, word_tokenizer, tmp_path):
     special = {f"{role}_token": f"<{role}>" for role in ("pad", "mask", "cls", "sep", "bos", "eos")}
     tokenizer = word_tokenizer(["<unk>", *special.values(), "<extra_id_0>", "a"], **special)
     arch = next(arch for arch in PRESETS if PRESETS[arch].family == family)
-    args = module.PretrainArguments(arch, ["-"], 9, tmp_path, block_size=9, objective=name)
-    answers = set()
+    args = module.PretrainArguments(arch, ["-"], 9, tmp_path, block_size=9, objective=name).plan()
+    objective, answers = objective_of(args, tokenizer), set()
     # The documents have so many tokens each.
     for sizes in ([1], [5], [6], [7], [8], [9], [10], [30], [1] * 30, [2] + [1] * 20, [3] * 9):
         store = tokenize(["a " * size for size in sizes], tokenizer, tmp_path)
         try:
-            gives_one = len(pretrain_data.make_dataset(args, store, tokenizer)) > 0
+            gives_one = len(objective.dataset(store)) > 0
         except TooLittleTextError:
             gives_one = False
-        assert (objective_of(args)(args, tokenizer).lacks(store) == "") == gives_one, sizes
+        assert (objective.lacks(store) == "") == gives_one, sizes
         answers.add(gives_one)
     assert answers == {True, False}
 
@@ -261,55 +209,10 @@ def test_blocks_of_spans_fill_the_encoder_whatever_the_sentinels(
     args = module.PretrainArguments("t5-tiny", [corpus], 1, tmp_path, block_size=block_size)
     tokenizer = words(sentinels)
     store = tokenize(pretrain_data.open_corpus(args.corpus), tokenizer, tmp_path)
-    dataset = pretrain_data.make_dataset(args, store, tokenizer)
-    batch = pretrain_data.make_collator(args, tokenizer)([dataset[0], dataset[1]])
+    objective = objective_of(args, tokenizer)
+    dataset = objective.dataset(store)
+    batch = objective.collator()([dataset[0], dataset[1]])
     assert batch["input_ids"].shape == (2, block_size) and batch["attention_mask"].all()
-
-
-def test_all_of_the_data_is_prepared_by_the_first_process_alone(run, tmp_path, monkeypatch):
-    """The data of the evaluation, too, is prepared before the training."""
-    inside, prepared = False, []
-
-    @contextlib.contextmanager
-    def first(self, *args, **kwargs):
-        nonlocal inside
-        inside = True
-        yield
-        inside = False
-
-    derive = TokenStore._derive
-
-    def recorded(self, name, build):
-        prepared.append((name.split("-")[0], inside))
-        return derive(self, name, build)
-
-    monkeypatch.setattr(transformers.TrainingArguments, "main_process_first", first)
-    monkeypatch.setattr(TokenStore, "_derive", recorded)
-    assert "held_out" in run(tmp_path / "out", steps=1)
-    assert ("chunks", True) in prepared and all(in_context for _, in_context in prepared)
-
-
-def test_a_tail_that_gives_no_samples_is_not_held_out(run, corpus, tmp_path):
-    """Documents of one token give no pairs, which must not be an error after the training."""
-    path = tmp_path / "corpus.txt"
-    stories = corpus.read_text().split("\n\n")[:100]
-    path.write_text("\n\n".join(stories + ["a"] * 600))
-    metrics = run(tmp_path / "out", arch="albert-tiny", corpus=path, steps=1)
-    assert "held_out" not in metrics
-
-
-@pytest.mark.parametrize("operator", ["mask_tokens", "corrupt_spans", "bart_noise"])
-def test_a_gpu_without_cuda_code_leaves_the_noise_to_the_workers(monkeypatch, operator):
-    """The reference would run in loops over tokens on the GPU."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    missing = {"CPU": None, "CUDA": None}
-    monkeypatch.setattr(stream._extension, "lacks", lambda op, key: missing[key])
-    assert stream.corrupts_on_device(operator)
-    missing["CUDA"] = "the CUDA code was not built"
-    assert not stream.corrupts_on_device(operator)
-    assert stream.corrupts_on_device(None)  # there is no noise to make
-    kinds = {kind.collator_class.op for kind in OBJECTIVES.values()}
-    assert kinds == {"mask_tokens", "corrupt_spans", "bart_noise", None}
 
 
 @pytest.mark.parametrize("noise", NOISES)
@@ -321,8 +224,8 @@ def test_each_noise_alone(short_run, corpus, tmp_path, word_tokenizer, noise):
         "bart-tiny", [corpus], 9, tmp_path, block_size=64, noise=[noise], cache=tmp_path
     )
     store = tokenize(pretrain_data.open_corpus(args.corpus), tokenizer, tmp_path)
-    dataset = pretrain_data.make_dataset(args, store, tokenizer)
-    collator = pretrain_data.make_collator(args, tokenizer)
+    objective = objective_of(args, tokenizer)
+    dataset, collator = objective.dataset(store), objective.collator()
     assert collator.random_replace_prob == 0.1
     collator.random_replace_prob = 0.0
     batch = collator([dataset[i] for i in range(64)])
@@ -374,9 +277,9 @@ def test_static_masks_come_again(corpus, tmp_path, word_tokenizer, copies):
         """The corrupted text of each block in each epoch, by the original text."""
         args = module.PretrainArguments("bert-tiny", [corpus], 9, tmp_path, **settings, **options)
         store = tokenize(pretrain_data.open_corpus(args.corpus), tokenizer, tmp_path)
-        size = len(pretrain_data.make_dataset(args, store, tokenizer))
-        dataset = pretrain_data.make_dataset(args, store, tokenizer, length=epochs * size)
-        collator = pretrain_data.make_collator(args, tokenizer)
+        objective = objective_of(args, tokenizer)
+        size = len(objective.dataset(store))
+        dataset, collator = objective.dataset(store, epochs * size), objective.collator()
         found = {}
         for epoch in range(epochs):
             samples = [dataset[epoch * size + i] for i in range(size)]
@@ -399,8 +302,8 @@ def test_static_masks_come_again(corpus, tmp_path, word_tokenizer, copies):
 #: What a run can learn: one architecture for each family, and each of its objectives.
 LEARNED = [
     (next(name for name in PRESETS if name.startswith(f"{family}-") and "tiny" in name), objective)
-    for family, kinds in FAMILIES.items()
-    for objective in kinds.classes
+    for family in FAMILIES
+    for objective in learned_by(family)
 ]
 #: One for each collator and each mixin of a head; the others are slow.
 ONE_EACH = {("bert-tiny", "mlm+nsp"), ("electra-tiny", "rtd"), ("gpt2-tiny", "clm")}
@@ -427,11 +330,11 @@ def learned(request, corpus, tmp_path_factory, all_tokens):
     arch, objective = request.param
     out = tmp_path_factory.mktemp("learned")
     settings = {"block_size": 64, "objective": objective, "cache": out}
-    if objective in MASKED:
+    if objective in MASKING:
         settings["unit"] = "token"
     args = module.PretrainArguments(arch, [corpus], 9, out, **settings)
     store = tokenize(pretrain_data.open_corpus(args.corpus), all_tokens, out)
-    dataset = pretrain_data.make_dataset(args, store, all_tokens)
+    dataset = objective_of(args, all_tokens).dataset(store)
     full = [dataset[i] for i in range(6)]
     cut = [
         {
@@ -461,8 +364,7 @@ def test_batches_with_their_rows_teach_the_same(learned, all_tokens):
     model = module.make_model(args, all_tokens).train()
     for samples in both:
         plain, told = (
-            pretrain_data.make_collator(args, all_tokens, unpad=unpad)(samples)
-            for unpad in (False, True)
+            objective_of(args, all_tokens).collator(unpad=unpad)(samples) for unpad in (False, True)
         )
         padded = bool((plain["attention_mask"] == 0).any())
         assert ("attention_mask" in told) == padded == (told["unpad"] is not False)
@@ -506,25 +408,33 @@ def test_a_step_on_such_a_batch_reads_no_value(learned, all_tokens, monkeypatch)
         with mode:
             model(**batch).loss.backward()
 
-    make = functools.partial(pretrain_data.make_collator, args, all_tokens)
+    make = objective_of(args, all_tokens).collator
     for samples in both:
         step(make(unpad=True)(samples))
     with pytest.raises(DataDependentOutputException):
         step(make(unpad=False)(both[0]))
 
 
+def telling(monkeypatch):
+    """Has the batches of a training tell their rows, as on a GPU; gives what it was told to do."""
+    collator, told = Objective.collator, []
+
+    def tells(self, **settings):
+        if "unpad" in settings:  # of the training
+            told.append(settings["unpad"])
+            settings["unpad"] = True
+        return collator(self, **settings)
+
+    monkeypatch.setattr(Objective, "collator", tells)
+    return told
+
+
 def test_a_run_that_tells_the_rows_is_the_same(short_run, tmp_path, monkeypatch, curve):
     """As on a GPU: the noise of BART is then made on the CPU, where the lengths are read."""
     options = {"steps": 2, "gradient_accumulation": 2}
     counted = short_run(tmp_path / "counted", "bart-tiny", **options)
-    make, told = pretrain_data.make_collator, []
-
-    def telling(args, tokenizer, unpad):
-        told.append(unpad)
-        return make(args, tokenizer, unpad=True)
-
-    monkeypatch.setattr(module, "make_collator", telling)
-    monkeypatch.setattr(stream, "corrupts_on_device", lambda operator: True)
+    told = telling(monkeypatch)
+    monkeypatch.setattr(stream, "corrupts_on_device", lambda collator: not collator.needs_cpu)
     metrics = short_run(tmp_path / "told", "bart-tiny", **options)
     assert told == [False]
     for ours, theirs in zip(curve(metrics), curve(counted), strict=True):
@@ -536,13 +446,14 @@ def test_a_run_that_tells_the_rows_is_the_same(short_run, tmp_path, monkeypatch,
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_gpu_gets_batches_with_rows_and_graphs(monkeypatch, tmp_path, device, no_graphs):
     args = module.PretrainArguments("bert-tiny", ["a.txt"], 9, tmp_path, no_graphs=no_graphs)
-    training, asked = module.Pretraining(args), []
-    training.settings = SimpleNamespace(device=torch.device(device))
-    training.data = SimpleNamespace(tokenizer=None)
-    monkeypatch.setattr(module, "make_model", lambda *args: None)
-    monkeypatch.setattr(module, "make_collator", lambda *args, **given: asked.append(given))
-    monkeypatch.setattr(training, "trainer_of", lambda *args, **given: SimpleNamespace())
-    trainer, _ = training.make_trainer()
+    asked, data = [], SimpleNamespace(tokenizer=None, samples=None)
+    monkeypatch.setattr(module, "make_model", lambda *args: SimpleNamespace(config=None))
+    monkeypatch.setattr(Objective, "collator", lambda self, **given: asked.append(given))
+    monkeypatch.setattr(Objective, "flops_a_token", lambda self, config: 0.0)
+    monkeypatch.setattr(module, "trainer_of", lambda *args, **given: SimpleNamespace())
+    monkeypatch.setattr(announce, "rows_of_model", lambda *args: {})
+    settings = SimpleNamespace(device=torch.device(device))
+    trainer = module.build(args, settings, data).trainer
     assert asked == [{"unpad": device == "cuda"}]
     assert trainer.graphs == (device == "cuda" and not no_graphs)
 
@@ -554,7 +465,7 @@ def test_captured_steps_of_each_objective(learned, all_tokens, monkeypatch):
     torch.manual_seed(0)
     model = module.make_model(args, all_tokens).train()
     step = GraphedStep(model, say=lines.append)
-    collator = pretrain_data.make_collator(args, all_tokens, unpad=True)
+    collator = objective_of(args, all_tokens).collator(unpad=True)
     if args.objective == "denoise":
         collator = replace(collator, infill_probability=0.0)  # which changes the shapes
     for number, chosen in itertools.product(range(3), both):
@@ -587,12 +498,7 @@ def test_a_run_of_graphs_is_the_same(short_run, tmp_path, monkeypatch, curve, ar
     """Transformers' loop around captured steps, with its log, schedule, checkpoints and resume."""
     options = {"steps": 8, "batch_size": 2, "save_every": 5, **options}
     log = record_graphs(monkeypatch)
-    make = pretrain_data.make_collator
-
-    def telling(args, tokenizer, unpad):
-        return make(args, tokenizer, unpad=True)
-
-    monkeypatch.setattr(module, "make_collator", telling)
+    telling(monkeypatch)
     plain = short_run(tmp_path / "plain", arch, **options)
     assert not log
     monkeypatch.setattr(PretrainingTrainer, "graphs", property(lambda self: True, lambda *_: None))
@@ -606,48 +512,3 @@ def test_a_run_of_graphs_is_the_same(short_run, tmp_path, monkeypatch, curve, ar
 
 
 # --- reproducibility ------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", [pytest.param("t5-tiny", marks=pytest.mark.slow), "albert-tiny"])
-def test_workers_and_the_device_do_not_matter(short_run, tmp_path, monkeypatch, arch, curve):
-    """The place where samples are corrupted: this process, two workers, or the trainer as on a
-    GPU."""
-    options = {"steps": 4, "save_every": 100, "gradient_accumulation": 2}
-    whole = short_run(tmp_path / "whole", arch, **options)
-    workers = short_run(tmp_path / "workers", arch, workers=2, **options)
-    monkeypatch.setattr(stream, "corrupts_on_device", lambda operator: True)
-    corrupted, corrupt = [], PretrainingTrainer._corrupted
-
-    def counted(self, batch):
-        assert "labels" not in batch
-        corrupted.append(corrupt(self, batch))
-        return corrupted[-1]
-
-    monkeypatch.setattr(PretrainingTrainer, "_corrupted", counted)
-    device = short_run(tmp_path / "device", arch, workers=2, **options)
-    assert len(corrupted) == 8
-    assert curve(workers) == curve(device) == curve(whole)
-    assert workers["held_out"] == device["held_out"] == whole["held_out"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arch", "options"),
-    [
-        ("bart-tiny", {}),
-        ("albert-tiny", {"optimizer": "lamb"}),
-        ("t5-tiny", {"optimizer": "adafactor", "warmup": 2}),
-        ("gpt-tiny", {"hidden": 96, "heads": 3}),
-        ("roberta-tiny", {"static_masks": 3, "unit": "word"}),
-    ],
-    ids=str,
-)
-def test_resumed_gives_the_same_curve(short_run, tmp_path, arch, options, curve):
-    out = tmp_path / "out"
-    whole = short_run(out, arch, save_every=3, **options)
-    shutil.rmtree(out / "checkpoint-6")
-    assert curve(short_run(out, arch, save_every=3, resume=True, **options)) == curve(whole)
-    if options.get("optimizer") == "adafactor":
-        rates = [entry["learning_rate"] / 1e-3 for entry in whole["history"]]
-        assert rates == pytest.approx([1, 1, *((2 / n) ** 0.5 for n in (3, 4, 5, 6))])

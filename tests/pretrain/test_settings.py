@@ -278,7 +278,7 @@ def test_a_budget_pays_for_the_tokens_that_are_read(
     assert cost_of("pretrain", replace(args, flops=None), config) == expected
     if short:
         of_pieces, of_whole = map(pairs.SentenceOrderPairs.expected_length, (16, 64))
-        length = objective_of(args)(args, None).source_length
+        length = objective_of(args, None).source_length
         assert length == pytest.approx(0.9 * 4 * of_pieces + 0.1 * of_whole)
 
 
