@@ -92,7 +92,7 @@ def plain(model: nn.Module, batches: list[dict], trainer: Any, skip: int) -> tup
 def compare(args: PretrainArguments, skip: int) -> dict[str, Any]:
     training, listener = Pretraining(args), Losses(skip)
     training.settings = training.trainer_settings()
-    training.data = prepare_data(args, training.settings, None)
+    training.data = prepare_data(training.args, training.settings, None)
     trainer, collator = training.make_trainer(listener)
     ours: Any = trainer.model
     theirs = getattr(transformers, type(ours).__name__)(copy.deepcopy(ours.config))

@@ -17,6 +17,7 @@ from fastplm.errors import DataError, TooLittleTextError, message
 from fastplm.run.folder import checkpoint_to_resume, save_models, writing
 from fastplm.run.report import block, curve, settings_of, versions
 from fastplm.run.runner import Run
+from fastplm.run.settings import resolve_warmup
 from fastplm.run.trainer import RunTrainer, trained, training_arguments
 
 _HELD_OUT, _MOST_HELD_OUT = 0.05, 2000
@@ -84,7 +85,7 @@ class _Steps(_Classic):
         from transformers import set_seed
 
         args, sentences = self.args, self.sentences
-        assert args.steps is not None, "see ClassicArguments.__post_init__"
+        assert args.steps is not None  # of a plan
         if self.before is not None:
             self.checkpoint = checkpoint_to_resume("classic", self.out)
         # Every step would warn; there is no other implementation on a CPU.
@@ -98,7 +99,7 @@ class _Steps(_Classic):
             bf16=False,
             max_steps=args.steps,
             learning_rate=args.learning_rate,
-            warmup_steps=args.steps // 10,
+            warmup_steps=resolve_warmup(args.steps, None),
             # Neighbours are in one batch only if the text keeps its order.
             train_sampling_strategy="sequential" if args.system == "quick-thoughts" else "random",
         )

@@ -39,6 +39,7 @@ from fastplm.finetune.models import (
     longest,
     read_config,
     read_tokenizer,
+    reads_to_the_right,
     teacher_logits,
     usual_learning_rate,
 )
@@ -70,6 +71,7 @@ from fastplm.run.optimizer import Adafactor
 from fastplm.run.report import block, counted, curve, scores_by_step, settings_of, versions
 from fastplm.run.runner import Run
 from fastplm.run.seeds import interval
+from fastplm.run.settings import resolve_warmup
 from fastplm.run.trainer import RunTrainer, ScoreEvery, trained, training_arguments
 
 KINDS: dict[str, type[Task]] = {
@@ -147,6 +149,8 @@ class Finetuning(Run):
         curve = [("", rates[0][1])] if rates else self.args.curve()
         self.points = [Point(self.out / name, each, prepare_task(each)) for name, each in curve]
         self.task = self.points[-1].task
+        if len(self.points) == 1 and not rates:
+            self.args = self.task.args
         if self.args.teacher is not None:
             check_teacher(self.args, self.task)
         task = prepare_task(rates[0][1], choosing=True) if rates else self.task
@@ -415,7 +419,15 @@ def prepare_task(args: FinetuneArguments, *, choosing: bool = False) -> Task:
         choosing: whether it is to choose a setting by: its training examples are then divided
             again, and those that the run is judged by are not in it.
     """
+    args = args.plan()
     tokenizer, config = read_tokenizer(args), read_config(args)
+    # The first token of a left-to-right encoder sees nothing but itself.
+    if (
+        args.pooling is None
+        and args.task in args.tasks_of["pooling"]
+        and reads_to_the_right(config)
+    ):
+        args = args.changed(pooling="last")
     kind = KINDS[args.task]
     length = longest(args, kind.max_length, config, tokenizer)
     train, test, known = _divided(args, kind, length)
@@ -730,7 +742,7 @@ def _training_arguments(
     if steps is None:
         batch = settings.train_batch_size * settings.world_size
         steps = max(1, math.ceil(args.epochs * math.ceil(samples / batch)))
-    warmup = steps // 10 if args.warmup is None else args.warmup
+    warmup = resolve_warmup(steps, args.warmup)
     expected = f"0 to {steps}, the steps of the run"
     args.check("warmup", warmup <= steps, expected, "Lower it.", warmup)
     settings.max_steps, settings.warmup_steps = steps, warmup

@@ -272,6 +272,7 @@ def embed_file(args: EmbedArguments) -> str:
     Raises:
         FastplmError: a file, the model or a setting is wrong.
     """
+    args = args.plan().with_models()
     out = Path(args.out)
     of_words = out.with_suffix(".offsets.npy")
     with results(args, out, of_words):
@@ -324,7 +325,7 @@ def _announcement(
 ) -> str:
     of_each = "text" if args.words is None else "word"
     vectors = f"{' and '.join(chosen.kinds)} of the tokens of each {of_each}"
-    if args.layers not in (None, (-1,)):
+    if args.layers is not None:
         how = "weighted sum" if args.layer_weights else args.combine
         vectors += f", {how} of layers {' '.join(map(str, args.layers))}"
     vectors += ", normalized" if chosen.normalize else ""

@@ -76,6 +76,7 @@ def _dry_run(plan: PretrainPlan, folder: Path) -> dict[str, Any]:
     corpus_tokens = round(scale * len(data.all))
     memory = max((_memory(each.trainer) for each in rehearsals), key=lambda m: m["memory_bytes"])
     figures = {
+        "steps": plan.steps,
         "parameters": sum(weight.numel() for weight in trainer.model.parameters()),
         "vocab_size": len(data.tokenizer),
         "learning_rate": plan.lr,

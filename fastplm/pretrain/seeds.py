@@ -51,7 +51,7 @@ class Seeds(Run):
         # What ended before its first checkpoint begins again.
         changes = {"resume": resume, "overwrite": there and not resume}
         # Not the values that followed from the defaults, which may follow otherwise.
-        given = self.args.given | {"seeds": 1, "seed": seed, "out": out} | changes
+        given = {**self.args.given, "seeds": 1, "seed": seed, "out": out, **changes}
         return PretrainArguments(**given)
 
     def compare(self, before: dict[str, Any]) -> None:

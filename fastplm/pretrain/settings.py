@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastplm.models import (
     ELECTRA_GENERATORS,
@@ -30,15 +30,20 @@ from fastplm.run import budget
 from fastplm.run.settings import (
     MODEL,
     POSITIVE,
+    SEEDS,
     SHARE,
     Number,
+    Plan,
     Rule,
     apart,
     common,
+    integer,
     needs,
     setting,
-    whole,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 #: The minutes of a demo, without the installation.
 MINUTES = 3.0
@@ -60,7 +65,7 @@ _USUAL_VOCABULARIES = ", ".join(f"{name} {family.vocab_size}" for name, family i
 _OWN = ", ".join(name for name, chosen in PRESETS.items() if not chosen.source)
 
 
-@dataclass
+@dataclass(frozen=True)
 class PretrainArguments(budget.BudgetSettings):
     """The settings of a pre-training; see ``fastplm pretrain --help``.
 
@@ -109,7 +114,7 @@ class PretrainArguments(budget.BudgetSettings):
         choices=tuple(PRESETS),
     )
     corpus: Sequence[str | Path] = common("corpus")
-    #: None where ``flops`` is given, until the vocabulary is known and ``pay`` sets it.
+    #: None where ``flops`` is given, until the vocabulary is known, see ``with_flops``.
     steps: int = budget.steps()
     out: str | Path = setting("folder of all results", "", path="DIR", required=True)
     flops: float | None = budget.flops()
@@ -120,7 +125,7 @@ class PretrainArguments(budget.BudgetSettings):
         "most tokens of a trained tokenizer (default: the published number: "
         f"{_USUAL_VOCABULARIES})",
         None,
-        number=whole(6, 2**22),
+        number=integer(6, 2**22),
         excludes="vocabulary",
     )
     start_from: str | Path | None = setting(
@@ -135,7 +140,7 @@ class PretrainArguments(budget.BudgetSettings):
         "cut the blocks of the first steps into pieces of N tokens, as many in a step: BERT was "
         "trained on 128 tokens before 512",
         None,
-        number=whole(2),
+        number=integer(2),
         metavar="N",
     )
     short_share: float = setting(
@@ -155,14 +160,14 @@ class PretrainArguments(budget.BudgetSettings):
         "steps of linear warm-up; of a constant rate with adafactor (default: a tenth of the run, "
         "10000 at most)",
         None,
-        number=whole(0, 2**40),
+        number=integer(0, 2**40),
     )
     seed: int = common("seed")
     seeds: int = setting(
         "runs, each with a seed of its own from --seed on; with several ones they are in "
         "OUT/seed-0, OUT/seed-1, ...",
         1,
-        number=whole(1, 10_000),
+        number=integer(1, 10_000),
         metavar="N",
     )
     save_every: int = common("save_every")
@@ -170,7 +175,7 @@ class PretrainArguments(budget.BudgetSettings):
     states: int | None = setting(
         "also keep the states after 1/N, 2/N, ... of the steps, for a curve of scores",
         None,
-        number=whole(2, 1000),
+        number=integer(2, 1000),
         metavar="N",
     )
     log_every: int = common("log_every")
@@ -237,23 +242,23 @@ class PretrainArguments(budget.BudgetSettings):
     layers: int | None = setting(
         "layers of the encoder, and of the decoder (default: those of --arch)",
         None,
-        number=whole(1, 1000),
+        number=integer(1, 1000),
     )
     hidden: int | None = setting(
         "width of the layers; the feed-forward part is four times as wide (default: that of "
         "--arch)",
         None,
-        number=whole(1, 2**16),
+        number=integer(1, 2**16),
     )
     heads: int | None = setting(
         "attention heads, of which --hidden is a multiple (default: those of --arch)",
         None,
-        number=whole(1, 2**16),
+        number=integer(1, 2**16),
     )
     embedding_size: int | None = setting(
         "of ALBERT and ELECTRA: width of the embeddings (default: that of --arch)",
         None,
-        number=whole(1, 2**16),
+        number=integer(1, 2**16),
         of=("albert", "electra"),
     )
     parameter_sharing: str = setting(
@@ -267,7 +272,7 @@ class PretrainArguments(budget.BudgetSettings):
         "mask each block in N ways for the whole training, as BERT's data was made; with RoBERTa "
         "10 (default: another mask each time); for --objective mlm",
         None,
-        number=whole(),
+        number=integer(),
         metavar="N",
     )
     separators: bool = setting(
@@ -392,18 +397,12 @@ class PretrainArguments(budget.BudgetSettings):
         ),
         Rule(
             "short_share",
-            lambda args: args.short_block_size is not None or args.usual("short_share"),
+            lambda args: args.short_block_size is not None or args.is_default("short_share"),
             "short_block_size beside it",
             "short_block_size",
             "Add --short-block-size, or leave the option out.",
         ),
-        Rule(
-            "seeds",
-            lambda args: args.seed + args.seeds <= 1 << 32,
-            "seeds below 2^32",
-            "seed",
-            "Lower one of the two.",
-        ),
+        SEEDS,
         Rule(
             "heads",
             lambda args: args.preset.hidden % args.preset.heads == 0,
@@ -490,42 +489,61 @@ class PretrainArguments(budget.BudgetSettings):
         ),
     )
 
-    def __post_init__(self) -> None:
-        self.check_values()
-        chosen, family = self.preset, FAMILIES[self.preset.family]
-        self.corpus = [str(path) for path in self.corpus]
-        if self.start_from is None:
-            self.vocab_size = self.vocab_size or family.vocab_size
-        self.optimizer = self.optimizer or chosen.optimizer
-        self.objective = self.objective or family.objective
-        self._check_families()
-        if self.unit is None and self.objective in MASKING:
-            self.unit = family.unit
-        self.noise = None if self.noise is None else sorted(set(self.noise))
-        self.dropout = chosen.dropout if self.dropout is None else self.dropout
-        if self.attention_dropout is None:
-            self.attention_dropout = chosen.attention_dropout
-        if chosen.family == "electra" and self.objective == "rtd" and not self.electra_sharing:
-            self.electra_sharing = "none" if self.two_stage else "embeddings"
-        self.usual_warmup = self.warmup is None
-        self.settle()
-        if chosen.family == "t5":
-            self.attention_dropout = self.dropout
-        self.peak: Peak | None = None
-        if self.lr is None:
-            self.peak = usual_peak(chosen, self.optimizer)
-            self.lr = self.peak.scaled(self.samples_a_step)
 
-    def _check_families(self) -> None:
+class PretrainPlan(Plan, PretrainArguments):
+    """The settings of a pre-training with all their values, and what follows from them.
+
+    Attributes:
+        peak: the published learning rate that ``lr`` follows from; None if it was given.
+    """
+
+    lr: float
+    objective: str
+    optimizer: str
+    dropout: float
+    attention_dropout: float
+    warmup: int
+    peak: Peak | None = None
+
+    def resolved(self) -> Self:
+        named = preset(self.arch)
+        family = FAMILIES[named.family]
+        objective = self.objective or family.objective
+        plan = self.changed(
+            corpus=[str(path) for path in self.corpus],
+            vocab_size=self.vocab_size or (None if self.start_from else family.vocab_size),
+            optimizer=self.optimizer or named.optimizer,
+            objective=objective,
+            noise=None if self.noise is None else sorted(set(self.noise)),
+            dropout=named.dropout if self.dropout is None else self.dropout,
+        )
+        plan.check_families()
+        attention = named.attention_dropout
+        if self.attention_dropout is not None:
+            attention = self.attention_dropout
+        sharing = "none" if self.two_stage else "embeddings"
+        joint = named.family == "electra" and objective == "rtd"
+        plan = plan.changed(
+            unit=self.unit or (family.unit if objective in MASKING else None),
+            attention_dropout=plan.dropout if named.family == "t5" else attention,
+            electra_sharing=self.electra_sharing or (sharing if joint else None),
+        )
+        if self.lr is None:
+            peak = usual_peak(plan.preset, plan.optimizer)
+            plan = plan.changed(peak=peak, lr=peak.scaled(plan.samples_a_step))
+        return plan.with_steps(self.steps)
+
+    def check_families(self) -> None:
         """Check that the architecture can learn the objective, and that each setting is for it."""
         able = self.objective in (learned := learned_by(self.preset.family))
         fix = "Leave the option out, or choose another architecture."
         expected = f"{' or '.join(learned)}, what {self.arch} can learn"
         self.check("objective", able, expected, fix, f"{self.objective} with {self.arch}")
         for each in fields(self):
-            of, value = each.metadata["of"], getattr(self, each.name)
-            if not of or value == each.default:
+            of = each.metadata["of"]
+            if not of or self.is_default(each.name):
                 continue
+            value = self.given[each.name]
             able, fix = self.preset.family in of, "Leave the option out, or choose another --arch."
             expected = " or ".join(f"an architecture of the family {name}" for name in of)
             self.check(each.name, able, expected, fix, f"{value} with {self.arch}")

@@ -387,7 +387,7 @@ class Planner:
         else:
             plain["format"] = "json"
         args = settings_of(command, {**plain, "out": str(self.store.folder / "out")})
-        args.find_models()
+        args = args.with_models()
         facts = {
             "command": command,
             "recipe": RECIPES[command],

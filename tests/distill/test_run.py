@@ -20,7 +20,7 @@ from fastplm.distill.run import (
     distill,
     hash_of_model,
 )
-from fastplm.distill.settings import RECIPES, DistillArguments
+from fastplm.distill.settings import METHODS, DistillArguments
 from fastplm.errors import ArgumentValueError
 from fastplm.run.flops import training_flops
 from fastplm.testing import check_in_fp64
@@ -203,7 +203,7 @@ def vars_of(words: list[str]) -> dict:
 @pytest.mark.parametrize(
     "recipe",
     ["distilbert", "multilingual"]
-    + [pytest.param(name, marks=pytest.mark.slow) for name in RECIPES],
+    + [pytest.param(name, marks=pytest.mark.slow) for name in METHODS],
 )
 def test_accumulated_batches_are_one_large_batch(
     recipe, distilled, bert, electra, parallel, in_two_processes, tmp_path, request

@@ -58,7 +58,7 @@ from .conftest import with_ends
     ],
 )
 def test_defaults(arch, objective, unit):
-    args = module.PretrainArguments(arch, ["-"], 9, "out")
+    args = module.PretrainArguments(arch, ["-"], 9, "out").plan()
     assert (args.objective, args.unit) == (objective, unit)
 
 
@@ -132,7 +132,7 @@ def test_run(short_run, tmp_path, arch, options, kind):
 
 def check_held_out_loss(metrics, token_loss, kind):
     """Checks that the loss is that of Transformers' class on all held-out samples, and fell."""
-    args = module.PretrainArguments(**metrics["arguments"])
+    args = module.PretrainArguments(**metrics["arguments"]).plan()
     path = metrics["models"]["model"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     store = tokenize(pretrain_data.open_corpus(args.corpus), tokenizer, args.cache)
@@ -164,7 +164,7 @@ def test_held_out_loss_by_the_definition(short_run, tmp_path):
     first."""
     metrics = short_run(tmp_path / "out", "gpt2-tiny", steps=2)
     settings = dict(metrics["arguments"])
-    args = module.PretrainArguments(**settings)
+    args = module.PretrainArguments(**settings).plan()
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
     store = tokenize(pretrain_data.open_corpus(args.corpus), tokenizer, args.cache)
@@ -206,7 +206,7 @@ def test_enough_text_is_what_gives_a_sample(family, name, word_tokenizer, tmp_pa
 def test_blocks_of_spans_fill_the_encoder_whatever_the_sentinels(
     words, corpus, tmp_path, sentinels, block_size
 ):
-    args = module.PretrainArguments("t5-tiny", [corpus], 1, tmp_path, block_size=block_size)
+    args = module.PretrainArguments("t5-tiny", [corpus], 1, tmp_path, block_size=block_size).plan()
     tokenizer = words(sentinels)
     store = tokenize(pretrain_data.open_corpus(args.corpus), tokenizer, tmp_path)
     objective = objective_of(args, tokenizer)
@@ -222,7 +222,7 @@ def test_each_noise_alone(short_run, corpus, tmp_path, word_tokenizer, noise):
     tokenizer = word_tokenizer(["<unk>", *special.values(), *words], **special)
     args = module.PretrainArguments(
         "bart-tiny", [corpus], 9, tmp_path, block_size=64, noise=[noise], cache=tmp_path
-    )
+    ).plan()
     store = tokenize(pretrain_data.open_corpus(args.corpus), tokenizer, tmp_path)
     objective = objective_of(args, tokenizer)
     dataset, collator = objective.dataset(store), objective.collator()
@@ -275,7 +275,9 @@ def test_static_masks_come_again(corpus, tmp_path, word_tokenizer, copies):
 
     def masks(epochs, **options):
         """The corrupted text of each block in each epoch, by the original text."""
-        args = module.PretrainArguments("bert-tiny", [corpus], 9, tmp_path, **settings, **options)
+        args = module.PretrainArguments(
+            "bert-tiny", [corpus], 9, tmp_path, **settings, **options
+        ).plan()
         store = tokenize(pretrain_data.open_corpus(args.corpus), tokenizer, tmp_path)
         objective = objective_of(args, tokenizer)
         size = len(objective.dataset(store))
@@ -332,7 +334,7 @@ def learned(request, corpus, tmp_path_factory, all_tokens):
     settings = {"block_size": 64, "objective": objective, "cache": out}
     if objective in MASKING:
         settings["unit"] = "token"
-    args = module.PretrainArguments(arch, [corpus], 9, out, **settings)
+    args = module.PretrainArguments(arch, [corpus], 9, out, **settings).plan()
     store = tokenize(pretrain_data.open_corpus(args.corpus), all_tokens, out)
     dataset = objective_of(args, all_tokens).dataset(store)
     full = [dataset[i] for i in range(6)]
@@ -445,7 +447,7 @@ def test_a_run_that_tells_the_rows_is_the_same(short_run, tmp_path, monkeypatch,
 @pytest.mark.parametrize("no_graphs", [False, True])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_gpu_gets_batches_with_rows_and_graphs(monkeypatch, tmp_path, device, no_graphs):
-    args = module.PretrainArguments("bert-tiny", ["a.txt"], 9, tmp_path, no_graphs=no_graphs)
+    args = module.PretrainArguments("bert-tiny", ["a.txt"], 9, tmp_path, no_graphs=no_graphs).plan()
     asked, data = [], SimpleNamespace(tokenizer=None, samples=None)
     monkeypatch.setattr(module, "make_model", lambda *args: SimpleNamespace(config=None))
     monkeypatch.setattr(Objective, "collator", lambda self, **given: asked.append(given))

@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -59,7 +58,7 @@ def settings(arguments):
     def settings(out, **options):
         found = vars(_parser().parse_args(arguments(out, **options)))
         found.pop("command")
-        return PretrainArguments(**found)
+        return PretrainArguments(**found).plan()
 
     return settings
 
@@ -271,11 +270,11 @@ def test_a_budget_pays_for_the_tokens_that_are_read(
     assert abs(metrics["flops"] - 4e10) < 2 * a_step
     args = settings(tmp_path / "no", dry_run=True, **budget)
     figures = dry_run(args)
-    assert args.steps == metrics["arguments"]["steps"]
+    assert figures["steps"] == metrics["arguments"]["steps"]
     assert 4e10 - a_step < figures["flops"] <= 4e10
     config = transformers.AutoConfig.from_pretrained(tmp_path / "out" / "model")
     expected = pytest.approx(figures["flops"], rel=1e-12)
-    assert cost_of("pretrain", replace(args, flops=None), config) == expected
+    assert cost_of("pretrain", args.changed(flops=None, steps=figures["steps"]), config) == expected
     if short:
         of_pieces, of_whole = map(pairs.SentenceOrderPairs.expected_length, (16, 64))
         length = objective_of(args, None).source_length
@@ -313,8 +312,9 @@ def test_a_dry_run_of_a_budget(settings, tmp_path, bert, monkeypatch):
     args = settings(tmp_path / "out", steps=None, dry_run=True, **options)
     figures = dry_run(args)
     a_step = flops_of(json.loads((bert / "metrics.json").read_text()), bert)
-    assert args.steps == 1e9 // a_step > 1 and figures["flops"] == args.steps * a_step
-    assert f"1e+09 FLOPs pay for {args.steps} steps" in figures["rows"]["budget"]
+    steps = figures["steps"]
+    assert steps == 1e9 // a_step > 1 and figures["flops"] == steps * a_step
+    assert f"1e+09 FLOPs pay for {steps} steps" in figures["rows"]["budget"]
     assert figures["rows"]["seeds"] == "2 runs; the figures are of one"
     assert not (tmp_path / "out").exists()
 
@@ -545,7 +545,7 @@ def test_seeds_that_do_not_fit(arguments, refused, run, tmp_path, bert):
 def test_shares_of_masks(bert, options, shares):
     args = PretrainArguments(
         **{"arch": "bert-tiny", "corpus": ["-"], "steps": 9, "out": "-"} | options
-    )
+    ).plan()
     assert args.mask_shares == shares
     tokenizer = load_tokenizer(bert / "tokenizer")
     objective = MaskedTokens(args, tokenizer)
@@ -735,9 +735,9 @@ def test_the_classifier_of_an_encoder_that_reads_from_left_to_right(run, tmp_pat
     rows = [f"{i % 2}\tThe river follows the {'house garden'.split()[i % 2]}." for i in range(40)]
     table.write_text("\n".join(["label\ttext", *rows]))
     model, given = out / "checkpoint-2", {"data": str(table), "out": tmp_path / "ft"}
-    args = FinetuneArguments(task="classification", model=model, **given)
+    args = FinetuneArguments(task="classification", model=model, **given).plan()
     task = prepare_task(args)
-    assert args.pooling == "last"
+    assert task.args.pooling == "last"
     model = build_model(args, task, 0).eval()
     assert type(model) is FeaturesForSequenceClassification and model.encoder.config.is_decoder
     batch = task.tokenizer(["The river.", "The old old river."], padding=True, return_tensors="pt")
@@ -748,7 +748,7 @@ def test_the_classifier_of_an_encoder_that_reads_from_left_to_right(run, tmp_pat
         torch.testing.assert_close(model(**batch).logits, model.classifier(last))
     assert not torch.equal(last[0], last[1]) and torch.allclose(states[0, 0], states[1, 0])
     with pytest.raises(ArgumentValueError, match="which reads from left to right; expected an"):
-        read_config(FinetuneArguments(task="choice", model=out / "checkpoint-2", **given))
+        read_config(FinetuneArguments(task="choice", model=out / "checkpoint-2", **given).plan())
 
 
 # --- runs that begin with a checkpoint ------------------------------------------------------------
