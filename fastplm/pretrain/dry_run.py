@@ -48,7 +48,7 @@ def summary(figures: dict[str, Any]) -> str:
 
 
 def _dry_run(plan: PretrainPlan, folder: Path) -> dict[str, Any]:
-    from fastplm.pretrain import announce
+    from fastplm.pretrain import report
     from fastplm.pretrain import run as pretrain
     from fastplm.pretrain.data import open_corpus
     from fastplm.pretrain.model import flops_a_step
@@ -92,7 +92,7 @@ def _dry_run(plan: PretrainPlan, folder: Path) -> dict[str, Any]:
     timed = " and of ".join(str(each.timed) for each in rehearsals)
     epochs = plan.steps * plan.samples_a_step * plan.block_size / max(corpus_tokens, 1)
     about = "about " if scale > 1 else ""
-    rows = announce.rows_of_model(plan, data, trainer.model, objective)
+    rows = report.rows_of_model(plan, data, trainer.model, objective)
     figures["rows"] = {
         "model": rows["model"],
         "corpus": f"{about}{corpus_tokens:,} tokens"
@@ -101,12 +101,12 @@ def _dry_run(plan: PretrainPlan, folder: Path) -> dict[str, Any]:
         "training": f"{plan.steps:,} steps of {a_step:,.0f} tokens "
         f"({plan.samples_a_step:,} samples): {tokens:,.0f} tokens, "
         f"the text {epochs:,.{1 if epochs < 10 else 0}f} times",
-        "learning rate": announce.learning_rate(plan),
+        "learning rate": report.learning_rate(plan),
         "FLOPs": f"{flops * tokens:.3g}",
         **({} if plan.flops is None else {"budget": rows["budget"]}),
         "memory": _bytes_of(memory),
-        "precision": announce.precision(plan, trainer.args),
-        "device": announce.device(trainer.args),
+        "precision": report.precision(plan, trainer.args),
+        "device": report.device(trainer.args),
         "speed": f"{_duration(a_step_takes)} a step (median of {timed}), "
         f"{figures['tokens_per_second']:,.0f} tokens/s, "
         f"{flops * figures['tokens_per_second'] / 1e9:,.1f} GFLOP/s",

@@ -320,7 +320,7 @@ class CausalTokens(Objective):
     models = {"gpt": "OpenAIGPTLMHeadModel", "gpt2": "GPT2LMHeadModel"}
     token_loss = "clm_loss"
     collator_class = "DataCollatorForCausalTokens"
-    needs = ("eos",)
+    needs: ClassVar[tuple[str, ...]] = ("eos",)
     has_short_blocks = True
 
     def source(self, store: TokenStore) -> Dataset:

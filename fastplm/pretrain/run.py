@@ -93,7 +93,7 @@ def build(
     """The untrained model of a run with its trainer, and what else follows from its objective."""
     from transformers import set_seed
 
-    from fastplm.pretrain import announce
+    from fastplm.pretrain import report
     from fastplm.pretrain.evaluate import evaluate, ngram_losses
     from fastplm.pretrain.trainer import PretrainingTrainer, TwoStageTrainer
     from fastplm.run.optimizer import Adafactor
@@ -131,7 +131,8 @@ def build(
 
     def score() -> dict[str, Any]:
         batches, size = objective.eval_collator(), plan.batch_size
-        found = evaluate(trainer.model, data.held_out, batches, size, objective.token_loss)
+        held_out: Any = data.held_out
+        found = evaluate(trainer.model, held_out, batches, size, objective.token_loss)
         return found | counted()
 
     return Training(
@@ -140,8 +141,8 @@ def build(
         models=objective.saved(model),
         score=score,
         flops_a_token=objective.flops_a_token(model.config),
-        rows=announce.rows_of_model(plan, data, model, objective),
-        rows_of_learning={"learning rate": announce.learning_rate(plan), **announce.pairs(data)},
+        rows=report.rows_of_model(plan, data, model, objective),
+        rows_of_learning={"learning rate": report.learning_rate(plan), **report.pairs(data)},
         title=f"{plan.arch}: pre-training loss",
         token_loss=objective.token_loss,
         beside_ngrams=objective.beside_ngrams,

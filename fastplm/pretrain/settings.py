@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -52,8 +51,6 @@ _DETECTION = ("rtd", "rtd_masked")
 #: A mean cosine of two tokens' states above which an encoder tells no token from another.
 COLLAPSED = 0.99
 UNITS = ("token", "word", "ngram")
-#: Samples of a run; beyond it the libraries below end the process.
-_MOST_SAMPLES = 1 << 62
 #: The most pieces of a block, and the share of the steps of BERT with short blocks.
 _MOST_PIECES, _SHORT_SHARE = 8, 0.9
 _PART = Number(float, 0, 1, "a number from 0 to 1")
@@ -466,12 +463,7 @@ class PretrainArguments(budget.BudgetSettings):
             names_of("has_static_masks"),
             "no --static-masks, or --objective mlm, whose blocks are the same in every epoch",
         ),
-        Rule(
-            "batch_size",
-            lambda args: args.steps is None or args.samples <= _MOST_SAMPLES,
-            f"a run of {_MOST_SAMPLES} samples at most, and not of {{args.samples}}",
-            fix="Lower it.",
-        ),
+        budget.SAMPLES,
         Rule(
             "warmup",
             lambda args: args.steps is None or args.warmup <= args.first_stage,
@@ -553,17 +545,6 @@ class PretrainPlan(Plan, PretrainArguments):
             self.check(each.name, able, expected, fix, f"{value} with objective {self.objective}")
 
     @property
-    def samples(self) -> int:
-        """The samples of the run in one process."""
-        return self.steps * self.batch_size * self.gradient_accumulation
-
-    @property
-    def samples_a_step(self) -> int:
-        """The samples of an optimizer step, of all processes."""
-        processes = int(os.environ.get("WORLD_SIZE") or "1")
-        return self.batch_size * self.gradient_accumulation * processes
-
-    @property
     def preset(self) -> Preset:
         """The architecture's, with the sizes that the settings change."""
         named = preset(self.arch)
@@ -592,11 +573,6 @@ class PretrainPlan(Plan, PretrainArguments):
             for begin, end in stages.items()
             if begin < end
         ]
-
-    @property
-    def pieces(self) -> int:
-        """The pieces of a sample in these steps."""
-        return self.block_size // (self.short_block_size or self.block_size)
 
     @property
     def short_samples(self) -> list[range]:

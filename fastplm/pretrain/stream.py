@@ -135,7 +135,7 @@ class TextRun(Run):
         return self._wrong is None and before["steps"] == self.args.steps
 
     def build(self) -> str:
-        from fastplm.pretrain.announce import announcement
+        from fastplm.pretrain.report import announcement
         from fastplm.run.trainer import KeepStates, ScoreEvery
 
         self.device = self.settings.device

@@ -5,15 +5,8 @@ import torch
 from transformers import AlbertConfig, BertConfig, GPT2Config
 
 import fastplm.models
-from fastplm.distill.objectives import (
-    layers_of,
-    uniform_layers,
-)
-from fastplm.distill.run import (
-    change_vocabulary,
-    copy_weights,
-    spread_layers,
-)
+from fastplm.distill.models import change_vocabulary, copy_weights, spread_layers
+from fastplm.distill.objectives import layers_of, uniform_layers
 
 from .conftest import SIZES
 

@@ -8,9 +8,7 @@ from transformers import BertConfig, ElectraConfig
 
 import fastplm.models
 from fastplm.distill import losses
-from fastplm.distill.objectives import (
-    KINDS,
-)
+from fastplm.distill.objectives import KINDS
 from fastplm.distill.settings import DistillArguments
 from fastplm.testing import check_in_fp64
 
@@ -30,7 +28,7 @@ def bert(kind: str, layers: int, width: int, seed: int, config=BertConfig, **opt
 def settings(recipe: str, **options) -> DistillArguments:
     needed = {"translation": ["x"]} if recipe == "multilingual" else {}
     needed |= {"teacher": "t", "corpus": ["c"], "steps": 2, "out": "o"}
-    return DistillArguments(recipe=recipe, **{**needed, **options})
+    return DistillArguments(recipe=recipe, **{**needed, **options}).plan()
 
 
 def batch_of(mask: torch.Tensor, seed: int = 0) -> dict[str, torch.Tensor]:

@@ -13,13 +13,9 @@ import fastplm.models
 from fastplm import _extension
 from fastplm.cli import _parser, main
 from fastplm.data import load_tokenizer
-from fastplm.distill.objectives import (
-    sentence_vectors,
-)
-from fastplm.distill.run import (
-    distill,
-    hash_of_model,
-)
+from fastplm.distill.models import hash_of_model
+from fastplm.distill.objectives import sentence_vectors
+from fastplm.distill.run import distill
 from fastplm.distill.settings import METHODS, DistillArguments
 from fastplm.errors import ArgumentValueError
 from fastplm.run.flops import training_flops

@@ -3,9 +3,7 @@ from __future__ import annotations
 import pytest
 
 from fastplm.data import tokenize
-from fastplm.pretrain.objectives import (
-    DocumentBlocks,
-)
+from fastplm.pretrain.blocks import DocumentBlocks
 
 from .conftest import with_ends
 

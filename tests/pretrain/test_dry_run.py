@@ -56,7 +56,7 @@ def test_a_dry_run_counts_bytes(arguments, tmp_path, few_steps):
 def test_a_dry_run_reads_the_beginning(arguments, tmp_path, monkeypatch, few_steps):
     settings = vars(_parser().parse_args(arguments(tmp_path / "out", dry_run=True)))
     settings.pop("command")
-    args = module.PretrainArguments(**settings)
+    args = module.PretrainArguments(**settings).plan()
     whole = dry_run.dry_run(args)
     monkeypatch.setattr(dry_run, "_LETTERS", 10_000)
     part = dry_run.dry_run(args)

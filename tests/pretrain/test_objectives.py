@@ -19,8 +19,8 @@ from fastplm.data import tokenize
 from fastplm.errors import TooLittleTextError
 from fastplm.graphs import GraphedStep
 from fastplm.models._ragged import RaggedBatch
-from fastplm.pretrain import announce, stream
 from fastplm.pretrain import data as pretrain_data
+from fastplm.pretrain import report, stream
 from fastplm.pretrain import run as module
 from fastplm.pretrain.evaluate import evaluate
 from fastplm.pretrain.objectives import (
@@ -453,7 +453,7 @@ def test_a_gpu_gets_batches_with_rows_and_graphs(monkeypatch, tmp_path, device, 
     monkeypatch.setattr(Objective, "collator", lambda self, **given: asked.append(given))
     monkeypatch.setattr(Objective, "flops_a_token", lambda self, config: 0.0)
     monkeypatch.setattr(module, "trainer_of", lambda *args, **given: SimpleNamespace())
-    monkeypatch.setattr(announce, "rows_of_model", lambda *args: {})
+    monkeypatch.setattr(report, "rows_of_model", lambda *args: {})
     settings = SimpleNamespace(device=torch.device(device))
     trainer = module.build(args, settings, data).trainer
     assert asked == [{"unpad": device == "cuda"}]

@@ -26,13 +26,13 @@ from fastplm.finetune.models import read_config
 from fastplm.finetune.run import build_model, prepare_task
 from fastplm.finetune.settings import FinetuneArguments
 from fastplm.inference._checkpoint import load_model
-from fastplm.pretrain.data import held_out_collator, prepare_data
+from fastplm.pretrain.blocks import DocumentBlocks, ShortPairs
 from fastplm.pretrain.dry_run import dry_run
 from fastplm.pretrain.evaluate import evaluate, ngram_losses
-from fastplm.pretrain.objectives import DocumentBlocks, MaskedTokens, objective_of
-from fastplm.pretrain.run import Pretraining
+from fastplm.pretrain.objectives import objective_of
+from fastplm.pretrain.run import build, read
 from fastplm.pretrain.settings import PretrainArguments
-from fastplm.pretrain.short_blocks import ShortPairs
+from fastplm.pretrain.stream import training_settings
 from fastplm.run.checkpoint import config_at, weights_at
 from fastplm.run.flops import flops_a_token
 from fastplm.run.folder import read_hashed, write_hashed
@@ -68,10 +68,10 @@ def settings(arguments):
 
 def batches_of(args):
     """What each step of a run reads, on its way to the model, with the tokens that were masked."""
-    training = Pretraining(args)
-    training.settings = training.trainer_settings()
-    training.data = prepare_data(args, training.settings, None)
-    trainer, collator = training.make_trainer()
+    trained = training_settings(args)
+    args, data = read(args, trained, None)
+    training = build(args, trained, data)
+    trainer, collator = training.trainer, training.collator
     found = []
     for batch in trainer.as_read(iter(trainer.get_train_dataloader())):
         batch["originals"] = batch["input_ids"]
@@ -548,7 +548,7 @@ def test_shares_of_masks(bert, options, shares):
     ).plan()
     assert args.mask_shares == shares
     tokenizer = load_tokenizer(bert / "tokenizer")
-    objective = MaskedTokens(args, tokenizer)
+    objective = objective_of(args, tokenizer)
     collator = objective.collator()
     names = ("mlm_probability", "mask_replace_prob", "random_replace_prob")
     assert tuple(getattr(collator, name) for name in names) == shares
@@ -561,7 +561,7 @@ def test_shares_of_masks(bert, options, shares):
     config = transformers.BertConfig()
     assert objective.flops_a_token(config) == flops_a_token(config, 128, masked=shares[0])
     # Whatever it learns from, held-out text is masked alike.
-    assert tuple(getattr(held_out_collator(args, tokenizer), name) for name in names) == (
+    assert tuple(getattr(objective.eval_collator(), name) for name in names) == (
         0.15,
         1,
         0,
@@ -663,13 +663,15 @@ def test_the_accuracy_of_masked_tokens(bert, electra, folder):
 
 def test_separators_between_documents(settings, bert, tmp_path):
     from fastplm.data import tokenize
-    from fastplm.pretrain.data import make_dataset, open_corpus
+    from fastplm.pretrain.data import open_corpus
 
     tokenizer = load_tokenizer(bert / "tokenizer")
     args = settings(tmp_path / "out", objective="mlm", separators=True)
     store = tokenize(open_corpus(args.corpus), tokenizer, args.cache)
-    without = make_dataset(settings(tmp_path / "out", objective="mlm"), store, tokenizer).dataset
-    blocks = make_dataset(args, store, tokenizer).dataset
+    plain = settings(tmp_path / "out", objective="mlm")
+    without, blocks = (
+        objective_of(each, tokenizer).dataset(store).dataset for each in (plain, args)
+    )
     assert isinstance(blocks, DocumentBlocks)
     cls, sep = tokenizer.cls_token_id, tokenizer.sep_token_id
     text = []

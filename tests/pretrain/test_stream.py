@@ -11,9 +11,7 @@ import torch
 from fastplm import data
 from fastplm.pretrain import evaluate as evaluation
 from fastplm.pretrain import stream
-from fastplm.pretrain.objectives import (
-    OBJECTIVES,
-)
+from fastplm.pretrain.objectives import OBJECTIVES
 from fastplm.pretrain.report import numbers_of
 from fastplm.pretrain.trainer import PretrainingTrainer
 from fastplm.run.folder import last_checkpoint
