@@ -1,3 +1,5 @@
+"""Parallel text."""
+
 from __future__ import annotations
 
 

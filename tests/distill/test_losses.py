@@ -1,3 +1,5 @@
+"""The losses of distillation against plain formulas."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""Students that are made of a teacher."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""The recipes against formulas of Transformers' outputs."""
+
 from __future__ import annotations
 
 import pytest

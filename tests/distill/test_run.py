@@ -1,3 +1,5 @@
+"""Distillations through the command."""
+
 from __future__ import annotations
 
 import json

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from fastplm.cli import _parser
+from fastplm.data import pairs
 from fastplm.pretrain.presets import FAMILIES, PRESETS
+from fastplm.pretrain.settings import PretrainArguments
+from fastplm.run.flops import flops_a_token
 from fastplm.testing import FORWARD_FACTOR, check_error
 
 from ..commands import rules_of_this_machine as measured  # noqa: F401
@@ -56,3 +61,25 @@ def check_logged(out, loss):
     """Checks that a loss is that of the log, up to a rounding."""
     gold = torch.tensor(loss, dtype=torch.float64)
     check_error("loss", out, gold, [gold.float()], FORWARD_FACTOR)
+
+
+@pytest.fixture
+def settings(arguments):
+    """The settings of a command line."""
+
+    def settings(out, **options):
+        found = vars(_parser().parse_args(arguments(out, **options)))
+        found.pop("command")
+        return PretrainArguments(**found).plan()
+
+    return settings
+
+
+def flops_of(metrics, out, folder="model"):
+    """The FLOPs of a step of full samples, or of the mean pairs."""
+    config = transformers.AutoConfig.from_pretrained(out / folder)
+    args = metrics["arguments"]
+    masked, length = args["mlm_probability"] or 0.15, args["block_size"]
+    if args["objective"] in ("mlm+nsp", "mlm+sop"):
+        length = pairs.NextSentencePairs.expected_length(length)
+    return args["batch_size"] * length * flops_a_token(config, round(length), masked=masked)

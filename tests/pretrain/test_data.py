@@ -1,3 +1,5 @@
+"""The data of a run: who prepares it, what is held out, and counts of tokens."""
+
 from __future__ import annotations
 
 import contextlib

@@ -15,9 +15,15 @@ import transformers
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from fastplm.data import tokenize
-from fastplm.errors import TooLittleTextError
+import fastplm.models
+from fastplm.data import load_tokenizer, tokenize
+from fastplm.errors import ArgumentValueError, TooLittleTextError
+from fastplm.finetune.features import FeaturesForSequenceClassification
+from fastplm.finetune.models import read_config
+from fastplm.finetune.run import build_model, prepare_task
+from fastplm.finetune.settings import FinetuneArguments
 from fastplm.graphs import GraphedStep
+from fastplm.inference._checkpoint import load_model
 from fastplm.models._ragged import RaggedBatch
 from fastplm.pretrain import data as pretrain_data
 from fastplm.pretrain import report, stream
@@ -34,9 +40,11 @@ from fastplm.pretrain.objectives import (
     objective_of,
 )
 from fastplm.pretrain.presets import FAMILIES, PRESETS, learned_by
+from fastplm.pretrain.settings import PretrainArguments
 from fastplm.pretrain.trainer import PretrainingTrainer
+from fastplm.run.flops import flops_a_token
 from fastplm.run.losses import PAIR_LABELS
-from fastplm.testing import FORWARD_FACTOR, GRADIENT_FACTOR, check_error, rerounded
+from fastplm.testing import FORWARD_FACTOR, GRADIENT_FACTOR, check_error, check_in_fp64, rerounded
 
 from ..recorder import record_graphs
 from .conftest import with_ends
@@ -514,3 +522,119 @@ def test_a_run_of_graphs_is_the_same(short_run, tmp_path, monkeypatch, curve, ar
 
 
 # --- reproducibility ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "shares"),
+    [
+        ({}, (0.15, 0.8, 0.1)),
+        ({"mask_replace_prob": 1.0}, (0.15, 1.0, 0.0)),
+        ({"mlm_probability": 0.4, "random_replace_prob": 0.2}, (0.4, 0.8, 0.2)),
+        ({"arch": "electra-large"}, (0.25, 1.0, 0.0)),
+        ({"arch": "electra-large", "mask_replace_prob": 0.85}, (0.25, 0.85, 0.0)),
+        ({"arch": "electra-large", "objective": "mlm"}, (0.15, 0.8, 0.1)),
+    ],
+    ids=str,
+)
+def test_shares_of_masks(bert, options, shares):
+    args = PretrainArguments(
+        **{"arch": "bert-tiny", "corpus": ["-"], "steps": 9, "out": "-"} | options
+    ).plan()
+    assert args.mask_shares == shares
+    tokenizer = load_tokenizer(bert / "tokenizer")
+    objective = objective_of(args, tokenizer)
+    collator = objective.collator()
+    names = ("mlm_probability", "mask_replace_prob", "random_replace_prob")
+    assert tuple(getattr(collator, name) for name in names) == shares
+    ids = torch.randint(5, len(tokenizer), (64, 100), generator=torch.Generator().manual_seed(0))
+    batch = collator([{"input_ids": row, "sample_index": i} for i, row in enumerate(ids)])
+    chosen = batch["labels"] != -100
+    assert chosen.sum() == round(100 * shares[0]) * 64
+    masked = (batch["input_ids"][chosen] == tokenizer.mask_token_id).double().mean()
+    assert abs(masked - shares[1]) < 0.03
+    config = transformers.BertConfig()
+    assert objective.flops_a_token(config) == flops_a_token(config, 128, masked=shares[0])
+    # Whatever it learns from, held-out text is masked alike.
+    assert tuple(getattr(objective.eval_collator(), name) for name in names) == (
+        0.15,
+        1,
+        0,
+    )
+
+
+def test_a_temperature(run, tmp_path, electra):
+    """Hotter draws are more often another token than the original one."""
+    hot = run(tmp_path / "out", arch="electra-tiny", temperature=30.0)
+    config = json.loads((tmp_path / "out" / "checkpoint-6" / "config.json").read_text())
+    assert config["temperature"] == 30.0
+    usual = json.loads((electra / "metrics.json").read_text())
+    shares = [each["held_out"]["words"]["share_replaced"] for each in (hot, usual)]
+    assert shares[0] > shares[1]
+
+
+ENCODERS = [
+    ("bert-tiny", transformers.BertLMHeadModel, 120),
+    pytest.param("roberta-tiny", transformers.RobertaForCausalLM, 300, marks=pytest.mark.slow),
+    pytest.param("electra-tiny", transformers.ElectraForCausalLM, 120, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("arch", "kind", "size"), ENCODERS)
+def test_an_encoder_that_reads_from_left_to_right(run, tmp_path, arch, kind, size):
+    out = tmp_path / "out"
+    metrics = run(out, arch=arch, objective="clm", vocab_size=size, dropout=0.0)
+    first, last = metrics["history"][0], metrics["history"][-1]
+    assert last["loss"] < first["loss"] and "clm_loss" in metrics["held_out"]
+    config = transformers.AutoConfig.from_pretrained(out / "model")
+    assert config.is_decoder and config.architectures == [kind.__name__]
+    # Half of the pairs attend, and all tokens but one are predicted.
+    layer = 4 * 128**2 + 2 * 128 * 512
+    pairs, head = 2 * 2 * 128 * (32 * 33 // 2), 31 * (128**2 + 128 * config.vocab_size)
+    assert metrics["flops_per_token"] == 6 * (2 * 32 * layer + pairs + head) / 32
+    # Transformers' class gives the same loss, and what comes later changes nothing.
+    tokenizer = load_tokenizer(out / "model", needs=())
+    batch = tokenizer(["The river follows the old house."], return_tensors="pt")
+
+    def found(cls, dtype):
+        model = cls.from_pretrained(out / "model", dtype=dtype).eval()
+        with torch.no_grad():
+            return model(**batch, labels=batch["input_ids"]).loss, model(**batch).logits
+
+    ours = getattr(fastplm.models, kind.__name__)
+    exact = found(kind, torch.float64)[1]
+    gold = torch.nn.functional.cross_entropy(exact[0, :-1], batch["input_ids"][0, 1:])
+    single = found(kind, torch.float32)
+    check_error("loss", found(ours, torch.float32)[0], gold, [single[0]], FORWARD_FACTOR)
+    logits = found(ours, torch.float64)[1], exact, single[1]
+    check_in_fp64(*({"logits": each} for each in logits))
+    backbone = load_model("embed", out / "checkpoint-6")
+    ids = batch["input_ids"]
+    changed = torch.cat([ids[:, :-2], ids[:, -2:].flip(1)], 1)
+    with torch.no_grad():
+        states = [backbone(one).last_hidden_state for one in (ids, changed)]
+    assert torch.equal(states[0][:, :-2], states[1][:, :-2])
+    assert not torch.equal(states[0][:, -1], states[1][:, -1])
+
+
+def test_the_classifier_of_an_encoder_that_reads_from_left_to_right(run, tmp_path):
+    """It reads the last token; the first one sees nothing of the text."""
+    out = tmp_path / "out"
+    run(out, objective="clm", steps=2)
+    table = tmp_path / "table.tsv"
+    rows = [f"{i % 2}\tThe river follows the {'house garden'.split()[i % 2]}." for i in range(40)]
+    table.write_text("\n".join(["label\ttext", *rows]))
+    model, given = out / "checkpoint-2", {"data": str(table), "out": tmp_path / "ft"}
+    args = FinetuneArguments(task="classification", model=model, **given).plan()
+    task = prepare_task(args)
+    assert task.args.pooling == "last"
+    model = build_model(args, task, 0).eval()
+    assert type(model) is FeaturesForSequenceClassification and model.encoder.config.is_decoder
+    batch = task.tokenizer(["The river.", "The old old river."], padding=True, return_tensors="pt")
+    batch.pop("token_type_ids", None)
+    with torch.no_grad():
+        states = model.encoder(**batch).last_hidden_state
+        last = states[torch.arange(2), batch["attention_mask"].sum(1) - 1]
+        torch.testing.assert_close(model(**batch).logits, model.classifier(last))
+    assert not torch.equal(last[0], last[1]) and torch.allclose(states[0, 0], states[1, 0])
+    with pytest.raises(ArgumentValueError, match="which reads from left to right; expected an"):
+        read_config(FinetuneArguments(task="choice", model=out / "checkpoint-2", **given).plan())

@@ -1,3 +1,5 @@
+"""What a run prints and draws."""
+
 from __future__ import annotations
 
 from matplotlib.figure import Figure

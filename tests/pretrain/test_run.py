@@ -1,3 +1,5 @@
+"""A run, and what it leaves behind."""
+
 from __future__ import annotations
 
 import json
@@ -140,56 +142,7 @@ def test_without_pairs_and_with_a_given_tokenizer(run, bert, tmp_path, capsys):
     assert str(tmp_path / "out" / "model") in captured.out
 
 
-# --- resuming -------------------------------------------------------------------------------------
-
-
-# --- several processes ----------------------------------------------------------------------------
-
-
 # --- bad input ------------------------------------------------------------------------------------
-
-#: The name of a text, further options of a BERT, and words of the line that refuses them.
-REFUSED = [
-    (None, {"corpus": "nowhere.txt"}, "nowhere.txt", "not exist"),
-    ("\n \n", {}, "text.txt", "empty"),
-    (None, {"batch_size": 10**9}, "--batch-size", "65536"),
-    (None, {"threads": 10**5}, "--threads", "1024"),
-    (None, {"corpus": ""}, "`corpus` got ''"),
-    (None, {"corpus": "zero\0byte"}, "`corpus`", "null byte"),
-    ("two words.\n\nand three more.", {}, "tokens of one block"),
-    ("two words.\n\nand three more.", {"no_nsp": True}, "tokens of one block"),
-    ("= One =\n" + "\n".join([" ".join(TEXT)] * 50), {}, "--no-nsp"),
-    (None, {"vocab_size": None, "tokenizer": "."}, "`directory`", "tokenizer"),
-    (None, {"warmup": 99}, "warmup", "0 to 6"),
-    (None, {"lr": 0}, "--lr", "above 0"),
-    (None, {"dropout": 1.0}, "--dropout", "below 1"),
-    (None, {"vocab_size": 8}, "vocab_size", "alphabet"),
-    (None, {"precision": "fp64"}, "--precision", "bf16"),
-    (None, {"objective": "rtd"}, "rtd with bert-tiny", "mlm+nsp or mlm"),
-    (None, {"objective": "mlm", "no_nsp": True}, "no-nsp", "not allowed"),
-    (None, {"electra_objective": "replace_mlm"}, "electra_objective", "bert-tiny"),
-    (None, {"electra_sharing": "all"}, "electra_sharing", "bert-tiny"),
-    (None, {"two_stage": True}, "two_stage", "bert-tiny"),
-    (None, {"arch": "gpt2-tiny", "no_nsp": True}, "mlm with gpt2-tiny", "clm"),
-    (None, {"arch": "t5-tiny", "objective": "denoise"}, "denoise with t5-tiny", "spans"),
-    (None, {"arch": "t5-tiny", "unit": "word"}, "word with --objective spans"),
-    (None, {"arch": "t5-tiny", "attention_dropout": 0.3}, "attention_dropout", "one rate"),
-    (None, {"arch": "albert-tiny", "unit": "letter"}, "--unit", "ngram"),
-    (None, {"arch": "albert-tiny", "optimizer": "sgd"}, "--optimizer", "lamb"),
-    (None, {"arch": "bart-tiny", "vocab_size": 99}, "vocab_size", "got 99"),
-]
-REFUSED += [
-    (None, {"arch": "electra-tiny", **options}, *words)
-    for options, *words in (
-        ({"electra_objective": "mlm"}, "electra-objective", "rtd_masked"),
-        ({"electra_sharing": "some"}, "electra-sharing", "embeddings"),
-        ({"electra_generator": "bigram"}, "electra-generator", "unigram"),
-        ({"two_stage": True, "electra_generator": "unigram"}, "electra_generator", "two-stage"),
-        ({"two_stage": True, "electra_sharing": "embeddings"}, "electra_sharing", "two-stage"),
-        ({"two_stage": True, "steps": 1}, "steps", "2 or more"),
-        ({"two_stage": True, "steps": 8, "warmup": 5}, "warmup", "0 to 4"),
-    )
-]
 
 
 def test_links_in_a_circle(arguments, refused, tmp_path):
@@ -203,88 +156,12 @@ def test_the_documentation_is_a_corpus_of_its_own(arguments, refused, tmp_path):
     refused(words, "`corpus` got embedded text.txt; expected files, or embedded alone")
 
 
-@pytest.mark.parametrize("text, options, words", [(a, b, c) for a, b, *c in REFUSED], ids=str)
-def test_refused(text, options, words, arguments, refused, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    if text is not None:
-        (tmp_path / "text.txt").write_text(text)
-        options = {"corpus": "text.txt", **options}
-    refused(arguments(tmp_path / "out", **options), *words)
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_tokenizer_without_what_an_objective_needs(arguments, refused, bert, tmp_path):
     options = {"arch": "t5-tiny", "vocab_size": None, "tokenizer": bert / "tokenizer"}
     refused(arguments(tmp_path / "out", **options), "without a eos_token")
 
 
-# --- what a run would cost ------------------------------------------------------------------------
-
-
 # --- options that do not fit ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        ({"parameter_sharing": "none"}, ["parameter_sharing", "albert", "bert-tiny"]),
-        ({"embedding_size": 64}, ["embedding_size", "electra", "bert-tiny"]),
-        ({"noise": "token_masking"}, ["noise", "bart", "bert-tiny"]),
-        ({"adversarial": True}, ["adversarial", "electra", "bert-tiny"]),
-        ({"rtd_weight": 3}, ["rtd_weight", "electra", "bert-tiny"]),
-        ({"static_masks": 10}, ["static_masks", "objective mlm+nsp"]),
-        ({"heads": 3}, ["heads", "hidden", "128"]),
-        ({"hidden": 100, "heads": 8}, ["heads", "hidden", "100"]),
-        (
-            {"arch": "electra-tiny", "objective": "mlm", "rtd_weight": 3},
-            ["rtd_weight", "objective mlm"],
-        ),
-        (
-            {"arch": "electra-tiny", "objective": "mlm", "two_stage": True},
-            ["two_stage", "objective mlm"],
-        ),
-        (
-            {"arch": "electra-tiny", "adversarial": True, "electra_generator": "unigram"},
-            ["adversarial", "--electra-generator unigram"],
-        ),
-        (
-            {"arch": "electra-tiny", "adversarial": True, "electra_objective": "replace_mlm"},
-            ["adversarial", "--electra-objective replace_mlm"],
-        ),
-        (
-            {"arch": "electra-tiny", "adversarial": True, "two_stage": True},
-            ["adversarial", "two_stage"],
-        ),
-        (
-            {"arch": "electra-tiny", "generator_size": 0.5, "electra_generator": "unigram"},
-            ["generator_size", "--electra-generator unigram"],
-        ),
-        (
-            {"arch": "electra-tiny", "generator_size": 0.5, "electra_sharing": "all"},
-            ["generator_size", "--electra-sharing all"],
-        ),
-        (
-            {"arch": "electra-tiny", "generator_size": 0.5, "two_stage": True},
-            ["generator_size", "--two-stage", "second-stage-from"],
-        ),
-        (
-            {"arch": "electra-tiny", "second_stage_from": "scratch"},
-            ["second_stage_from", "two_stage"],
-        ),
-        (
-            {"arch": "electra-tiny", "rtd_weight": 3, "two_stage": True},
-            ["rtd_weight", "two_stage"],
-        ),
-        (
-            {"arch": "electra-tiny", "optimizer": "adafactor", "two_stage": True},
-            ["optimizer", "adafactor", "two-stage"],
-        ),
-    ],
-    ids=str,
-)
-def test_options_that_do_not_fit(arguments, tmp_path, refused, options, names):
-    refused(arguments(tmp_path / "out", **options), *names)
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

@@ -1,3 +1,5 @@
+"""What every run over text does: its logs, scores, budgets, checkpoints, and how it is resumed."""
+
 from __future__ import annotations
 
 import json
@@ -7,16 +9,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
+import fastplm.models
 from fastplm import data
 from fastplm.pretrain import evaluate as evaluation
 from fastplm.pretrain import stream
 from fastplm.pretrain.objectives import OBJECTIVES
 from fastplm.pretrain.report import numbers_of
 from fastplm.pretrain.trainer import PretrainingTrainer
-from fastplm.run.folder import last_checkpoint
+from fastplm.run.flops import flops_a_token
+from fastplm.run.folder import last_checkpoint, read_hashed, write_hashed
 
-from .conftest import scalars
+from .conftest import flops_of, scalars
 
 
 def test_held_out_scores_are_logged(bert, electra):
@@ -200,3 +205,71 @@ def test_resumed_gives_the_same_curve(short_run, tmp_path, arch, options, curve)
     if options.get("optimizer") == "adafactor":
         rates = [entry["learning_rate"] / 1e-3 for entry in whole["history"]]
         assert rates == pytest.approx([1, 1, *((2 / n) ** 0.5 for n in (3, 4, 5, 6))])
+
+
+def test_a_budget_says_how_many_steps(run, tmp_path, bert, capsys):
+    a_step = flops_of(json.loads((bert / "metrics.json").read_text()), bert)
+    out = tmp_path / "out"
+    metrics = run(out, steps=None, flops=3.99 * a_step, save_every=2)
+    assert metrics["history"][-1]["step"] == metrics["arguments"]["steps"] == 3
+    assert metrics["arguments"]["flops"] == 3.99 * a_step
+    said = capsys.readouterr().err
+    assert f"budget         {3.99 * a_step:.4g} FLOPs pay for 3 steps of {a_step:.4g}" in said
+    assert said.index("budget") < said.index("step 1/3")
+    assert "flops: " in (out / "settings.yaml").read_text()
+    record = read_hashed(out / "run.json")
+    assert (record["steps"], record["flops"]) == (3, 3.99 * a_step)
+    # With a larger budget the run becomes longer, and a smaller one does not reach its steps.
+    more = run(out, steps=None, flops=5 * a_step, resume=True)
+    assert more["history"][-1]["step"] == 5 and more["starts"] == [0, 3]
+
+
+def test_a_budget_of_two_stages(run, tmp_path, electra):
+    sizes = {"arch": "electra-tiny", "two_stage": True}
+    joint = transformers.ElectraConfig.from_pretrained(electra / "discriminator")
+    config = fastplm.models.ElectraJointConfig.from_discriminator(
+        joint, generator_size=1.0, embedding_sharing="none", stage=1
+    )
+    a_step = 4 * 32 * flops_a_token(config, 32)
+    metrics = run(tmp_path / "out", steps=None, flops=5 * a_step, **sizes)
+    assert metrics["history"][-1]["step"] == 4  # as many of each stage
+    assert metrics["flops"] <= 5 * a_step
+
+
+@pytest.mark.parametrize(("keep", "there"), [("all", [2, 4, 6]), (1, [6])])
+def test_checkpoints_that_are_kept(run, tmp_path, keep, there, capsys):
+    out = tmp_path / "out"
+    run(out, keep_checkpoints=keep)
+    assert sorted(int(path.name[11:]) for path in out.glob("checkpoint-*")) == there
+    assert f"a checkpoint each 2 steps, of which {'all' if keep == 'all' else 'the'}" in (
+        capsys.readouterr().err
+    )
+
+
+def test_states_that_are_kept_for_a_curve(run, tmp_path):
+    """States at equal distances stay beside the newest ones, also in a resumed run."""
+    out = tmp_path / "out"
+    options = {"steps": 10, "states": 3, "save_every": 2, "keep_checkpoints": 1}
+    run(out, **options)
+    there = sorted(path.name for path in out.glob("checkpoint-*"))
+    assert there == ["checkpoint-10", "checkpoint-3", "checkpoint-7"]
+    shutil.rmtree(out / "checkpoint-10")
+    (out / "manifest.json").unlink()
+    run(out, resume=True, **options)
+    assert sorted(path.name for path in out.glob("checkpoint-*")) == there
+    # A run of twice the steps has other states.
+    run(out, resume=True, **options | {"steps": 20})
+    there = sorted(int(path.name[11:]) for path in out.glob("checkpoint-*"))
+    assert there == [7, 13, 20]
+
+
+def test_a_run_of_before_these_settings_is_resumed(run, arguments, refused, tmp_path):
+    out = tmp_path / "out"
+    run(out, steps=2)
+    later = "flops seeds keep_checkpoints temperature separators start_from mlm_probability "
+    later += "mask_replace_prob random_replace_prob"
+    record = read_hashed(out / "run.json")
+    write_hashed(out / "run.json", {n: record[n] for n in record if n not in later.split()})
+    (out / "manifest.json").unlink()
+    refused(arguments(out, steps=4, resume=True, mlm_probability=0.3), "`mlm_probability` got 0.3")
+    assert run(out, steps=4, resume=True)["starts"] == [0, 2]

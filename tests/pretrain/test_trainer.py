@@ -1,3 +1,5 @@
+"""The Trainer of a pre-training: stages, batches and processes."""
+
 from __future__ import annotations
 
 import json
