@@ -15,7 +15,7 @@ from torch import nn
 import fastplm.models
 from fastplm.data import load_tokenizer
 from fastplm.data._folder import file_hash
-from fastplm.distill.objectives import uniform_layers
+from fastplm.distill.objectives import DECODERS, KINDS, uniform_layers
 from fastplm.distill.settings import DistillArguments
 from fastplm.errors import DataError
 from fastplm.models._base import most_positions
@@ -24,8 +24,6 @@ from fastplm.run.checkpoint import config_at, set_dropout, weights_at
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_ENCODERS = ("bert", "roberta", "albert", "electra")
-_DECODERS = ("gpt2",)
 #: The files of a model and its tokenizer.
 _READ = ("*.safetensors", "*.bin", "*.json", "*.txt", "*.model")
 # `bert.encoder.layer.3.output.dense.weight`, `transformer.h.3.…`,
@@ -173,26 +171,20 @@ def hash_of_model(folder: str | Path) -> str:
 
 def _class_for(args: DistillArguments, argument: str, config: Any) -> Any:
     """The class of ``fastplm.models`` with which the recipe reads a checkpoint."""
-    family = config.model_type
-    able = {"distilbert": (*_ENCODERS, *_DECODERS), "electra": ("electra",)}
-    families = able.get(args.recipe, _ENCODERS)
-    expected = f"a model of the family {' or '.join(families)} for the recipe {args.recipe}"
+    family, method = config.model_type, KINDS[args.recipe]
+    expected = f"a model of the family {' or '.join(method.families)} for the recipe {args.recipe}"
     got = f"{getattr(args, argument)}, of the family {family}"
     fix = "Choose another checkpoint or recipe."
-    args.check(argument, family in families, expected, fix, got, DataError)
-    if family in _DECODERS:
+    args.check(argument, family in method.families, expected, fix, got, DataError)
+    if family in DECODERS:
         return fastplm.models.GPT2LMHeadModel
     # Its head predicts the next token, not the masked one.
     reads_both = not getattr(config, "is_decoder", False)
     got = f"{getattr(args, argument)}, which reads from left to right"
     expected = "an encoder that reads in both directions"
     args.check(argument, reads_both, expected, fix, got, DataError)
-    ending = "Model"
-    if args.recipe == "distilbert" or argument == "generator":
-        ending = "ForMaskedLM"
-    elif args.recipe == "electra":
-        ending = "ForPreTraining"
-    return getattr(fastplm.models, family.capitalize() + ending)
+    head = "ForMaskedLM" if argument == "generator" else method.head
+    return getattr(fastplm.models, family.capitalize() + head)
 
 
 def _without_pooler(kind: Any) -> dict[str, bool]:
@@ -203,7 +195,7 @@ def _without_pooler(kind: Any) -> dict[str, bool]:
 
 
 def is_causal(config: Any) -> bool:
-    return config.model_type in _DECODERS
+    return config.model_type in DECODERS
 
 
 def check_vocabulary(

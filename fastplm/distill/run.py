@@ -175,7 +175,7 @@ class Distilling:
         if plan.recipe == "multilingual":
             collator = ParallelCollator(data.tokenizer, teacher_tokenizer=self.teacher_tokenizer)
             eval_collator = collator
-        elif plan.recipe in ("distilbert", "electra"):
+        elif model.labelled:
             kind = _kind(plan, self.teacher)
             objective = kind(data.tokenizer, plan.block_size, plan.seed)
             collator, eval_collator = objective.collator(), objective.eval_collator()

@@ -90,8 +90,6 @@ class TextRun(Run):
     data: RunData
     training: Training
     done = 0
-    #: What is not as a finished run wrote it; None if all is.
-    _wrong: str | None = ""
 
     def __init__(self, args: Any, read: Read, build: Build) -> None:
         super().__init__(args)
@@ -103,7 +101,6 @@ class TextRun(Run):
             # The record of several seeds has no steps: each seed has a record of its own.
             expected, fix = "2 or more, as in the runs that are resumed", "Give the same number."
             plan.check("seeds", "steps" in self.before, expected, fix)
-            self._wrong = damage(self.out)
             self.checkpoint = checkpoint_to_resume(plan.where, self.out)
             self.done = step_of(self.checkpoint)
             plan = continued(plan, self.before, self.done) if known else plan
@@ -129,10 +126,10 @@ class TextRun(Run):
         compare(self.args, self.record, before)
 
     def finished(self, before: dict[str, Any]) -> bool:
-        if self._wrong is not None and (self.out / MANIFEST).is_file():
-            what = f"is not complete, and is written again: {self._wrong}."
-            say(f"What the finished run wrote {what}")
-        return self._wrong is None and before["steps"] == self.args.steps
+        wrong = damage(self.out)
+        if wrong is not None and (self.out / MANIFEST).is_file():
+            say(f"What the finished run wrote is not complete, and is written again: {wrong}.")
+        return wrong is None and before["steps"] == self.args.steps
 
     def build(self) -> str:
         from fastplm.pretrain.report import announcement

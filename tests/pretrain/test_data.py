@@ -4,20 +4,38 @@ from __future__ import annotations
 
 import contextlib
 
+import pytest
 import torch
 import transformers
 
 from fastplm.cli import _parser
-from fastplm.data import TokenStore, tokenize
+from fastplm.data import TokenStore, load_tokenizer, tokenize
 from fastplm.pretrain import data as pretrain_data
+from fastplm.pretrain.objectives import objective_of
 
 
-def test_why_nothing_is_held_out(run, arguments, refused, tmp_path, capsys):
-    one = tmp_path / "one.txt"
-    one.write_text("\n\n".join(["The river follows the old house. " * 200] * 3))
-    run(tmp_path / "out", steps=1, corpus=one)
-    assert "1 document, of 2 that a sample takes" in capsys.readouterr().err
-    words = arguments(tmp_path / "curve", steps=1, corpus=one, eval_every=1)
+@pytest.mark.parametrize(
+    ("arch", "lacking"),
+    [
+        ("bert-tiny", "1 document, of 2 that a sample takes"),
+        ("albert-tiny", "documents of one token each"),
+    ],
+)
+def test_why_nothing_is_held_out(
+    settings, bert, corpus, arguments, refused, tmp_path, arch, lacking
+):
+    """Pairs take two documents, or one of two tokens, which the tail may lack."""
+    text = ["The river follows the old house. " * 200] * 3
+    if arch == "albert-tiny":
+        text = [*corpus.read_text().split("\n\n")[:100], *["a"] * 600]
+    tokenizer = load_tokenizer(bert / "tokenizer")
+    objective = objective_of(settings(tmp_path, arch=arch), tokenizer)
+    store = tokenize(text, tokenizer, tmp_path)
+    rest, held_out, why = pretrain_data.hold_out(objective, store)
+    assert (rest, held_out) == (store, None)
+    assert why == f"the last 5% of this corpus has {lacking}"
+    (tmp_path / "text").write_text("\n\n".join(text))
+    words = arguments(tmp_path / "out", arch=arch, corpus=tmp_path / "text", eval_every=1)
     refused(words, "eval_every", "too short to hold a part out")
 
 
@@ -53,12 +71,3 @@ def test_all_of_the_data_is_prepared_by_the_first_process_alone(run, tmp_path, m
     monkeypatch.setattr(TokenStore, "_derive", recorded)
     assert "held_out" in run(tmp_path / "out", steps=1)
     assert ("chunks", True) in prepared and all(in_context for _, in_context in prepared)
-
-
-def test_a_tail_that_gives_no_samples_is_not_held_out(run, corpus, tmp_path):
-    """Documents of one token give no pairs, which must not be an error after the training."""
-    path = tmp_path / "corpus.txt"
-    stories = corpus.read_text().split("\n\n")[:100]
-    path.write_text("\n\n".join(stories + ["a"] * 600))
-    metrics = run(tmp_path / "out", arch="albert-tiny", corpus=path, steps=1)
-    assert "held_out" not in metrics

@@ -29,6 +29,7 @@ from fastplm.pretrain import data as pretrain_data
 from fastplm.pretrain import report, stream
 from fastplm.pretrain import run as module
 from fastplm.pretrain.evaluate import evaluate
+from fastplm.pretrain.model import model_config
 from fastplm.pretrain.objectives import (
     MASKING,
     NAMES,
@@ -562,14 +563,16 @@ def test_shares_of_masks(bert, options, shares):
     )
 
 
-def test_a_temperature(run, tmp_path, electra):
-    """Hotter draws are more often another token than the original one."""
-    hot = run(tmp_path / "out", arch="electra-tiny", temperature=30.0)
-    config = json.loads((tmp_path / "out" / "checkpoint-6" / "config.json").read_text())
-    assert config["temperature"] == 30.0
-    usual = json.loads((electra / "metrics.json").read_text())
-    shares = [each["held_out"]["words"]["share_replaced"] for each in (hot, usual)]
-    assert shares[0] > shares[1]
+def test_what_electra_learns_is_in_its_configuration(bert, tmp_path):
+    tokenizer = load_tokenizer(bert / "tokenizer")
+    chosen = {"temperature": 30.0, "electra_sharing": "none", "generator_size": 0.5}
+    chosen |= {"electra_objective": "rtd_masked", "adversarial": True, "rtd_weight": 7.0, "seed": 3}
+    plan = module.PretrainArguments("electra-tiny", ["-"], 9, tmp_path, **chosen).plan()
+    config = model_config(plan, tokenizer)
+    assert (config.temperature, config.sampling_seed) == (30.0, 3)
+    assert (config.objective, config.embedding_sharing) == ("rtd_masked", "none")
+    assert (config.adversarial, config.discriminator_weight) == (True, 7.0)
+    assert config.generator.hidden_size == config.discriminator.hidden_size / 2
 
 
 ENCODERS = [

@@ -88,11 +88,6 @@ def test_held_out_text_costs_no_draw_and_no_time_of_the_training(run, tmp_path, 
     assert metrics["train_seconds"] < 2
 
 
-def test_nothing_is_logged_where_nobody_asks(run, tmp_path):
-    run(tmp_path / "out", steps=1, report_to="none")
-    assert not (tmp_path / "out" / "tensorboard").exists()
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -194,14 +189,21 @@ def test_workers_and_the_device_do_not_matter(short_run, tmp_path, monkeypatch, 
         ("t5-tiny", {"optimizer": "adafactor", "warmup": 2}),
         ("gpt-tiny", {"hidden": 96, "heads": 3}),
         ("roberta-tiny", {"static_masks": 3, "unit": "word"}),
+        # From the last checkpoint of the first stage, and from one of the second.
+        ("electra-tiny", {"two_stage": True, "steps": 8, "save_every": 4}),
+        ("electra-tiny", {"two_stage": True, "steps": 9, "save_every": 6}),
     ],
     ids=str,
 )
 def test_resumed_gives_the_same_curve(short_run, tmp_path, arch, options, curve):
-    out = tmp_path / "out"
-    whole = short_run(out, arch, save_every=3, **options)
-    shutil.rmtree(out / "checkpoint-6")
-    assert curve(short_run(out, arch, save_every=3, resume=True, **options)) == curve(whole)
+    out, options = tmp_path / "out", {"steps": 6, "save_every": 3, **options}
+    whole = short_run(out, arch, **options)
+    shutil.rmtree(out / f"checkpoint-{options['steps']}")
+    if "two_stage" in options:
+        at = options["save_every"]
+        config = json.loads((out / f"checkpoint-{at}" / "config.json").read_text())
+        assert config["stage"] == (1 if at == options["steps"] / 2 else 2)
+    assert curve(short_run(out, arch, resume=True, **options)) == curve(whole)
     if options.get("optimizer") == "adafactor":
         rates = [entry["learning_rate"] / 1e-3 for entry in whole["history"]]
         assert rates == pytest.approx([1, 1, *((2 / n) ** 0.5 for n in (3, 4, 5, 6))])
@@ -236,21 +238,22 @@ def test_a_budget_of_two_stages(run, tmp_path, electra):
     assert metrics["flops"] <= 5 * a_step
 
 
-@pytest.mark.parametrize(("keep", "there"), [("all", [2, 4, 6]), (1, [6])])
-def test_checkpoints_that_are_kept(run, tmp_path, keep, there, capsys):
+def test_all_checkpoints_are_kept(run, tmp_path, capsys):
     out = tmp_path / "out"
-    run(out, keep_checkpoints=keep)
-    assert sorted(int(path.name[11:]) for path in out.glob("checkpoint-*")) == there
-    assert f"a checkpoint each 2 steps, of which {'all' if keep == 'all' else 'the'}" in (
-        capsys.readouterr().err
-    )
+    run(out, keep_checkpoints="all", report_to="none")
+    assert sorted(path.name for path in out.glob("checkpoint-*")) == [
+        f"checkpoint-{step}" for step in (2, 4, 6)
+    ]
+    assert "a checkpoint each 2 steps, of which all are kept" in capsys.readouterr().err
+    assert not (out / "tensorboard").exists()
 
 
-def test_states_that_are_kept_for_a_curve(run, tmp_path):
-    """States at equal distances stay beside the newest ones, also in a resumed run."""
+def test_milestones_are_kept_for_a_curve(run, tmp_path, capsys):
+    """They are at equal distances, and stay beside the newest ones, also in a resumed run."""
     out = tmp_path / "out"
     options = {"steps": 10, "states": 3, "save_every": 2, "keep_checkpoints": 1}
     run(out, **options)
+    assert "of which the last 1 are kept" in capsys.readouterr().err
     there = sorted(path.name for path in out.glob("checkpoint-*"))
     assert there == ["checkpoint-10", "checkpoint-3", "checkpoint-7"]
     shutil.rmtree(out / "checkpoint-10")

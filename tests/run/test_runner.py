@@ -68,6 +68,7 @@ def test_the_order(noted, tmp_path, capsys):
     first = noted()
     assert first.run() == {"steps": 3} == json.loads((tmp_path / "out/metrics.json").read_text())
     assert first.called == ["read", "build", "train"]
+    assert "what it will do" in capsys.readouterr().err
     assert "seed" in first.record and "steps" not in first.record and "out" in first.record
     with pytest.raises(DataError, match="an empty or new folder"):
         noted().run()
