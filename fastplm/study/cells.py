@@ -31,7 +31,7 @@ from fastplm.study.grid import (
     Grid,
     Judge,
     Variant,
-    is_path,
+    kind_of_path,
     resolved,
     settings_of,
     words_of,
@@ -499,7 +499,7 @@ def _facts(command: str, args: Any, identities: Mapping[str, Any], folder: Path)
         value = args.given[name]
         if name in identities:
             found[name] = identities[name]
-        elif is_path(command, name):
+        elif kind_of_path(command, name):
             value = getattr(args, name)  # of a name on the Hub the folder
             several = isinstance(value, list | tuple)
             parts = value if several else [value]
