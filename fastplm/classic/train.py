@@ -46,22 +46,22 @@ def classic(args: ClassicArguments) -> dict[str, Any]:
 class _Classic(Run):
     """A run over sentences."""
 
-    free = frozenset("resume overwrite out save_every log_every threads corpus".split())
+    ignored_on_resume = frozenset(
+        "resume overwrite out save_every log_every threads corpus".split()
+    )
     args: ClassicArguments
 
-    def prepare(self) -> None:
+    def read(self) -> dict[str, Any]:
         self.documents = read_documents(self.args.corpus)
         self.sentences = Sentences(self.documents, self.args.max_length)
-
-    def facts(self) -> dict[str, Any]:
         return {"text": fingerprint(self.documents)}
 
 
 class _Steps(_Classic):
     """A run of the systems that are trained in steps."""
 
-    def prepare(self) -> None:
-        super().prepare()
+    def read(self) -> dict[str, Any]:
+        facts = super().read()
         args, sentences = self.args, self.sentences
         able = args.system == "elmo" or not all(sentences.begins)
         got = "documents of one sentence each"
@@ -72,6 +72,7 @@ class _Steps(_Classic):
         self.held_out = max(2, min(_MOST_HELD_OUT, math.ceil(_HELD_OUT * len(sentences))))
         texts = (" ".join(words) for words in sentences.words[: len(sentences) - self.held_out])
         self.words = Words.train(texts, args.vocab_size)
+        return facts
 
     def compare(self, before: dict[str, Any]) -> None:
         got = f"{' '.join(map(str, self.args.corpus))}, which is another text"
@@ -80,7 +81,7 @@ class _Steps(_Classic):
         self.args.check("corpus", same, "the text of the run that is resumed", fix, got)
         super().compare(before)
 
-    def build(self) -> None:
+    def build(self) -> str:
         from transformers import set_seed
 
         args, sentences = self.args, self.sentences
@@ -108,10 +109,8 @@ class _Steps(_Classic):
         self.trainer = _Trainer(
             model=model, args=settings, train_dataset=train, data_collator=self.collate
         )
-
-    def announcement(self) -> str:
-        sentences, cut = self.sentences, self.sentences.cut
-        size = sum(weight.numel() for weight in self.trainer.model.parameters())
+        size = sum(weight.numel() for weight in model.parameters())
+        cut = sentences.cut
         return block(
             {
                 "system": f"{self.args.system}, {size:,} parameters",
@@ -209,15 +208,14 @@ class _Word2Vec(_Classic):
 
     device = torch.device("cpu")
 
-    def prepare(self) -> None:
+    def read(self) -> dict[str, Any]:
         try:
             from gensim.models import Word2Vec
         except ImportError as error:
             got = f"word2vec, without its library ({error})"
             fix = "pip install gensim"
             raise DataError(message("classic", "system", got, "the library gensim", fix)) from error
-        super().prepare()
-        args = self.args
+        args, facts = self.args, super().read()
         self.model = Word2Vec(
             vector_size=args.hidden,
             sg=1,
@@ -234,8 +232,9 @@ class _Word2Vec(_Classic):
         )
         there = len(self.model.wv) > 0
         args.check("vocab_size", there, "room for the most frequent words", fix)
+        return facts
 
-    def announcement(self) -> str:
+    def build(self) -> str:
         text = f"{len(self.sentences):,} sentences"
         return block({"system": "word2vec", "text": text, "results": str(self.out)})
 

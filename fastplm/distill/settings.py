@@ -226,6 +226,7 @@ class DistillArguments(budget.BudgetSettings):
             fix="Give --generator, such as OUT/generator of a pre-training.",
         ),
         *budget.RULES,
+        budget.SAMPLES,
         Rule(
             "flops",
             lambda args: args.flops is None or args.recipe not in UNCOUNTED,

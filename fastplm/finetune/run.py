@@ -128,7 +128,9 @@ class Finetuning(Run):
     """
 
     #: ``seeds`` is among them: a resumed run may have more seeds.
-    free = frozenset("resume overwrite out save_every log_every seeds threads report_to".split())
+    ignored_on_resume = frozenset(
+        "resume overwrite out save_every log_every seeds threads report_to".split()
+    )
     args: FinetuneArguments
 
     def __init__(self, args: FinetuneArguments, print_fn: Callable[[str], object]) -> None:
@@ -141,7 +143,7 @@ class Finetuning(Run):
         self.ready: dict[Path, PreTrainedModel] = {}
         self.trained: list[int] = []
 
-    def prepare(self) -> None:
+    def read(self) -> dict[str, Any]:
         rates = self.args.rates()
         # Until a rate is chosen, the settings have one of them.
         curve = [("", rates[0][1])] if rates else self.args.curve()
@@ -153,8 +155,9 @@ class Finetuning(Run):
             check_teacher(self.args, self.task)
         task = prepare_task(rates[0][1], choosing=True) if rates else self.task
         self.trials = [Point(self.out / name, each, task) for name, each in rates]
+        return self._facts()
 
-    def facts(self) -> dict[str, Any]:
+    def _facts(self) -> dict[str, Any]:
         args, task = self.args, self.task
         found: dict[str, Any] = {"processes": int(os.environ.get("WORLD_SIZE") or "1")}
         if args.learning_rate is None:
@@ -183,7 +186,7 @@ class Finetuning(Run):
         fix = "Give the same file, or another --out."
         args.check("data", same, "the examples of the run that is resumed", fix, got)
 
-    def build(self) -> None:
+    def build(self) -> str:
         self.trains = [_dataset(task) for _, _, task in self.points]
         first = self.trains[0]
         if self.trials:
@@ -197,6 +200,7 @@ class Finetuning(Run):
             self.ready[folder / f"seed-{seed}"] = model
             if each.teacher is not None:
                 first.teacher = teacher_logits(each, task, first.features, self.device)
+        return self._announcement()
 
     def train(self) -> dict[str, Any]:
         self.processes.wait_for_everyone()  # the first process moves the old files of the folder
@@ -308,7 +312,7 @@ class Finetuning(Run):
             "seeds_with_one_answer": sum(bool(result.get("one_answer")) for result in results),
         }
 
-    def announcement(self) -> str:
+    def _announcement(self) -> str:
         args, task, device = self.args, self.task, self.device
         held_out = "" if args.eval_data is not None else ", held out of the same file"
         threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
