@@ -17,7 +17,7 @@ from tokenizers import models as tokenizer_models
 import survey_models
 from fastplm import cli
 from fastplm.errors import ArgumentValueError
-from fastplm.inference._encoder import load_encoder
+from fastplm.inference._checkpoint import load_encoder
 from fastplm.inference.embed import embed
 from fastplm.inference.settings import POOLINGS, WORD_POOLINGS
 from fastplm.models import AutoModel
