@@ -19,6 +19,8 @@ from fastplm.testing import check_in_fp64
 LETTERS = "abcdefghijklmnop"
 #: Texts of different lengths, in no order; one has no letter, one occurs twice.
 TEXTS = ["ab cde", "p", "abc defg hi klm", "", "fg fg fgh", "p", "olm nop bad", "k lm"]
+#: The same of lists of words; some have no token, some no word.
+WORDS = [["ab", "c"], [], ["\u200b", "klm", "d"], ["p"], ["hi"] * 4]
 
 #: Sizes of small models: of encoders, GPT-2, BART and T5.
 SMALL = dict(
@@ -141,6 +143,29 @@ def states_of(parent, ids):
     with torch.no_grad():
         outputs = backbone(input_ids=torch.tensor([ids]), output_hidden_states=True)
     return [state[0] for state in outputs.hidden_states]
+
+
+def pooled(rows, kind):
+    """[T, E] -> [E], as the name says."""
+    order = torch.arange(1, len(rows) + 1, dtype=rows.dtype)[:, None]
+    return {
+        "mean": lambda: rows.mean(0),
+        "cls": lambda: rows[0],
+        "first": lambda: rows[0],
+        "last": lambda: rows[-1],
+        "max": lambda: rows.max(0).values,
+        "sum": lambda: rows.sum(0),
+        "mean_sqrt_len": lambda: rows.sum(0) / len(rows) ** 0.5,
+        "weighted_mean": lambda: (rows * order).sum(0) / order.sum(),
+    }[kind]()
+
+
+def of_texts(parent, tokenizer, layers=(-1,), kinds=("mean",)):
+    vectors = []
+    for text in TEXTS:
+        states = states_of(parent, tokenizer(text)["input_ids"])
+        vectors.append(torch.cat([pooled(states[i], kind) for kind in kinds for i in layers]))
+    return torch.stack(vectors)
 
 
 def hold(model, parent, ours, theirs):
