@@ -354,7 +354,7 @@ def _commands() -> Iterator[_Command]:
 
 def _parser() -> argparse.ArgumentParser:
     from fastplm.pretrain.settings import MINUTES
-    from fastplm.run.settings import NOT_NEGATIVE, add_settings, whole
+    from fastplm.run.settings import NOT_NEGATIVE, add_settings, integer
 
     parser = _Parser(prog="fastplm", description="BERT-era language models, fast and correct.")
     parser.add_argument("--version", action="version", version=f"fastplm {fastplm.__version__}")
@@ -379,7 +379,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--out", default="runs/demo", metavar="DIR", help="default: %(default)s")
     help = "what all of it is to take: the steps are fewer on a slow machine (default: %(default)s)"
     demo.add_argument("--minutes", type=NOT_NEGATIVE, default=MINUTES, help=help)
-    demo.add_argument("--threads", type=whole(), help="CPU threads (default: PyTorch's choice)")
+    demo.add_argument("--threads", type=integer(), help="CPU threads (default: PyTorch's choice)")
     shown = argparse.ArgumentDefaultsHelpFormatter
     for each in _commands():
         told: dict[str, Any] = {"description": each.description, "formatter_class": shown}

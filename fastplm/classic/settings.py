@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fastplm.run.settings import COUNT, POSITIVE, Settings, common, setting, whole
+from fastplm.run.settings import COUNT, POSITIVE, Rule, Settings, common, integer, setting
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 #: The systems, and the sentences of a batch (of word2vec, those read at once).
 SYSTEMS = {"elmo": 32, "skip-thoughts": 32, "quick-thoughts": 200, "word2vec": 10_000}
-_WIDTH = whole(2, 2**16)
+_WIDTH = integer(2, 2**16)
 #: What a system does not read.
 _UNREAD = {
     "skip-thoughts": ("layers",),
@@ -21,7 +25,7 @@ _UNREAD = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class ClassicArguments(Settings):
     """The settings of a run; see ``fastplm classic --help``.
 
@@ -47,13 +51,15 @@ class ClassicArguments(Settings):
         number=COUNT,
     )
     batch_size: int | None = setting(
-        "sentences of a batch (default: 32; 200 for quick-thoughts)", None, number=whole(2, 2**16)
+        "sentences of a batch (default: 32; 200 for quick-thoughts)", None, number=integer(2, 2**16)
     )
-    vocab_size: int = setting("words of the vocabulary", 20_000, number=whole(5), metavar="N")
+    vocab_size: int = setting("words of the vocabulary", 20_000, number=integer(5), metavar="N")
     hidden: int = setting("width of an LSTM or GRU; of word2vec's vectors", 512, number=_WIDTH)
     embedding: int = setting("width of a word's vector inside the model", 128, number=_WIDTH)
-    layers: int = setting("layers of ELMo", 2, number=whole(1, 100))
-    max_length: int = setting("most words of a sentence; the rest is left out", 40, number=whole(3))
+    layers: int = setting("layers of ELMo", 2, number=integer(1, 100))
+    max_length: int = setting(
+        "most words of a sentence; the rest is left out", 40, number=integer(3)
+    )
     learning_rate: float = setting("peak learning rate of AdamW", 1e-3, number=POSITIVE)
     seed: int = common("seed", "seed of weights, order and dropout")
     save_every: int = common("save_every")
@@ -62,25 +68,39 @@ class ClassicArguments(Settings):
     resume: bool = common("resume")
     overwrite: bool = common("overwrite")
 
-    def __post_init__(self) -> None:
-        self.check_values()
-        for each in fields(self):
-            unread = each.name in _UNREAD.get(self.system, ())
-            given = getattr(self, each.name) != each.default
-            expected = f"nothing with {self.system}, which does not read it"
-            self.check(each.name, not (unread and given), expected, "Leave the option out.")
-        self.batch_size = self.batch_size or SYSTEMS[self.system]
-        self.steps = self.steps or (5 if self.system == "word2vec" else 1000)
+    rules = (
         # An LSTM's states are projected to the width of a word's vector, which is smaller.
-        fix = "Give a smaller --embedding, too."
-        expected = f"more than --embedding, which is {self.embedding}"
-        self.check("hidden", self.system != "elmo" or self.hidden > self.embedding, expected, fix)
+        Rule(
+            "hidden",
+            lambda args: args.system != "elmo" or args.hidden > args.embedding,
+            "more than --embedding, which is {args.embedding}",
+            fix="Give a smaller --embedding, too.",
+        ),
         # A sentence's neighbours must be told from one other sentence at least.
-        many = self.system != "quick-thoughts" or self.batch_size > 2
-        self.check("batch_size", many, "3 or more sentences with quick-thoughts", "Raise it.")
-        able, expected = self.resumable or not self.resume, "a system that is trained in steps"
-        fix = "Start it again: it has no checkpoints."
-        self.check("resume", able, expected, fix, "word2vec")
+        Rule(
+            "batch_size",
+            lambda args: args.system != "quick-thoughts" or args.batch_size > 2,
+            "3 or more sentences with quick-thoughts",
+            fix="Raise it.",
+        ),
+        Rule(
+            "resume",
+            lambda args: args.resumable or not args.resume,
+            "a system that is trained in steps",
+            "system",
+            "Start it again: it has no checkpoints.",
+        ),
+    )
+
+    def resolved(self) -> Self:
+        for name in _UNREAD.get(self.system, ()):
+            expected = f"nothing with {self.system}, which does not read it"
+            self.check(name, self.is_default(name), expected, "Leave the option out.")
+        plan = self.changed(
+            batch_size=self.batch_size or SYSTEMS[self.system],
+            steps=self.steps or (5 if self.system == "word2vec" else 1000),
+        )
+        return plan.checked()
 
     @property
     def resumable(self) -> bool:

@@ -17,6 +17,7 @@ from fastplm.errors import DataError, TooLittleTextError, message
 from fastplm.run.folder import checkpoint_to_resume, save_models, writing
 from fastplm.run.report import block, curve, settings_of, versions
 from fastplm.run.runner import Run
+from fastplm.run.settings import resolve_warmup
 from fastplm.run.trainer import RunTrainer, trained, training_arguments
 
 _HELD_OUT, _MOST_HELD_OUT = 0.05, 2000
@@ -45,22 +46,22 @@ def classic(args: ClassicArguments) -> dict[str, Any]:
 class _Classic(Run):
     """A run over sentences."""
 
-    free = frozenset("resume overwrite out save_every log_every threads corpus".split())
+    ignored_on_resume = frozenset(
+        "resume overwrite out save_every log_every threads corpus".split()
+    )
     args: ClassicArguments
 
-    def prepare(self) -> None:
+    def read(self) -> dict[str, Any]:
         self.documents = read_documents(self.args.corpus)
         self.sentences = Sentences(self.documents, self.args.max_length)
-
-    def facts(self) -> dict[str, Any]:
         return {"text": fingerprint(self.documents)}
 
 
 class _Steps(_Classic):
     """A run of the systems that are trained in steps."""
 
-    def prepare(self) -> None:
-        super().prepare()
+    def read(self) -> dict[str, Any]:
+        facts = super().read()
         args, sentences = self.args, self.sentences
         able = args.system == "elmo" or not all(sentences.begins)
         got = "documents of one sentence each"
@@ -71,6 +72,7 @@ class _Steps(_Classic):
         self.held_out = max(2, min(_MOST_HELD_OUT, math.ceil(_HELD_OUT * len(sentences))))
         texts = (" ".join(words) for words in sentences.words[: len(sentences) - self.held_out])
         self.words = Words.train(texts, args.vocab_size)
+        return facts
 
     def compare(self, before: dict[str, Any]) -> None:
         got = f"{' '.join(map(str, self.args.corpus))}, which is another text"
@@ -79,11 +81,11 @@ class _Steps(_Classic):
         self.args.check("corpus", same, "the text of the run that is resumed", fix, got)
         super().compare(before)
 
-    def build(self) -> None:
+    def build(self) -> str:
         from transformers import set_seed
 
         args, sentences = self.args, self.sentences
-        assert args.steps is not None, "see ClassicArguments.__post_init__"
+        assert args.steps is not None  # of a plan
         if self.before is not None:
             self.checkpoint = checkpoint_to_resume("classic", self.out)
         # Every step would warn; there is no other implementation on a CPU.
@@ -97,7 +99,7 @@ class _Steps(_Classic):
             bf16=False,
             max_steps=args.steps,
             learning_rate=args.learning_rate,
-            warmup_steps=args.steps // 10,
+            warmup_steps=resolve_warmup(args.steps, None),
             # Neighbours are in one batch only if the text keeps its order.
             train_sampling_strategy="sequential" if args.system == "quick-thoughts" else "random",
         )
@@ -107,10 +109,8 @@ class _Steps(_Classic):
         self.trainer = _Trainer(
             model=model, args=settings, train_dataset=train, data_collator=self.collate
         )
-
-    def announcement(self) -> str:
-        sentences, cut = self.sentences, self.sentences.cut
-        size = sum(weight.numel() for weight in self.trainer.model.parameters())
+        size = sum(weight.numel() for weight in model.parameters())
+        cut = sentences.cut
         return block(
             {
                 "system": f"{self.args.system}, {size:,} parameters",
@@ -207,15 +207,14 @@ class _Word2Vec(_Classic):
 
     device = torch.device("cpu")
 
-    def prepare(self) -> None:
+    def read(self) -> dict[str, Any]:
         try:
             from gensim.models import Word2Vec
         except ImportError as error:
             got = f"word2vec, without its library ({error})"
             fix = "pip install gensim"
             raise DataError(message("classic", "system", got, "the library gensim", fix)) from error
-        super().prepare()
-        args = self.args
+        args, facts = self.args, super().read()
         self.model = Word2Vec(
             vector_size=args.hidden,
             sg=1,
@@ -230,8 +229,9 @@ class _Word2Vec(_Classic):
         fix = "Raise it: gensim leaves out all words as rare as the first one without room."
         there = len(self.model.wv) > 0
         args.check("vocab_size", there, "room for the most frequent words", fix)
+        return facts
 
-    def announcement(self) -> str:
+    def build(self) -> str:
         text = f"{len(self.sentences):,} sentences"
         return block({"system": "word2vec", "text": text, "results": str(self.out)})
 

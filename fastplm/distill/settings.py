@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastplm.run import budget
 from fastplm.run.settings import (
@@ -16,13 +16,16 @@ from fastplm.run.settings import (
     Rule,
     apart,
     common,
+    integer,
     setting,
-    whole,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Method:
     """A published way to distil.
 
     Args:
@@ -35,13 +38,13 @@ class Recipe:
 
 
 #: Rates and weights are the published ones; ELECTRA students have none, and these are ours.
-RECIPES: Mapping[str, Recipe] = {
-    "distilbert": Recipe(5e-4, {"hard_weight": 2.0, "soft_weight": 5.0, "hidden_weight": 1.0}),
-    "tinybert": Recipe(1e-4, {"hidden_weight": 1.0, "attention_weight": 1.0}),
-    "minilm": Recipe(5e-4, {"attention_weight": 1.0}),
-    "minilm-v2": Recipe(6e-4, {"attention_weight": 1.0}),
-    "electra": Recipe(5e-4, {"hard_weight": 1.0, "soft_weight": 1.0, "hidden_weight": 1.0}),
-    "multilingual": Recipe(2e-5, {}),
+METHODS: Mapping[str, Method] = {
+    "distilbert": Method(5e-4, {"hard_weight": 2.0, "soft_weight": 5.0, "hidden_weight": 1.0}),
+    "tinybert": Method(1e-4, {"hidden_weight": 1.0, "attention_weight": 1.0}),
+    "minilm": Method(5e-4, {"attention_weight": 1.0}),
+    "minilm-v2": Method(6e-4, {"attention_weight": 1.0}),
+    "electra": Method(5e-4, {"hard_weight": 1.0, "soft_weight": 1.0, "hidden_weight": 1.0}),
+    "multilingual": Method(2e-5, {}),
 }
 WEIGHTS = ("hard_weight", "soft_weight", "hidden_weight", "attention_weight")
 #: Recipes with other sequence lengths or heads, whose FLOPs are not counted.
@@ -52,9 +55,9 @@ POOLINGS = ("mean", "cls")
 
 def _weight(what: str) -> Any:
     usual = ", ".join(
-        f"{name} {recipe.weights[what]:g}"
-        for name, recipe in RECIPES.items()
-        if what in recipe.weights
+        f"{name} {method.weights[what]:g}"
+        for name, method in METHODS.items()
+        if what in method.weights
     )
     described = {
         "hard_weight": "the loss without a teacher: of the labels",
@@ -66,7 +69,7 @@ def _weight(what: str) -> Any:
     return setting(help, None, number=WEIGHT)
 
 
-@dataclass
+@dataclass(frozen=True)
 class DistillArguments(budget.BudgetSettings):
     """The settings of a distillation; see ``fastplm distill --help``.
 
@@ -92,10 +95,10 @@ class DistillArguments(budget.BudgetSettings):
         ),
     }
 
-    recipe: str = setting("what the student learns from the teacher", choices=tuple(RECIPES))
+    recipe: str = setting("what the student learns from the teacher", choices=tuple(METHODS))
     teacher: str | Path = setting("folder of the teacher and its tokenizer", path=MODEL)
     corpus: Sequence[str | Path] = common("corpus")
-    #: None where ``flops`` is given, until the models are read.
+    #: None where ``flops`` is given, until the models are read, see ``with_flops``.
     steps: int = budget.steps()
     out: str | Path = setting("folder of all results", "", path="DIR", required=True)
     flops: float | None = budget.flops()
@@ -108,7 +111,7 @@ class DistillArguments(budget.BudgetSettings):
     student_layers: int | None = setting(
         "layers of the student, copied from the teacher at equal distances (default: half of them)",
         None,
-        number=whole(),
+        number=integer(),
         excludes="student",
         metavar="N",
     )
@@ -121,7 +124,7 @@ class DistillArguments(budget.BudgetSettings):
     student_heads: int | None = setting(
         "attention heads of such a student (default: the teacher's)",
         None,
-        number=whole(),
+        number=integer(),
         metavar="N",
     )
     translation: Sequence[str | Path] | None = setting(
@@ -140,7 +143,7 @@ class DistillArguments(budget.BudgetSettings):
         "multilingual: train a WordPiece vocabulary of at most N tokens on both sides of the text; "
         "what it shares with the teacher's keeps its embedding",
         None,
-        number=whole(6, 2**22),
+        number=integer(6, 2**22),
         excludes="vocabulary",
         metavar="N",
     )
@@ -171,14 +174,14 @@ class DistillArguments(budget.BudgetSettings):
     teacher_layer: int | None = setting(
         "minilm-v2: the layer of the teacher, counted from 1 (default: the last one)",
         None,
-        number=whole(),
+        number=integer(),
         metavar="N",
     )
     relation_heads: int | None = setting(
         "minilm-v2: parts into which queries, keys and values are split (default: the teacher's "
         "attention heads)",
         None,
-        number=whole(),
+        number=integer(),
         metavar="N",
     )
     block_size: int = common("block_size")
@@ -190,7 +193,7 @@ class DistillArguments(budget.BudgetSettings):
     warmup: int | None = setting(
         "steps of linear warm-up (default: a tenth of the run, 10000 at most)",
         None,
-        number=whole(0, 2**40),
+        number=integer(0, 2**40),
     )
     dropout: float | None = common("dropout")
     seed: int = common("seed")
@@ -220,6 +223,7 @@ class DistillArguments(budget.BudgetSettings):
             fix="Give --generator, such as OUT/generator of a pre-training.",
         ),
         *budget.RULES,
+        budget.SAMPLES,
         Rule(
             "flops",
             lambda args: args.flops is None or args.recipe not in UNCOUNTED,
@@ -241,7 +245,7 @@ class DistillArguments(budget.BudgetSettings):
     #: The settings that only some recipes have, with these recipes.
     recipes_of = {
         **{
-            name: tuple(key for key, recipe in RECIPES.items() if name in recipe.weights)
+            name: tuple(key for key, method in METHODS.items() if name in method.weights)
             for name in WEIGHTS
         },
         **dict.fromkeys(("translation", "tokenizer", "vocab_size", "pooling"), ("multilingual",)),
@@ -251,23 +255,18 @@ class DistillArguments(budget.BudgetSettings):
         "divergence": ("distilbert",),
     }
 
-    def __post_init__(self) -> None:
-        self.check_values()
-        self.corpus = [str(path) for path in self.corpus]
-        if self.translation is not None:
-            self.translation = [str(path) for path in self.translation]
+    def resolved(self) -> Self:
         for name, recipes in self.recipes_of.items():
-            able = self.recipe in recipes or self.usual(name)
+            able = self.recipe in recipes or self.is_default(name)
             expected = f"the recipe {' or '.join(recipes)}"
             got = f"{getattr(self, name)} with the recipe {self.recipe}"
             self.check(name, able, expected, "Leave the option out.", got)
-        recipe = RECIPES[self.recipe]
-        for name in WEIGHTS:
-            if getattr(self, name) is None:
-                setattr(self, name, recipe.weights.get(name))
-        able = not recipe.weights or any(getattr(self, name) for name in recipe.weights)
-        name, fix = next(iter(recipe.weights), "recipe"), "Leave one of them out."
+        method = METHODS[self.recipe]
+        weights = {name: self.given.get(name, method.weights.get(name)) for name in WEIGHTS}
+        able = not method.weights or any(weights[name] for name in method.weights)
+        name, fix = next(iter(method.weights), "recipe"), "Leave one of them out."
         self.check(name, able, "one weight above 0", fix, "0, as all of them are")
-        self.lr = self.lr or recipe.learning_rate
-        self.usual_warmup = self.warmup is None
-        self.settle()
+        text = {"corpus": self.corpus, "translation": self.translation}
+        paths = {name: each and [str(path) for path in each] for name, each in text.items()}
+        plan = self.changed(lr=self.lr or method.learning_rate, **weights, **paths)
+        return plan.with_steps(self.steps)

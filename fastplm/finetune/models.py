@@ -53,8 +53,10 @@ def read_config(args: FinetuneArguments, **settings: Any) -> Any:
         default = args.__dataclass_fields__[name].default
         got = f"{value} with --model {args.model}, a {config.model_type}"
         args.check(name, able or value == default, expected, "Leave the option out.", got)
-    if encodes and getattr(config, "is_decoder", False):  # ALBERT has no such setting
-        _read_the_last(args)
+    if reads_to_the_right(config):
+        expected = "an encoder that reads in both directions, as this task reads the first token"
+        fix, got = "Choose another one.", f"{args.model}, which reads from left to right"
+        args.check("model", args.task != "choice" and not args.own_head, expected, fix, got)
     check_layers(args, config)
     check_own_head(args, config)
     able = config.is_encoder_decoder or args.task != "seq2seq" or args.encoder is not None
@@ -64,16 +66,10 @@ def read_config(args: FinetuneArguments, **settings: Any) -> Any:
     return config
 
 
-def _read_the_last(args: FinetuneArguments) -> None:
-    """Let the classifier of a left-to-right encoder read the last token, not the first one.
-
-    The first one sees nothing but itself.
-    """
-    expected = "an encoder that reads in both directions, as this task reads the first token"
-    fix, got = "Choose another one.", f"{args.model}, which reads from left to right"
-    args.check("model", args.task != "choice" and not args.own_head, expected, fix, got)
-    if args.pooling is None and args.task in args.tasks_of["pooling"]:
-        args.pooling = "last"
+def reads_to_the_right(config: Any) -> bool:
+    """Whether it is an encoder that reads from left to right."""
+    causal = config.model_type in CAUSAL or config.is_encoder_decoder
+    return not causal and getattr(config, "is_decoder", False)  # ALBERT has no such setting
 
 
 # --- the tokenizer --------------------------------------------------------------------------------
@@ -163,6 +159,7 @@ def build_model(
     model = task.new_model()
     if model is not None:
         return model
+    args = args.changed(pooling=task.args.pooling)  # which the model decides
     own = args.needs_features
     config = read_config(args, **({} if own else task.config))
     set_dropout(config, args.dropout)

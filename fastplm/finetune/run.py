@@ -39,6 +39,7 @@ from fastplm.finetune.models import (
     longest,
     read_config,
     read_tokenizer,
+    reads_to_the_right,
     teacher_logits,
     usual_learning_rate,
 )
@@ -70,6 +71,7 @@ from fastplm.run.optimizer import Adafactor
 from fastplm.run.report import block, counted, curve, scores_by_step, settings_of, versions
 from fastplm.run.runner import Run
 from fastplm.run.seeds import interval
+from fastplm.run.settings import resolve_warmup
 from fastplm.run.trainer import RunTrainer, ScoreEvery, trained, training_arguments
 
 KINDS: dict[str, type[Task]] = {
@@ -126,7 +128,9 @@ class Finetuning(Run):
     """
 
     #: ``seeds`` is among them: a resumed run may have more seeds.
-    free = frozenset("resume overwrite out save_every log_every seeds threads report_to".split())
+    ignored_on_resume = frozenset(
+        "resume overwrite out save_every log_every seeds threads report_to".split()
+    )
     args: FinetuneArguments
 
     def __init__(self, args: FinetuneArguments, print_fn: Callable[[str], object]) -> None:
@@ -139,18 +143,21 @@ class Finetuning(Run):
         self.ready: dict[Path, PreTrainedModel] = {}
         self.trained: list[int] = []
 
-    def prepare(self) -> None:
+    def read(self) -> dict[str, Any]:
         rates = self.args.rates()
         # Until a rate is chosen, the settings have one of them.
         curve = [("", rates[0][1])] if rates else self.args.curve()
         self.points = [Point(self.out / name, each, prepare_task(each)) for name, each in curve]
         self.task = self.points[-1].task
+        if len(self.points) == 1 and not rates:
+            self.args = self.task.args
         if self.args.teacher is not None:
             check_teacher(self.args, self.task)
         task = prepare_task(rates[0][1], choosing=True) if rates else self.task
         self.trials = [Point(self.out / name, each, task) for name, each in rates]
+        return self._facts()
 
-    def facts(self) -> dict[str, Any]:
+    def _facts(self) -> dict[str, Any]:
         args, task = self.args, self.task
         found: dict[str, Any] = {"processes": int(os.environ.get("WORLD_SIZE") or "1")}
         if args.learning_rate is None:
@@ -179,7 +186,7 @@ class Finetuning(Run):
         fix = "Give the same file, or another --out."
         args.check("data", same, "the examples of the run that is resumed", fix, got)
 
-    def build(self) -> None:
+    def build(self) -> str:
         self.trains = [_dataset(task) for _, _, task in self.points]
         first = self.trains[0]
         if self.trials:
@@ -193,6 +200,7 @@ class Finetuning(Run):
             self.ready[folder / f"seed-{seed}"] = model
             if each.teacher is not None:
                 first.teacher = teacher_logits(each, task, first.features, self.device)
+        return self._announcement()
 
     def train(self) -> dict[str, Any]:
         self.processes.wait_for_everyone()  # the first process moves the old files of the folder
@@ -304,7 +312,7 @@ class Finetuning(Run):
             "seeds_with_one_answer": sum(bool(result.get("one_answer")) for result in results),
         }
 
-    def announcement(self) -> str:
+    def _announcement(self) -> str:
         args, task, device = self.args, self.task, self.device
         held_out = "" if args.eval_data is not None else ", held out of the same file"
         threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
@@ -411,7 +419,15 @@ def prepare_task(args: FinetuneArguments, *, choosing: bool = False) -> Task:
         choosing: whether it is to choose a setting by: its training examples are then divided
             again, and those that the run is judged by are not in it.
     """
+    args = args.plan()
     tokenizer, config = read_tokenizer(args), read_config(args)
+    # The first token of a left-to-right encoder sees nothing but itself.
+    if (
+        args.pooling is None
+        and args.task in args.tasks_of["pooling"]
+        and reads_to_the_right(config)
+    ):
+        args = args.changed(pooling="last")
     kind = KINDS[args.task]
     length = longest(args, kind.max_length, config, tokenizer)
     train, test, known = _divided(args, kind, length)
@@ -726,7 +742,7 @@ def _training_arguments(
     if steps is None:
         batch = settings.train_batch_size * settings.world_size
         steps = max(1, math.ceil(args.epochs * math.ceil(samples / batch)))
-    warmup = steps // 10 if args.warmup is None else args.warmup
+    warmup = resolve_warmup(steps, args.warmup)
     expected = f"0 to {steps}, the steps of the run"
     args.check("warmup", warmup <= steps, expected, "Lower it.", warmup)
     settings.max_steps, settings.warmup_steps = steps, warmup

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fastplm.run.settings import (
     ANY,
@@ -15,15 +16,19 @@ from fastplm.run.settings import (
     MODEL,
     NOT_NEGATIVE,
     POSITIVE,
+    SEEDS,
     Number,
     Numbers,
     Rule,
     Settings,
     apart,
     common,
+    integer,
     setting,
-    whole,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 #: The tasks of fine-tuning, with the usual size of their batches.
 BATCH_SIZES = dict.fromkeys("classification pair regression tagging".split(), 32)
@@ -52,11 +57,11 @@ _SEQ2SEQ = (
 
 
 def _is_usual_or_of_a_mixture(name: str, args: FinetuneArguments) -> bool:
-    return args.usual(name) or args.is_mixture
+    return args.is_default(name) or args.is_mixture
 
 
 def _is_of_its_task(name: str, args: FinetuneArguments) -> bool:
-    return args.usual(name) or not args.is_mixture
+    return args.is_default(name) or not args.is_mixture
 
 
 def _are_different_rates(args: FinetuneArguments) -> bool:
@@ -64,7 +69,7 @@ def _are_different_rates(args: FinetuneArguments) -> bool:
     return len({f"{rate:g}" for rate in rates}) == len(rates) != 1
 
 
-@dataclass
+@dataclass(frozen=True)
 class FinetuneArguments(Settings):
     """The settings of a fine-tuning; see ``fastplm finetune --help``.
 
@@ -205,9 +210,9 @@ class FinetuneArguments(Settings):
         "seq2seq: text before each source, such as 'translate English to German: '", ""
     )
     max_target_length: int = setting(
-        "seq2seq: most tokens of a target", 128, number=whole(2), metavar="N"
+        "seq2seq: most tokens of a target", 128, number=integer(2), metavar="N"
     )
-    beams: int = setting("seq2seq: beams of the search when texts are written", 4, number=whole())
+    beams: int = setting("seq2seq: beams of the search when texts are written", 4, number=integer())
     length_penalty: float = setting(
         "seq2seq: the power of the length by which a beam's log-probability is divided",
         1.0,
@@ -253,28 +258,28 @@ class FinetuneArguments(Settings):
         "with --encoder: train a byte-level vocabulary of N tokens on the targets; the decoder's "
         "embeddings are then new",
         None,
-        number=whole(300),
+        number=integer(300),
         metavar="N",
     )
     source_encoder_layers: int | None = setting(
         "seq2seq: translate with a pre-trained BART from a language it has not seen: a new encoder "
         "of N layers, with a vocabulary of its own, in place of its word embeddings",
         None,
-        number=whole(1, 1000),
+        number=integer(1, 1000),
         metavar="N",
     )
     source_vocab_size: int | None = setting(
         "with --source-encoder-layers: tokens of that vocabulary, which is trained on the sources "
         "(default: 8000)",
         None,
-        number=whole(300),
+        number=integer(300),
         metavar="N",
     )
     source_encoder_steps: int | None = setting(
         "with --source-encoder-layers: first steps, in which most of BART is frozen (default: half "
         "of all)",
         None,
-        number=whole(0, 2**40),
+        number=integer(0, 2**40),
         metavar="N",
     )
     eval_every: int | None = common("eval_every")
@@ -305,7 +310,9 @@ class FinetuneArguments(Settings):
         choices=("adamw", "adafactor"),
     )
     warmup: int | None = setting(
-        "steps of linear warm-up (default: a tenth of them)", None, number=whole(0, 2**40)
+        "steps of linear warm-up (default: a tenth of them, 10000 at most)",
+        None,
+        number=integer(0, 2**40),
     )
     weight_decay: float | None = setting(
         "weight decay of AdamW (default: 0.01)", None, number=NOT_NEGATIVE
@@ -317,7 +324,7 @@ class FinetuneArguments(Settings):
         number=Number(float, math.nextafter(0, 1), 1.0, "a number above 0, 1 at most"),
     )
     max_length: int | None = setting(
-        "most tokens of a sample (default: 128; qa 384, choice 64)", None, number=whole(16)
+        "most tokens of a sample (default: 128; qa 384, choice 64)", None, number=integer(16)
     )
     dropout: float | None = common("dropout")
     max_samples: int | list[int] | None = setting(
@@ -329,7 +336,7 @@ class FinetuneArguments(Settings):
     )
     max_eval_samples: int | None = setting("score N examples", None, number=COUNT, metavar="N")
     seeds: int = setting(
-        "number of runs, each with a seed of its own", 1, number=whole(), metavar="N"
+        "number of runs, each with a seed of its own", 1, number=integer(), metavar="N"
     )
     seed: int = common("seed", "seed of the first run: of head, order and dropout")
     bf16: bool = setting("train under autocast to bfloat16", False)
@@ -346,13 +353,7 @@ class FinetuneArguments(Settings):
     overwrite: bool = common("overwrite")
 
     rules = (
-        Rule(
-            "seed",
-            lambda args: args.seed + args.seeds <= 1 << 32,
-            "seeds below 2^32",
-            "seeds",
-            "Lower it.",
-        ),
+        SEEDS,
         Rule(
             "source_encoder_layers",
             lambda args: (
@@ -484,26 +485,26 @@ class FinetuneArguments(Settings):
         **dict.fromkeys(_OF_A_TEACHER, "teacher"),
     }
 
-    def __post_init__(self) -> None:
-        self.check_values()
+    def resolved(self) -> Self:
         for name, tasks in self.tasks_of.items():
-            able, expected = self.task in tasks or self.usual(name), f"--task {' or '.join(tasks)}"
+            able = self.task in tasks or self.is_default(name)
             got = f"{getattr(self, name)} with --task {self.task}"
-            self.check(name, able, expected, "Leave one of the two options out.", got)
+            expected, fix = f"--task {' or '.join(tasks)}", "Leave one of the two options out."
+            self.check(name, able, expected, fix, got)
         for name, other in self.needs.items():
             option = f"--{other.replace('_', '-')}"
-            given = getattr(self, other) is not None or self.usual(name)
+            given = getattr(self, other) is not None or self.is_default(name)
             self.check(name, given, f"{option} beside it", f"Leave it out, or give {option}.")
-        if isinstance(self.max_samples, list | tuple):
-            self.max_samples = list(self.max_samples)
-        if isinstance(self.learning_rate, list | tuple):
-            self.learning_rate = list(self.learning_rate)
-        if isinstance(self.eval_targets, str | Path):
-            self.eval_targets = [self.eval_targets]
-        self.check_rules()
-        self.batch_size = self.batch_size or BATCH_SIZES[self.task]
-        if self.weight_decay is None:
-            self.weight_decay = 0.01 if self.optimizer == "adamw" else 0.0
+        lists = {name: getattr(self, name) for name in ("max_samples", "learning_rate")}
+        lists = {n: [*each] if isinstance(each, tuple) else each for n, each in lists.items()}
+        alone = isinstance(self.eval_targets, str | Path)
+        decay, adamw = self.weight_decay, self.optimizer == "adamw"
+        return self.changed(
+            **lists,
+            eval_targets=[self.eval_targets] if alone else self.eval_targets,
+            batch_size=self.batch_size or BATCH_SIZES[self.task],
+            weight_decay=(0.01 if adamw else 0.0) if decay is None else decay,
+        ).checked()
 
     def curve(self) -> list[tuple[str, FinetuneArguments]]:
         """(folder inside ``out``, settings) for each number of examples to train on."""

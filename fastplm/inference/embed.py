@@ -229,6 +229,7 @@ def embed_file(args: EmbedArguments) -> str:
     Raises:
         FastplmError: a file, the model or a setting is wrong.
     """
+    args = args.plan().with_models()
     out = Path(args.out)
     of_words = out.with_suffix(".offsets.npy")
     with computing_results(args, out, of_words):
@@ -243,14 +244,15 @@ def _embed_file(args: EmbedArguments, out: Path, of_words: Path) -> str:
     options: dict[str, Any] = {name: getattr(args, name) for name in names} | known
     options["normalize"] |= args.normalize
     options["max_length"] = args.max_length or known["max_length"]
+    layers = options["layers"] = args.layers or (-1,)
     texts = [line.rstrip("\n") for line in lines_of(Path(args.data))]
     some = any(text.strip() for text in texts)
     args.check("data", some, "a file with texts", "Check it.", error=DataError)
-    layers, split = options["layers"], args.words is not None
+    split = args.words is not None
     model, tokenizer = load_encoder(_WHERE, args.model, layers, bf16=args.bf16, split=split)
     of_each = "word" if split else "text"
     what = f"{args.words or ' and '.join(known['pooling'])} of the tokens of each {of_each}"
-    if tuple(layers) != (-1,):
+    if args.layers is not None:
         how = "weighted sum" if args.layer_weights else args.combine
         what += f", {how} of layers {' '.join(map(str, layers))}"
     what += ", normalized" if options["normalize"] else ""

@@ -470,6 +470,7 @@ def run_prompt(args: PromptArguments) -> str:
     Raises:
         FastplmError: a file, the model or a setting is wrong.
     """
+    args = args.plan().with_models()
     out = None if args.out is None else Path(args.out)
     with computing_results(args, out):
         return _run_prompt(args, out)

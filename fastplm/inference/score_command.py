@@ -64,6 +64,7 @@ def score_file(args: ScoreArguments) -> str:
     Raises:
         FastplmError: a file, the model or a setting is wrong.
     """
+    args = args.plan().with_models()
     out = None if args.out is None else Path(args.out)
     picture = out.with_suffix(".png") if out is not None and args.picture else None
     with computing_results(args, out, picture):

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fastplm.run.settings import Settings, common, setting, whole
+from fastplm.run.settings import Settings, common, integer, setting
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 PAIRS = "minimal-pairs"
 METRICS = ("log-likelihood", "pseudo-log-likelihood", "bertscore", PAIRS)
@@ -24,7 +28,7 @@ _OF_PAIRS = ("part", "no_bos", "normalize", "max_pairs", "published", "picture")
 _PARTS = ("generator", "discriminator")
 
 
-@dataclass
+@dataclass(frozen=True)
 class ScoreArguments(Settings):
     """The settings of scoring a file; see ``fastplm score --help``.
 
@@ -76,7 +80,7 @@ class ScoreArguments(Settings):
     layer: int | None = setting(
         "bertscore: the layer whose states are compared (default: the last one)",
         None,
-        number=whole(0, 1000),
+        number=integer(0, 1000),
         metavar="N",
     )
     baseline: str | Path | None = setting(
@@ -107,7 +111,7 @@ class ScoreArguments(Settings):
     max_pairs: int | None = setting(
         "minimal-pairs: score N pairs of each paradigm, the same ones every time",
         None,
-        number=whole(),
+        number=integer(),
         metavar="N",
     )
     published: str | Path | None = setting(
@@ -130,14 +134,12 @@ class ScoreArguments(Settings):
     threads: int | None = common("threads")
     overwrite: bool = setting("replace the file --out, and its picture", False)
 
-    def __post_init__(self) -> None:
-        self.check_values()
+    def resolved(self) -> Self:
         pairs = self.metric == PAIRS
         units = _PAIR_UNITS if pairs else UNITS[:3]
-        if self.by is None:
-            self.by = "paradigm" if pairs else "text"
+        by = self.by or ("paradigm" if pairs else "text")
         fix = f"Choose one of them{'' if pairs else f', or give --metric {PAIRS}'}."
-        self.check("by", self.by in units, " | ".join(units), fix)
+        self.check("by", by in units, " | ".join(units), fix)
         for name in _OF_PAIRS:
             given = getattr(self, name) not in (None, False)
             fix = f"Leave the option out, or give --metric {PAIRS}."
@@ -159,7 +161,8 @@ class ScoreArguments(Settings):
         fix = "Give --references FILE."
         self.check("references", not compares or bool(self.references), "a file", fix)
         fix = "Choose text or corpus."
-        self.check("by", not (compares and self.by == "token"), "text or corpus", fix)
+        self.check("by", not (compares and by == "token"), "text or corpus", fix)
         for name in ("method", "bos"):
             given = getattr(self, name) not in (None, False)
             self.check(name, not (compares and given), "nothing with bertscore", "Leave it out.")
+        return self.changed(by=by)

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fastplm.run.settings import Number, Settings, common, setting, whole
+from fastplm.run.settings import SEED, Number, Rule, Settings, common, integer, setting
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 #: How one vector is made of those of a text's tokens, special tokens among them.
 POOLINGS = ("mean", "cls", "max", "sum", "last", "mean_sqrt_len", "weighted_mean")
@@ -21,7 +25,7 @@ DTYPES = ("float32", "float16")
 _WEIGHT = Number(float, -1e9, 1e9, "a number")
 
 
-@dataclass
+@dataclass(frozen=True)
 class EmbedArguments(Settings):
     """The settings of ``fastplm embed``; see ``fastplm embed --help``.
 
@@ -59,7 +63,7 @@ class EmbedArguments(Settings):
         "hidden states of these layers: 0 is the embeddings, 1 the first layer, -1 the last; no "
         "layer above them is computed (default: -1)",
         None,
-        number=whole(-10_000, 10_000),
+        number=integer(-10_000, 10_000),
         metavar="N",
     )
     combine: str = setting("what is made of several layers", "concat", choices=COMBINATIONS)
@@ -71,7 +75,7 @@ class EmbedArguments(Settings):
     )
     normalize: bool = setting("divide each vector by its length", False)
     max_length: int | None = setting(
-        "most tokens of a text (default: what the model takes)", None, number=whole()
+        "most tokens of a text (default: what the model takes)", None, number=integer()
     )
     too_long: str = setting(
         "what is done with longer texts; a word without a token left has a vector of zeros",
@@ -85,18 +89,17 @@ class EmbedArguments(Settings):
     threads: int | None = common("threads")
     overwrite: bool = setting("replace the file --out, and its OUT.offsets.npy", False)
 
-    def __post_init__(self) -> None:
-        self.check_values()
-        if self.layers is None:
-            self.layers = (-1,)
+    def resolved(self) -> Self:
         self.check("out", str(self.out).endswith(".npy"), "a name that ends in .npy", "Add it.")
-        expected = f"{len(self.layers)}, one for each of --layers"
-        weights = self.layers if self.layer_weights is None else self.layer_weights
-        fits, got = len(weights) == len(self.layers), f"{len(weights)} of them"
+        layers = self.layers or (-1,)
+        weights = layers if self.layer_weights is None else self.layer_weights
+        expected = f"{len(layers)}, one for each of --layers"
+        fits, got = len(weights) == len(layers), f"{len(weights)} of them"
         self.check("layer_weights", fits, expected, "Name both.", got)
+        return self
 
 
-@dataclass
+@dataclass(frozen=True)
 class PromptArguments(Settings):
     """The settings of ``fastplm prompt``; see ``fastplm prompt --help``.
 
@@ -125,26 +128,29 @@ class PromptArguments(Settings):
     shots: int | None = setting(
         "show N examples of --shots-data before each text, about as many of each label",
         None,
-        number=whole(),
+        number=integer(),
         metavar="N",
     )
     shots_data: str | Path | None = setting(
         "labelled examples from which --shots are chosen", None, path="FILE"
     )
-    seed: int = setting("seed of the choice of --shots", 0, number=whole(0, 2**32 - 1))
+    seed: int = setting("seed of the choice of --shots", 0, number=SEED)
     text_columns: Sequence[str] | None = common("text_columns")
     label_column: str | None = common("label_column")
     max_samples: int | None = setting(
-        "score N examples, the same ones every time", None, number=whole(), metavar="N"
+        "score N examples, the same ones every time", None, number=integer(), metavar="N"
     )
     batch_tokens: int = common("batch_tokens")
     bf16: bool = setting("compute in bfloat16", False)
     threads: int | None = common("threads")
     overwrite: bool = setting("replace the file --out", False)
 
-    def __post_init__(self) -> None:
-        self.check_values()
-        both = (self.shots is None) == (self.shots_data is None)
-        expected, fix = "--shots and --shots-data together", "Name both, or neither."
-        got = f"{self.shots} with --shots-data {self.shots_data}"
-        self.check("shots", both, expected, fix, got)
+    rules = (
+        Rule(
+            "shots",
+            lambda args: (args.shots is None) == (args.shots_data is None),
+            "--shots and --shots-data together",
+            "shots_data",
+            "Name both, or neither.",
+        ),
+    )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastplm.models import (
     ELECTRA_GENERATORS,
@@ -15,16 +14,14 @@ from fastplm.models import (
     ELECTRA_SECOND_STAGES,
     ELECTRA_SHARINGS,
 )
+from fastplm.pretrain.objectives import MASKING, NAMES, NOISES, learned_as, names_of
 from fastplm.pretrain.presets import (
     FAMILIES,
-    MASKED,
-    NOISES,
-    OBJECTIVES,
     OPTIMIZERS,
     PRESETS,
-    Family,
     Peak,
     Preset,
+    learned_by,
     preset,
     usual_peak,
 )
@@ -32,15 +29,20 @@ from fastplm.run import budget
 from fastplm.run.settings import (
     MODEL,
     POSITIVE,
+    SEEDS,
     SHARE,
     Number,
+    Plan,
     Rule,
     apart,
     common,
+    integer,
     needs,
     setting,
-    whole,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 #: The minutes of a demo, without the installation.
 MINUTES = 3.0
@@ -49,22 +51,18 @@ _DETECTION = ("rtd", "rtd_masked")
 #: A mean cosine of two tokens' states above which an encoder tells no token from another.
 COLLAPSED = 0.99
 UNITS = ("token", "word", "ngram")
-#: Samples of a run; beyond it the libraries below end the process.
-_MOST_SAMPLES = 1 << 62
 #: The most pieces of a block, and the share of the steps of BERT with short blocks.
 _MOST_PIECES, _SHORT_SHARE = 8, 0.9
 _PART = Number(float, 0, 1, "a number from 0 to 1")
 _SOME = Number(float, math.nextafter(0, 1), 1, "a number above 0, 1 at most")
 
 
-_USUAL_OBJECTIVES = ", ".join(
-    f"{name} {next(iter(family.classes))}" for name, family in FAMILIES.items()
-)
+_USUAL_OBJECTIVES = ", ".join(f"{name} {family.objective}" for name, family in FAMILIES.items())
 _USUAL_VOCABULARIES = ", ".join(f"{name} {family.vocab_size}" for name, family in FAMILIES.items())
 _OWN = ", ".join(name for name, chosen in PRESETS.items() if not chosen.source)
 
 
-@dataclass
+@dataclass(frozen=True)
 class PretrainArguments(budget.BudgetSettings):
     """The settings of a pre-training; see ``fastplm pretrain --help``.
 
@@ -113,7 +111,7 @@ class PretrainArguments(budget.BudgetSettings):
         choices=tuple(PRESETS),
     )
     corpus: Sequence[str | Path] = common("corpus")
-    #: None where ``flops`` is given, until the vocabulary is known and ``pay`` sets it.
+    #: None where ``flops`` is given, until the vocabulary is known, see ``with_flops``.
     steps: int = budget.steps()
     out: str | Path = setting("folder of all results", "", path="DIR", required=True)
     flops: float | None = budget.flops()
@@ -124,7 +122,7 @@ class PretrainArguments(budget.BudgetSettings):
         "most tokens of a trained tokenizer (default: the published number: "
         f"{_USUAL_VOCABULARIES})",
         None,
-        number=whole(6, 2**22),
+        number=integer(6, 2**22),
         excludes="vocabulary",
     )
     start_from: str | Path | None = setting(
@@ -139,7 +137,7 @@ class PretrainArguments(budget.BudgetSettings):
         "cut the blocks of the first steps into pieces of N tokens, as many in a step: BERT was "
         "trained on 128 tokens before 512",
         None,
-        number=whole(2),
+        number=integer(2),
         metavar="N",
     )
     short_share: float = setting(
@@ -159,14 +157,14 @@ class PretrainArguments(budget.BudgetSettings):
         "steps of linear warm-up; of a constant rate with adafactor (default: a tenth of the run, "
         "10000 at most)",
         None,
-        number=whole(0, 2**40),
+        number=integer(0, 2**40),
     )
     seed: int = common("seed")
     seeds: int = setting(
         "runs, each with a seed of its own from --seed on; with several ones they are in "
         "OUT/seed-0, OUT/seed-1, ...",
         1,
-        number=whole(1, 10_000),
+        number=integer(1, 10_000),
         metavar="N",
     )
     save_every: int = common("save_every")
@@ -174,7 +172,7 @@ class PretrainArguments(budget.BudgetSettings):
     states: int | None = setting(
         "also keep the states after 1/N, 2/N, ... of the steps, for a curve of scores",
         None,
-        number=whole(2, 1000),
+        number=integer(2, 1000),
         metavar="N",
     )
     log_every: int = common("log_every")
@@ -206,7 +204,7 @@ class PretrainArguments(budget.BudgetSettings):
     objective: str | None = setting(
         f"what the model learns (default: that of the architecture: {_USUAL_OBJECTIVES})",
         None,
-        choices=OBJECTIVES,
+        choices=NAMES,
         excludes="objective",
     )
     unit: str | None = setting(
@@ -241,23 +239,23 @@ class PretrainArguments(budget.BudgetSettings):
     layers: int | None = setting(
         "layers of the encoder, and of the decoder (default: those of --arch)",
         None,
-        number=whole(1, 1000),
+        number=integer(1, 1000),
     )
     hidden: int | None = setting(
         "width of the layers; the feed-forward part is four times as wide (default: that of "
         "--arch)",
         None,
-        number=whole(1, 2**16),
+        number=integer(1, 2**16),
     )
     heads: int | None = setting(
         "attention heads, of which --hidden is a multiple (default: those of --arch)",
         None,
-        number=whole(1, 2**16),
+        number=integer(1, 2**16),
     )
     embedding_size: int | None = setting(
         "of ALBERT and ELECTRA: width of the embeddings (default: that of --arch)",
         None,
-        number=whole(1, 2**16),
+        number=integer(1, 2**16),
         of=("albert", "electra"),
     )
     parameter_sharing: str = setting(
@@ -271,7 +269,7 @@ class PretrainArguments(budget.BudgetSettings):
         "mask each block in N ways for the whole training, as BERT's data was made; with RoBERTa "
         "10 (default: another mask each time); for --objective mlm",
         None,
-        number=whole(),
+        number=integer(),
         metavar="N",
     )
     separators: bool = setting(
@@ -355,7 +353,7 @@ class PretrainArguments(budget.BudgetSettings):
         apart("start_from", "tokenizer", "no tokenizer beside it, as the checkpoint has its own"),
         apart("start_from", "vocab_size", "no vocab_size beside it, as the checkpoint has its own"),
         *(
-            needs(name, "objective", MASKED, f"no {name}, as this objective does not mask tokens")
+            needs(name, "objective", MASKING, f"no {name}, as this objective does not mask tokens")
             for name in ("unit", "mlm_probability", "mask_replace_prob", "random_replace_prob")
         ),
         Rule(
@@ -367,13 +365,13 @@ class PretrainArguments(budget.BudgetSettings):
         needs(
             "separators",
             "objective",
-            ("mlm", "rtd"),
+            names_of("has_separators"),
             "mlm or rtd, whose blocks may be of several documents",
         ),
         needs(
             "short_block_size",
             "objective",
-            ("mlm", "mlm+nsp", "mlm+sop", "rtd", "clm"),
+            names_of("has_short_blocks"),
             "mlm with or without nsp or sop, rtd or clm",
         ),
         Rule(
@@ -396,18 +394,12 @@ class PretrainArguments(budget.BudgetSettings):
         ),
         Rule(
             "short_share",
-            lambda args: args.short_block_size is not None or args.usual("short_share"),
+            lambda args: args.short_block_size is not None or args.is_default("short_share"),
             "short_block_size beside it",
             "short_block_size",
             "Add --short-block-size, or leave the option out.",
         ),
-        Rule(
-            "seeds",
-            lambda args: args.seed + args.seeds <= 1 << 32,
-            "seeds below 2^32",
-            "seed",
-            "Lower one of the two.",
-        ),
+        SEEDS,
         Rule(
             "heads",
             lambda args: args.preset.hidden % args.preset.heads == 0,
@@ -468,15 +460,10 @@ class PretrainArguments(budget.BudgetSettings):
         needs(
             "static_masks",
             "objective",
-            ("mlm",),
+            names_of("has_static_masks"),
             "no --static-masks, or --objective mlm, whose blocks are the same in every epoch",
         ),
-        Rule(
-            "batch_size",
-            lambda args: args.steps is None or args.samples <= _MOST_SAMPLES,
-            f"a run of {_MOST_SAMPLES} samples at most, and not of {{args.samples}}",
-            fix="Lower it.",
-        ),
+        budget.SAMPLES,
         Rule(
             "warmup",
             lambda args: args.steps is None or args.warmup <= args.first_stage,
@@ -494,42 +481,61 @@ class PretrainArguments(budget.BudgetSettings):
         ),
     )
 
-    def __post_init__(self) -> None:
-        self.check_values()
-        chosen, family = self.preset, FAMILIES[self.preset.family]
-        self.corpus = [str(path) for path in self.corpus]
-        if self.start_from is None:
-            self.vocab_size = self.vocab_size or family.vocab_size
-        self.optimizer = self.optimizer or chosen.optimizer
-        self.objective = self.objective or next(iter(family.classes))
-        self._check_families(family)
-        if self.unit is None and self.objective in MASKED:
-            self.unit = family.unit
-        self.noise = None if self.noise is None else sorted(set(self.noise))
-        self.dropout = chosen.dropout if self.dropout is None else self.dropout
-        if self.attention_dropout is None:
-            self.attention_dropout = chosen.attention_dropout
-        if chosen.family == "electra" and self.objective == "rtd" and not self.electra_sharing:
-            self.electra_sharing = "none" if self.two_stage else "embeddings"
-        self.usual_warmup = self.warmup is None
-        self.settle()
-        if chosen.family == "t5":
-            self.attention_dropout = self.dropout
-        self.peak: Peak | None = None
-        if self.lr is None:
-            self.peak = usual_peak(chosen, self.optimizer)
-            self.lr = self.peak.scaled(self.samples_a_step)
 
-    def _check_families(self, family: Family) -> None:
+class PretrainPlan(Plan, PretrainArguments):
+    """The settings of a pre-training with all their values, and what follows from them.
+
+    Attributes:
+        peak: the published learning rate that ``lr`` follows from; None if it was given.
+    """
+
+    lr: float
+    objective: str
+    optimizer: str
+    dropout: float
+    attention_dropout: float
+    warmup: int
+    peak: Peak | None = None
+
+    def resolved(self) -> Self:
+        named = preset(self.arch)
+        family = FAMILIES[named.family]
+        objective = self.objective or family.objective
+        plan = self.changed(
+            corpus=[str(path) for path in self.corpus],
+            vocab_size=self.vocab_size or (None if self.start_from else family.vocab_size),
+            optimizer=self.optimizer or named.optimizer,
+            objective=objective,
+            noise=None if self.noise is None else sorted(set(self.noise)),
+            dropout=named.dropout if self.dropout is None else self.dropout,
+        )
+        plan.check_families()
+        attention = named.attention_dropout
+        if self.attention_dropout is not None:
+            attention = self.attention_dropout
+        sharing = "none" if self.two_stage else "embeddings"
+        joint = named.family == "electra" and objective == "rtd"
+        plan = plan.changed(
+            unit=self.unit or (family.unit if objective in MASKING else None),
+            attention_dropout=plan.dropout if named.family == "t5" else attention,
+            electra_sharing=self.electra_sharing or (sharing if joint else None),
+        )
+        if self.lr is None:
+            peak = usual_peak(plan.preset, plan.optimizer)
+            plan = plan.changed(peak=peak, lr=peak.scaled(plan.samples_a_step))
+        return plan.with_steps(self.steps)
+
+    def check_families(self) -> None:
         """Check that the architecture can learn the objective, and that each setting is for it."""
-        able = self.objective in family.classes
+        able = self.objective in (learned := learned_by(self.preset.family))
         fix = "Leave the option out, or choose another architecture."
-        expected = f"{' or '.join(family.classes)}, what {self.arch} can learn"
+        expected = f"{' or '.join(learned)}, what {self.arch} can learn"
         self.check("objective", able, expected, fix, f"{self.objective} with {self.arch}")
         for each in fields(self):
-            of, value = each.metadata["of"], getattr(self, each.name)
-            if not of or value == each.default:
+            of = each.metadata["of"]
+            if not of or self.is_default(each.name):
                 continue
+            value = self.given[each.name]
             able, fix = self.preset.family in of, "Leave the option out, or choose another --arch."
             expected = " or ".join(f"an architecture of the family {name}" for name in of)
             self.check(each.name, able, expected, fix, f"{value} with {self.arch}")
@@ -537,17 +543,6 @@ class PretrainArguments(budget.BudgetSettings):
             fix = "Leave one of the two options out."
             expected = "the objective rtd, as another one has no generator"
             self.check(each.name, able, expected, fix, f"{value} with objective {self.objective}")
-
-    @property
-    def samples(self) -> int:
-        """The samples of the run in one process."""
-        return self.steps * self.batch_size * self.gradient_accumulation
-
-    @property
-    def samples_a_step(self) -> int:
-        """The samples of an optimizer step, of all processes."""
-        processes = int(os.environ.get("WORLD_SIZE") or "1")
-        return self.batch_size * self.gradient_accumulation * processes
 
     @property
     def preset(self) -> Preset:
@@ -580,11 +575,6 @@ class PretrainArguments(budget.BudgetSettings):
         ]
 
     @property
-    def pieces(self) -> int:
-        """The pieces of a sample in these steps."""
-        return self.block_size // (self.short_block_size or self.block_size)
-
-    @property
     def short_samples(self) -> list[range]:
         """The samples of these steps, of all processes, before they are cut."""
         each = self.samples_a_step
@@ -593,12 +583,10 @@ class PretrainArguments(budget.BudgetSettings):
     @property
     def mask_shares(self) -> tuple[float, float, float]:
         """The share of the tokens that is chosen; of these, the masked and the random ones."""
-        masked = self.mask_replace_prob
-        if masked is None:
-            masked = 1.0 if self.objective == "rtd" else 0.8
-        random = self.random_replace_prob
-        if random is None:
-            random = 0.0 if self.objective == "rtd" else min(0.1, 1 - masked)
+        shares = learned_as(str(self.objective), self.preset.family).shares or (0.8, 0.1)
+        masked, random = self.mask_replace_prob, self.random_replace_prob
+        masked = shares[0] if masked is None else masked
+        random = min(shares[1], 1 - masked) if random is None else random
         return self.preset.mlm_probability, masked, random
 
     @property

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from typing import TYPE_CHECKING, Any
 
-from fastplm.run.settings import COUNT, POSITIVE, Rule, Settings, apart, setting
+from fastplm.run.settings import COUNT, POSITIVE, Rule, Settings, apart, resolve_warmup, setting
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 #: What a run with these two settings has among its ``rules``.
 RULES = (
@@ -17,9 +21,18 @@ RULES = (
     apart("flops", "steps", "one of the two, as the budget says how many steps there are"),
 )
 
+#: Samples of a run; beyond it the libraries below end the process.
+_MOST_SAMPLES = 1 << 62
+SAMPLES = Rule(
+    "batch_size",
+    lambda args: args.steps is None or args.samples <= _MOST_SAMPLES,
+    f"a run of {_MOST_SAMPLES} samples at most, and not of {{args.samples}}",
+    fix="Lower it.",
+)
+
 
 def steps() -> Any:
-    """The setting of the steps: None where ``flops`` is given, until ``pay`` has said how many."""
+    """The setting of the steps: None where ``flops`` is given, until ``with_flops`` counts them."""
     what = "optimizer steps of the run"
     return setting(what, None, number=COUNT, excludes="budget", required=True)
 
@@ -37,6 +50,19 @@ class BudgetSettings(Settings):
     steps: int
     flops: float | None
     warmup: int | None
+    batch_size: int
+    gradient_accumulation: int
+
+    @property
+    def samples(self) -> int:
+        """The samples of the run in one process."""
+        return self.steps * self.batch_size * self.gradient_accumulation
+
+    @property
+    def samples_a_step(self) -> int:
+        """The samples of an optimizer step, of all processes."""
+        processes = int(os.environ.get("WORLD_SIZE") or "1")
+        return self.batch_size * self.gradient_accumulation * processes
 
     @property
     def stages(self) -> int:
@@ -48,26 +74,31 @@ class BudgetSettings(Settings):
         """The steps of the first stage, or of the run."""
         return self.steps // self.stages
 
-    def settle(self) -> None:
-        """What depends on the number of steps, where it is known; and the rules."""
-        if self.warmup is None and self.steps is not None:
-            self.warmup = min(10_000, self.first_stage // 10)
-        self.check_rules()
+    def with_steps(self, steps: int | None) -> Self:
+        """The plan of so many steps, if they are known: its warm-up, which keeps the rules."""
+        plan = self.changed(steps=steps)
+        if steps is not None:
+            plan = plan.with_warmup(resolve_warmup(plan.first_stage, self.given.get("warmup")))
+        return plan.checked()
 
-    def pay(self, flops_a_step: float) -> None:
-        """Set the steps that the budget pays for, as many for each stage.
+    def with_warmup(self, warmup: int) -> Self:
+        """The plan with another warm-up, such as that with which a resumed run has begun."""
+        return self.changed(warmup=warmup)
+
+    def with_flops(self, flops_a_step: float) -> Self:
+        """The plan of the steps that its budget pays for, as many for each stage.
 
         Raises:
             ArgumentValueError: it pays for none, or for more than a run may have.
         """
         assert self.flops is not None
-        self.steps = int(self.flops // (self.stages * flops_a_step)) * self.stages
+        steps = int(self.flops // (self.stages * flops_a_step)) * self.stages
         enough = self.stages * flops_a_step * 1.0005  # what is shown, rounded, pays for it, too
         expected = f"{enough:.4g} or more, the FLOPs of {self.stages} of its steps"
         fix = "Raise it, or take a smaller model or batch."
-        self.check("flops", self.steps > 0, expected, fix)
-        self.check("flops", COUNT.holds(self.steps), f"{COUNT.high} steps at most", "Lower it.")
-        self.settle()
+        self.check("flops", steps > 0, expected, fix)
+        self.check("flops", COUNT.holds(steps), f"{COUNT.high} steps at most", "Lower it.")
+        return self.with_steps(steps)
 
 
 def described(args: Any, flops_a_step: float) -> str:

@@ -6,15 +6,19 @@ Nothing here imports PyTorch: ``fastplm --help`` does not wait for it.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastplm.errors import ArgumentValueError, FastplmError, check_choice, first_line, message
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 PRECISIONS = ("auto", "fp32", "bf16")
 #: Where a run logs, and the package that it takes.
@@ -87,7 +91,7 @@ class NumberOr:
         return value == self.word if isinstance(value, str) else self.each.holds(value)
 
 
-def whole(low: int = 1, high: int = 10**9) -> Number:
+def integer(low: int = 1, high: int = 10**9) -> Number:
     """Whole numbers in a range; by default of sizes, and no memory holds more than that."""
     return Number(int, low, high, f"a whole number from {low} to {high}")
 
@@ -107,14 +111,14 @@ ANY = Number(float, -_LARGEST, _LARGEST, "a number")
 POSITIVE = Number(float, math.nextafter(0, 1), _LARGEST, "a number above 0")
 NOT_NEGATIVE = Number(float, 0, _LARGEST, "a number, 0 or more")
 SHARE = Number(float, 0, math.nextafter(1, 0), "a number, 0 or more and below 1")
-SEED = whole(0, 2**32 - 1)
-BATCH = WIDTH = whole(1, 2**16)  # of what is in memory at once
-THREADS = whole(1, 1024)
+SEED = integer(0, 2**32 - 1)
+BATCH = WIDTH = integer(1, 2**16)  # of what is in memory at once
+THREADS = integer(1, 1024)
 WEIGHT = Number(float, 0, 1e6, "a number from 0 to 1e6")
 #: The tokens of a batch. More are no faster on a CPU: its caches hold what a layer makes of these.
 BATCH_TOKENS = 1024
 MATMUL_PRECISIONS = ("highest", "high")
-COUNT = whole(1, 2**40)  # of steps or examples; beyond it a number is a mistake
+COUNT = integer(1, 2**40)  # of steps or examples; beyond it a number is a mistake
 
 
 def setting(
@@ -222,7 +226,7 @@ def apart(name: str, other: str, expected: str, fix: str = Rule.fix) -> Rule:
     """The rule that at most one of two settings is given."""
 
     def keeps(args: Any) -> bool:
-        return args.usual(name) or args.usual(other)
+        return args.is_default(name) or args.is_default(other)
 
     return Rule(name, keeps, expected, other, fix)
 
@@ -236,25 +240,72 @@ def needs(
     """
 
     def keeps(args: Any) -> bool:
-        return args.usual(name) or getattr(args, other) in values
+        return args.is_default(name) or getattr(args, other) in values
 
     return Rule(
         *((other, keeps, expected, name) if names_other else (name, keeps, expected, other))
     )
 
 
+#: The rule of a command with several seeds, of which each is one of PyTorch and NumPy.
+SEEDS = Rule(
+    "seeds",
+    lambda args: args.seed + args.seeds - 1 <= SEED.high,
+    "seeds below 2^32",
+    "seed",
+    "Lower one of the two.",
+)
+
+
 class Settings:
-    """Base of the arguments of a command, which checks each value against its declaration."""
+    """Base of the arguments of a command: frozen dataclasses of what is given.
+
+    A field that is None follows from the others. ``plan`` says what: it gives the same settings
+    with all their values. Both check each value by its declaration, and the rules between them.
+    """
 
     #: The name of the command.
     where: ClassVar[str]
     #: The names of the settings under each title of the help, in its order.
     topics: ClassVar[Mapping[str, Sequence[str]]] = {}
-    #: Checked one after another by ``check_rules``.
+    #: Checked one after another by ``checked``.
     rules: ClassVar[Sequence[Rule]] = ()
     out: str | Path
-    #: The settings that differ from their defaults, as they were given.
-    given: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.check_values()
+        self.plan()  # whose values the rules are about
+
+    def plan(self) -> Any:
+        """The same settings, each with its value: an object of a subclass, a ``Plan``."""
+        plan: Any = object.__new__(_plan_of(type(self)))
+        vars(plan).update(vars(self), given=self.given)
+        return plan.resolved()
+
+    def resolved(self) -> Self:
+        """A plan with the values that follow from others, whose rules were checked."""
+        return self.checked()
+
+    def changed(self, **values: Any) -> Self:
+        """A copy with other values, which are not checked."""
+        other = object.__new__(type(self))
+        vars(other).update(vars(self) | values)
+        return other
+
+    @functools.cached_property
+    def given(self) -> Mapping[str, Any]:
+        """The settings that differ from their defaults, as they were given."""
+        found = {}
+        for each in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, each.name)
+            default = each.default_factory() if callable(each.default_factory) else each.default
+            if value != default:
+                found[each.name] = value
+        return found
+
+    def is_default(self, name: str) -> bool:
+        """Whether a setting has its default, given or not."""
+        return name not in self.given
 
     def check(
         self,
@@ -270,22 +321,22 @@ class Settings:
             got = getattr(self, name) if got is None else got
             raise error(message(self.where, name, got, expected, fix))
 
-    def check_rules(self) -> None:
-        """Check the rules between the settings; a rule may rely on those before it."""
+    def checked(self) -> Self:
+        """The plan itself, which keeps the rules between the settings.
+
+        A rule may rely on those before it.
+        """
         for rule in self.rules:
             if rule.keeps(self):
                 continue
-            got = getattr(self, rule.name)
+            got = self.given.get(rule.name, getattr(self, rule.name))
             got = "nothing" if got is None else got
             if rule.beside:
                 option, other = f"--{rule.beside.replace('_', '-')}", getattr(self, rule.beside)
                 value = "" if isinstance(other, bool) else f" {other}"
                 got = f"{got} {'without' if other is False else 'with'} {option}{value}"
             self.check(rule.name, False, rule.expected.format(args=self), rule.fix, got)
-
-    def usual(self, name: str) -> bool:
-        """Whether a setting has its default, given or not."""
-        return name not in self.given
+        return self
 
     @property
     def resumable(self) -> bool:
@@ -299,23 +350,25 @@ class Settings:
         fix = f"pip install {name}, or --report-to none."
         self.check("report_to", there, "a package that is installed", fix)
 
-    def find_models(self) -> None:
-        """Put the folders of models in the place of their names on the Hub."""
+    def with_models(self) -> Self:
+        """With the folders of models in the place of their names on the Hub."""
         from fastplm.run.hub import folder_of, name_of
 
+        found: dict[str, Any] = {}
+        given = dict(self.given)
         for each in fields(self):  # type: ignore[arg-type]
             value = getattr(self, each.name)
             if each.metadata["path"] != MODEL or value is None:
                 continue
             folder = folder_of(self.where, each.name, value, weights=each.name != "tokenizer")
             if str(folder) != str(value):
-                setattr(self, each.name, folder)
+                found[each.name] = folder
             # The revision is written down with the name, which alone is another model one day.
-            self.given[each.name] = name_of(folder) or value
+            given[each.name] = name_of(folder) or value
+        return self.changed(given=given, **found)
 
     def inputs(self) -> dict[str, Sequence[str | Path]]:
-        """The paths that the command reads, by their settings. Models are found first."""
-        self.find_models()
+        """The paths that the command reads, by their settings."""
         found: dict[str, Sequence[str | Path]] = {}
         for each in fields(self):  # type: ignore[arg-type]
             value = getattr(self, each.name)
@@ -324,13 +377,9 @@ class Settings:
         return found
 
     def check_values(self) -> None:
-        """Check the range and the choices of each setting, and keep what was given."""
-        self.given = {}
+        """Check the range and the choices of each setting."""
         for each in fields(self):  # type: ignore[arg-type]
             given = getattr(self, each.name)
-            usual = each.default_factory() if callable(each.default_factory) else each.default
-            if given != usual:
-                self.given[each.name] = given
             number, choices = each.metadata["number"], each.metadata["choices"]
             for value in given if isinstance(given, list | tuple) else (given,):
                 if value is not None and number is not None:
@@ -367,6 +416,36 @@ class Settings:
             self.check(name, False, "a name in UTF-8", fix, got)
 
 
+class Plan(Settings):
+    """Settings that have all their values; ``given`` says which of them were given."""
+
+    def __init_subclass__(cls) -> None:
+        _PLANS[cls.__mro__[2]] = cls
+
+    def __post_init__(self) -> None:
+        # Of ``dataclasses.replace``: the values of the other plan count as given.
+        self.check_values()
+        vars(self).update(vars(super().plan()))
+
+    def plan(self) -> Any:
+        return self
+
+
+#: The plans of each class of arguments.
+_PLANS: dict[type[Settings], type[Plan]] = {}
+
+
+def _plan_of(kind: type[Settings]) -> type[Plan]:
+    if issubclass(kind, Plan):
+        return kind
+    return _PLANS.get(kind) or type(f"{kind.__name__}Plan", (Plan, kind), {})
+
+
+def resolve_warmup(steps: int, given: int | None) -> int:
+    """The steps of the warm-up of a run: a tenth of it, 10000 at most, unless it was given."""
+    return min(10_000, steps // 10) if given is None else given
+
+
 def _default_cache() -> Path:
     from fastplm.data._folder import default_cache
 
@@ -390,9 +469,9 @@ class _Common:
     )
     steps: int = setting("optimizer steps of the run", number=COUNT)
     out: str | Path = setting("folder of all results", path="DIR")
-    block_size: int = setting("tokens of a sample", 128, number=whole(8))
+    block_size: int = setting("tokens of a sample", 128, number=integer(8))
     batch_size: int = setting("samples of a micro-batch in each process", 32, number=BATCH)
-    batch_tokens: int = setting("most tokens of a batch", BATCH_TOKENS, number=whole())
+    batch_tokens: int = setting("most tokens of a batch", BATCH_TOKENS, number=integer())
     gradient_accumulation: int = setting("micro-batches of a step", 1, number=BATCH)
     dropout: float | None = setting(
         "every dropout of the model (default: those of the checkpoint)", None, number=SHARE
@@ -402,7 +481,7 @@ class _Common:
     keep_checkpoints: int | str = setting(
         "checkpoints that the run keeps, the newest ones; or all of them",
         2,
-        number=NumberOr(whole(), "all"),
+        number=NumberOr(integer(), "all"),
         metavar="N|all",
     )
     log_every: int = setting("steps between logged losses", 10, number=COUNT)
@@ -421,7 +500,7 @@ class _Common:
         "auto: bf16 where the hardware multiplies it", "auto", choices=PRECISIONS
     )
     workers: int = setting(
-        "processes that prepare batches; 0: the training process", 0, number=whole(0, 256)
+        "processes that prepare batches; 0: the training process", 0, number=integer(0, 256)
     )
     threads: int | None = setting("CPU threads (default: PyTorch's choice)", None, number=THREADS)
     text_columns: Sequence[str] | None = setting(

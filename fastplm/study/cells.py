@@ -347,13 +347,13 @@ class Planner:
         models = {name: each for name, each in options.items() if isinstance(each, Model)}
         needs = tuple(each.cell for each in models.values() if each.cell is not None)
         waits = waits or any(cell.provisional for cell in needs)
-        # Of a model without pre-training only its shape matters.
-        identify = _shape if scratch and needs else _identity
         plain = {name: getattr(each, "folder", each) for name, each in options.items()}
         plain |= {"threads": str(self.threads)}
         plain |= {"format": "json"} if command == "score" else {"report_to": "none"}
         args = settings_of(command, {**plain, "out": str(self.store.folder / "out")})
-        args.find_models()
+        args = args.with_models()
+        # Of a model without pre-training only its shape matters.
+        identify = _shape if scratch and needs else _identity
         identities = {name: identify(each) for name, each in models.items()}
         facts = facts_of(command, args, identities, self.folder)
         key = f"{'later-' if waits else ''}{key_of(facts)}"
@@ -400,11 +400,11 @@ def _shape(model: Model) -> Any:
     """What a model without its weights depends on: the shape of what is trained."""
     assert model.cell is not None
     if model.cell.command != "pretrain":
-        return _identity(model)
+        return {"shape of": _identity(model)}
     settings = model.cell.facts["settings"]
     found = {name: settings[name] for name in _SHAPE if name in settings}
     if settings.get("objective") == "clm":  # an encoder that reads from left to right
         found["objective"] = "clm"
     if model.name == "generator":
         found["generator_size"] = settings.get("generator_size")
-    return {**found, "name": model.name}
+    return {"shape of": {**found, "name": model.name}}

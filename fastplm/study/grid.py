@@ -22,7 +22,7 @@ from fastplm.inference.score_settings import ScoreArguments
 from fastplm.pretrain.settings import PretrainArguments
 from fastplm.run.config_file import read
 from fastplm.run.hub import is_name
-from fastplm.run.settings import MODEL, Numbers, Settings, add_settings, whole
+from fastplm.run.settings import MODEL, Numbers, Settings, add_settings, integer
 
 #: The studies that come with the library.
 STUDIES = Path(__file__).parent / "studies"
@@ -52,7 +52,7 @@ OF_A_MEAN = 2
 #: Tasks that are those of a pre-training.
 _OF_PRETRAINING = ("sop", "nsp")
 _PARTS = ("discriminator", "generator")
-_SEEDS = whole(1, 1000)
+_SEEDS = integer(1, 1000)
 #: What a judge tells a command from: the option that names what is judged.
 _KIND = {"task": "finetune", "score": "score"}
 Options = Mapping[str, Any]
@@ -238,13 +238,13 @@ def words_of(command: str, options: Options) -> list[str]:
 
 
 def settings_of(command: str, options: Options) -> Any:
-    """The settings of a command, checked.
+    """The plan of a command, checked.
 
     Raises:
         FastplmError, ValueError: a value is wrong.
     """
     given = vars(_parser(command).parse_args(words_of(command, options)))
-    return COMMANDS[command](**given)
+    return COMMANDS[command](**given).plan()
 
 
 def is_path(command: str, name: str) -> bool:
@@ -306,7 +306,7 @@ class _Reader:
             sizes=tuple(sizes),
             question=self.text(merged, "question"),
             paper=self.text(merged, "paper"),
-            curve=self.number(merged, "curve", whole(1, 100)) or 1,
+            curve=self.number(merged, "curve", integer(1, 100)) or 1,
             variants=variants,
             judges=judges,
             claims=self.claims(merged, variants, judges),

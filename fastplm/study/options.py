@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from fastplm.run.settings import THREADS, whole
+from fastplm.run.settings import THREADS, integer
 
 #: The folder of all cells, which studies share.
 CELLS = "runs/cells"
@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     help = "folder of vocabularies and token ids (default: ~/.cache/fastplm)"
     parser.add_argument("--cache", metavar="DIR", help=help, **none)
     help = "cells that run at once (default: as many as the cores allow)"
-    parser.add_argument("--jobs", type=whole(1, 10_000), metavar="N", help=help, **none)
+    parser.add_argument("--jobs", type=integer(1, 10_000), metavar="N", help=help, **none)
     help = "CPU threads of each cell; another number makes other cells"
     parser.add_argument("--threads", type=THREADS, metavar="N", default=1, help=help)
     help = "print the cells, their FLOPs and the hours, and run nothing"

@@ -36,7 +36,7 @@ def arguments(corpus, tmp_path):
         settings = {"hidden": 24, "vocab_size": 60, "steps": 6, "out": tmp_path / name}
         if system != "word2vec":
             settings |= {"embedding": 16, "batch_size": 16, "log_every": 1, "learning_rate": 1e-2}
-        return ClassicArguments(system=system, **{"corpus": [corpus], **settings, **changes})
+        return ClassicArguments(system=system, **{"corpus": [corpus], **settings, **changes}).plan()
 
     return build
 

@@ -102,7 +102,7 @@ def arguments(checkpoints, files, tmp_path):
             settings |= {"data": files["text"], "eval_data": None, "max_length": 32}
         if settings.get("own_head"):
             del settings["steps"]
-        return FinetuneArguments(**settings)
+        return FinetuneArguments(**settings).plan()
 
     return build
 
@@ -358,7 +358,7 @@ def test_pairs_that_are_refused(arguments, checkpoints, tmp_path):
     one = tmp_path / "one.txt"
     one.write_text(documents(1, least=9)[0])
     args = arguments(task="nsp", own_head=True)
-    args.data = one
+    args = args.changed(data=one)
     with pytest.raises(DataError, match="pairs of one document alone .*expected two documents"):
         prepare_task(args)
     one.write_text("a sentence\n\nanother\n\nand a third\n")
@@ -379,6 +379,6 @@ def test_pairs_that_are_refused(arguments, checkpoints, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoints["bert"])
     tokenizer.save_pretrained(headless)
     args = arguments(task="sop", own_head=True)
-    args.model = headless
+    args = args.changed(model=headless)
     with pytest.raises(DataError, match=r"lacks \d+ weights of a BertForPreTraining"):
         finetune(args)

@@ -96,7 +96,7 @@ def arguments(checkpoints, files, tmp_path):
             "learning_rate": 1e-2,
             **options,
         }
-        return FinetuneArguments(task=task, **settings)
+        return FinetuneArguments(task=task, **settings).plan()
 
     return build
 
@@ -358,6 +358,6 @@ def test_gpt_is_refused(arguments, checkpoints, tmp_path):
     transformers.GPT2Config(vocab_size=len(tokenizer), n_layer=1).save_pretrained(tmp_path)
     for name, value in {"freeze": True, "pooling": "mean", "head": "bilstm"}.items():
         args = arguments("classification", **{name: value})
-        args.model = tmp_path
+        args = args.changed(model=tmp_path)
         with pytest.raises(ArgumentValueError, match=f"`{name}` got .*gpt2; expected an encoder"):
             prepare_task(args)

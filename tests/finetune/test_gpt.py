@@ -90,7 +90,7 @@ def arguments(checkpoints, files, tmp_path):
             "learning_rate": 1e-3,
             **options,
         }
-        return FinetuneArguments(task=task, **settings)
+        return FinetuneArguments(task=task, **settings).plan()
 
     return build
 
@@ -254,7 +254,7 @@ def test_the_loss_of_the_language_model_is_added(name, arguments):
     batch = task.collator()([dict(feature) for feature in features[:5]])
     model = build_model(args, task, 0).double().eval()
     both = task.outputs(model, **batch)["loss"]
-    args.lm_weight = 0.0
+    task.args = args.changed(lm_weight=0.0)
     alone = task.outputs(model, **batch)["loss"]
     language = transformers.GPT2LMHeadModel(model.config).double().eval()
     language.transformer.load_state_dict(model.base_model.state_dict())

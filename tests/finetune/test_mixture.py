@@ -61,7 +61,7 @@ def arguments(folder, tmp_path):
         )
         settings = {"model": folder / "t5", "data": path, "out": tmp_path / "out", "beams": 1}
         settings |= {"steps": 2, "batch_size": 4, "max_target_length": 8}
-        return FinetuneArguments(task="seq2seq", **settings | options)
+        return FinetuneArguments(task="seq2seq", **settings | options).plan()
 
     return build
 

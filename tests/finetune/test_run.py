@@ -193,7 +193,7 @@ def arguments(checkpoint, files, tmp_path):
             "steps": 3,
             **options,
         }
-        return FinetuneArguments(task=task, **settings)
+        return FinetuneArguments(task=task, **settings).plan()
 
     return build
 
@@ -715,7 +715,7 @@ def test_questions_without_an_answer(arguments, tmp_path):
     assert examples[0].target[0][1] in predictions[_id(examples[0])][0]
     assert [predictions[_id(example)][0] for example in examples[1:]] == [""] * 3
     assert predictions[_id(examples[1])] == ["", words[1]]
-    task.args.null_threshold = 3.0
+    task.args = task.args.changed(null_threshold=3.0)
     scores, _ = task.score(examples, notes, logits)
     assert scores["has_answer_f1"] == 1 and scores["null_threshold"] == 3
     assert scores["no_answer_f1"] == 0.5
@@ -1314,7 +1314,7 @@ def test_wrong_models(arguments, checkpoint, tmp_path):
     args = arguments("tagging", model=path)
     with pytest.raises(DataError, match="a DistilBertForTokenClassification; .*--library"):
         build_model(args, prepare_task(args), 0)
-    args.library = "transformers"
+    args = args.changed(library="transformers")
     build_model(args, prepare_task(args), 0)
 
 

@@ -68,7 +68,7 @@ def test_a_tagger_of_entities(tmp_path):
     tokenizer.save_pretrained(tmp_path / "bert")
     args = FinetuneArguments(
         task="tagging", model=tmp_path / "bert", data=data, out=tmp_path / "out", steps=1
-    )
+    ).plan()
     metrics = finetune(args)
     assert metrics["main_score"] == "f1" and metrics["most_frequent_label"] is None
     assert [*metrics["scores"]] == ["f1", "precision", "recall", "accuracy"]

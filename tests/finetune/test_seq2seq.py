@@ -164,7 +164,7 @@ def arguments(folder, tmp_path):
             **STARTS[start],
             **places,
         }
-        return FinetuneArguments(**{**settings, **changes})
+        return FinetuneArguments(**{**settings, **changes}).plan()
 
     return build
 

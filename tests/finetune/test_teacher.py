@@ -77,7 +77,7 @@ def arguments(folder, tmp_path):
     def build(task: str, model: str = "student", out: str = "out", **options) -> FinetuneArguments:
         settings = {"model": folder / model, "data": folder / task, "out": tmp_path / out}
         settings |= {"steps": 2, "batch_size": 8, "log_every": 1, "learning_rate": 1e-3}
-        return FinetuneArguments(task=task, **settings | options)
+        return FinetuneArguments(task=task, **settings | options).plan()
 
     return build
 
@@ -173,7 +173,7 @@ def test_teachers_that_do_not_fit(arguments, teacher, folder, tmp_path):
     other = tmp_path / "other.tsv"
     other.write_text(content("classification").replace("yes", "maybe"))
     args = arguments("classification", teacher=path)
-    args.data = other
+    args = args.changed(data=other)
     with pytest.raises(DataError, match="`teacher` got .*, with the labels no, yes; .* maybe, no"):
         finetune(args)
     with pytest.raises(DataError, match="`teacher` got .*, which has 2 outputs; expected one"):

@@ -86,7 +86,7 @@ def test_few_steps_are_timed(seconds, steps, steps_taken, corpus, tmp_path, capf
         block_size=32,
         batch_size=4,
         steps=1000,
-    )
+    ).plan()
     assert rehearse(args).seconds == seconds
     assert steps_taken.number == 5 + steps
     assert not list(out.rglob("*"))

@@ -166,7 +166,7 @@ def test_odd_texts_stay_what_they_are(text, tmp_path):
     """A setting, and the folder's name in the comment, may be odd texts."""
     out = tmp_path / f"o{text}"
     out.mkdir()
-    args = FinetuneArguments("seq2seq", "d", out, model="m", prefix=text)
+    args = FinetuneArguments("seq2seq", "d", out, model="m", prefix=text).plan()
     config_file.write_settings(out, args)
     found = parsed("finetune", "--config", out / "settings.yaml")
     given = {name: found[name] for name in args.given}

@@ -569,7 +569,7 @@ def test_the_argument_at_fault_is_named(bert, tmp_path):
     def prepare(rows, **options):
         path.write_text("\n".join(("text\tlabel", *(f"a {i}\t{r}" for i, r in enumerate(rows)))))
         given = {"task": "classification", "model": bert / "model", "out": tmp_path / "out"}
-        return prepare_task(FinetuneArguments(data=path, max_length=16, **given, **options))
+        return prepare_task(FinetuneArguments(data=path, max_length=16, **given, **options).plan())
 
     rare = [*"xy" * 20, *(f"rare{i}" for i in range(9))]
     task = prepare(rare)

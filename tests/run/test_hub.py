@@ -74,8 +74,7 @@ def test_every_setting_that_takes_a_model(command, name, cache, capsys):
     given = {**NEEDED[command], **OF_SETTING.get((command, name), {}), name: "acme/tiny"}
     if command == "distill":
         given = {"recipe": "distilbert", "teacher": "acme/tiny", **given}
-    args = settings_of(command, given)
-    args.find_models()
+    args = settings_of(command, given).with_models()
     assert getattr(args, name) == cache
     assert args.given[name] == f"acme/tiny@{REVISION}", "what OUT/settings.yaml has"
     assert f"{name}: acme/tiny@{REVISION}, in the cache" in capsys.readouterr().err
@@ -109,7 +108,7 @@ def test_what_is_no_name_and_what_is_not_there(cache, tmp_path):
     shutil.rmtree("acme")
     for name in ("acme/other", "bert-base-uncased", f"acme/tiny@{REVISION[::-1]}"):
         with pytest.raises(DataError) as error:
-            FinetuneArguments("classification", "table.tsv", "out", name).inputs()
+            FinetuneArguments("classification", "table.tsv", "out", name).plan().with_models()
         line = str(error.value)
         assert line.startswith(f"finetune: `model` got {name!r}, which is no folder, and cannot")
         assert "hf download NAME" in line and "\n" not in line
