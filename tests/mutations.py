@@ -1021,8 +1021,8 @@ MUTATIONS = (
     ),
     Mutation(
         "fastplm/inference/_encoder.py",
-        "from fastplm.run.checkpoint import config_at",
-        "from fastplm.run.checkpoint import config_at\nfrom fastplm.study.table import Table",
+        "from fastplm.models._seq2seq import Stack",
+        "from fastplm.models._seq2seq import Stack\nfrom fastplm.study.table import Table",
         "tests/test_layout.py -k laws_of_the_storeys",
     ),
     Mutation(
@@ -1044,7 +1044,7 @@ MUTATIONS = (
         "= labels[:, :-1].to(model.device)",
         f"{SCORES} decoder",
     ),
-    Mutation(SCORE, "        finish()\n    nothing", "    nothing", f"{SCORES} pseudo"),
+    Mutation(SCORE, "        finish()\n    names", "    names", f"{SCORES} pseudo"),
     Mutation(SCORE, "        rows.clear()\n", "", f"{SCORES} several_batches"),
     Mutation(SCORE, "sum(map(len, rows)) >= _HEAD_ROWS", "True", f"{SCORES} several_batches"),
     Mutation(
@@ -1073,14 +1073,14 @@ MUTATIONS = (
     ),
     Mutation(
         "fastplm/inference/prompt.py",
-        "(*ids, *tokens[:-1]), source, len(ids) - 1)",
-        "(*ids, *tokens[:-1]), source, len(ids))",
+        "(*ids, *tokens[:-1]), source), len(ids) - 1",
+        "(*ids, *tokens[:-1]), source), len(ids)",
         "tests/inference/test_prompt.py -k parent",
     ),
     Mutation(
         "fastplm/inference/_checkpoint.py",
-        "expected, kind, part=part, dtype=dtype)",
-        "expected, kind, lambda model, name: True, part=part, dtype=dtype)",
+        "expected, bf16, part=part)",
+        "expected, bf16, lambda model, name: True, part=part)",
         "tests/inference/test_score_command.py -k one_line",
     ),
     Mutation(

@@ -11,7 +11,7 @@ import torch
 from fastplm.classic.elmo import ElmoConfig, ElmoForLanguageModeling, batch_of_words
 from fastplm.classic.sentences import QuickThoughtsModel, SkipThoughtsModel, ThoughtsConfig, pad
 from fastplm.classic.settings import ClassicArguments
-from fastplm.classic.words import BEGIN, END, PAD, UNK, Sentences, Words
+from fastplm.classic.words import PAD, Sentences, Words
 from fastplm.data.corpus import fingerprint, read_documents
 from fastplm.errors import DataError, TooLittleTextError, message
 from fastplm.run.folder import checkpoint_to_resume, save_models, writing
@@ -159,16 +159,15 @@ def make_model(args: ClassicArguments, words: int) -> Any:
 def _held_out(trainer: _Trainer, collate: Any, places: range) -> dict[str, float]:
     """The mean loss over held-out sentences, in batches of the training's size."""
     trainer.model.eval()
-    total, count = 0.0, 0
-    for start in range(places.start, places.stop, trainer.args.train_batch_size):
-        chosen = places[start - places.start :][: trainer.args.train_batch_size]
-        if len(chosen) < 2:
-            continue
-        batch = collate([{"index": index} for index in chosen])
-        weight = batch.pop("count")
-        batch = {name: value.to(trainer.args.device) for name, value in batch.items()}
-        total += float(trainer.model(**batch).loss) * weight
-        count += weight
+    total, count, size = 0.0, 0, trainer.args.train_batch_size
+    for start in range(0, len(places), size):
+        chosen = places[start : start + size]
+        if len(chosen) > 1:
+            batch = collate([{"index": index} for index in chosen])
+            weight = batch.pop("count")
+            batch = {name: value.to(trainer.args.device) for name, value in batch.items()}
+            total += float(trainer.model(**batch).loss) * weight
+            count += weight
     loss = total / max(count, 1)
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
 
@@ -183,21 +182,21 @@ class _Collator:
         self.system, self.sentences, self.words = system, sentences, words
 
     def __call__(self, samples: list[dict[str, int]]) -> dict[str, Any]:
-        places, text = [sample["index"] for sample in samples], self.sentences.words
-        count = sum(len(text[place]) for place in places)
+        places, begins = [sample["index"] for sample in samples], self.sentences.begins
+        text = [self.sentences.words[place] for place in places]
+        count = sum(map(len, text))
         if self.system == "elmo":
-            return {**batch_of_words([text[place] for place in places], self.words), "count": count}
-        batch = {"input_ids": pad([self.ids(i) for i in places]), "count": count}
-        begins, last = self.sentences.begins, len(text) - 1
+            return {**batch_of_words(text, self.words), "count": count}
+        batch = {"input_ids": pad([*map(self.words.encode, text)]), "count": count}
         if self.system == "quick-thoughts":  # the sentences are in their order
             return {**batch, "begins": torch.tensor([begins[i] for i in places], device="cpu")}
+        ends = [*begins[1:], True]
         before = [[PAD] if begins[i] else self.ids(i - 1) for i in places]
-        after = [[PAD] if i == last or begins[i + 1] else self.ids(i + 1) for i in places]
+        after = [[PAD] if ends[i] else self.ids(i + 1) for i in places]
         return {**batch, "previous": pad(before), "next": pad(after)}
 
     def ids(self, place: int) -> list[int]:
-        known = self.words.ids
-        return [BEGIN, *(known.get(word, UNK) for word in self.sentences.words[place]), END]
+        return self.words.encode(self.sentences.words[place])
 
 
 # --- word2vec -------------------------------------------------------------------------------------
@@ -227,9 +226,7 @@ class _Word2Vec(_Classic):
             workers=1,  # with several the vectors would depend on how they take turns
         )
         self.model.build_vocab(self.sentences.words)
-        fix = (
-            "Raise it: gensim leaves out all words that are as rare as the first one without room."
-        )
+        fix = "Raise it: gensim leaves out all words as rare as the first one without room."
         there = len(self.model.wv) > 0
         args.check("vocab_size", there, "room for the most frequent words", fix)
         return facts

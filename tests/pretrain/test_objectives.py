@@ -23,7 +23,7 @@ from fastplm.finetune.models import read_config
 from fastplm.finetune.run import build_model, prepare_task
 from fastplm.finetune.settings import FinetuneArguments
 from fastplm.graphs import GraphedStep
-from fastplm.inference._checkpoint import load_model
+from fastplm.inference._checkpoint import load_encoder
 from fastplm.models._ragged import RaggedBatch
 from fastplm.pretrain import data as pretrain_data
 from fastplm.pretrain import report, stream
@@ -610,7 +610,7 @@ def test_an_encoder_that_reads_from_left_to_right(run, tmp_path, arch, kind, siz
     check_error("loss", found(ours, torch.float32)[0], gold, [single[0]], FORWARD_FACTOR)
     logits = found(ours, torch.float64)[1], exact, single[1]
     check_in_fp64(*({"logits": each} for each in logits))
-    backbone = load_model("embed", out / "checkpoint-6")
+    backbone, _ = load_encoder("embed", out / "checkpoint-6")
     ids = batch["input_ids"]
     changed = torch.cat([ids[:, :-2], ids[:, -2:].flip(1)], 1)
     with torch.no_grad():
