@@ -35,7 +35,7 @@ def read_pairs(path: Path, count: int) -> tuple[list[str], list[str]]:
 
 
 def ours(args: argparse.Namespace) -> Callable[[list[str], list[str]], list[torch.Tensor]]:
-    from fastplm.inference._encoder import load_encoder
+    from fastplm.inference._checkpoint import load_encoder
     from fastplm.inference.bertscore import bert_score
 
     model, tokenizer = load_encoder("benchmark", args.model)

@@ -18,8 +18,9 @@ from typing import Any
 
 from torch import nn
 
-from fastplm.pretrain.run import Pretraining
+from fastplm.pretrain.run import build, read
 from fastplm.pretrain.settings import PretrainArguments
+from fastplm.pretrain.stream import TextRun, Training
 from fastplm.run.settings import add_settings
 from harness import append_row, machine_line
 
@@ -39,16 +40,15 @@ RUNS = [
 ]
 
 
-class Untied(Pretraining):
+def untied(plan: Any, settings: Any, data: Any) -> Training:
     """A pre-training whose last projection is a weight of its own."""
-
-    def make_trainer(self, *callbacks: Any) -> tuple[Any, Any]:
-        trainer, collator = super().make_trainer(*callbacks)
-        projection = trainer.model.get_output_embeddings()
-        projection.weight = nn.Parameter(projection.weight.detach().clone())
-        trainer.model.config.tie_word_embeddings = False
-        assert projection.weight is not trainer.model.get_input_embeddings().weight
-        return trainer, collator
+    training = build(plan, settings, data)
+    model = training.trainer.model
+    projection = model.get_output_embeddings()
+    projection.weight = nn.Parameter(projection.weight.detach().clone())
+    model.config.tie_word_embeddings = False
+    assert projection.weight is not model.get_input_embeddings().weight
+    return training
 
 
 def main() -> None:
@@ -66,8 +66,8 @@ def main() -> None:
                 words = [*own.options, *shares, "--seed", f"{seed}", "--objective", "mlm"]
                 words += ["--report-to", "none", "--out", out]
                 args = PretrainArguments(**vars(pretrain.parse_args(words)))
-                kind = Untied if embeddings == "untied" else Pretraining
-                found = kind(args).run()["held_out"]
+                made = untied if embeddings == "untied" else build
+                found = TextRun(args, read, made).run()["held_out"]
             row = {"options": " ".join(Path(word).name for word in own.options)}
             row |= {
                 "masked": masked,

@@ -26,9 +26,9 @@ import torch
 import transformers
 from torch import nn
 
-from fastplm.pretrain.data import prepare_data
-from fastplm.pretrain.run import Pretraining
+from fastplm.pretrain.run import build, read
 from fastplm.pretrain.settings import PretrainArguments
+from fastplm.pretrain.stream import training_settings
 from fastplm.run.settings import add_settings
 from fastplm.run.threads import using_threads
 from harness import append_row, machine_line
@@ -90,10 +90,11 @@ def plain(model: nn.Module, batches: list[dict], trainer: Any, skip: int) -> tup
 
 
 def compare(args: PretrainArguments, skip: int) -> dict[str, Any]:
-    training, listener = Pretraining(args), Losses(skip)
-    training.settings = training.trainer_settings()
-    training.data = prepare_data(training.args, training.settings, None)
-    trainer, collator = training.make_trainer(listener)
+    plan, listener = args.plan(), Losses(skip)
+    settings = training_settings(plan)
+    plan, data = read(plan, settings, None)
+    training = build(plan, settings, data, listener)
+    trainer, collator = training.trainer, training.collator
     ours: Any = trainer.model
     theirs = getattr(transformers, type(ours).__name__)(copy.deepcopy(ours.config))
     theirs.load_state_dict(ours.state_dict())

@@ -20,8 +20,8 @@ from transformers import AutoModelForPreTraining, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from fastplm.data import tokenize
-from fastplm.pretrain.data import hold_out, make_collator, open_corpus
-from fastplm.pretrain.objectives import OBJECTIVES
+from fastplm.pretrain.data import hold_out, open_corpus
+from fastplm.pretrain.objectives import Objective, objective_of
 from fastplm.pretrain.run import PretrainArguments, pretrain
 from fastplm.testing import FORWARD_FACTOR, check_error
 
@@ -59,10 +59,13 @@ def main() -> None:
         metrics = pretrain(args)
         assert "held_out" in metrics, "the corpus is too small to hold text out of it"
         first, last = learned(metrics)
-        held_out = metrics["held_out"][OBJECTIVES[str(args.objective)].token_loss]
-        difference = loads_in_transformers(args, metrics)
+        tokenizer = AutoTokenizer.from_pretrained(metrics["models"]["model"])
+        plan = args.plan()
+        objective = objective_of(plan, tokenizer)
+        held_out = metrics["held_out"][objective.token_loss]
+        difference = loads_in_transformers(plan, objective, metrics)
         print(
-            f"{arch}: {args.objective}, loss {first:.3f} -> {last:.3f}, of held-out tokens "
+            f"{arch}: {objective.name}, loss {first:.3f} -> {last:.3f}, of held-out tokens "
             f"{held_out:.3f}; plain Transformers differs by {difference:.1e}"
         )
 
@@ -80,14 +83,12 @@ def learned(metrics: dict[str, Any]) -> tuple[float, float]:
     return first, last
 
 
-def loads_in_transformers(args: PretrainArguments, metrics: dict[str, Any]) -> float:
+def loads_in_transformers(plan: Any, objective: Objective, metrics: dict[str, Any]) -> float:
     """Check that plain Transformers computes the loss and logits of the trained model."""
     path = metrics["models"]["model"]
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    collator = make_collator(args, tokenizer)
-    store = tokenize(open_corpus(args.corpus), tokenizer, args.cache)
-    _, dataset = hold_out(args, store, tokenizer)
-    batch = collator([dataset[i] for i in range(8)])
+    store = tokenize(open_corpus(plan.corpus), objective.tokenizer, plan.cache)
+    _, dataset, _ = hold_out(objective, store)
+    batch = objective.collator()([dataset[i] for i in range(8)])
     # ALBERT's class has a loss for both of its labels or for none.
     names = ("input_ids", "attention_mask", "token_type_ids", "labels", "sentence_order_label")
     batch = {name: batch[name] for name in names if name in batch}

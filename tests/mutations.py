@@ -52,7 +52,6 @@ MEMORY_BACK = "tests/compile/test_calls_of_csrc.py -k memory_back"
 LAYER = "csrc/layers/layer.h"
 FEW_ROWS = "csrc/gemm/linear_few_rows.h"
 LOSS = "tests/ops/test_linear_cross_entropy.py -k"
-OPTIONS = "tests/pretrain/test_settings.py -k"
 HF = "fastplm/hf.py"
 RAGGED = "fastplm/models/_ragged.py"
 ROWS = "fastplm/nn/_rows.py"
@@ -68,7 +67,8 @@ CONTRASTIVE = "fastplm/nn/contrastive.py"
 COLLATE = "fastplm/data/_collate.py"
 DISTILL_LOSSES = "fastplm/distill/losses.py"
 DISTILL = "fastplm/distill/objectives.py"
-DISTILLATION = "tests/distill/test_run.py -k"
+DISTILLED_LOSSES = "tests/distill/test_losses.py -k"
+DISTILLATION = "tests/distill/test_objectives.py -k"
 PAIRS = "fastplm/data/pairs.py"
 SCORE = "fastplm/inference/score.py"
 SCORES = "tests/inference/test_score.py -k"
@@ -455,51 +455,51 @@ MUTATIONS = (
     ),
     Mutation(
         "fastplm/pretrain/presets.py",
-        '"bytelevel", 50265, {"mlm": "RobertaForMaskedLM"',
-        '"bytelevel", 30522, {"mlm": "RobertaForMaskedLM"',
+        '"roberta": Family("bytelevel", 50265',
+        '"roberta": Family("bytelevel", 30522',
         "tests/pretrain/test_presets.py",
     ),
     Mutation(
         "fastplm/run/flops.py",
         "pairs = _triangles(lengths) if getattr",
         "pairs = _squares(lengths) if getattr",
-        f"{OPTIONS} 'left_to_right and bert'",
+        "tests/pretrain/test_objectives.py -k 'left_to_right and bert'",
     ),
     Mutation(
         "fastplm/run/budget.py",
         "int(self.flops // (self.stages * flops_a_step)) * self.stages",
         "int(self.flops // flops_a_step)",
-        f"{OPTIONS} budget_of_two_stages",
+        "tests/pretrain/test_stream.py -k budget_of_two_stages",
     ),
     Mutation(
         "fastplm/pretrain/settings.py",
         '"temperature": self.temperature,',
         '"temperature": 1.0,',
-        f"{OPTIONS} a_temperature",
+        "tests/pretrain/test_objectives.py -k electra_learns",
     ),
     Mutation(
         "fastplm/pretrain/model.py",
         "theirs.is_decoder = ours.is_decoder",
         "pass",
-        f"{OPTIONS} second_stage",
+        "tests/pretrain/test_model.py -k second_stage",
     ),
     Mutation(
         "fastplm/pretrain/evaluate.py",
         "kinds = np.maximum(different[first], 1)",
         "kinds = np.maximum(different[second], 1)",
-        f"{OPTIONS} ngram",
+        "tests/pretrain/test_evaluate.py -k ngram",
     ),
     Mutation(
         "fastplm/run/checkpoint.py",
         'argument == "generator" or (where in _LANGUAGE_MODELS and joint.detects)',
         "where in _LANGUAGE_MODELS and joint.detects",
-        f"{OPTIONS} joint_checkpoint",
+        "tests/run/test_checkpoint.py -k joint_checkpoint",
     ),
     Mutation(
         "fastplm/run/folder.py",
         "old = [] if keep is None else before",
         "old = before[:-1] if keep is None else before",
-        f"{OPTIONS} are_kept",
+        "tests/pretrain/test_stream.py -k are_kept",
     ),
     Mutation(
         "fastplm/run/flops.py",
@@ -576,9 +576,9 @@ MUTATIONS = (
     ),
     Mutation(
         "fastplm/pretrain/stream.py",
-        "return torch.cuda.is_available() and able",
-        "return torch.cuda.is_available()",
-        "tests/pretrain/test_objectives.py -k without_cuda_code",
+        "return torch.cuda.is_available() and able and",
+        "return torch.cuda.is_available() and",
+        "tests/pretrain/test_stream.py -k without_cuda_code",
     ),
     Mutation(
         "fastplm/data/stream.py",
@@ -1020,8 +1020,8 @@ MUTATIONS = (
     ),
     Mutation(
         "fastplm/inference/_encoder.py",
-        "from fastplm.run.checkpoint import config_at",
-        "from fastplm.run.checkpoint import config_at\nfrom fastplm.study.table import Table",
+        "from fastplm.models._seq2seq import Stack",
+        "from fastplm.models._seq2seq import Stack\nfrom fastplm.study.table import Table",
         "tests/test_layout.py -k laws_of_the_storeys",
     ),
     Mutation(
@@ -1043,7 +1043,7 @@ MUTATIONS = (
         "= labels[:, :-1].to(model.device)",
         f"{SCORES} decoder",
     ),
-    Mutation(SCORE, "        finish()\n    nothing", "    nothing", f"{SCORES} pseudo"),
+    Mutation(SCORE, "        finish()\n    names", "    names", f"{SCORES} pseudo"),
     Mutation(SCORE, "        rows.clear()\n", "", f"{SCORES} several_batches"),
     Mutation(SCORE, "sum(map(len, rows)) >= _HEAD_ROWS", "True", f"{SCORES} several_batches"),
     Mutation(
@@ -1072,14 +1072,14 @@ MUTATIONS = (
     ),
     Mutation(
         "fastplm/inference/prompt.py",
-        "(*ids, *tokens[:-1]), source, len(ids) - 1)",
-        "(*ids, *tokens[:-1]), source, len(ids))",
+        "(*ids, *tokens[:-1]), source), len(ids) - 1",
+        "(*ids, *tokens[:-1]), source), len(ids)",
         "tests/inference/test_prompt.py -k parent",
     ),
     Mutation(
         "fastplm/inference/_checkpoint.py",
-        "expected, kind, part=part, dtype=dtype)",
-        "expected, kind, lambda model, name: True, part=part, dtype=dtype)",
+        "expected, bf16, part=part)",
+        "expected, bf16, lambda model, name: True, part=part)",
         "tests/inference/test_score_command.py -k one_line",
     ),
     Mutation(
@@ -1101,31 +1101,31 @@ MUTATIONS = (
         DISTILL_LOSSES,
         "distance, grad = distance.where(inside, 0), grad.where(inside[..., None], 0)",
         "pass",
-        f"{DISTILLATION} relations",
+        f"{DISTILLED_LOSSES} relations",
     ),
     Mutation(
         DISTILL_LOSSES,
         "student, teacher = student.where(keys, lowest), teacher.where(keys, lowest)",
         "pass",
-        f"{DISTILLATION} relations",
+        f"{DISTILLED_LOSSES} relations",
     ),
     Mutation(
         DISTILL_LOSSES,
         "first.shape[-1] ** 0.5\n\n\ndef _relation",
         "1\n\n\ndef _relation",
-        f"{DISTILLATION} relations",
+        f"{DISTILLED_LOSSES} relations",
     ),
     Mutation(
         DISTILL_LOSSES,
         "(grad @ b, grad.transpose(-1, -2) @ a)",
         "(grad @ b, grad @ a)",
-        f"{DISTILLATION} relations",
+        f"{DISTILLED_LOSSES} relations",
     ),
     Mutation(
         DISTILL_LOSSES,
         "return _sum(crossed - own, mask) * temperature**2",
         "return _sum(crossed - own, mask)",
-        f"{DISTILLATION} detections",
+        f"{DISTILLED_LOSSES} detections",
     ),
     Mutation(
         DISTILL,
@@ -1158,19 +1158,19 @@ MUTATIONS = (
         "fastplm/distill/run.py",
         'return self._in_step["num_tokens_in_batch"]',
         "return None",
-        f"{DISTILLATION} accumulated -m slow",
+        "tests/distill/test_run.py -k accumulated -m slow",
     ),
     Mutation(
         "fastplm/distill/run.py",
         'name: None if path is None else f"files whose hash is {hash_of_model(path)}"',
         "name: None",
-        f"{DISTILLATION} resumed -m slow",
+        "tests/distill/test_run.py -k resumed -m slow",
     ),
     Mutation(
-        "fastplm/distill/run.py",
+        "fastplm/distill/models.py",
         "new[target] = old[source]",
         "pass",
-        f"{DISTILLATION} vocabularies",
+        "tests/distill/test_models.py -k vocabularies",
     ),
 )
 

@@ -12,9 +12,8 @@ import torch
 
 import fastplm
 from fastplm import _extension, _machine
-from fastplm.distill.run import Distilling
 from fastplm.finetune.run import Finetuning
-from fastplm.pretrain.run import Pretraining
+from fastplm.pretrain.stream import TextRun
 from fastplm.run.threads import computing
 
 #: Steps of a process that allocates 64 MiB in each, and 40 blocks of a MiB; what they cost.
@@ -64,10 +63,10 @@ def test_commands_keep_memory(monkeypatch):
     monkeypatch.setattr(fastplm, "keep_memory", lambda **options: found.append(options))
     with computing(1):
         pass
-    for run in (Pretraining, Distilling, Finetuning):
+    for run in (TextRun, Finetuning):
         with computing(1, huge_pages=run.huge_pages):
             pass
-    assert [each["huge_pages"] for each in found] == [False, True, True, False]
+    assert [each["huge_pages"] for each in found] == [False, True, False]
 
 
 def test_the_name_of_a_device(monkeypatch):

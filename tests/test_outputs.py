@@ -395,7 +395,7 @@ def test_ctrl_c_before_the_old_run_is_moved(place, tmp_path, monkeypatch, capsys
     assert main(words) == 0
     time.sleep(0.3)
     before = contents(out)
-    where = "fastplm.pretrain.run.prepare_data"
+    where = "fastplm.pretrain.run.read_text"
     line = interrupted([*words, "--overwrite"], monkeypatch, capsys, where)
     assert "nothing was written" in line and line.endswith("--overwrite")
     assert contents(out) == before

@@ -6,7 +6,7 @@ character convolutions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,16 +189,19 @@ def batch_of_words(
     begin, end, pad = (SPECIAL_WORDS[index] for index in (BEGIN, END, PAD))
     length = max(map(len, sentences)) + 2
     rows = [[begin, *words, end, *[pad] * (length - 2 - len(words))] for words in sentences]
-    different = list(dict.fromkeys(word for row in rows for word in row))
-    places = {word: index for index, word in enumerate(different)}
-    words = torch.tensor([[places[word] for word in row] for row in rows], device="cpu")
-    mask = torch.tensor(
-        [[1] * (len(s) + 2) + [0] * (length - 2 - len(s)) for s in sentences], device="cpu"
-    )
-    batch = {"characters": word_bytes(different), "words": words, "attention_mask": mask}
+    places = {
+        word: index for index, word in enumerate(dict.fromkeys(w for row in rows for w in row))
+    }
+
+    def table(number: Callable[[str], int]) -> Tensor:
+        return torch.tensor([[number(word) for word in row] for row in rows], device="cpu")
+
+    lengths = torch.tensor([[len(words) + 2] for words in sentences], device="cpu")
+    mask = torch.arange(length, device="cpu") < lengths
+    batch = {"characters": word_bytes([*places]), "words": table(places.__getitem__)}
+    batch["attention_mask"] = mask.long()
     if vocabulary is not None:
-        ids = [[vocabulary.ids.get(word, UNK) for word in row] for row in rows]
-        batch["labels"] = torch.tensor(ids, device="cpu")
+        batch["labels"] = table(lambda word: vocabulary.ids.get(word, UNK))
     return batch
 
 

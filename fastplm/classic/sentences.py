@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from fastplm import ops
-from fastplm.classic.words import PAD, Words
+from fastplm.classic.words import PAD, Words, split_words
 from fastplm.nn._rows import IGNORE_INDEX
 
 
@@ -83,7 +83,8 @@ class _Thoughts(PreTrainedModel):
         """
         training = self.training
         self.eval()
-        vectors = self(pad([words.encode(text) for text in texts]).to(self.device)).vectors
+        ids = pad([words.encode(split_words(text)) for text in texts])
+        vectors = self(ids.to(self.device)).vectors
         self.train(training)
         return vectors
 
@@ -188,6 +189,5 @@ def neighbour_loss(scores: Tensor, begins: Tensor) -> Tensor:
 
 
 def pad(sentences: Sequence[Sequence[int]]) -> Tensor:
-    """int64 [B, T]; an empty sentence is padding alone."""
-    length = max(1, *map(len, sentences))
-    return torch.tensor([[*ids, *[PAD] * (length - len(ids))] for ids in sentences], device="cpu")
+    """int64 [B, T] of sentences with a word at least."""
+    return pad_sequence([torch.tensor(ids, device="cpu") for ids in sentences], True, PAD)

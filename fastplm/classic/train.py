@@ -11,7 +11,7 @@ import torch
 from fastplm.classic.elmo import ElmoConfig, ElmoForLanguageModeling, batch_of_words
 from fastplm.classic.sentences import QuickThoughtsModel, SkipThoughtsModel, ThoughtsConfig, pad
 from fastplm.classic.settings import ClassicArguments
-from fastplm.classic.words import BEGIN, END, PAD, UNK, Sentences, Words
+from fastplm.classic.words import PAD, Sentences, Words
 from fastplm.data.corpus import fingerprint, read_documents
 from fastplm.errors import DataError, TooLittleTextError, message
 from fastplm.run.folder import checkpoint_to_resume, save_models, writing
@@ -46,22 +46,22 @@ def classic(args: ClassicArguments) -> dict[str, Any]:
 class _Classic(Run):
     """A run over sentences."""
 
-    free = frozenset("resume overwrite out save_every log_every threads corpus".split())
+    ignored_on_resume = frozenset(
+        "resume overwrite out save_every log_every threads corpus".split()
+    )
     args: ClassicArguments
 
-    def prepare(self) -> None:
+    def read(self) -> dict[str, Any]:
         self.documents = read_documents(self.args.corpus)
         self.sentences = Sentences(self.documents, self.args.max_length)
-
-    def facts(self) -> dict[str, Any]:
         return {"text": fingerprint(self.documents)}
 
 
 class _Steps(_Classic):
     """A run of the systems that are trained in steps."""
 
-    def prepare(self) -> None:
-        super().prepare()
+    def read(self) -> dict[str, Any]:
+        facts = super().read()
         args, sentences = self.args, self.sentences
         able = args.system == "elmo" or not all(sentences.begins)
         got = "documents of one sentence each"
@@ -72,6 +72,7 @@ class _Steps(_Classic):
         self.held_out = max(2, min(_MOST_HELD_OUT, math.ceil(_HELD_OUT * len(sentences))))
         texts = (" ".join(words) for words in sentences.words[: len(sentences) - self.held_out])
         self.words = Words.train(texts, args.vocab_size)
+        return facts
 
     def compare(self, before: dict[str, Any]) -> None:
         got = f"{' '.join(map(str, self.args.corpus))}, which is another text"
@@ -80,7 +81,7 @@ class _Steps(_Classic):
         self.args.check("corpus", same, "the text of the run that is resumed", fix, got)
         super().compare(before)
 
-    def build(self) -> None:
+    def build(self) -> str:
         from transformers import set_seed
 
         args, sentences = self.args, self.sentences
@@ -108,10 +109,8 @@ class _Steps(_Classic):
         self.trainer = _Trainer(
             model=model, args=settings, train_dataset=train, data_collator=self.collate
         )
-
-    def announcement(self) -> str:
-        sentences, cut = self.sentences, self.sentences.cut
-        size = sum(weight.numel() for weight in self.trainer.model.parameters())
+        size = sum(weight.numel() for weight in model.parameters())
+        cut = sentences.cut
         return block(
             {
                 "system": f"{self.args.system}, {size:,} parameters",
@@ -160,16 +159,15 @@ def make_model(args: ClassicArguments, words: int) -> Any:
 def _held_out(trainer: _Trainer, collate: Any, places: range) -> dict[str, float]:
     """The mean loss over held-out sentences, in batches of the training's size."""
     trainer.model.eval()
-    total, count = 0.0, 0
-    for start in range(places.start, places.stop, trainer.args.train_batch_size):
-        chosen = places[start - places.start :][: trainer.args.train_batch_size]
-        if len(chosen) < 2:
-            continue
-        batch = collate([{"index": index} for index in chosen])
-        weight = batch.pop("count")
-        batch = {name: value.to(trainer.args.device) for name, value in batch.items()}
-        total += float(trainer.model(**batch).loss) * weight
-        count += weight
+    total, count, size = 0.0, 0, trainer.args.train_batch_size
+    for start in range(0, len(places), size):
+        chosen = places[start : start + size]
+        if len(chosen) > 1:
+            batch = collate([{"index": index} for index in chosen])
+            weight = batch.pop("count")
+            batch = {name: value.to(trainer.args.device) for name, value in batch.items()}
+            total += float(trainer.model(**batch).loss) * weight
+            count += weight
     loss = total / max(count, 1)
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
 
@@ -184,21 +182,21 @@ class _Collator:
         self.system, self.sentences, self.words = system, sentences, words
 
     def __call__(self, samples: list[dict[str, int]]) -> dict[str, Any]:
-        places, text = [sample["index"] for sample in samples], self.sentences.words
-        count = sum(len(text[place]) for place in places)
+        places, begins = [sample["index"] for sample in samples], self.sentences.begins
+        text = [self.sentences.words[place] for place in places]
+        count = sum(map(len, text))
         if self.system == "elmo":
-            return {**batch_of_words([text[place] for place in places], self.words), "count": count}
-        batch = {"input_ids": pad([self.ids(i) for i in places]), "count": count}
-        begins, last = self.sentences.begins, len(text) - 1
+            return {**batch_of_words(text, self.words), "count": count}
+        batch = {"input_ids": pad([*map(self.words.encode, text)]), "count": count}
         if self.system == "quick-thoughts":  # the sentences are in their order
             return {**batch, "begins": torch.tensor([begins[i] for i in places], device="cpu")}
+        ends = [*begins[1:], True]
         before = [[PAD] if begins[i] else self.ids(i - 1) for i in places]
-        after = [[PAD] if i == last or begins[i + 1] else self.ids(i + 1) for i in places]
+        after = [[PAD] if ends[i] else self.ids(i + 1) for i in places]
         return {**batch, "previous": pad(before), "next": pad(after)}
 
     def ids(self, place: int) -> list[int]:
-        known = self.words.ids
-        return [BEGIN, *(known.get(word, UNK) for word in self.sentences.words[place]), END]
+        return self.words.encode(self.sentences.words[place])
 
 
 # --- word2vec -------------------------------------------------------------------------------------
@@ -209,15 +207,14 @@ class _Word2Vec(_Classic):
 
     device = torch.device("cpu")
 
-    def prepare(self) -> None:
+    def read(self) -> dict[str, Any]:
         try:
             from gensim.models import Word2Vec
         except ImportError as error:
             got = f"word2vec, without its library ({error})"
             fix = "pip install gensim"
             raise DataError(message("classic", "system", got, "the library gensim", fix)) from error
-        super().prepare()
-        args = self.args
+        args, facts = self.args, super().read()
         self.model = Word2Vec(
             vector_size=args.hidden,
             sg=1,
@@ -229,13 +226,12 @@ class _Word2Vec(_Classic):
             workers=1,  # with several the vectors would depend on how they take turns
         )
         self.model.build_vocab(self.sentences.words)
-        fix = (
-            "Raise it: gensim leaves out all words that are as rare as the first one without room."
-        )
+        fix = "Raise it: gensim leaves out all words as rare as the first one without room."
         there = len(self.model.wv) > 0
         args.check("vocab_size", there, "room for the most frequent words", fix)
+        return facts
 
-    def announcement(self) -> str:
+    def build(self) -> str:
         text = f"{len(self.sentences):,} sentences"
         return block({"system": "word2vec", "text": text, "results": str(self.out)})
 

@@ -6,10 +6,10 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from tokenizers.pre_tokenizers import BertPreTokenizer
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -60,19 +60,14 @@ class Words:
         for document in documents:
             counts.update(split_words(document))
         found = sorted(counts.keys() - set(SPECIAL_WORDS), key=lambda w: (-counts[w], w))
-        if not found:
-            text = message("Words.train", "documents", "no word", "some text", "Give more text.")
-            raise TooLittleTextError(text)
+        got, fix = "no word", "Give more text."
+        check(bool(found), "Words.train", "documents", got, "some text", fix, TooLittleTextError)
         return cls([*SPECIAL_WORDS, *found[: size - len(SPECIAL_WORDS)]])
 
-    def save(self, folder: str | Path) -> None:
+    def save_pretrained(self, folder: str | Path) -> None:
         """Write ``words.json``."""
         text = json.dumps(self.names, ensure_ascii=False, indent=0)
         (Path(folder) / _FILE).write_text(text, "utf-8")
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """``save``, under the name of tokenizers."""
-        self.save(folder)
 
     @classmethod
     def load(cls, folder: str | Path) -> Words:
@@ -89,28 +84,14 @@ class Words:
             raise DataError(message("Words.load", "folder", path, expected, fix)) from error
         return cls(names)
 
-    def encode(self, text: str, room: int | None = None) -> list[int]:
-        """The ids of the words of a text between ``<s>`` and ``</s>``, ``room`` at most in all."""
-        ids = [self.ids.get(word, UNK) for word in split_words(text)]
-        if room is not None:
-            ids = ids[: room - 2]
-        return [BEGIN, *ids, END]
+    def encode(self, words: Iterable[str]) -> list[int]:
+        """The ids of words between ``<s>`` and ``</s>``; ``split_words`` makes them of a text."""
+        return [BEGIN, *(self.ids.get(word, UNK) for word in words), END]
 
 
 def split_words(text: str) -> list[str]:
     """Runs of letters and digits, and punctuation marks."""
-    return [word for word, _ in _pre_tokenizer().pre_tokenize_str(text)]
-
-
-_known: list[Any] = []
-
-
-def _pre_tokenizer() -> Any:
-    if not _known:
-        from tokenizers import pre_tokenizers
-
-        _known.append(pre_tokenizers.BertPreTokenizer())
-    return _known[0]
+    return [word for word, _ in BertPreTokenizer().pre_tokenize_str(text)]
 
 
 def word_bytes(words: Sequence[str]) -> Tensor:
@@ -125,18 +106,12 @@ def word_bytes(words: Sequence[str]) -> Tensor:
     Returns:
         int64 [N, 50], 0 to 260.
     """
+    ends = {SPECIAL_WORDS[BEGIN]: [_SENTENCE_BEGIN], SPECIAL_WORDS[END]: [_SENTENCE_END]}
     rows = np.full((len(words), WORD_BYTES), _NO_BYTE, dtype=np.int64)
     for row, word in zip(rows, words, strict=True):
-        if word == SPECIAL_WORDS[PAD]:
-            continue
-        inside = list(word.encode()[: WORD_BYTES - 2])
-        if word == SPECIAL_WORDS[BEGIN]:
-            inside = [_SENTENCE_BEGIN]
-        elif word == SPECIAL_WORDS[END]:
-            inside = [_SENTENCE_END]
-        row[0] = _WORD_BEGIN
-        row[1 : 1 + len(inside)] = inside
-        row[1 + len(inside)] = _WORD_END
+        if word != SPECIAL_WORDS[PAD]:
+            inside = ends.get(word) or word.encode()[: WORD_BYTES - 2]
+            row[: len(inside) + 2] = [_WORD_BEGIN, *inside, _WORD_END]
     return torch.from_numpy(rows)
 
 
@@ -159,20 +134,13 @@ class Sentences(Dataset):
         self.begins: list[bool] = []
         self.cut = 0
         for document in documents:
-            first = True
-            for sentence in split_sentences(document):
-                words = split_words(sentence)
-                if not words:
-                    continue
-                self.cut += max(0, len(words) - length)
-                self.words.append(words[:length])
-                self.begins.append(first)
-                first = False
-        if len(self.words) < 4:
-            got, expected = f"{len(self.words)} sentences", "four at least"
-            raise TooLittleTextError(
-                message("Sentences", "documents", got, expected, "Give more text.")
-            )
+            sentences = [*filter(None, map(split_words, split_sentences(document)))]
+            self.cut += sum(max(0, len(words) - length) for words in sentences)
+            self.words += [words[:length] for words in sentences]
+            self.begins += [number == 0 for number in range(len(sentences))]
+        enough, got = len(self.words) >= 4, f"{len(self.words)} sentences"
+        fix = "Give more text."
+        check(enough, "Sentences", "documents", got, "four at least", fix, TooLittleTextError)
 
     def __len__(self) -> int:
         return len(self.words)

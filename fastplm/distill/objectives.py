@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,7 @@ from fastplm.run.losses import shifts_labels
 if TYPE_CHECKING:
     from fastplm.distill.settings import DistillArguments
 
+ENCODERS, DECODERS = ("bert", "roberta", "albert", "electra"), ("gpt2",)
 #: Losses by name, each with its weight.
 Parts = Mapping[str, tuple[float | None, Tensor]]
 
@@ -62,6 +63,12 @@ class Distillation(PreTrainedModel):
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
+
+    #: The families of the models that it reads, and the end of the names of their classes.
+    families: ClassVar[tuple[str, ...]] = ENCODERS
+    head: ClassVar[str] = "Model"
+    #: Whether its batches are those of a pre-training, with labels.
+    labelled: ClassVar[bool] = False
 
     # They have many classes. Without this, mypy assumes tensors.
     student: Any
@@ -177,6 +184,8 @@ class VocabularyDistillation(Distillation):
 
     Source: Sanh et al. 2019 (arXiv 1910.01108); Hinton et al. 2015 (arXiv 1503.02531), §2.
     """
+
+    families, head, labelled = (*ENCODERS, *DECODERS), "ForMaskedLM", True
 
     def add_modules(self) -> None:
         self.projection = projection(self.student, self.teacher)
@@ -460,6 +469,8 @@ class DetectionDistillation(Distillation):
 
     Source: Clark et al. 2020 (arXiv 2003.10555), §2, for the data and L_Disc.
     """
+
+    families, head, labelled = ("electra",), "ForPreTraining", True
 
     def __init__(self, student: Any, teacher: Any, args: DistillArguments, generator: Any) -> None:
         super().__init__(student, teacher, args)

@@ -188,7 +188,10 @@ class DistillArguments(budget.BudgetSettings):
     batch_size: int = common("batch_size")
     gradient_accumulation: int = common("gradient_accumulation")
     lr: float | None = setting(
-        "peak learning rate (default: the published one, of large batches)", None, number=POSITIVE
+        "peak learning rate (default: the published one, of large batches)",
+        None,
+        number=POSITIVE,
+        also={"learning_rate": None},
     )
     warmup: int | None = setting(
         "steps of linear warm-up (default: a tenth of the run, 10000 at most)",
@@ -223,6 +226,7 @@ class DistillArguments(budget.BudgetSettings):
             fix="Give --generator, such as OUT/generator of a pre-training.",
         ),
         *budget.RULES,
+        budget.SAMPLES,
         Rule(
             "flops",
             lambda args: args.flops is None or args.recipe not in UNCOUNTED,

@@ -77,7 +77,9 @@ class Finetuning(Run):
     """
 
     #: ``seeds`` is among them: a resumed run may have more seeds.
-    free = frozenset("resume overwrite out save_every log_every seeds threads report_to".split())
+    ignored_on_resume = frozenset(
+        "resume overwrite out save_every log_every seeds threads report_to".split()
+    )
     args: FinetuneArguments
 
     def __init__(self, args: FinetuneArguments, print_fn: Callable[[str], object]) -> None:
@@ -92,7 +94,7 @@ class Finetuning(Run):
 
     # --- before the first step --------------------------------------------------------------------
 
-    def prepare(self) -> None:
+    def read(self) -> dict[str, Any]:
         args = self.args
         rates = args.rates()
         # Until a rate is chosen, the settings have one of them.
@@ -110,8 +112,10 @@ class Finetuning(Run):
                 trial = task.with_settings(learning_rate=each.learning_rate, **own)
                 self.trials.append((self.out / name, trial))
         self.args = args.changed(pooling=self.task.args.pooling)
+        return self._facts()
 
-    def facts(self) -> dict[str, Any]:
+    def _facts(self) -> dict[str, Any]:
+        """What the results depend on beside the settings."""
         args, task = self.args, self.task
         found: dict[str, Any] = {"processes": int(os.environ.get("WORLD_SIZE") or "1")}
         if args.learning_rate is None:
@@ -135,7 +139,7 @@ class Finetuning(Run):
         fix = "Give the same file, or another --out."
         args.check("data", same, "the examples of the run that is resumed", fix, got)
 
-    def build(self) -> None:
+    def build(self) -> str:
         for folder, task in (*self.trials, *self.points):
             # Called here for its checks: an error is raised before the first model is built.
             arguments_of(task, self.args.seed, folder)
@@ -144,8 +148,6 @@ class Finetuning(Run):
             self.ready = build_model(task, self.args.seed)
             if task.args.teacher is not None:
                 task.dataset.teacher = teacher_logits(task, self.device)
-
-    def announcement(self) -> str:
         return announcement(self)
 
     # --- the training -----------------------------------------------------------------------------

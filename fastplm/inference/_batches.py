@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from fastplm.data.tokenizer import for_words
@@ -113,6 +114,17 @@ class Tokens:
             seqlen=seqlen,
         )
         return Batch(torch.from_numpy(ids), rows)
+
+
+def padded(rows: Sequence[Any], pad: int | None, device: torch.device) -> dict[str, Tensor]:
+    """``input_ids`` [B, T] of rows of ids, and their ``attention_mask`` if there is padding."""
+    ids = [torch.as_tensor(row, device="cpu") for row in rows]
+    inputs = {"input_ids": pad_sequence(ids, True, pad or 0)}
+    lengths = torch.tensor([len(row) for row in rows], device="cpu")
+    seqlen = inputs["input_ids"].shape[1]
+    if int(lengths.min()) < seqlen:
+        inputs["attention_mask"] = torch.arange(seqlen, device="cpu") < lengths[:, None]
+    return {name: value.to(device) for name, value in inputs.items()}
 
 
 @contextmanager

@@ -1,8 +1,9 @@
-"""Checkpoints that are used, and what a command says of them."""
+"""Checkpoints that a command uses, and what the commands that use one do alike."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from fastplm import models
 from fastplm._machine import device_label
-from fastplm.data import _output
+from fastplm.data import _output, load_tokenizer
+from fastplm.data._folder import say
+from fastplm.data.tokenizer import for_words
+from fastplm.errors import DataError
+from fastplm.inference._encoder import Encoder
 from fastplm.models._freeze import freeze_parts
-from fastplm.run.checkpoint import weights_at
-from fastplm.run.report import counted
+from fastplm.run.checkpoint import config_at, weights_at
+from fastplm.run.report import block, counted
+from fastplm.run.threads import computing, fp32_products
 
 #: How the names of classes end that write from left to right.
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "DoubleHeadsModel")
@@ -31,54 +37,95 @@ def head_of(config: Any) -> str:
     return "MaskedLM" if masked and not writes else "CausalLM"
 
 
-def _is_pooler(model: Any, name: str) -> bool:
-    return "pooler." in name
-
-
 def load_model(
-    where: str,
-    folder: str | Path,
-    head: str = "",
-    *,
-    bf16: bool = False,
-    part: str | None = None,
+    where: str, folder: str | Path, head: str, *, bf16: bool = False, part: str | None = None
 ) -> Any:
-    """The model of a checkpoint, in fp32 unless ``bf16``, on a GPU if there is one, and frozen.
+    """The model of a checkpoint with a ``head`` (see ``head_of``), frozen.
 
-    Without a ``head`` (see ``head_of``) it is the model below it, whose pooler may be missing, and
-    which is not frozen.
-    ``part`` is that of ``config_at``.
+    It is in fp32 unless ``bf16``, and on a GPU if there is one. ``part`` is that of ``config_at``.
     """
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    if not head:
-        kind, expected = models.AutoModel, "a checkpoint with its config.json and all weights"
-        model, _ = weights_at(where, "model", folder, expected, kind, _is_pooler, dtype=dtype)
-    else:
-        kind = getattr(models, f"AutoModelFor{head}")
-        expected = f"a checkpoint with all weights of a model {head}, its head among them"
-        model, _ = weights_at(where, "model", folder, expected, kind, part=part, dtype=dtype)
-    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-    if head:
-        freeze_parts(model)
+    expected = f"a checkpoint with all weights of a model {head}, its head among them"
+    model = _load(where, folder, f"AutoModelFor{head}", expected, bf16, part=part)
+    freeze_parts(model)
     return model
 
 
+def load_encoder(
+    where: str,
+    folder: str | Path,
+    layers: Sequence[int] = (-1,),
+    *,
+    bf16: bool = False,
+    split: bool = False,
+) -> tuple[Any, Any]:
+    """(the model below the head, its tokenizer) of a checkpoint; otherwise as ``load_model``.
+
+    The model is frozen, unless lower ``layers`` are read, which takes hooks. With ``split`` the
+    tokenizer is for texts that are split into words.
+    """
+    config_at(where, "model", folder)  # before the tokenizer, which reads it, too
+    tokenizer: Any = load_tokenizer(folder, needs=())
+    tokenizer = for_words(where, tokenizer) if split else tokenizer
+    expected = "a checkpoint with its config.json and all weights"
+    model = _load(where, folder, "AutoModel", expected, bf16, lambda _, name: "pooler." in name)
+    encoder: Any = Encoder(where, model).backbone
+    if getattr(encoder, "pooler", None) is not None:
+        encoder.pooler = None
+    if {*layers} <= {-1, encoder.config.num_hidden_layers}:
+        freeze_parts(encoder)
+    return encoder, tokenizer
+
+
+def _load(
+    where: str, folder: str | Path, kind: str, expected: str, bf16: bool, *lacks: Any, **part: Any
+) -> Any:
+    dtype, auto = torch.bfloat16 if bf16 else torch.float32, getattr(models, kind)
+    model, _ = weights_at(where, "model", folder, expected, auto, *lacks, dtype=dtype, **part)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+# --- the commands ---------------------------------------------------------------------------------
+
+
 @contextmanager
-def results(args: Any, *paths: Path | None) -> Iterator[None]:
-    """In this block no other process writes the files of results, which were checked."""
+def computing_results(args: Any, *paths: Path | None) -> Iterator[None]:
+    """In this block PyTorch computes as the settings say; the lines that its functions warn of are
+    said, and no other process writes the files of results, which were checked."""
     given = [path for path in paths if path is not None]
-    with _output.results(args.where, given, args.inputs(), overwrite=args.overwrite):
+    with (
+        _output.results(args.where, given, args.inputs(), overwrite=args.overwrite),
+        computing(args.threads),
+        fp32_products(getattr(args, "matmul_precision", "highest")),
+    ):
         yield
 
 
-def device_name(args: Any, model: Any) -> str:
-    """The device of a model, and on a CPU how many threads compute."""
-    threads = counted(args.threads or torch.get_num_threads(), "thread")
-    label = device_label(model.device)
-    return f"{label}, {threads}" if model.device.type == "cpu" else label
+@contextmanager
+def warnings_said() -> Iterator[None]:
+    """Say what is warned of in this block, a line each."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        yield
+    for warning in caught:
+        say(str(warning.message))
 
 
-def fp32_name(args: Any) -> str:
-    """fp32, and how it is multiplied."""
-    exact = args.matmul_precision == "highest"
-    return "fp32" if exact else f"fp32, products {args.matmul_precision}"
+def announce(args: Any, model: Any, data: str, **more: str) -> None:
+    """Say what is computed: of ``data`` how much there is, and ``more`` that a command knows."""
+    products = getattr(args, "matmul_precision", "highest")
+    fp32 = "fp32" if products == "highest" else f"fp32, products {products}"
+    on_cpu = f", {counted(torch.get_num_threads(), 'thread')}" if model.device.type == "cpu" else ""
+    rows = {
+        "data": f"{args.data}: {data}",
+        "model": f"{args.model}: {type(model).__name__}, {'bf16' if args.bf16 else fp32}",
+        **more,
+        "device": f"{device_label(model.device)}{on_cpu}",
+    }
+    say(block(rows | ({"results": str(args.out)} if args.out else {})))
+
+
+def check_numbers(args: Any, finite: bool, fix: str = "") -> None:
+    """Check that a model has given numbers."""
+    got = f"{args.model}, which gives NaN or infinity"
+    fix = f"Check its config.json and weights{fix}."
+    args.check("model", finite, "a model that gives numbers", fix, got, DataError)

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from fastplm.data import load_tokenizer
-from fastplm.data.tokenizer import for_words
 from fastplm.errors import UnsupportedError, check, check_type
 from fastplm.inference._batches import Batch, evaluating
-from fastplm.inference._checkpoint import load_model
 from fastplm.models._encoder import EncoderModel
-from fastplm.models._freeze import freeze_parts
 from fastplm.models._gpt import CausalModel
 from fastplm.models._ragged import RaggedBatch
 from fastplm.models._seq2seq import Stack
-from fastplm.run.checkpoint import config_at
 
 
 class _Enough(Exception):
@@ -130,27 +124,3 @@ def _tokens(state: Tensor, rows: RaggedBatch) -> Tensor:
     """[1, N or more, E] or [B, T, E] -> [N, E]."""
     flat, count = state.flatten(0, 1), len(rows.positions)
     return flat[:count] if len(state) == 1 else flat[rows.positions]
-
-
-def load_encoder(
-    where: str,
-    folder: str | Path,
-    layers: Sequence[int] = (-1,),
-    *,
-    bf16: bool = False,
-    split: bool = False,
-) -> tuple[Any, Any]:
-    """(the model without head, its tokenizer) of a checkpoint, see ``load_model``.
-
-    The model is frozen, unless lower ``layers`` are read, which takes hooks. With ``split`` the
-    tokenizer is for texts that are split into words.
-    """
-    config_at(where, "model", folder)  # before the tokenizer, which reads it, too
-    tokenizer: Any = load_tokenizer(folder, needs=())
-    tokenizer = for_words(where, tokenizer) if split else tokenizer
-    encoder: Any = Encoder(where, load_model(where, folder, bf16=bf16)).backbone
-    if getattr(encoder, "pooler", None) is not None:
-        encoder.pooler = None
-    if {*layers} <= {-1, encoder.config.num_hidden_layers}:
-        freeze_parts(encoder)
-    return encoder, tokenizer

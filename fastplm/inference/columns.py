@@ -18,8 +18,7 @@ import torch
 from fastplm._checks import check_int
 from fastplm.data import load_tokenizer
 from fastplm.errors import check, check_choice, check_type
-from fastplm.inference._checkpoint import head_of, load_model
-from fastplm.inference._encoder import load_encoder
+from fastplm.inference._checkpoint import head_of, load_encoder, load_model
 from fastplm.inference.embed import embed
 from fastplm.inference.score import log_likelihood, pseudo_log_likelihood
 from fastplm.inference.sentence_folder import sentence_transformers_settings
@@ -49,19 +48,16 @@ class _Column:
         columns: tuple[str, ...],
         into: tuple[str, ...],
         settings: dict[str, Any],
-        bf16: bool,
-        matmul_precision: str,
-        threads: int | None,
+        how: tuple[bool, str, int | None],
     ) -> None:
         inspect.signature(function).bind(None, None, (), **settings)  # TypeError of unknown ones
-        check_choice(where, "matmul_precision", matmul_precision, MATMUL_PRECISIONS)
-        if threads is not None:
-            check_int(where, "threads", threads, 1, 1024, "Pass a number of threads.")
-        model = folder_of(where, "model", model)
-        config_at(where, "model", model)
+        self._bf16, self._precision, self._threads = how
+        check_choice(where, "matmul_precision", self._precision, MATMUL_PRECISIONS)
+        if self._threads is not None:
+            check_int(where, "threads", self._threads, 1, 1024, "Pass a number of threads.")
+        self._model = Path(folder_of(where, "model", model))
+        config_at(where, "model", self._model)
         self._where, self._columns, self._into, self._settings = where, columns, into, settings
-        self._model, self._bf16 = Path(model), bf16
-        self._precision, self._threads = matmul_precision, threads
         known = ((path.name, path.stat()) for path in self._model.iterdir())
         self._files = sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in known)
 
@@ -125,7 +121,7 @@ class TextEmbedder(_Column):
         **settings: Any,
     ) -> None:
         how = bf16, matmul_precision, threads
-        super().__init__("embed", embed, model, (column,), (into,), settings, *how)
+        super().__init__("embed", embed, model, (column,), (into,), settings, how)
         if not {"pooling", "words"} & settings.keys():
             self._settings = (sentence_transformers_settings(self._model) or {}) | settings
 
@@ -182,7 +178,7 @@ class TextScorer(_Column):
         check(whole, where, "source", got, "None, as no source is read", fix)
         columns = (column,) if source is None else (column, source)
         both, how = (into, f"{into}_tokens"), (bf16, matmul_precision, threads)
-        super().__init__(where, _SCORES[self._metric], model, columns, both, settings, *how)
+        super().__init__(where, _SCORES[self._metric], model, columns, both, settings, how)
 
     @cached_property
     def _loaded(self) -> tuple[Any, Any]:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,17 @@ from torch import Tensor
 
 from fastplm._checks import check_int
 from fastplm.data._files import lines_of
-from fastplm.data._folder import say
 from fastplm.data._output import reserve, whole
 from fastplm.errors import DataError, check, check_choice, fail
 from fastplm.inference._batches import Tokens, batches, limit_of, offsets_of, progress_bar
-from fastplm.inference._checkpoint import device_name, fp32_name, results
-from fastplm.inference._encoder import Encoder, load_encoder
+from fastplm.inference._checkpoint import (
+    announce,
+    check_numbers,
+    computing_results,
+    load_encoder,
+    warnings_said,
+)
+from fastplm.inference._encoder import Encoder
 from fastplm.inference.sentence_folder import sentence_transformers_settings
 from fastplm.inference.settings import (
     COMBINATIONS,
@@ -35,9 +39,7 @@ from fastplm.inference.settings import (
     EmbedArguments,
 )
 from fastplm.run.folder import writing
-from fastplm.run.report import block
 from fastplm.run.settings import BATCH_TOKENS
-from fastplm.run.threads import computing, fp32_products
 
 _WHERE = "embed"
 _ROWS = 1 << 14  # looked at together
@@ -60,6 +62,7 @@ def embed(
     too_long: str = "truncate",
     batch_tokens: int = BATCH_TOKENS,
     progress: bool = False,
+    allocate: Callable[[tuple[int, int], Any], np.ndarray] = np.zeros,
 ) -> np.ndarray | list[np.ndarray]:
     """Vectors of texts, or of their words.
 
@@ -85,6 +88,7 @@ def embed(
         too_long: "truncate" = cut longer texts off, with a warning; "error".
         batch_tokens: tokens of a batch; only speed and memory depend on it.
         progress: show a bar on stderr.
+        allocate: makes the array of zeros that is filled, of a shape and a type: a memory map, say.
 
     Returns:
         [texts, width] in the order of the texts; with ``words`` a list of [words of the text,
@@ -97,80 +101,31 @@ def embed(
     Source: Devlin et al. 2018 (arXiv 1810.04805), §5.3 (the first token of a word, the last four
         layers concatenated); Reimers & Gurevych 2019 (arXiv 1908.10084), §3 (pooling).
     """
-    chosen = _Chosen(words, pooling, layers, combine, layer_weights, normalize)
-    limits = max_length, too_long, batch_tokens
-    target, offsets, cut = _embed(model, tokenizer, texts, chosen, *limits, progress=progress)
-    if cut:
-        warnings.warn(cut, stacklevel=2)
-    if offsets is None:
-        return target
-    return np.split(target, offsets[1:-1]) if len(offsets) > 1 else []
-
-
-@dataclass
-class _Chosen:
-    """What a vector is made of: the arguments of ``embed`` that say so."""
-
-    words: str | None
-    pooling: str | Sequence[str]
-    layers: Sequence[int]
-    combine: str
-    layer_weights: Sequence[float] | None
-    normalize: bool
-
-    def __post_init__(self) -> None:
-        #: The poolings whose vectors stand one after the other.
-        self.kinds = (self.pooling,) if isinstance(self.pooling, str) else tuple(self.pooling)
-        check(len(self.kinds) > 0, _WHERE, "pooling", "nothing", " | ".join(POOLINGS), "Name one.")
-        for kind in self.kinds:
-            check_choice(_WHERE, "pooling", kind, POOLINGS)
-        check_choice(_WHERE, "combine", self.combine, COMBINATIONS)
-        if self.words is not None:
-            check_choice(_WHERE, "words", self.words, WORD_POOLINGS)
-            self.kinds = (self.words,)
-
-    def weights(self) -> Sequence[float] | None:
-        """The weight of each layer in their sum; None = they are concatenated."""
-        count, given = len(self.layers), self.layer_weights
-        if given is not None:
-            got, expected = f"{len(given)} numbers", f"{count}, one for each of `layers`"
-            check(len(given) == count, _WHERE, "layer_weights", got, expected, "Pass both.")
-            return given
-        if self.combine == "concat" or count == 1:
-            return None
-        return [1 / count if self.combine == "mean" else 1.0] * count
-
-
-def _embed(
-    model: Any,
-    tokenizer: Any,
-    texts: Sequence[Any],
-    chosen: _Chosen,
-    max_length: int | None,
-    too_long: str,
-    batch_tokens: int,
-    *,
-    progress: bool = True,
-    allocate: Callable[[tuple[int, int], Any], np.ndarray] = np.zeros,
-) -> tuple[np.ndarray, np.ndarray | None, str]:
-    """(vectors, with ``words`` which rows are whose [texts + 1], a line about what was cut off).
-
-    ``allocate`` makes the array of zeros that is filled.
-    """
+    kinds = (pooling,) if isinstance(pooling, str) else tuple(pooling)
+    check(len(kinds) > 0, _WHERE, "pooling", "nothing", " | ".join(POOLINGS), "Name one.")
+    for kind in kinds:
+        check_choice(_WHERE, "pooling", kind, POOLINGS)
+    if words is not None:
+        check_choice(_WHERE, "words", words, WORD_POOLINGS)
+        kinds = (words,)
+        texts = [text.split() if isinstance(text, str) else list(text) for text in texts]
+    check_choice(_WHERE, "combine", combine, COMBINATIONS)
     check_choice(_WHERE, "too_long", too_long, TOO_LONG)
     check_int(_WHERE, "batch_tokens", batch_tokens, 1, 2**40, "Pass a number of tokens.")
-    kinds, words = chosen.kinds, chosen.words is not None
-    if words:
-        texts = [text.split() if isinstance(text, str) else list(text) for text in texts]
-    encoder = Encoder(_WHERE, model, chosen.layers)
-    weights = chosen.weights()
+    encoder = Encoder(_WHERE, model, layers)
+    count, weights = len(encoder.layers), layer_weights  # None = the layers are concatenated
+    if weights is not None:
+        got, expected = f"{len(weights)} numbers", f"{count}, one for each of `layers`"
+        check(len(weights) == count, _WHERE, "layer_weights", got, expected, "Pass both.")
+    elif combine != "concat" and count > 1:
+        weights = [1 / count if combine == "mean" else 1.0] * count
     limit = limit_of(_WHERE, tokenizer, encoder.config, max_length)
-    tokens = Tokens.of(_WHERE, tokenizer, texts, limit, split=words)
+    tokens = Tokens.of(_WHERE, tokenizer, texts, limit, split=words is not None)
     if tokens.cut and too_long == "error":
         got = f"text {tokens.cut[0]}, which has more than {limit} tokens"
         fix = "Split it, or allow too_long='truncate'."
         fail(_WHERE, "texts", got, "texts that the model takes whole", fix)
-    offsets = offsets_of([len(text) for text in texts]) if words else None
+    offsets = None if words is None else offsets_of([len(text) for text in texts])
     height = len(texts) if offsets is None else int(offsets[-1])
     width = encoder.width * len(kinds) * (len(encoder.layers) if weights is None else 1)
     exact = encoder.backbone.dtype == torch.float64
@@ -192,8 +147,12 @@ def _embed(
             if only is None:
                 states = [pool(state, kind) for kind in kinds for state in states]
             vectors = states[0] if len(states) == 1 else torch.cat(states, 1)
-            target[rows] = (F.normalize(vectors) if chosen.normalize else vectors).cpu().numpy()
-    return target, offsets, _what_was_cut(tokens, offsets, limit)
+            target[rows] = (F.normalize(vectors) if normalize else vectors).cpu().numpy()
+    if tokens.cut:
+        warnings.warn(_what_was_cut(tokens, offsets, limit), stacklevel=2)
+    if offsets is None:
+        return target
+    return np.split(target, offsets[1:-1]) if len(offsets) > 1 else []
 
 
 def _groups(
@@ -249,8 +208,6 @@ class _Pool:
 
 
 def _what_was_cut(tokens: Tokens, offsets: np.ndarray | None, limit: int | None) -> str:
-    if not tokens.cut:
-        return ""
     line = f"{len(tokens.cut):,} of {len(tokens.lengths):,} texts were cut off after {limit} tokens"
     if offsets is None:
         return f"{line}."
@@ -263,7 +220,7 @@ def _what_was_cut(tokens: Tokens, offsets: np.ndarray | None, limit: int | None)
     return f"{line}; {lost:,} words have a vector of zeros."
 
 
-# --- checkpoints and files ------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def embed_file(args: EmbedArguments) -> str:
@@ -275,75 +232,57 @@ def embed_file(args: EmbedArguments) -> str:
     args = args.plan().with_models()
     out = Path(args.out)
     of_words = out.with_suffix(".offsets.npy")
-    with results(args, out, of_words):
+    with computing_results(args, out, of_words):
         return _embed_file(args, out, of_words)
 
 
 def _embed_file(args: EmbedArguments, out: Path, of_words: Path) -> str:
     asked = args.words is not None or args.pooling is not None
     theirs = None if asked else sentence_transformers_settings(args.model)
-    known = theirs or {"pooling": args.pooling or "mean", "normalize": False, "max_length": None}
-    layers, weights = args.layers or (-1,), args.layer_weights
-    normalize = args.normalize or known["normalize"]
-    chosen = _Chosen(args.words, known["pooling"], layers, args.combine, weights, normalize)
+    known = theirs or {"pooling": args.pooling or ("mean",), "normalize": False, "max_length": None}
+    names = ("words", "layers", "combine", "layer_weights", "too_long", "batch_tokens")
+    options: dict[str, Any] = {name: getattr(args, name) for name in names} | known
+    options["normalize"] |= args.normalize
+    options["max_length"] = args.max_length or known["max_length"]
+    layers = options["layers"] = args.layers or (-1,)
     texts = [line.rstrip("\n") for line in lines_of(Path(args.data))]
     some = any(text.strip() for text in texts)
     args.check("data", some, "a file with texts", "Check it.", error=DataError)
     split = args.words is not None
     model, tokenizer = load_encoder(_WHERE, args.model, layers, bf16=args.bf16, split=split)
-    say(_announcement(args, chosen, model, len(texts), theirs is not None))
+    of_each = "word" if split else "text"
+    what = f"{args.words or ' and '.join(known['pooling'])} of the tokens of each {of_each}"
+    if args.layers is not None:
+        how = "weighted sum" if args.layer_weights else args.combine
+        what += f", {how} of layers {' '.join(map(str, layers))}"
+    what += ", normalized" if options["normalize"] else ""
+    what += ", as modules.json says" if theirs else ""
+    announce(args, model, f"{len(texts):,} texts", vectors=what)
 
     start = time.perf_counter()
-    with (
-        computing(args.threads),
-        fp32_products(args.matmul_precision),
-        _array(out, args.dtype) as allocate,
-    ):
-        limits = args.max_length or known["max_length"], args.too_long, args.batch_tokens
-        vectors, offsets, cut = _embed(model, tokenizer, texts, chosen, *limits, allocate=allocate)
+    with _array(out, args.dtype) as (allocate, made):
+        with warnings_said():
+            found = embed(model, tokenizer, texts, **options, progress=True, allocate=allocate)
+        (vectors,) = made
         finite = all(
             np.isfinite(vectors[start : start + _ROWS]).all()
             for start in range(0, len(vectors), _ROWS)
         )
-        got = f"{args.model}, whose vectors hold NaN or infinity"
-        expected = f"a model whose vectors are numbers of {args.dtype}"
-        fix = "Check its config.json and weights, or --layer-weights and --dtype."
-        args.check("model", finite, expected, fix, got, DataError)
-        if offsets is not None:
+        check_numbers(args, finite, ", or --layer-weights and --dtype")
+        if split:
             with whole(of_words) as part, part.open("wb") as file:
-                np.save(file, offsets)
+                np.save(file, offsets_of([len(each) for each in found]))
         else:  # of the file that is replaced
             of_words.unlink(missing_ok=True)
-    say(cut)
-    what = "texts" if offsets is None else f"words of {len(texts):,} texts"
+    what = f"words of {len(texts):,} texts" if split else "texts"
     seconds = time.perf_counter() - start
     return f"{len(vectors):,} {what}, {vectors.shape[1]} numbers each, in {seconds:.1f} s: {out}"
 
 
-def _announcement(
-    args: EmbedArguments, chosen: _Chosen, model: Any, texts: int, theirs: bool
-) -> str:
-    of_each = "text" if args.words is None else "word"
-    vectors = f"{' and '.join(chosen.kinds)} of the tokens of each {of_each}"
-    if args.layers is not None:
-        how = "weighted sum" if args.layer_weights else args.combine
-        vectors += f", {how} of layers {' '.join(map(str, args.layers))}"
-    vectors += ", normalized" if chosen.normalize else ""
-    vectors += ", as modules.json says" if theirs else ""
-    precision = "bf16" if args.bf16 else fp32_name(args)
-    rows = {
-        "data": f"{args.data}: {texts:,} texts",
-        "model": f"{args.model}: {type(model).__name__}, {precision}",
-        "vectors": vectors,
-        "device": device_name(args, model),
-        "results": str(args.out),
-    }
-    return block(rows)
-
-
 @contextmanager
-def _array(path: Path, dtype: str) -> Any:
-    """Gives what makes the array of a file, which is there when all of it is written."""
+def _array(path: Path, dtype: str) -> Iterator[Any]:
+    """Gives what makes the array of a file, and a list of it; the file is there when all of it is
+    written."""
     made: list[np.memmap] = []
     with whole(path) as part:
 
@@ -353,5 +292,5 @@ def _array(path: Path, dtype: str) -> Any:
                 reserve(part)
             return made[0]
 
-        yield allocate
+        yield allocate, made
         made[0].flush()

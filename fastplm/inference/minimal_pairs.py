@@ -96,16 +96,14 @@ class PairScores(NamedTuple):
             Zou and Donner 2008, "Construction of confidence limits about effect measures".
         """
         counts: dict[str, list[int]] = {}  # right, ties, pairs
-        for pair, right, tie in zip(
-            self.pairs, self.correct.tolist(), (self.good == self.bad).tolist(), strict=True
-        ):
+        scores = zip(self.pairs, self.good.tolist(), self.bad.tolist(), strict=True)
+        for pair, good, bad in scores:
             of = counts.setdefault(pair.paradigm, [0, 0, 0])
-            for i, value in enumerate((right, tie, 1)):
+            for i, value in enumerate((good > bad, good == bad, 1)):
                 of[i] += value
-        groups = _groups(self.pairs)
         return [
             _accuracy(level, name, [counts[each] for each in paradigms])
-            for (level, name), paradigms in groups.items()
+            for (level, name), paradigms in _groups(self.pairs).items()
         ]
 
 
@@ -201,14 +199,15 @@ def published_means(
         One number a row for each system, the mean over the paradigms of the row; None where one of
         these was not published.
     """
+    groups = _groups(scores.pairs).values()
+
+    def mean(system: str, paradigms: Sequence[str]) -> float | None:
+        if not {*paradigms} <= published.keys():
+            return None
+        return math.fsum(published[each][system] for each in paradigms) / len(paradigms)
+
     systems = dict.fromkeys(system for row in published.values() for system in row)
-    found: dict[str, list[float | None]] = {system: [] for system in systems}
-    for paradigms in _groups(scores.pairs).values():
-        there = all(paradigm in published for paradigm in paradigms)
-        for system, row in found.items():
-            known = [published[paradigm][system] for paradigm in paradigms] if there else []
-            row.append(math.fsum(known) / len(known) if known else None)
-    return found
+    return {system: [mean(system, paradigms) for paradigms in groups] for system in systems}
 
 
 def draw(

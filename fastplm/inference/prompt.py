@@ -14,7 +14,7 @@ import json
 import random
 import string
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -22,11 +22,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from fastplm._checks import check_int
 from fastplm.data import load_tokenizer
-from fastplm.data._folder import say
 from fastplm.data._output import whole
 from fastplm.data.examples import Example, read_table, subset
 from fastplm.errors import (
@@ -38,16 +36,21 @@ from fastplm.errors import (
     fail,
     message,
 )
-from fastplm.inference._batches import batches, evaluating, longest_input, progress_bar
-from fastplm.inference._checkpoint import device_name, head_of, load_model, results
+from fastplm.inference._batches import batches, evaluating, longest_input, padded, progress_bar
+from fastplm.inference._checkpoint import (
+    announce,
+    computing_results,
+    head_of,
+    load_model,
+    warnings_said,
+)
 from fastplm.inference.settings import CALIBRATIONS, PromptArguments
 from fastplm.models._gpt import CausalModel
 from fastplm.models._heads import CausalLM, MaskedLM
 from fastplm.models._seq2seq import ConditionalGeneration
 from fastplm.run.checkpoint import config_at
-from fastplm.run.report import block
+from fastplm.run.report import tsv
 from fastplm.run.settings import BATCH_TOKENS
-from fastplm.run.threads import computing
 
 _WHERE = "prompt"
 #: Texts without content, for contextual calibration (Zhao et al. 2021, §5).
@@ -268,20 +271,18 @@ def score_labels(
     fix = "Take a checkpoint from before its training diverged."
     finite = bool(np.isfinite(scores).all())
     check(finite, _WHERE, "model", got, "finite weights", fix, DataError)
-    shares = scores[len(texts) : -1]
-    shares = np.exp(shares - np.logaddexp.reduce(shares, axis=1, keepdims=True))
-    return LabelScores(scores[: len(texts)], np.log(shares.mean(0)), scores[-1])
+    free = scores[len(texts) : -1]
+    free = np.exp(free - np.logaddexp.reduce(free, axis=1, keepdims=True))
+    return LabelScores(scores[: len(texts)], np.log(free.mean(0)), scores[-1])
 
 
 # --- what a model is asked ------------------------------------------------------------------------
 
-
-class _Question(NamedTuple):
-    """An input of the model, and where the tokens of a word are looked up in its output."""
-
-    ids: tuple[int, ...]  # of a decoder-only or masked model, or of the decoder
-    source: tuple[int, ...]  # of the encoder; empty if there is none
-    first: int  # the row that predicts the first token looked up; the others follow
+#: An input of the model: the ids of a decoder-only or masked model, or of the decoder; and those of
+#: the encoder, none if there is none.
+_Input = tuple[tuple[int, ...], tuple[int, ...]]
+#: By index: a prompt, a label, a word of it.
+_Word = tuple[int, int, int]
 
 
 class _Asked:
@@ -293,6 +294,7 @@ class _Asked:
 
     def __init__(self, model: Any, tokenizer: Any, prompt: Prompt) -> None:
         self.model, self.tokenizer, self.prompt = model, tokenizer, prompt
+        self.words = [(label, word) for label, words in prompt.labels.items() for word in words]
         self.paired = isinstance(model, ConditionalGeneration)
         causal = isinstance(model, CausalLM) and isinstance(model.base_model, CausalModel)
         known = CausalLM if causal else (ConditionalGeneration, MaskedLM)
@@ -311,31 +313,23 @@ class _Asked:
         check(reads_all, _WHERE, "template", repr(prompt.template), expected)
         self._check_words(before)
         self.limit = longest_input(tokenizer, model.config)
-        self.cut = 0
-        #: {(ids, source): index of this input}
-        self.inputs: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
-        #: (input, row, token) of each token of each word of each label of each prompt.
-        self.looked_up: list[tuple[int, int, int]] = []
-        #: (prompt, label, word), by index, of each entry of ``looked_up``.
-        self.of: list[tuple[int, int, int]] = []
-        self.prompts = 0
+        self.cut = self.prompts = 0
+        #: (row, token, whose it is) of each token that is looked up in the output of each input.
+        self.inputs: dict[_Input, list[tuple[int, int, _Word]]] = {}
 
     def add(self, before: str, after: str) -> None:
         """Add a prompt: all words of all labels, between these two parts of the text."""
         for label, words in enumerate(self.prompt.labels.values()):
             for number, word in enumerate(words):
                 tokens = self._word(before, word)
-                question = self._question(before, after, tokens)
-                key = question.ids, question.source
-                at = self.inputs.setdefault(key, len(self.inputs))
-                for row, token in enumerate(tokens, question.first):
-                    self.looked_up.append((at, row, token))
-                    self.of.append((self.prompts, label, number))
+                given, first = self._input(before, after, tokens)
+                whose = self.prompts, label, number
+                looked_up = self.inputs.setdefault(given, [])
+                looked_up += [(row, token, whose) for row, token in enumerate(tokens, first)]
         self.prompts += 1
 
     def _ids(self, text: str, special: bool = True) -> list[int]:
-        encoded = self.tokenizer(text, add_special_tokens=special, verbose=False)
-        return encoded["input_ids"]
+        return self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
 
     def _word(self, before: str, word: str) -> list[int]:
         """The tokens of a word that follows this text."""
@@ -347,11 +341,10 @@ class _Asked:
 
     def _check_words(self, before: str) -> None:
         """Check that the model can tell the words of different labels apart."""
-        unknown, labels = self.tokenizer.unk_token_id, self.prompt.labels.items()
         known: dict[tuple[int, ...], tuple[str, str]] = {}
-        for label, word in [(name, word) for name, of_one in labels for word in of_one]:
+        for label, word in self.words:
             tokens = tuple(self._word(before, word))
-            if set(tokens) == {unknown}:
+            if set(tokens) == {self.tokenizer.unk_token_id}:
                 got = f"the word {word!r} of {label!r}, all of which the tokenizer reads as "
                 got += f"{self.tokenizer.unk_token}, its token of unknown words"
                 fix = "Choose another word, in the language and letters of the checkpoint."
@@ -364,19 +357,20 @@ class _Asked:
                 expected = "different tokens for different labels, which are else equally likely"
                 fail(_WHERE, "labels", got, expected, "Choose another word for one of them.")
 
-    def _question(self, before: str, after: str, tokens: list[int]) -> _Question:
-        """The input for the tokens of a word, and where they are looked up in the output."""
+    def _input(self, before: str, after: str, tokens: list[int]) -> tuple[_Input, int]:
+        """The input for the tokens of a word, and the row of its output that predicts the first
+        of them; the others follow."""
         source: tuple[int, ...] = ()
         if self.mark:
             encoded = self.tokenizer(before + self.mark + after, verbose=False)
             marked = encoded["input_ids"]
-            place = encoded.char_to_token(len(before))
             if not self.paired:  # all tokens of the word are masked at once
+                place = encoded.char_to_token(len(before))
                 mask = [marked[place]] * len(tokens)
-                return _Question((*marked[:place], *mask, *marked[place + 1 :]), (), place)
+                return ((*marked[:place], *mask, *marked[place + 1 :]), ()), place
             source = tuple(marked)
         ids = self._before_word(before)
-        return _Question((*ids, *tokens[:-1]), source, len(ids) - 1)
+        return ((*ids, *tokens[:-1]), source), len(ids) - 1
 
     def _before_word(self, before: str) -> list[int]:
         """The ids that a decoder reads before the word."""
@@ -397,17 +391,16 @@ class _Asked:
 
     def fitted(self, texts: Sequence[str]) -> tuple[str, str]:
         """``around`` for these texts, which are cut off if they are too long."""
-        words = [word for of_one in self.prompt.labels.values() for word in of_one]
-        texts, whole = list(texts), True
+        texts, cut = list(texts), False
         while True:
             before, after = self.prompt.around(texts)
-            longest = max(len(self._word(before, word)) for word in words)
-            question = self._question(before, after, [0] * longest)
-            excess = max(len(question.ids), len(question.source)) - (self.limit or 1 << 40)
+            longest = max(len(self._word(before, word)) for _, word in self.words)
+            (ids, source), _ = self._input(before, after, [0] * longest)
+            excess = max(len(ids), len(source)) - (self.limit or 1 << 40)
             if excess <= 0:
-                self.cut += not whole
+                self.cut += cut
                 return before, after
-            whole = False
+            cut = True
             number = max(range(len(texts)), key=lambda i: len(texts[i]))
             options = {"add_special_tokens": False, "return_offsets_mapping": True}
             places = self.tokenizer(texts[number], verbose=False, **options)["offset_mapping"]
@@ -421,58 +414,51 @@ class _Asked:
 
     def scores(self, batch_tokens: int, progress: bool) -> np.ndarray:
         """fp64 [prompts, labels]: the log-probabilities of labels."""
-        keys = list(self.inputs)
-        lengths = np.array([len(ids) + len(source) for ids, source in keys])
-        wanted = np.array(self.looked_up)
-        order = np.argsort(wanted[:, 0], kind="stable")
-        bounds = np.searchsorted(wanted[order, 0], np.arange(len(keys) + 1))
-        found, total = np.zeros(len(wanted)), int(lengths.sum())
+        given = list(self.inputs)
+        lengths = np.array([len(ids) + len(source) for ids, source in given])
+        words: dict[_Word, float] = {}
+        total = int(lengths.sum())
         with evaluating(self.model), progress_bar(total, _WHERE, progress) as bar:
             for numbers in batches(lengths, batch_tokens):
-                each = [order[bounds[i] : bounds[i + 1]] for i in numbers.tolist()]
-                counts = [len(chosen) for chosen in each]
-                chosen = np.concatenate(each)
-                inputs = self._batch([keys[i] for i in numbers.tolist()])
-                ids = inputs["decoder_input_ids" if self.paired else "input_ids"]
-                places = np.repeat(np.arange(len(numbers)), counts) * ids.shape[1]
-                rows, at = np.unique(places + wanted[chosen, 1], return_inverse=True)
-                inputs["output_rows"] = torch.from_numpy(rows).to(ids.device)
+                some = [given[i] for i in numbers.tolist()]
+                inputs = self._batch(some)
+                width = inputs["decoder_input_ids" if self.paired else "input_ids"].shape[1]
+                asked = [
+                    (number * width + row, token, whose)
+                    for number, each in enumerate(some)
+                    for row, token, whose in self.inputs[each]
+                ]
+                places, tokens, whose = zip(*asked, strict=True)
+                rows, at = np.unique(places, return_inverse=True)
+                inputs["output_rows"] = torch.from_numpy(rows).to(self.model.device)
                 logits = self.model(**inputs).logits[:, 0]
                 wide = torch.promote_types(logits.dtype, torch.float32)
-                logs = logits.log_softmax(1, dtype=wide).cpu()
-                found[chosen] = logs[at, wanted[chosen, 2]].numpy()
+                found = logits.log_softmax(1, dtype=wide).cpu()[at, tokens]
+                for word, value in zip(whose, found.tolist(), strict=True):
+                    words[word] = words.get(word, 0.0) + value
                 bar.update(int(lengths[numbers].sum()))
-        return self._of_labels(found)
-
-    def _batch(self, keys: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> dict[str, Any]:
-        """The model's inputs, padded."""
-
-        def padded(rows: Iterable[tuple[int, ...]], prefix: str = "") -> dict[str, Any]:
-            ids = pad_sequence([torch.tensor(row, device="cpu") for row in rows], True, pad)
-            lengths = torch.tensor([len(row) for row in rows], device="cpu")
-            mask = torch.arange(ids.shape[1], device="cpu") < lengths[:, None]
-            both = {"input_ids": ids, "attention_mask": mask}
-            return {f"{prefix}{name}": each.to(self.model.device) for name, each in both.items()}
-
-        pad = self.model.config.pad_token_id or 0
-        ids, sources = zip(*keys, strict=True)
-        inputs = padded(sources) | padded(ids, "decoder_") if self.paired else padded(ids)
-        masked = self.mark and not self.paired
-        return inputs if masked else inputs | {"use_cache": False}
-
-    def _of_labels(self, found: np.ndarray) -> np.ndarray:
-        """Add up the tokens of each word; then take the mean probability of a label's words."""
-        words: dict[tuple[int, int, int], float] = {}
-        for key, value in zip(self.of, found.tolist(), strict=True):
-            words[key] = words.get(key, 0.0) + value
+        # The mean probability of a label's words.
         sizes = [len(of_one) for of_one in self.prompt.labels.values()]
+        return np.array(
+            [
+                [
+                    np.logaddexp.reduce([words[prompt, label, i] for i in range(size)])
+                    - np.log(size)
+                    for label, size in enumerate(sizes)
+                ]
+                for prompt in range(self.prompts)
+            ]
+        )
 
-        def mean(number: int, label: int, size: int) -> float:
-            every = [words[number, label, word] for word in range(size)]
-            return np.logaddexp.reduce(every) - np.log(size)
-
-        numbers = range(self.prompts)
-        return np.array([[mean(i, *label) for label in enumerate(sizes)] for i in numbers])
+    def _batch(self, given: list[_Input]) -> dict[str, Any]:
+        """The model's inputs, padded."""
+        pad, device = self.model.config.pad_token_id, self.model.device
+        ids, sources = zip(*given, strict=True)
+        inputs = padded(ids, pad, device)
+        if self.paired:
+            of_decoder = {f"decoder_{name}": value for name, value in inputs.items()}
+            inputs = padded(sources, pad, device) | of_decoder
+        return inputs if self.mark and not self.paired else inputs | {"use_cache": False}
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -486,7 +472,7 @@ def run_prompt(args: PromptArguments) -> str:
     """
     args = args.plan().with_models()
     out = None if args.out is None else Path(args.out)
-    with results(args, out):
+    with computing_results(args, out):
         return _run_prompt(args, out)
 
 
@@ -497,43 +483,40 @@ def _run_prompt(args: PromptArguments, out: Path | None) -> str:
         shots = _shots(_examples(args, args.shots_data, prompts[0]), args.shots, args.seed)
         known = [(e.texts, e.target) for e in shots]
         prompts = [replace(prompt, examples=known) for prompt in prompts]
-    prompt, several = prompts[0], len(prompts) > 1
+    several, names = len(prompts) > 1, list(prompts[0].labels)
     tokenizer: Any = load_tokenizer(args.model, needs=())
     head = head_of(config_at(_WHERE, "model", args.model))
     model = load_model(_WHERE, args.model, head, bf16=args.bf16)
-    names = list(prompt.labels)
-    rows = {
-        "data": f"{args.data}: {len(examples):,} examples",
-        "model": f"{args.model}: {type(model).__name__}, {'bf16' if args.bf16 else 'fp32'}",
-        "prompt": f"{args.prompt}: {len(names)} labels, {len(prompt.examples)} examples shown"
-        + (f", {len(prompts)} templates" if several else ""),
-        "device": device_name(args, model),
-    }
-    say(block(rows | ({"results": str(out)} if out else {})))
-    texts = [example.texts for example in examples]
-    options: dict[str, Any] = {"batch_tokens": args.batch_tokens, "progress": True}
+    shown = f"{args.prompt}: {len(names)} labels, {len(prompts[0].examples)} examples shown"
+    shown += f", {len(prompts)} templates" if several else ""
+    announce(args, model, f"{len(examples):,} examples", prompt=shown)
     right = np.array([names.index(example.target) for example in examples])
-    lines, tables = [], []
+    texts = [example.texts for example in examples]
+    lines = []
+    rows: list[list[str]] = []
     accuracies: dict[str, list[float]] = {kind: [] for kind in CALIBRATIONS}
     for number, prompt in enumerate(prompts, 1):
-        with computing(args.threads), warnings.catch_warnings(record=True) as warned:
+        with warnings_said():
+            options: dict[str, Any] = {"batch_tokens": args.batch_tokens, "progress": True}
             scores = score_labels(model, tokenizer, prompt, texts, **options)
-        for warning in warned:
-            say(str(warning.message))
         chosen = {kind: scores.chosen(kind) for kind in CALIBRATIONS}
         for kind, found in chosen.items():
             accuracies[kind].append(float(np.mean(found == right)))
-        shown = "  ".join(f"{kind} {values[-1]:.4f}" for kind, values in accuracies.items())
-        lines.append(f"{f'template {number}' if several else 'accuracy'}: {shown}")
-        lines[-1] += f"  {prompt.template!r}" if several else ""
-        tables.append(_table(examples, names, chosen, scores))
+        line = "  ".join(f"{kind} {values[-1]:.4f}" for kind, values in accuracies.items())
+        which = f"template {number}: {line}  {prompt.template!r}"
+        lines.append(which if several else f"accuracy: {line}")
+        for i, example in enumerate(examples):
+            answers = [names[found[i]] for found in chosen.values()]
+            logs = [f"{score:.6g}" for score in scores.texts[i]]
+            rows.append([*([str(number)] * several), example.target, *answers, *logs])
     if out is not None:
+        columns = ["label", *CALIBRATIONS, *(f"log p({name})" for name in names)]
         with whole(out) as part:
-            part.write_text(_joined(tables), encoding="utf-8")
-    usual = np.bincount(right).max() / len(right)
+            part.write_text(tsv([[*(["template"] * several), *columns], *rows]), encoding="utf-8")
     if several:
-        parts = [f"{kind} {_spread(values)}" for kind, values in accuracies.items()]
-        lines.append(f"accuracy of {len(prompts)} templates: {'  '.join(parts)}")
+        spreads = "  ".join(f"{kind} {_spread(values)}" for kind, values in accuracies.items())
+        lines.append(f"accuracy of {len(prompts)} templates: {spreads}")
+    usual = np.bincount(right).max() / len(right)
     lines[-1] += f"  ({len(right):,} texts; the most frequent label: {usual:.4f})"
     return "\n".join(lines)
 
@@ -542,16 +525,6 @@ def _spread(values: list[float]) -> str:
     """Mean, standard deviation (n - 1 in its denominator), lowest and highest of several values."""
     deviation = np.std(values, ddof=1)
     return f"{np.mean(values):.4f} ± {deviation:.4f} ({min(values):.4f} to {max(values):.4f})"
-
-
-def _joined(tables: list[str]) -> str:
-    """One table of several, with the number of the template first; a single one as it is."""
-    if len(tables) == 1:
-        return tables[0]
-    rows = [table.split("\n")[:-1] for table in tables]
-    lines = [f"template\t{rows[0][0]}"]
-    lines += [f"{number}\t{line}" for number, of_one in enumerate(rows, 1) for line in of_one[1:]]
-    return "\n".join(lines) + "\n"
 
 
 def _examples(args: PromptArguments, path: str | Path, prompt: Prompt) -> list[Example]:
@@ -578,15 +551,3 @@ def _shots(examples: list[Example], count: int, seed: int) -> list[Example]:
     chosen = list(islice(turns, count))
     random.Random(seed).shuffle(chosen)
     return chosen
-
-
-def _table(
-    examples: list[Example], names: list[str], chosen: dict[str, np.ndarray], scores: LabelScores
-) -> str:
-    """A table with tabs: the right label, the chosen labels, and each label's log-probability."""
-    lines = ["\t".join(["label", *chosen, *(f"log p({name})" for name in names)])]
-    for i, example in enumerate(examples):
-        found = [names[kind[i]] for kind in chosen.values()]
-        found += [f"{score:.6g}" for score in scores.texts[i]]
-        lines.append("\t".join([example.target, *found]))
-    return "\n".join(lines) + "\n"

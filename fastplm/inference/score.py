@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fastplm._checks import check_int
 from fastplm.errors import check, check_choice
-from fastplm.inference._batches import ONLY_IDS, batches, check_texts, evaluating
+from fastplm.inference._batches import ONLY_IDS, batches, check_texts, evaluating, padded
 from fastplm.inference.score_settings import METHODS
 from fastplm.models._base import most_positions
 from fastplm.models._heads import CausalLM, MaskedLM, requested_rows
@@ -142,27 +142,24 @@ def pseudo_log_likelihood(
     sentinel = paired and _SENTINEL in tokenizer.get_vocab()
     if sentinel:
         mask_id = tokenizer.convert_tokens_to_ids(_SENTINEL)
-    by_words = method == "within_word_l2r"
-    lacks = (
-        "without a mask token"
-        if mask_id is None
-        else "that is not a fast one"
-        if by_words and not tokenizer.is_fast
-        else "that takes a text for one word"
-        if by_words and not _knows_words(tokenizer)
-        else ""
-    )
+    by_words, lacks = method == "within_word_l2r", ""
+    if mask_id is None:
+        lacks = "without a mask token"
+    elif by_words and not tokenizer.is_fast:
+        lacks = "that is not a fast one"
+    elif by_words and not _knows_words(tokenizer):
+        lacks = "that takes a text for one word"
     got, fix = f"a {type(tokenizer).__name__} {lacks}", "Use that of the checkpoint."
     check(not lacks, where, "tokenizer", got, "a fast tokenizer with a mask token", fix)
     limit = most_positions(model.config)
     encoded = _encoded(where, "texts", tokenizer, texts, limit, truncate)
     if not paired:
-        masked = _masked(model, tokenizer, encoded, mask_id, method)
-        return _scores(where, model, tokenizer, encoded, *masked, batch_tokens, progress)
+        work = _masked(model, tokenizer, encoded, mask_id, method)
+        return _scores(where, model, tokenizer, encoded, work, batch_tokens, progress)
     copies = [_infilled(text, method, mask_id, sentinel) for text in encoded]
     each = [copy for of_one in copies for copy in of_one]
-    scored = _written(model, tokenizer, each)
-    found = iter(_scores(where, model, tokenizer, each, *scored, batch_tokens, progress))
+    work = _written(model, tokenizer, each)
+    found = iter(_scores(where, model, tokenizer, each, work, batch_tokens, progress))
     return [
         _joined([next(found) for _ in of_one], text.truncated, _empty(model))
         for text, of_one in zip(encoded, copies, strict=True)
@@ -258,8 +255,8 @@ def log_likelihood(
         text._replace(scored=torch.arange(first + shared, max(first, len(text.ids)), device="cpu"))
         for text, shared in zip(encoded, known, strict=True)
     ]
-    scored = _written(model, tokenizer, encoded)
-    found = _scores(where, model, tokenizer, encoded, *scored, batch_tokens, progress)
+    work = _written(model, tokenizer, encoded)
+    found = _scores(where, model, tokenizer, encoded, work, batch_tokens, progress)
     last = TextScore([], _empty(model))
     for i in order:
         begin = TextScore(last.tokens[: known[i]], last.log_probs[: known[i]])
@@ -304,15 +301,16 @@ def originality(
     encoded = _encoded(where, "texts", tokenizer, texts, limit, truncate)
 
     def losses(parts: list[_Part]) -> Tensor:
-        inputs = _padded([text.ids for text, _ in parts], tokenizer, model.device)
+        ids = [text.ids for text, _ in parts]
+        inputs = padded(ids, tokenizer.pad_token_id, model.device)
         logits = model(**inputs).logits
         places = [text.scored + row * logits.shape[1] for row, (text, _) in enumerate(parts)]
         logits = logits.flatten()[torch.cat(places).to(model.device)]
         # -log(1 - sigmoid(x)) = log(1 + e^x)
         return softplus(logits.to(torch.promote_types(logits.dtype, torch.float32)))
 
-    sizes = [(1 if len(text.scored) else 0, len(text.ids)) for text in encoded]
-    return _scores(where, model, tokenizer, encoded, losses, None, sizes, batch_tokens, progress)
+    work = _Work([(min(1, len(text.scored)), len(text.ids)) for text in encoded], losses)
+    return _scores(where, model, tokenizer, encoded, work, batch_tokens, progress)
 
 
 def start_token(model: Any, tokenizer: Any) -> int | None:
@@ -346,12 +344,22 @@ class _Text(NamedTuple):
 _Part = tuple[_Text, slice]
 #: The number of a text, its first copy in a batch, and its last one + 1.
 _Copies = tuple[int, int, int]
-#: ``compute``, ``head`` and ``sizes`` of ``_scores``.
-_Work = tuple[
-    Callable[[list[_Part]], Tensor],
-    Callable[[Tensor, list[_Part]], Tensor] | None,
-    list[tuple[int, int]],
-]
+
+
+class _Work(NamedTuple):
+    """What is computed of texts.
+
+    Args:
+        sizes: of each text the number of its copies, one for each scored token or one for all of
+            them, and the tokens of one.
+        compute: the loss of each scored token of the parts of a batch; or, with ``head``, the row
+            [E] that the head reads for it.
+        head: the losses from these rows, of several batches; None = there is nothing left to do.
+    """
+
+    sizes: list[tuple[int, int]]
+    compute: Callable[[list[_Part]], Tensor]
+    head: Callable[[Tensor, list[_Part]], Tensor] | None = None
 
 
 def _encoded(
@@ -369,37 +377,37 @@ def _encoded(
     Without ``special`` the tokenizer adds none.
     """
     check_texts(where, argument, texts)
+    limit = 1 << 40 if limit is None else limit
+    options = {"add_special_tokens": special}
     found: list[_Text] = []
+    for number, tokens in enumerate(_tokens(tokenizer, texts, **options)):
+        length = len(before) + len(tokens)
+        truncated = length > limit
+        if truncated:
+            got = f"text {number}, {texts[number][:_SHOWN]!r}…, of {length} tokens"
+            expected = f"{limit} at most, the positions of this model"
+            fix = "Shorten it, or cut it with truncate=True (--truncate)."
+            check(truncate, where, argument, got, expected, fix)
+            room = {"truncation": True, "max_length": limit - len(before)}
+            (tokens,) = _tokens(tokenizer, [texts[number]], **room, **options)
+        tokens = [*((each, 1, None) for each in before), *tokens]
+        # A token of no word is a word of its own.
+        rows = [(*of, -1 - j if word is None else word) for j, (*of, word) in enumerate(tokens)]
+        ids, added, words = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 3).T
+        scored = (added == 0).nonzero().flatten()
+        found.append(_Text(ids, scored, words, ids.new_empty(0), truncated))
+    return found
+
+
+def _tokens(tokenizer: Any, texts: Sequence[str], **options: Any) -> Iterator[list[Any]]:
+    """Of each text (id, whether the tokenizer added it, the number of its word) of each token."""
+    options |= {"return_special_tokens_mask": True, **ONLY_IDS}
     for start in range(0, len(texts), _ENCODED_TOGETHER):
         some = list(texts[start : start + _ENCODED_TOGETHER])
-        options = {"return_special_tokens_mask": True, "add_special_tokens": special, **ONLY_IDS}
-        together = tokenizer(some, **options)
-        for i, text in enumerate(some):
-            encoding, index = together, i
-            length = len(before) + len(together["input_ids"][i])
-            truncated = False
-            if limit is not None and length > limit:
-                truncated = True
-                got = f"text {start + i}, {text[:_SHOWN]!r}…, of {length} tokens"
-                expected = f"{limit} at most, the positions of this model"
-                fix = "Shorten it, or cut it with truncate=True (--truncate)."
-                check(truncate, where, argument, got, expected, fix)
-                room = limit - len(before)
-                encoding, index = tokenizer([text], truncation=True, max_length=room, **options), 0
-            ids = torch.tensor(
-                [*before, *encoding["input_ids"][index]], dtype=torch.int64, device="cpu"
-            )
-            added = torch.tensor(
-                [*(1 for _ in before), *encoding["special_tokens_mask"][index]], device="cpu"
-            )
-            words = encoding.word_ids(index) if tokenizer.is_fast else [None] * len(ids)
-            words = [*(None for _ in before), *words]
-            # A token of no word is a word of its own.
-            numbers = [-1 - j if word is None else word for j, word in enumerate(words)]
-            scored = (added == 0).nonzero().flatten()
-            of_words = torch.tensor(numbers, device="cpu").long()
-            found.append(_Text(ids, scored, of_words, ids.new_empty(0), truncated))
-    return found
+        encoded = tokenizer(some, **options)
+        for i, ids in enumerate(encoded["input_ids"]):
+            words = encoded.word_ids(i) if tokenizer.is_fast else [None] * len(ids)
+            yield list(zip(ids, encoded["special_tokens_mask"][i], words, strict=True))
 
 
 def _knows_words(tokenizer: Any) -> bool:
@@ -470,7 +478,7 @@ def _masked(model: Any, tokenizer: Any, texts: list[_Text], mask_id: int, method
         for text, chosen in parts:
             hidden = _hidden(text, text.scored[chosen], method)
             copies += text.ids.expand_as(hidden).masked_fill(hidden, mask_id)
-        inputs = _padded(copies, tokenizer, model.device)
+        inputs = padded(copies, tokenizer.pad_token_id, model.device)
         places = torch.cat([text.scored[chosen] for text, chosen in parts])
         places += torch.arange(len(copies), device="cpu") * inputs["input_ids"].shape[1]
         places = places.to(model.device)
@@ -485,7 +493,7 @@ def _masked(model: Any, tokenizer: Any, texts: list[_Text], mask_id: int, method
         labels = labels.to(rows.device)
         return vocabulary_loss(rows, decoder, labels, None, dense=True, reduction="none")
 
-    return rows, losses, [(len(text.scored), len(text.ids)) for text in texts]
+    return _Work([(len(text.scored), len(text.ids)) for text in texts], rows, losses)
 
 
 def _written(model: Any, tokenizer: Any, texts: list[_Text]) -> _Work:
@@ -500,7 +508,7 @@ def _written(model: Any, tokenizer: Any, texts: list[_Text]) -> _Work:
             torch.arange(ids.shape[1], device="cpu") < first[:, None], IGNORE_INDEX
         )
         read = [text.ids[:-1] if causal else text.source for text in texts]
-        inputs = _padded(read, tokenizer, model.device)
+        inputs = padded(read, tokenizer.pad_token_id, model.device)
         if causal:
             inputs["shift_labels"] = labels[:, 1:].to(model.device)
         else:
@@ -512,8 +520,7 @@ def _written(model: Any, tokenizer: Any, texts: list[_Text]) -> _Work:
         return model(**inputs, reduction="none", output_logits=False).loss[:count]
 
     # A text without tokens to score is not computed.
-    sizes = [(1 if len(text.scored) else 0, len(text.ids) + len(text.source)) for text in texts]
-    return losses, None, sizes
+    return _Work([(min(1, len(t.scored)), len(t.ids) + len(t.source)) for t in texts], losses)
 
 
 def _empty(model: Any) -> Tensor:
@@ -528,18 +535,6 @@ def _joined(parts: list[TextScore], truncated: bool, empty: Tensor) -> TextScore
 
 
 # --- batches --------------------------------------------------------------------------------------
-
-
-def _padded(rows: list[Tensor], tokenizer: Any, device: torch.device) -> dict[str, Tensor]:
-    """``input_ids`` [B, T] of rows of ids, and their ``attention_mask`` if there is padding."""
-    pad = tokenizer.pad_token_id
-    input_ids = pad_sequence(rows, True, 0 if pad is None else pad)
-    lengths = torch.tensor([len(row) for row in rows], device="cpu")
-    seqlen = input_ids.shape[1]
-    inputs = {"input_ids": input_ids}
-    if int(lengths.min()) < seqlen:
-        inputs["attention_mask"] = torch.arange(seqlen, device="cpu") < lengths[:, None]
-    return {name: value.to(device) for name, value in inputs.items()}
 
 
 def _parts(sizes: Sequence[tuple[int, int]], batch_tokens: int) -> Iterator[list[_Copies]]:
@@ -562,24 +557,14 @@ def _scores(
     model: Any,
     tokenizer: Any,
     texts: list[_Text],
-    compute: Callable[[list[_Part]], Tensor],
-    head: Callable[[Tensor, list[_Part]], Tensor] | None,
-    sizes: list[tuple[int, int]],
+    work: _Work,
     batch_tokens: int,
     progress: Callable[[int, int], object] | None,
 ) -> list[TextScore]:
-    """The scores of all texts.
-
-    Args:
-        compute: the loss of each scored token of the parts of a batch; or, with ``head``, the row
-            [E] that the head reads for it.
-        head: the losses from these rows, of several batches; None = there is nothing left to do.
-        sizes: of each text the number of its copies, one for each scored token or one for all of
-            them, and the tokens of one.
-    """
+    """The scores of all texts."""
     fix = "Lower it if memory is short."
     check_int(where, "batch_tokens", batch_tokens, 1, 1 << 40, fix)
-    losses: list[list[Tensor]] = [[] for _ in texts]
+    sizes, losses = work.sizes, [[_empty(model)] for _ in texts]
     waiting: list[tuple[int, _Part]] = []
     rows: list[Tensor] = []
 
@@ -589,7 +574,7 @@ def _scores(
             return
         parts = [part for _, part in waiting]
         found = torch.cat(rows)
-        found = (found if head is None else head(found, parts)).cpu()
+        found = (found if work.head is None else work.head(found, parts)).cpu()
         counts = [len(text.scored[chosen]) for text, chosen in parts]
         for (index, _), some in zip(waiting, found.split(counts), strict=True):
             losses[index].append(some)
@@ -603,20 +588,16 @@ def _scores(
                 (texts[index], slice(first, last) if sizes[index][0] > 1 else slice(None))
                 for index, first, last in planned
             ]
-            rows.append(compute(parts))
+            rows.append(work.compute(parts))
             waiting += [(index, part) for (index, *_), part in zip(planned, parts, strict=True)]
-            if head is None or sum(map(len, rows)) >= _HEAD_ROWS:
+            if work.head is None or sum(map(len, rows)) >= _HEAD_ROWS:
                 finish()
             done += sum((last - first) * sizes[index][1] for index, first, last in planned)
             if progress is not None:
                 progress(done, total)
         finish()
-    nothing = _empty(model)
+    names = tokenizer.convert_ids_to_tokens
     return [
-        TextScore(
-            tokenizer.convert_ids_to_tokens(text.ids[text.scored].tolist()),
-            -torch.cat([nothing, *some]),
-            text.truncated,
-        )
+        TextScore(names(text.ids[text.scored].tolist()), -torch.cat(some), text.truncated)
         for text, some in zip(texts, losses, strict=True)
     ]

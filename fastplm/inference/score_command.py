@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import csv
-import functools
-import io
 import json
 import math
 import time
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from fastplm._machine import device_label
 from fastplm.data import load_tokenizer
 from fastplm.data._files import lines_of
 from fastplm.data._folder import say
@@ -24,29 +18,30 @@ from fastplm.data._output import whole
 from fastplm.data.minimal_pairs import read_pairs, read_published, some_of_each
 from fastplm.errors import DataError
 from fastplm.inference._batches import progress_bar
-from fastplm.inference._checkpoint import fp32_name, head_of, load_model, results
-from fastplm.inference._encoder import load_encoder
-from fastplm.inference.bertscore import bert_score
-from fastplm.inference.minimal_pairs import (
-    Accuracy,
-    PairScores,
-    draw,
-    minimal_pairs,
-    published_means,
+from fastplm.inference._checkpoint import (
+    announce,
+    check_numbers,
+    computing_results,
+    head_of,
+    load_encoder,
+    load_model,
+    warnings_said,
 )
+from fastplm.inference.bertscore import bert_score
+from fastplm.inference.minimal_pairs import Accuracy, draw, minimal_pairs, published_means
 from fastplm.inference.score import TextScore, log_likelihood, perplexity, pseudo_log_likelihood
 from fastplm.inference.score_settings import METHODS, PAIRS, ScoreArguments
 from fastplm.models._heads import CausalLM
 from fastplm.run.checkpoint import JOINT, config_at, kind_of
-from fastplm.run.report import block, counted, drawn
-from fastplm.run.threads import computing, fp32_products
+from fastplm.run.report import counted, drawn, tsv
 
 #: The encoder-decoders that have learned to fill in what is masked.
 _INFILLING = ("bart", "t5")
+#: Names and values: a row of a table, or an object of JSON.
+Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """A line of the file: its number from 1 on, its text, and what stands before a tab or None."""
 
     number: int
@@ -54,13 +49,12 @@ class Line:
     source: str | None
 
 
-@dataclass(frozen=True)
-class Report:
-    """What a metric finds, as names and values."""
+class Report(NamedTuple):
+    """What a metric finds of each text, of each token of each text, and of all texts."""
 
-    texts: list[dict[str, Any]]  # of each text
-    tokens: list[list[dict[str, Any]]]  # of each token of each text
-    corpus: dict[str, Any]  # of all texts
+    texts: list[Row]
+    tokens: list[list[Row]]
+    corpus: Row
     cut: int = 0  # how many texts were cut
 
 
@@ -73,50 +67,60 @@ def score_file(args: ScoreArguments) -> str:
     args = args.plan().with_models()
     out = None if args.out is None else Path(args.out)
     picture = out.with_suffix(".png") if out is not None and args.picture else None
-    with results(args, out, picture):
-        if args.metric == PAIRS:
-            return _score_pairs(args, out, picture)
-        return _score_file(args, out)
+    with computing_results(args, out, picture):
+        rows, content = _of_pairs(args, picture) if args.metric == PAIRS else _of_texts(args)
+        text = _as_json(args, content) if args.format == "json" else _as_table(rows)
+        if out is None:
+            return text
+        with whole(out) as part:
+            part.write_text(text, encoding="utf-8")
+        say(f"written to {out}")
+        return ""
 
 
-def _score_file(args: ScoreArguments, out: Path | None) -> str:
+# --- texts ----------------------------------------------------------------------------------------
+
+
+def _of_texts(args: ScoreArguments) -> tuple[list[Row], Row]:
+    """The rows of a table, and the same as JSON."""
     config = config_at("score", "model", args.model)
     usual = "pseudo-log-likelihood" if head_of(config) == "MaskedLM" else "log-likelihood"
     metric = args.metric or usual
-    likelihood = metric.endswith("log-likelihood")
-    able = {usual} | ({"pseudo-log-likelihood"} if config.model_type in _INFILLING else set())
+    able = {usual, "bertscore"}
+    able |= {"pseudo-log-likelihood"} if config.model_type in _INFILLING else set()
     fix = "Leave the option out."
     expected = f"{usual}, the one for a {config.model_type} model of this kind"
-    args.check("metric", metric in able or not likelihood, expected, fix)
+    args.check("metric", metric in able, expected, fix)
     lines = read_lines(args, paired=metric == "log-likelihood" and config.is_encoder_decoder)
-    with computing(args.threads), fp32_products(args.matmul_precision):
-        begun = time.perf_counter()
-        report = _METRICS[metric](args, lines, config)
-        seconds = time.perf_counter() - begun
-    lost = [name for name, value in report.corpus.items() if math.isnan(value)]
-    got = f"{args.model}, which gives NaN as {', '.join(lost)}"
-    fix = "Check its config.json and weights."
-    args.check("model", not lost, "a model that gives numbers", fix, got, DataError)
+    begun = time.perf_counter()
+    if metric == "bertscore":
+        report = _bertscore(args, lines)
+    else:
+        report = _likelihood(args, lines, config, pseudo=metric != "log-likelihood")
+    seconds = time.perf_counter() - begun
+    check_numbers(args, not any(math.isnan(value) for value in report.corpus.values()))
     if report.cut:
         say(f"texts longer than the model takes, cut: {report.cut} of {len(lines)}")
-    shown = ", ".join(f"{name} {_short(value)}" for name, value in report.corpus.items())
+    numbers = report.corpus.items()
+    shown = ", ".join(f"{k} {v:,.2f}" if isinstance(v, float) else f"{k} {v:,}" for k, v in numbers)
     say(f"{shown}; {seconds:.1f} s")
-    head = {"model": str(args.model), "data": str(args.data), "metric": metric}
+    content: Row = {"metric": metric}
     if metric == "pseudo-log-likelihood":
-        head["method"] = args.method or METHODS[0]
-    assert args.by is not None
-    text = (_json if args.format == "json" else _table)(args.by, lines, report, head)
-    return _given(text, out)
-
-
-def _given(text: str, out: Path | None) -> str:
-    """The results, or nothing when they were written to ``out``."""
-    if out is None:
-        return text
-    with whole(out) as part:
-        part.write_text(text, encoding="utf-8")
-    say(f"written to {out}")
-    return ""
+        content["method"] = args.method or METHODS[0]
+    content["corpus"] = report.corpus
+    if args.by == "corpus":
+        return [report.corpus], content
+    found = report.tokens if args.by == "token" else [[row] for row in report.texts]
+    each = zip(lines, found, strict=True)
+    rows = [{"line": line.number, **row} for line, some in each for row in some]
+    content["texts"] = [
+        {"line": line.number, "text": line.text}
+        | ({} if line.source is None else {"source": line.source})
+        | row
+        | ({"by_token": some} if args.by == "token" else {})
+        for line, row, some in zip(lines, report.texts, found, strict=True)
+    ]
+    return rows, content
 
 
 def read_lines(args: ScoreArguments, *, paired: bool) -> list[Line]:
@@ -149,12 +153,7 @@ def read_lines(args: ScoreArguments, *, paired: bool) -> list[Line]:
     return lines
 
 
-# --- likelihoods ----------------------------------------------------------------------------------
-
-
-def _likelihood(
-    args: ScoreArguments, lines: list[Line], config: Any, *, pseudo: bool = False
-) -> Report:
+def _likelihood(args: ScoreArguments, lines: list[Line], config: Any, *, pseudo: bool) -> Report:
     causal = not config.is_encoder_decoder
     expected, fix = "none, as only pseudo-log-likelihood masks tokens", "Leave it out."
     args.check("method", pseudo or args.method is None, expected, fix)
@@ -162,7 +161,7 @@ def _likelihood(
     needs = ("mask",) if pseudo and causal else ()  # T5 has a sentinel
     tokenizer: Any = load_tokenizer(args.model, needs=needs)
     model = load_model("score", args.model, head_of(config))
-    _say_what(args, model)
+    announce(args, model, counted(len(lines), "text"))
     texts = [line.text for line in lines]
     options: dict[str, Any] = {"batch_tokens": args.batch_tokens, "truncate": args.truncate}
     metric: Callable[..., list[TextScore]] = log_likelihood
@@ -173,32 +172,29 @@ def _likelihood(
         options["bos"] = args.bos
     elif lines[0].source is not None:
         options["sources"] = [line.source for line in lines]
-    with progress_bar(None, "score", True) as bar, _precision(args, model.device):
+    with progress_bar(None, "score", True) as bar, _precision(args, model):
         scores = metric(model, tokenizer, texts, progress=_shown_in(bar), **options)
     prefix = "pseudo_" if pseudo else ""
     names = "tokens", f"{prefix}log_likelihood", f"{prefix}perplexity"
 
-    def row(*values: float) -> dict[str, Any]:
+    def row(scores: Sequence[TextScore]) -> Row:
+        total = math.fsum(score.sum for score in scores)
+        values = sum(len(score.tokens) for score in scores), total, perplexity(scores)
         return dict(zip(names, values, strict=True))
 
-    def by_token(score: TextScore) -> list[dict[str, Any]]:
+    def by_token(score: TextScore) -> list[Row]:
         each = zip(score.tokens, score.log_probs.tolist(), strict=True)
         return [{"token": token, "log_prob": value} for token, value in each]
 
-    total = sum(len(score.tokens) for score in scores)
-    of_all = row(total, math.fsum(score.sum for score in scores), perplexity(scores))
     return Report(
-        [row(len(score.tokens), score.sum, score.perplexity) for score in scores],
+        [row([score]) for score in scores],
         [by_token(score) for score in scores],
-        {"texts": len(scores), **of_all},
+        {"texts": len(scores), **row(scores)},
         sum(score.truncated for score in scores),
     )
 
 
-# --- BERTScore ------------------------------------------------------------------------------------
-
-
-def _bertscore(args: ScoreArguments, lines: list[Line], config: Any) -> Report:
+def _bertscore(args: ScoreArguments, lines: list[Line]) -> Report:
     files = [[text.strip() for text in lines_of(Path(path))] for path in args.references or ()]
     count = sum(1 for _ in lines_of(Path(args.data)))
     for path, texts in zip(args.references or (), files, strict=True):
@@ -211,15 +207,12 @@ def _bertscore(args: ScoreArguments, lines: list[Line], config: Any) -> Report:
     say(f"references without a text, which score 0: {blank}" if blank else "")
     layers = (-1 if args.layer is None else args.layer,)
     model, tokenizer = load_encoder("score", args.model, layers)
-    _say_what(args, model)
-    options: dict[str, Any] = {name: getattr(args, name) for name in ("idf", "layer", "baseline")}
-    options |= {"batch_tokens": args.batch_tokens, "progress": True}
+    announce(args, model, counted(len(lines), "text"))
+    names = ("idf", "layer", "baseline", "batch_tokens")
+    options: dict[str, Any] = {name: getattr(args, name) for name in names}
     texts = [line.text for line in lines]
-    with warnings.catch_warnings(record=True) as caught, _precision(args, model.device):
-        warnings.simplefilter("always")
-        score = bert_score(texts, references, model, tokenizer, **options)
-    for warning in caught:
-        say(str(warning.message))
+    with warnings_said(), _precision(args, model):
+        score = bert_score(texts, references, model, tokenizer, progress=True, **options)
     rows = zip(*(part.tolist() for part in score), strict=True)
     means = {name: float(part.mean()) for name, part in score._asdict().items()}
     found = [dict(zip(score._fields, row, strict=True)) for row in rows]
@@ -229,8 +222,8 @@ def _bertscore(args: ScoreArguments, lines: list[Line], config: Any) -> Report:
 # --- minimal pairs --------------------------------------------------------------------------------
 
 
-def _score_pairs(args: ScoreArguments, out: Path | None, picture: Path | None) -> str:
-    """The accuracies of minimal pairs, or their scores, as ``score_file`` gives them."""
+def _of_pairs(args: ScoreArguments, picture: Path | None) -> tuple[list[Row], Row]:
+    """The same of minimal pairs: their accuracies, or their scores."""
     joint, fix = kind_of(args.model) == JOINT, "Leave the option out."
     expected = f"nothing with {args.model}, a checkpoint of one model"
     args.check("part", joint or args.part is None, expected, fix)
@@ -246,101 +239,57 @@ def _score_pairs(args: ScoreArguments, out: Path | None, picture: Path | None) -
     args.check("published", there, "rows for the same paradigms", fix, got, DataError)
     tokenizer: Any = load_tokenizer(args.model, needs=())
     discriminates = (config.architectures or [""])[0] == "ElectraForPreTraining"
-    head_name = "PreTraining" if discriminates else head_of(config)
-    model = load_model("score", args.model, head_name, part=args.part)
+    head = "PreTraining" if discriminates else head_of(config)
+    model = load_model("score", args.model, head, part=args.part)
     expected, fix = f"false with a {type(model).__name__}", "Leave it out."
     args.check("no_bos", isinstance(model, CausalLM) or not args.no_bos, expected, fix)
-    options: dict[str, Any] = {"method": args.method, "bos": not args.no_bos}
-    options |= {name: getattr(args, name) for name in ("normalize", "batch_tokens", "truncate")}
+    names = ("method", "normalize", "batch_tokens", "truncate")
+    options: dict[str, Any] = {name: getattr(args, name) for name in names}
+    announce(args, model, counted(len(pairs), "pair"))
     begun = time.perf_counter()
-    with (
-        computing(args.threads),
-        fp32_products(args.matmul_precision),
-        progress_bar(None, "score", True, "sentences") as bar,
-        _precision(args, model.device),
-    ):
-        _say_what(args, model)
-        scores = minimal_pairs(model, tokenizer, pairs, progress=_shown_in(bar), **options)
+    with progress_bar(None, "score", True, "sentences") as bar, _precision(args, model):
+        options |= {"bos": not args.no_bos, "progress": _shown_in(bar)}
+        scores = minimal_pairs(model, tokenizer, pairs, **options)
     seconds = time.perf_counter() - begun
-    finite = bool((scores.good + scores.bad).isfinite().all())
-    got, fix = f"{args.model}, which gives NaN or infinity", "Check its config.json and weights."
-    args.check("model", finite, "a model that gives numbers", fix, got, DataError)
+    check_numbers(args, bool((scores.good + scores.bad).isfinite().all()))
     if scores.truncated:
         say(f"distinct sentences longer than the model takes, cut: {scores.truncated}")
-    rows, others = scores.accuracies(), published_means(scores, published)
-    say(_summary(rows[0], others, scores.scorer, seconds))
-    head = {"model": str(args.model), "data": str(args.data), "metric": PAIRS}
-    head["scorer"] = scores.scorer
+    found, others = scores.accuracies(), published_means(scores, published)
+    all_of, beside = found[0], [(name, of[0]) for name, of in others.items() if of[0] is not None]
+    known = ", ".join(f"{name} {value:.3f}" for name, value in beside)
+    say(
+        f"accuracy {all_of.accuracy:.3f} (95 % interval {all_of.low:.3f} to {all_of.high:.3f}) of "
+        f"{counted(all_of.pairs, 'pair')}, {counted(all_of.paradigms, 'paradigm')}, "
+        f"{counted(all_of.ties, 'tie')}, by {scores.scorer}; "
+        f"{f'published: {known}; ' if known else ''}{seconds:.1f} s"
+    )
     if picture is not None:
 
         def paint() -> None:
             with whole(picture) as part:
                 folder = Path(args.model).resolve()  # OUT/model, OUT/discriminator …
                 name = f"{folder.parent.name}/{folder.name}".removesuffix("/model")
-                draw(part, f"minimal pairs, {name}", rows, others)
+                draw(part, f"minimal pairs, {name}", found, others)
 
         if drawn(picture, paint):
             say(f"drawn as {picture}")
-    return _given(_pairs_as(args, scores, rows, others, head), out)
-
-
-def _summary(
-    row: Accuracy, others: dict[str, list[float | None]], scorer: str, seconds: float
-) -> str:
-    beside = ", ".join(f"{name} {of[0]:.3f}" for name, of in others.items() if of[0] is not None)
-    return (
-        f"accuracy {row.accuracy:.3f} (95 % interval {row.low:.3f} to {row.high:.3f}) of "
-        f"{counted(row.pairs, 'pair')}, {counted(row.paradigms, 'paradigm')}, "
-        f"{counted(row.ties, 'tie')}, by {scorer}; "
-        f"{f'published: {beside}; ' if beside else ''}{seconds:.1f} s"
-    )
-
-
-def _pairs_as(
-    args: ScoreArguments,
-    scores: PairScores,
-    rows: list[Accuracy],
-    others: dict[str, list[float | None]],
-    head: dict[str, str],
-) -> str:
-    """The table or JSON of accuracies, or of each pair."""
-    shown = [
+    rows = [
         row._asdict() | {system: of[i] for system, of in others.items()}
-        for i, row in enumerate(rows)
+        for i, row in enumerate(found)
         if args.by != "corpus" or row.level == "overall"
     ]
-    each = []
+    content: Row = {"metric": PAIRS, "scorer": scores.scorer, "accuracies": rows}
     if args.by == "pair":
-        known = zip(scores.pairs, scores.good.tolist(), scores.bad.tolist(), strict=True)
-        each = [
+        each = zip(pairs, scores.good.tolist(), scores.bad.tolist(), strict=True)
+        content["pairs"] = rows = [
             {"paradigm": pair.paradigm, "number": number, "good": good, "bad": bad}
             | {"correct": int(good > bad), "sentence_good": pair.good, "sentence_bad": pair.bad}
-            for number, (pair, good, bad) in enumerate(known, 1)
+            for number, (pair, good, bad) in enumerate(each, 1)
         ]
-    if args.format == "tsv":
-        return _rows(each or shown)
-    content: dict[str, Any] = {**head, "accuracies": shown}
-    if each:
-        content["pairs"] = each
-    return _written(content)
+    return rows, content
 
 
-#: What computes the report of a metric from the lines of a file.
-_METRICS: dict[str, Callable[[ScoreArguments, list[Line], Any], Report]] = {
-    "log-likelihood": _likelihood,
-    "pseudo-log-likelihood": functools.partial(_likelihood, pseudo=True),
-    "bertscore": _bertscore,
-}
-
-
-def _say_what(args: ScoreArguments, model: Any) -> None:
-    rows = {
-        "data": str(args.data),
-        "model": f"{args.model}, {type(model).__name__}",
-        "precision": "bf16 (autocast)" if args.bf16 else fp32_name(args),
-        "device": f"{device_label(model.device)}, {counted(torch.get_num_threads(), 'CPU thread')}",
-    }
-    say(block(rows))
+# --- what is shown --------------------------------------------------------------------------------
 
 
 def _shown_in(bar: Any) -> Callable[[int, int], None]:
@@ -353,60 +302,24 @@ def _shown_in(bar: Any) -> Callable[[int, int], None]:
     return show
 
 
-def _precision(args: ScoreArguments, device: torch.device) -> Any:
-    return torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
+def _precision(args: ScoreArguments, model: Any) -> Any:
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=args.bf16)
 
 
-# --- results --------------------------------------------------------------------------------------
+def _as_table(rows: list[Row]) -> str:
+    numbers = [[f"{v:.8g}" if isinstance(v, float) else v for v in row.values()] for row in rows]
+    return tsv([list(rows[0]) if rows else ["line"], *numbers])
 
 
-def _table(by: str, lines: Sequence[Line], report: Report, head: dict[str, str]) -> str:
-    rows = [report.corpus]
-    if by != "corpus":
-        found = [[row] for row in report.texts] if by == "text" else report.tokens
-        each = zip(lines, found, strict=True)
-        rows = [{"line": line.number, **row} for line, some in each for row in some]
-    return _rows(rows)
+def _as_json(args: ScoreArguments, content: Row) -> str:
+    """One object, with null for numbers that JSON does not have."""
 
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: finite(inner) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [finite(inner) for inner in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
 
-def _rows(rows: Sequence[dict[str, Any]]) -> str:
-    """A header and rows, separated by tabs."""
-    shown = io.StringIO()
-    table = csv.writer(shown, delimiter="\t", lineterminator="\n")
-    table.writerow(rows[0] if rows else ("line",))
-    for row in rows:
-        table.writerow([f"{v:.8g}" if isinstance(v, float) else v for v in row.values()])
-    return shown.getvalue()
-
-
-def _json(by: str, lines: Sequence[Line], report: Report, head: dict[str, str]) -> str:
-    content: dict[str, Any] = {**head, "corpus": report.corpus}
-    if by != "corpus":
-        content["texts"] = [
-            {"line": line.number, "text": line.text}
-            | ({} if line.source is None else {"source": line.source})
-            | row
-            for line, row in zip(lines, report.texts, strict=True)
-        ]
-    if by == "token":
-        for text, some in zip(content["texts"], report.tokens, strict=True):
-            text["by_token"] = some
-    return _written(content)
-
-
-def _written(content: dict[str, Any]) -> str:
-    """As JSON."""
-    return json.dumps(_finite(content), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    """The same with None for numbers that JSON does not have."""
-    if isinstance(value, dict):
-        return {name: _finite(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _short(value: Any) -> str:
-    return f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"
+    content = finite({"model": str(args.model), "data": str(args.data), **content})
+    return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"

@@ -6,7 +6,7 @@ import math
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,21 +15,13 @@ from fastplm.data import TokenStore, load_tokenizer, tokenize
 from fastplm.data._folder import write_json
 from fastplm.errors import check
 from fastplm.pretrain.compare import compare, table
-from fastplm.pretrain.data import (
-    count_tokens,
-    hold_out,
-    make_collator,
-    make_dataset,
-    open_corpus,
-)
+from fastplm.pretrain.data import count_tokens, hold_out, open_corpus
+from fastplm.pretrain.objectives import Objective, objective_of
 from fastplm.pretrain.report import summary
 from fastplm.pretrain.run import pretrain, rehearse
 from fastplm.pretrain.settings import MINUTES, PretrainArguments, PretrainPlan
 from fastplm.run.folder import claimed, last_checkpoint, move_aside
 from fastplm.run.threads import computing
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 #: The steps of a training. With fewer the scores on held-out words vary much with the seed.
 LEAST_STEPS, MOST_STEPS = 400, 2200
@@ -80,8 +72,7 @@ def _demo(out: Path, minutes: float, seed: int) -> bool:
         write_json(cache / "demo.json", {})  # what is here was made by a demo
     steps = _choose_steps(args, end)
     # The schedule of the learning rate depends on the number of steps.
-    args = replace(args, steps=steps, save_every=steps, log_every=max(1, steps // 40))
-    plan: PretrainPlan = args.plan()
+    plan = replace(args, steps=steps, save_every=steps, log_every=max(1, steps // 40)).plan()
     metrics = pretrain(plan)
     print(f"\n{summary(metrics)}\n")
 
@@ -110,30 +101,29 @@ def _choose_steps(args: PretrainArguments, end: float) -> int:
     return steps
 
 
-def _data(args: PretrainPlan) -> tuple[PreTrainedTokenizerBase, TokenStore]:
-    tokenizer = load_tokenizer(Path(args.out) / "tokenizer")
-    return tokenizer, tokenize(open_corpus(args.corpus, args.cache), tokenizer, args.cache)
+def _text(plan: PretrainPlan) -> tuple[Objective, TokenStore]:
+    tokenizer = load_tokenizer(Path(plan.out) / "tokenizer")
+    store = tokenize(open_corpus(plan.corpus, plan.cache), tokenizer, plan.cache)
+    return objective_of(plan, tokenizer), store
 
 
-def _compare(args: PretrainPlan, bf16: bool, end: float) -> str:
+def _compare(plan: PretrainPlan, bf16: bool, end: float) -> str:
     from fastplm.models.electra_joint import ElectraForJointPreTraining
 
-    model = ElectraForJointPreTraining.from_pretrained(last_checkpoint(Path(args.out)))
-    tokenizer, store = _data(args)
-    stream = make_dataset(args, store, tokenizer)
-    collator = make_collator(args, tokenizer)
-    size = args.batch_size
+    model = ElectraForJointPreTraining.from_pretrained(last_checkpoint(Path(plan.out)))
+    objective, store = _text(plan)
+    stream, collator, size = objective.dataset(store), objective.collator(), plan.batch_size
     begins = range(0, _COMPARED_BATCHES * size, size)
     batches = [collator([stream[begin + i] for i in range(size)]) for begin in begins]
     return table(compare(model, batches, bf16=bf16, time_limit=end - time.perf_counter()))
 
 
-def _learned(args: PretrainPlan, metrics: dict[str, Any]) -> dict[str, bool]:
+def _learned(plan: PretrainPlan, metrics: dict[str, Any]) -> dict[str, bool]:
     held_out = metrics["held_out"]
     words = held_out["words"]
     loss, constant = words["loss"], words["loss_of_best_constant"]
     balanced, error = words["balanced_accuracy"], words["balanced_accuracy_error"]
-    mlm_loss, frequencies = held_out["mlm_loss"], _loss_of_frequencies(args)
+    mlm_loss, frequencies = held_out["mlm_loss"], _loss_of_frequencies(plan)
     print(
         f"At even odds: accuracy {held_out['accuracy']:.4f} against "
         f"{held_out['accuracy_of_always_original']:.4f} of always answering original, precision "
@@ -159,14 +149,14 @@ def _learned(args: PretrainPlan, metrics: dict[str, Any]) -> dict[str, bool]:
     }
 
 
-def _loss_of_frequencies(args: PretrainPlan) -> float:
+def _loss_of_frequencies(plan: PretrainPlan) -> float:
     """The loss of a generator that answers every token with its frequency."""
-    tokenizer, store = _data(args)
+    objective, store = _text(plan)
     held_out: Any
-    train_store, held_out = hold_out(args, store, tokenizer)
-    counts = 1.0 + count_tokens(train_store, tokenizer)
+    train_store, held_out, _ = hold_out(objective, store)
+    counts = 1.0 + count_tokens(train_store, objective.tokenizer)
     samples = [held_out[index] for index in range(len(held_out))]
-    labels = make_collator(args, tokenizer)(samples)["labels"]
+    labels = objective.collator()(samples)["labels"]
     return F.cross_entropy(counts.log().expand(labels.numel(), -1), labels.flatten()).item()
 
 

@@ -29,15 +29,15 @@ def dry_run(args: PretrainArguments) -> dict[str, Any]:
     rest are estimated from theirs. ``--out`` and ``--cache`` are neither read nor written.
 
     Returns:
-        The figures: ``steps``, ``parameters``, ``flops_per_token``, ``flops`` of the whole run,
-        ``tokens`` of it, ``corpus_tokens`` (estimated), ``memory_bytes`` and its parts,
-        ``seconds_per_step``, ``tokens_per_second``, ``seconds`` of the whole run; and ``rows``, the
-        same as text. Under torchrun the first process has them.
+        The figures: ``parameters``, ``flops_per_token``, ``flops`` of the whole run, ``tokens`` of
+        it, ``corpus_tokens`` (estimated), ``memory_bytes`` and its parts, ``seconds_per_step``,
+        ``tokens_per_second``, ``seconds`` of the whole run; and ``rows``, the same as text. Under
+        torchrun the first process has them.
     """
-    plan: PretrainPlan = args.plan().with_models()
+    plan = args.plan().with_models()
     with (
         tempfile.TemporaryDirectory(prefix="fastplm-dry-run-") as folder,
-        computing(args.threads, huge_pages=True),  # as the run itself
+        computing(plan.threads, huge_pages=True),  # as the run itself
     ):
         return _dry_run(plan, Path(folder))
 
@@ -47,40 +47,39 @@ def summary(figures: dict[str, Any]) -> str:
     return block(figures["rows"])
 
 
-def _dry_run(args: PretrainPlan, folder: Path) -> dict[str, Any]:
-    from fastplm.pretrain import announce
+def _dry_run(plan: PretrainPlan, folder: Path) -> dict[str, Any]:
+    from fastplm.pretrain import report
     from fastplm.pretrain import run as pretrain
     from fastplm.pretrain.data import open_corpus
     from fastplm.pretrain.model import flops_a_step
     from fastplm.pretrain.objectives import objective_of
 
-    text, letters = _beginning(open_corpus(args.corpus))
-    many = max(args.steps or 0, _STEPS)
-    changes: dict[str, Any] = {"flops": None, "save_every": 1 << 40}
-    changes |= {"dry_run": False, "out": folder / "out", "cache": folder / "cache"}
-    rehearsed = args.changed(**changes).with_steps(many)
+    text, letters = _beginning(open_corpus(plan.corpus))
+    changes: dict[str, Any] = {"flops": None, "save_every": 1 << 40, "dry_run": False}
+    changes |= {"out": folder / "out", "cache": folder / "cache"}
+    rehearsed = plan.changed(**changes).with_steps(max(plan.steps or 0, _STEPS))
     # The stages of a training have equal shares of its steps, and a time each.
     rehearsals = [
         pretrain.rehearse(rehearsed, text, patience=_PATIENCE, second_stage=second)
-        for second in ((False, True) if args.two_stage else (False,))
+        for second in ((False, True) if plan.two_stage else (False,))
     ]
     trainer, data = rehearsals[-1].trainer, rehearsals[-1].data
     a_step_takes = sum(each.seconds for each in rehearsals) / len(rehearsals)
-    if args.steps is None:
-        args = args.with_flops(flops_a_step(args, data.tokenizer))
-    objective = objective_of(args)(args, data.tokenizer)
+    if plan.steps is None:
+        plan = plan.with_flops(flops_a_step(plan, data.tokenizer))
+    objective = objective_of(plan, data.tokenizer)
     flops = objective.flops_a_token(trainer.model.config)
-    a_step = objective.tokens_a_step
-    tokens = args.steps * a_step
-    seconds = a_step_takes * args.steps
+    a_step = objective.tokens_of(plan.samples_a_step)
+    tokens = plan.steps * a_step
+    seconds = a_step_takes * plan.steps
     scale = letters / sum(map(len, text))
     corpus_tokens = round(scale * len(data.all))
     memory = max((_memory(each.trainer) for each in rehearsals), key=lambda m: m["memory_bytes"])
     figures = {
-        "steps": args.steps,
+        "steps": plan.steps,
         "parameters": sum(weight.numel() for weight in trainer.model.parameters()),
         "vocab_size": len(data.tokenizer),
-        "learning_rate": args.lr,
+        "learning_rate": plan.lr,
         "flops_per_token": flops,
         "flops": flops * tokens,
         "tokens": tokens,
@@ -91,27 +90,28 @@ def _dry_run(args: PretrainPlan, folder: Path) -> dict[str, Any]:
         "seconds": seconds,
     }
     timed = " and of ".join(str(each.timed) for each in rehearsals)
-    epochs = args.steps * args.samples_a_step * args.block_size / max(corpus_tokens, 1)
+    epochs = plan.steps * plan.samples_a_step * plan.block_size / max(corpus_tokens, 1)
     about = "about " if scale > 1 else ""
+    rows = report.rows_of_model(plan, data, trainer.model, objective)
     figures["rows"] = {
-        "model": announce.model_line(args, data, trainer.model),
+        "model": rows["model"],
         "corpus": f"{about}{corpus_tokens:,} tokens"
         + (f", estimated from the first {sum(map(len, text)):,} letters" if scale > 1 else ""),
-        "vocabulary": announce.vocabulary(rehearsed, data).partition(" (found")[0],
-        "training": f"{args.steps:,} steps of {a_step:,.0f} tokens "
-        f"({args.samples_a_step:,} samples): {tokens:,.0f} tokens, "
+        "vocabulary": rows["vocabulary"].partition(" (found")[0],
+        "training": f"{plan.steps:,} steps of {a_step:,.0f} tokens "
+        f"({plan.samples_a_step:,} samples): {tokens:,.0f} tokens, "
         f"the text {epochs:,.{1 if epochs < 10 else 0}f} times",
-        "learning rate": announce.learning_rate(args),
+        "learning rate": report.learning_rate(plan),
         "FLOPs": f"{flops * tokens:.3g}",
-        **({} if args.flops is None else {"budget": announce.budget(args, data)}),
+        **({} if plan.flops is None else {"budget": rows["budget"]}),
         "memory": _bytes_of(memory),
-        "precision": announce._precision(args, trainer.args),
-        "device": announce._device(trainer.args),
+        "precision": report.precision(plan, trainer.args),
+        "device": report.device(trainer.args),
         "speed": f"{_duration(a_step_takes)} a step (median of {timed}), "
         f"{figures['tokens_per_second']:,.0f} tokens/s, "
         f"{flops * figures['tokens_per_second'] / 1e9:,.1f} GFLOP/s",
         "time": f"{_duration(seconds)} at this speed, without checkpoints",
-        **({} if args.seeds == 1 else {"seeds": f"{args.seeds} runs; the figures are of one"}),
+        **({} if plan.seeds == 1 else {"seeds": f"{plan.seeds} runs; the figures are of one"}),
         "written": "nothing",
     }
     return figures if first_process() else {}

@@ -10,8 +10,8 @@ import torch
 from fastplm import models
 from fastplm.errors import DataError
 from fastplm.models._base import most_positions
-from fastplm.pretrain.objectives import build_model, objective_of
-from fastplm.pretrain.presets import FAMILIES, configuration
+from fastplm.pretrain.objectives import learned_as, objective_of
+from fastplm.pretrain.presets import configuration
 from fastplm.pretrain.settings import PretrainPlan
 from fastplm.run.checkpoint import (
     DROPOUTS,
@@ -24,7 +24,7 @@ from fastplm.run.checkpoint import (
 from fastplm.run.folder import loaded
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 #: The settings of sizes, what configurations call them, and the value of one that has none.
 _SIZES = (
@@ -38,56 +38,59 @@ _SIZES = (
 )
 
 
-def model_config(args: PretrainPlan, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+def model_config(plan: PretrainPlan, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
     """The configuration of the model of a run.
 
     Raises:
         DataError: the checkpoint of ``start_from`` is of another architecture or shape, has fewer
             positions than a block, or another vocabulary than its tokenizer.
     """
-    family = args.preset.family
     made = configuration(
-        args.preset,
+        plan.preset,
         vocab_size=len(tokenizer),
-        block_size=args.block_size,
-        dropout=args.dropout,
-        attention_dropout=args.attention_dropout,
+        block_size=plan.block_size,
+        dropout=plan.dropout,
+        attention_dropout=plan.attention_dropout,
         tokenizer=tokenizer,
-        objective=args.objective,
-        joint=args.joint_settings() if family == "electra" else None,
+        objective=plan.objective,
+        joint=plan.joint_settings() if plan.preset.family == "electra" else None,
     )
-    return made if args.start_from is None else _begun(args, made, len(tokenizer))
+    return made if plan.start_from is None else _begun(plan, made, len(tokenizer))
 
 
-def make_model(args: PretrainPlan, tokenizer: PreTrainedTokenizerBase) -> Any:
+def build_model(family: str, objective: str, config: Any) -> PreTrainedModel:
+    """The untrained model of a family that learns an objective."""
+    return getattr(models, learned_as(objective, family).models[family])(config)
+
+
+def make_model(plan: PretrainPlan, tokenizer: PreTrainedTokenizerBase) -> Any:
     """The model of a run before its first step.
 
     Its ``new_weights`` are the names of those that ``start_from`` lacks, which are heads.
     """
-    family, objective = args.preset.family, str(args.objective)
-    config = model_config(args, tokenizer)
-    if args.start_from is None:
-        return build_model(family, objective, config)
-    kind = getattr(models, FAMILIES[family].classes[objective])
-    encoder = "mlm" in FAMILIES[family].classes and objective != "rtd"
+    family, objective = plan.preset.family, learned_as(plan.objective, plan.preset.family)
+    config = model_config(plan, tokenizer)
+    if plan.start_from is None:
+        return build_model(family, objective.name, config)
+    kind = getattr(models, objective.models[family])
 
     def is_head(model: Any, name: str) -> bool:
         own = f"{model.base_model_prefix}."
-        return encoder and ("pooler." in name or not name.startswith(own))
+        return objective.new_heads and ("pooler." in name or not name.startswith(own))
 
     expected = f"a checkpoint with the weights of a {kind.__name__}"
     options = {"config": config, "dtype": torch.float32}
     model, missing = weights_at(
-        args.where, "start_from", args.start_from, expected, kind, is_head, **options
+        plan.where, "start_from", plan.start_from, expected, kind, is_head, **options
     )
     model.new_weights = missing
     return model
 
 
-def flops_a_step(args: PretrainPlan, tokenizer: PreTrainedTokenizerBase) -> float:
+def flops_a_step(plan: PretrainPlan, tokenizer: PreTrainedTokenizerBase) -> float:
     """The FLOPs of forward and backward of an optimizer step of full samples, see ``flops``."""
-    objective = objective_of(args)(args, tokenizer)
-    return objective.tokens_a_step * objective.flops_a_token(model_config(args, tokenizer))
+    objective, config = objective_of(plan, tokenizer), model_config(plan, tokenizer)
+    return objective.tokens_of(plan.samples_a_step) * objective.flops_a_token(config)
 
 
 def _begun(args: PretrainPlan, made: Any, tokens: int) -> Any:

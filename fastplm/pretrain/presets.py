@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastplm.errors import check_choice
+from fastplm.pretrain.objectives import OBJECTIVES, learned_as
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -66,74 +67,39 @@ class Preset:
 
 @dataclass(frozen=True)
 class Family:
-    """What an architecture can learn, and how.
+    """What an architecture is trained with.
 
     Args:
         tokenizer: the kind of vocabulary, see ``train_tokenizer``.
         vocab_size: tokens of the published vocabulary, as its embeddings have them.
-        classes: the class of ``fastplm.models`` that learns each objective; the first objective is
-            the default.
+        objective: what it learns by default; each of ``OBJECTIVES`` says which families learn it.
         unit: the default of ``--unit``.
     """
 
     tokenizer: str
     vocab_size: int
-    classes: Mapping[str, str]
+    objective: str
     unit: str = "token"
 
 
 FAMILIES: Mapping[str, Family] = {
-    "bert": Family(
-        "wordpiece",
-        30522,
-        {
-            "mlm+nsp": "BertForPreTraining",
-            "mlm+sop": "BertForPreTraining",
-            "mlm": "BertForMaskedLM",
-            "clm": "BertLMHeadModel",
-        },
-    ),
-    "roberta": Family(
-        "bytelevel", 50265, {"mlm": "RobertaForMaskedLM", "clm": "RobertaForCausalLM"}
-    ),
-    "albert": Family(
-        "wordpiece",
-        30000,
-        {
-            "mlm+sop": "AlbertForPreTraining",
-            "mlm+nsp": "AlbertForPreTraining",
-            "mlm": "AlbertForMaskedLM",
-        },
-        unit="ngram",
-    ),
-    "electra": Family(
-        "wordpiece",
-        30522,
-        {
-            "rtd": "ElectraForJointPreTraining",
-            "mlm": "ElectraForMaskedLM",
-            "clm": "ElectraForCausalLM",
-        },
-    ),
-    "gpt": Family("bytelevel", 40478, {"clm": "OpenAIGPTLMHeadModel"}),
-    "gpt2": Family("bytelevel", 50257, {"clm": "GPT2LMHeadModel"}),
-    "t5": Family("unigram", 32128, {"spans": "T5ForConditionalGeneration"}),
-    "bart": Family("bytelevel", 50265, {"denoise": "BartForConditionalGeneration"}),
+    "bert": Family("wordpiece", 30522, "mlm+nsp"),
+    "roberta": Family("bytelevel", 50265, "mlm"),
+    "albert": Family("wordpiece", 30000, "mlm+sop", unit="ngram"),
+    "electra": Family("wordpiece", 30522, "rtd"),
+    "gpt": Family("bytelevel", 40478, "clm"),
+    "gpt2": Family("bytelevel", 50257, "clm"),
+    "t5": Family("unigram", 32128, "spans"),
+    "bart": Family("bytelevel", 50265, "denoise"),
 }
-#: All objectives, and those that choose tokens to mask.
-OBJECTIVES = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in family.classes))
-MASKED = ("mlm+nsp", "mlm+sop", "mlm", "rtd")
 OPTIMIZERS = ("adamw", "lamb", "adafactor")
-#: BART's transformations, each with its setting of ``DataCollatorForDenoising``. The shares of
-#: infilling and permutation are those of the published models. Lewis et al. 2020, §2.2, mask "as
-#: BERT" and give no share of deletion, which here is the same.
-NOISES: Mapping[str, tuple[str, float]] = {
-    "token_masking": ("mask_probability", 0.15),
-    "token_deletion": ("delete_probability", 0.15),
-    "text_infilling": ("infill_probability", 0.3),
-    "sentence_permutation": ("permute_sentences", 1.0),
-    "document_rotation": ("rotate_probability", 1.0),
-}
+
+
+def learned_by(family: str) -> tuple[str, ...]:
+    """The objectives that a family can learn, its default first."""
+    names = (kind.name for kind in OBJECTIVES if family in kind.models)
+    return tuple(dict.fromkeys((FAMILIES[family].objective, *names)))
+
 
 _Ids = dict[str, int]
 # 0.02 suits a width of a thousand; with it, layers of width 128 have almost no effect at first.
@@ -297,7 +263,8 @@ def configuration(
         "attention_probs_dropout_prob": attention_dropout,
         "max_position_embeddings": max(512, block_size),
     }
-    if objective == "clm":
+    kind = learned_as(objective or FAMILIES[chosen.family].objective, chosen.family)
+    if kind.causal:
         # With a cache in every forward, padding would be computed.
         encoder |= {"is_decoder": True, "use_cache": False}
     if chosen.family == "bert":
@@ -315,7 +282,8 @@ def configuration(
             classifier_dropout_prob=dropout,  # of the head for the order of segments, too
         )
     electra = transformers.ElectraConfig(**encoder)
-    return electra if objective in ("mlm", "clm") else _joint(chosen, electra, joint or {})
+    joint_training = kind.models["electra"] == "ElectraForJointPreTraining"
+    return _joint(chosen, electra, joint or {}) if joint_training else electra
 
 
 def _gpt(chosen: Preset, common: _Ids, block_size: int, dropout: float, attention: float) -> Any:

@@ -1,12 +1,181 @@
-"""The figures and the picture of a run."""
+"""What a run over text prints before its first step and at its end, and its picture."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import platform
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fastplm.run.report import block, drawn
+import torch
+
+from fastplm import _backends, _extension
+from fastplm._machine import device_label
+from fastplm.data import NextSentencePairs, TextFiles
+from fastplm.pretrain.blocks import ShortPairs
+from fastplm.pretrain.model import flops_a_step
+from fastplm.pretrain.objectives import Objective, SentenceOrder
+from fastplm.run.budget import described
+from fastplm.run.report import block, counted, drawn
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+    from fastplm.pretrain.data import RunData
+    from fastplm.pretrain.settings import PretrainPlan
+    from fastplm.pretrain.stream import Training
+
+_NAMED_FILES = 3
+# The most that is advised: the peak rate of fastplm's own small sizes.
+_LARGEST_RATE = 1e-3
+# The share of lone sentences from which on next sentences are hardly learned.
+_MANY = 0.5
+
+
+def announcement(
+    plan: Any, settings: TrainingArguments, data: RunData, training: Training, done: int
+) -> str:
+    """What a run over text prints, of which so many steps are done."""
+    processes, kept = settings.world_size, plan.keep_checkpoints
+    of_them = "all" if kept == "all" else f"the last {kept}"
+    some = f"{plan.samples_a_step:,} samples of {'at most ' if training.at_most else ''}"
+    some += f"{plan.block_size} tokens each"
+    return block(
+        {
+            "corpus": f"{_files(plan, data)}: {len(data.all.documents) - 1:,} documents, "
+            f"{len(data.all):,} tokens{_from_cache('tokens', plan, data)}",
+            **training.rows,
+            "training": f"steps {done + 1:,} to {plan.steps:,}, {some}"
+            if done < plan.steps
+            else f"all {done:,} steps are done",
+            **training.rows_of_learning,
+            "precision": precision(plan, settings),
+            "device": f"{device(settings)}, {processes} process{'es' if processes > 1 else ''}",
+            "backends": _backends_here(settings.device),
+            "results": f"{plan.out} (a checkpoint each {plan.save_every:,} steps, of which "
+            f"{of_them} are kept)",
+        }
+    )
+
+
+def rows_of_model(
+    plan: PretrainPlan, data: RunData, model: Any, objective: Objective
+) -> dict[str, str]:
+    """The lines of a pre-training about its data and its model."""
+    tail = f"nothing: {data.too_short}"
+    if data.held_out is not None:
+        count, share = data.held_out_tokens, data.held_out_tokens / len(data.all)
+        tail = f"the last {count:,} tokens ({share:.1%}), judged by "
+        tail += f"{data.held_out_samples:,} samples of them"
+    size = f"{sum(weight.numel() for weight in model.parameters()):,}"
+    flops = f"{objective.flops_a_token(model.config) / 1e6:,.1f}"
+    rows = {
+        "held out": tail,
+        "vocabulary": vocabulary(plan, data),
+        "model": f"{plan.arch} ({plan.preset.source or 'a size of its own'}), {plan.objective}: "
+        f"{size} parameters, {flops} MFLOP a token (forward and backward of full samples)",
+    }
+    if plan.start_from is not None:
+        new = model.new_weights
+        what = f"; {counted(len(new), 'weight')} of new heads, such as {new[0]}" if new else ""
+        rows["begun with"] = f"the weights of {plan.start_from}{what}"
+    if plan.short_block_size is not None:
+        kind = "short pairs" if isinstance(objective, SentenceOrder) else "pieces of blocks"
+        pieces = f"{kind}, {plan.short_block_size} tokens each"
+        steps = " and ".join(f"{len(part):,}" for part in plan.short_steps)
+        of = " of the two stages" if plan.two_stage else ""
+        rows["short blocks"] = f"the first {steps} steps{of} are of {pieces}"
+    if plan.flops is not None:
+        rows["budget"] = described(plan, flops_a_step(plan, data.tokenizer))
+    return rows
+
+
+def pairs(data: RunData) -> dict[str, str]:
+    """A row about runs that cannot be cut into two segments, if there are any."""
+    found: dict[str, Any] = {"pairs": data.samples}
+    if isinstance(data.samples, ShortPairs):
+        found = {"short pairs": data.samples.pairs, "pairs": data.samples.whole}
+    rows = {}
+    for name, each in found.items():
+        if isinstance(each, NextSentencePairs) and each.chunks.lone:
+            share = each.chunks.lone
+            fix = "; for so many train without pairs (--no-nsp)" if share > _MANY else ""
+            rows[name] = f"{share:.0%} are of one sentence, whose next one is always random{fix}"
+    return rows
+
+
+def vocabulary(plan: PretrainPlan, data: RunData) -> str:
+    """The tokens of a vocabulary, and whether the corpus was too small for those asked for."""
+    size = len(data.tokenizer)
+    trained = plan.tokenizer is None and plan.start_from is None
+    few = f" instead of {plan.vocab_size or 0:,}, as this text gives no more"
+    missing = few if trained and size < (plan.vocab_size or 0) else ""
+    return f"{size:,} tokens{missing}{_from_cache('vocabulary', plan, data)}"
+
+
+def learning_rate(plan: PretrainPlan) -> str:
+    """The peak, and how it follows from a published one; and whether the run is too short for it.
+
+    A step of Adam or LAMB moves a weight by the rate at most, about. Where all steps together move
+    it by less than a tenth of the spread that it begins with, little is learned.
+    """
+    peak, samples = plan.peak, plan.samples_a_step
+    if peak is None:
+        return f"{plan.lr:.3g} with {plan.optimizer}, as given"
+    scaled = f", times sqrt({samples:,} / {peak.samples:,})" if samples != peak.samples else ""
+    what = f"{peak.rate:.3g} for {peak.samples:,} samples a step ({peak.source}){scaled}"
+    assert plan.lr is not None
+    spread = plan.preset.initializer_range
+    moved = plan.lr * plan.steps / 2  # a line up and a line down
+    if plan.optimizer == "adamw" and moved < spread / 10:
+        lr = min(_LARGEST_RATE, 2 * spread / plan.steps)
+        what += (
+            f". In a run this short it moves weights by {moved:.1g} at most, of {spread:g} at the "
+            f"start: little is learned. To see the loss fall, give --lr {lr:.1g}"
+        )
+    return f"{plan.lr:.3g} with {plan.optimizer}: {what}"
+
+
+def _files(plan: PretrainPlan, data: RunData) -> str:
+    if not isinstance(data.documents, TextFiles):
+        return ", ".join(map(str, plan.corpus))
+    names = [str(path) for path, *_ in data.documents.files]
+    more = len(names) - _NAMED_FILES
+    return ", ".join(names[:_NAMED_FILES]) + (f" and {more:,} more files" if more > 0 else "")
+
+
+def _from_cache(what: str, plan: PretrainPlan, data: RunData) -> str:
+    return f" (found in {plan.cache})" if what in data.cached else ""
+
+
+def precision(plan: PretrainPlan, training_arguments: TrainingArguments) -> str:
+    name = "bf16" if training_arguments.bf16 else "fp32"
+    if plan.precision != "auto":
+        return f"{name}, as --precision says"
+    return f"{name}: this hardware {'multiplies' if training_arguments.bf16 else 'has no'} bf16"
+
+
+def device(training_arguments: TrainingArguments) -> str:
+    there = training_arguments.device
+    if there.type == "cuda":
+        return device_label(there)
+    return f"{there} ({platform.machine()}), {counted(torch.get_num_threads(), 'thread')}"
+
+
+def _backends_here(device: torch.device) -> str:
+    requested = _backends.requested("")
+    missing = _extension._MISSING
+    if device.type == "cuda":
+        missing = _extension._CUDA_MISSING
+        there = ["triton"] if _backends.triton_installed() else []
+        there += ["cuda"] if missing is None else []
+    else:
+        there = ["cpp", "torch"] if missing is None else ["torch"]
+    why = f"; without csrc/, whose code {missing}" if missing is not None else ""
+    return f"{requested}, of {', '.join([*there, 'eager'])}{why} (fastplm info has all)"
+
+
+# --- the results ----------------------------------------------------------------------------------
 
 #: Figures by their names, of growing steps.
 Curve = list[dict[str, float]]
@@ -30,46 +199,48 @@ def numbers_of(held_out: Mapping[str, Any], start: str = "") -> dict[str, float]
 
 
 def plot_losses(
-    path: Path, title: str, history: Curve, held_out: Curve, token_loss: str | None
+    path: Path,
+    title: str,
+    history: Curve,
+    held_out: Curve,
+    token_loss: str | None,
+    beside: Sequence[str] = (),
 ) -> bool:
     """One panel for the loss, or one for each part where it has parts; held-out text as points.
 
-    The ``token_loss`` of held-out text is beside the whole loss if that has no parts. Beside losses
-    of masked or next tokens are those of a unigram and a bigram. Returns whether the picture was
-    drawn.
+    The ``token_loss`` of held-out text is beside the whole loss if that has no parts; and beside
+    it are the losses ``beside``, such as those of a unigram and a bigram. Returns whether the
+    picture was drawn.
     """
-    if drawn(path, lambda: _draw_losses(path, title, history, held_out, token_loss)):
+
+    def draw() -> None:
+        from matplotlib.figure import Figure
+
+        names = sorted({name for entry in history for name in entry if name.endswith("_loss")})
+        names = names or ["loss"]
+        figure = Figure(figsize=(5.5 * len(names), 4), layout="constrained")
+        axes = figure.subplots(1, len(names), squeeze=False)
+        for name, axis in zip(names, axes[0], strict=True):
+            same = token_loss if name == "loss" else name
+            axis.plot(*_points(history, name), label="training")
+            if held_out and same in held_out[-1]:
+                axis.plot(*_points(held_out, same), "o-", label="held out")
+                losses = beside if same == token_loss else ()
+                for each, style in zip(losses, (":", "--"), strict=False):
+                    label = f"held out, {each.removesuffix('_loss')}"
+                    axis.axhline(held_out[-1][each], color="grey", linestyle=style, label=label)
+                axis.legend()
+            axis.set_title(name.replace("_", " "))
+            axis.set_xlabel("step")
+            axis.grid(alpha=0.3)
+        axes[0][0].set_ylabel("nats")
+        figure.suptitle(title)
+        figure.savefig(path, dpi=120)
+
+    if drawn(path, draw):
         return True
     path.unlink(missing_ok=True)
     return False
-
-
-def _draw_losses(
-    path: Path, title: str, history: Curve, held_out: Curve, token_loss: str | None
-) -> None:
-    from matplotlib.figure import Figure
-
-    names = sorted({name for entry in history for name in entry if name.endswith("_loss")})
-    names = names or ["loss"]
-    figure = Figure(figsize=(5.5 * len(names), 4), layout="constrained")
-    axes = figure.subplots(1, len(names), squeeze=False)
-    for name, axis in zip(names, axes[0], strict=True):
-        same = token_loss if name == "loss" else name
-        axis.plot(*_points(history, name), label="training")
-        if held_out and same in held_out[-1]:
-            axis.plot(*_points(held_out, same), "o-", label="held out")
-            counted = ("unigram_loss", "bigram_loss") if same in ("mlm_loss", "clm_loss") else ()
-            for each, style in zip(counted, (":", "--"), strict=False):
-                if each in held_out[-1]:
-                    label = f"held out, {each.removesuffix('_loss')}"
-                    axis.axhline(held_out[-1][each], color="grey", linestyle=style, label=label)
-            axis.legend()
-        axis.set_title(name.replace("_", " "))
-        axis.set_xlabel("step")
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("nats")
-    figure.suptitle(title)
-    figure.savefig(path, dpi=120)
 
 
 def _points(entries: Curve, name: str) -> tuple[list[float], list[float]]:

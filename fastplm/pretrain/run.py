@@ -5,25 +5,22 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastplm.data._folder import say
-from fastplm.pretrain.data import (
-    RunData,
-    count_tokens,
-    held_out_collator,
-    make_collator,
-    prepare_data,
-)
-from fastplm.pretrain.model import make_model
-from fastplm.pretrain.objectives import objective_of
-from fastplm.pretrain.settings import COLLAPSED, PretrainArguments, PretrainPlan
-from fastplm.pretrain.short_blocks import ShortFirst
-from fastplm.pretrain.stream import StreamRun
+from fastplm.data import load_tokenizer, train_tokenizer
+from fastplm.errors import DataError
+from fastplm.pretrain.blocks import ShortFirst
+from fastplm.pretrain.data import RunData, count_tokens, in_cache, open_corpus, read_text
+from fastplm.pretrain.model import flops_a_step, make_model
+from fastplm.pretrain.objectives import learned_as, objective_of
+from fastplm.pretrain.presets import FAMILIES
+from fastplm.pretrain.settings import PretrainArguments, PretrainPlan
+from fastplm.pretrain.stream import TextRun, Training, trainer_of, training_settings
 
 if TYPE_CHECKING:
-    from transformers import TrainerCallback, TrainingArguments
+    from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
 
 def pretrain(args: PretrainArguments) -> dict[str, Any]:
@@ -40,130 +37,116 @@ def pretrain(args: PretrainArguments) -> dict[str, Any]:
     if args.seeds > 1:
         from fastplm.pretrain.seeds import Seeds
 
-        return Seeds(args, lambda part: Pretraining(part).run()).run()
-    return Pretraining(args).run()
+        return Seeds(args, lambda part: TextRun(part, read, build).run()).run()
+    return TextRun(args, read, build).run()
 
 
-class Pretraining(StreamRun):
-    """A run of ``fastplm pretrain``."""
+def read(
+    plan: PretrainPlan,
+    settings: TrainingArguments,
+    checkpoint: Path | None,
+    documents: Iterable[str] | None = None,
+) -> tuple[PretrainPlan, RunData]:
+    """What a run reads, which the first process prepares; a resumed run keeps its tokenizer.
 
-    args: PretrainPlan
+    Where a budget says how many steps there are, the plan has them now. ``documents`` take the
+    place of ``plan.corpus``.
+    """
+    with settings.main_process_first(desc="preparing the data"):
+        if documents is None:
+            documents = open_corpus(plan.corpus, plan.cache)
+        there = in_cache(plan.cache)
+        tokenizer = _tokenizer(plan, checkpoint, documents)
+        kind = f"{FAMILIES[plan.preset.family].tokenizer}-"
+        trained_now = any(name.startswith(kind) for name in in_cache(plan.cache) - there)
+        if plan.steps is None:
+            plan = plan.with_flops(flops_a_step(plan, tokenizer))
+        objective = objective_of(plan, tokenizer)
+        data = read_text(documents, objective, plan.cache, plan.steps * plan.samples_a_step)
+        if plan.short_block_size is not None:
+            short = objective.short_first(data.samples, data.store, plan.short_samples)
+            data = replace(data, samples=short)
+    is_trained = plan.tokenizer is None and plan.start_from is None and checkpoint is None
+    cached = ("vocabulary",) if is_trained and not trained_now else ()
+    facts = {"pairs": objective.pairs_version, "flops": plan.flops}
+    return plan, replace(data, cached=(*data.cached, *cached), facts=facts)
 
-    title = "{args.arch}: pre-training loss"
 
-    def check_kind(self, before: dict[str, Any]) -> None:
-        # The record of several seeds has no steps: each seed has a record of its own.
-        expected, fix = "2 or more, as in the runs that are resumed", "Give the same number."
-        self.args.check("seeds", "steps" in before, expected, fix)
+def _tokenizer(
+    plan: PretrainPlan, checkpoint: Path | None, documents: Iterable[str]
+) -> PreTrainedTokenizerBase:
+    family = plan.preset.family
+    if plan.start_from is not None:
+        there = (Path(plan.start_from) / "config.json").is_file()
+        expected, got = "a folder with a checkpoint", f"{plan.start_from}, without a config.json"
+        plan.check("start_from", there, expected, "Check the path.", got, DataError)
+    given = (plan.start_from or plan.tokenizer) if checkpoint is None else checkpoint
+    if given is not None:
+        return load_tokenizer(given, learned_as(plan.objective, family).needs)
+    assert plan.vocab_size is not None
+    return train_tokenizer(documents, plan.vocab_size, plan.cache, FAMILIES[family].tokenizer)
 
-    def trainer_settings(self, **settings: Any) -> TrainingArguments:
-        adafactor = self.args.optimizer == "adafactor"
-        return super().trainer_settings(
-            lr_scheduler_type="inverse_sqrt" if adafactor else "linear",
-            weight_decay=0.0 if adafactor else 0.01,
-            ddp_find_unused_parameters=self.args.two_stage,  # each stage trains one of two models
-        )
 
-    def resumed(self, before: dict[str, Any]) -> None:
-        args, share = self.args, "the first stage of a two-stage training is half"
-        if not args.two_stage and args.short_block_size is None:
-            return super().resumed(before)
-        if not args.two_stage:
-            share = f"the first {args.short_share:g} are of short blocks"
-        same, fix = args.steps == before["steps"], "Give the same steps, or another --out."
-        args.check("steps", same, f"{before['steps']}, of which {share}", fix)
+def build(
+    plan: PretrainPlan, settings: TrainingArguments, data: RunData, *callbacks: TrainerCallback
+) -> Training:
+    """The untrained model of a run with its trainer, and what else follows from its objective."""
+    from transformers import set_seed
 
-    def read(self) -> RunData:
-        return prepare_data(self.args, self.settings, self.checkpoint)
+    from fastplm.pretrain import report
+    from fastplm.pretrain.evaluate import evaluate, ngram_losses
+    from fastplm.pretrain.trainer import PretrainingTrainer, TwoStageTrainer
+    from fastplm.run.optimizer import Adafactor
 
-    def facts(self) -> dict[str, Any]:
-        # Version 2: the pair of a run of one sentence is a random one.
-        pairs = 2 if self.args.objective == "mlm+nsp" else None
-        return super().facts() | {"pairs": pairs, "flops": self.args.flops}
+    objective = objective_of(plan, data.tokenizer)
+    set_seed(plan.seed)
+    model: Any = make_model(plan, data.tokenizer)
+    if plan.electra_generator == "unigram":
+        model.set_token_counts(count_tokens(data.store, data.tokenizer))
+    # Counting rows makes a GPU wait for nothing but this; a CPU counts them at once.
+    on_gpu = settings.device.type == "cuda"
+    collator: Any = objective.collator(unpad=on_gpu)
+    options: dict[str, Any] = {"callbacks": list(callbacks)}
+    kind: type[PretrainingTrainer] = PretrainingTrainer
+    if plan.two_stage:  # each stage trains one of two models
+        settings.ddp_find_unused_parameters = True
+        kind, options["first_stage"] = TwoStageTrainer, plan.first_stage
+    if plan.optimizer == "lamb":  # by itself the Trainer makes AdamW
+        from fastplm.run.lamb import Lamb
 
-    def lines(self) -> str:
-        from fastplm.pretrain.announce import pretraining
+        lamb = {"lr": plan.lr, "betas": (0.9, 0.999), "eps": 1e-6}
+        options["optimizer_cls_and_kwargs"] = Lamb, lamb
+    if plan.optimizer == "adafactor":
+        options["optimizer_cls_and_kwargs"] = Adafactor, {"lr": plan.lr}
+    feed = collator
+    if plan.short_block_size is not None:
+        feed = ShortFirst(collator, objective.pieces)
+    trainer = trainer_of(kind, model, feed, settings, data, **options)
+    trainer.graphs = on_gpu and not plan.no_graphs
 
-        return pretraining(self)
-
-    @property
-    def states(self) -> frozenset[int]:
-        count = self.args.states or 1
-        return frozenset(round(self.args.steps * number / count) for number in range(1, count))
-
-    @property
-    def token_loss(self) -> str:
-        return objective_of(self.args).token_loss
-
-    def models(self, model: Any) -> dict[str, Any]:
-        if self.args.objective != "rtd":
-            return {"model": model}
-        models = {"discriminator": model.discriminator}
-        if model.generator is not None:
-            models["generator"] = model.generator
-        return models
-
-    def flops_a_token(self, model: Any) -> float | None:
-        return objective_of(self.args)(self.args, self.data.tokenizer).flops_a_token(model.config)
-
-    def held_out(self, model: Any, samples: Any) -> dict[str, Any]:
-        from fastplm.pretrain.evaluate import evaluate
-
-        args, data = self.args, self.data
-        judge = held_out_collator(args, data.tokenizer)
-        found = evaluate(model, samples, judge, args.batch_size, self.token_loss)
-        return found | self._counted
-
-    def remark(self, held_out: dict[str, Any]) -> None:
-        if held_out.get("encoder_similarity", 0.0) > COLLAPSED:
-            say(
-                "Warning: the encoder gives all tokens one output (their mean cosine is "
-                f"{held_out['encoder_similarity']:.4f}), so the decoder cannot read its source. "
-                "Lower --lr, or raise --warmup."
-            )
-
-    @functools.cached_property
-    def _counted(self) -> dict[str, float]:
-        """The losses of counts on held-out text."""
-        from fastplm.pretrain.evaluate import ngram_losses
-
-        data = self.data
+    @functools.cache
+    def counted() -> dict[str, float]:
         tail = data.all.tokens[len(data.store) :]
         return ngram_losses(data.store.tokens, tail, len(data.tokenizer))
 
-    def make_trainer(self, *callbacks: TrainerCallback) -> tuple[Any, Any]:
-        from transformers import set_seed
+    def score() -> dict[str, Any]:
+        batches, size = objective.eval_collator(), plan.batch_size
+        held_out: Any = data.held_out
+        found = evaluate(trainer.model, held_out, batches, size, objective.token_loss)
+        return found | counted()
 
-        from fastplm.pretrain.trainer import PretrainingTrainer
-        from fastplm.pretrain.two_stage import TwoStageTrainer
-        from fastplm.run.optimizer import Adafactor
-
-        args, data = self.args, self.data
-        set_seed(args.seed)
-        model: Any = make_model(args, data.tokenizer)
-        if args.electra_generator == "unigram":
-            model.set_token_counts(count_tokens(data.store, data.tokenizer))
-        # Counting rows makes a GPU wait for nothing but this; a CPU counts them at once.
-        on_gpu = self.settings.device.type == "cuda"
-        collator = make_collator(args, data.tokenizer, unpad=on_gpu)
-        settings: dict[str, Any] = {"callbacks": list(callbacks)}
-        kind: type[PretrainingTrainer] = PretrainingTrainer
-        if args.two_stage:
-            kind = TwoStageTrainer
-            settings["first_stage"] = args.first_stage
-        if args.optimizer == "lamb":  # by itself the Trainer makes AdamW
-            from fastplm.run.lamb import Lamb
-
-            lamb = {"lr": args.lr, "betas": (0.9, 0.999), "eps": 1e-6}
-            settings["optimizer_cls_and_kwargs"] = Lamb, lamb
-        if args.optimizer == "adafactor":
-            settings["optimizer_cls_and_kwargs"] = Adafactor, {"lr": args.lr}
-        feed: Any = collator
-        if args.short_block_size is not None:
-            feed = ShortFirst(collator, args.pieces)
-        trainer = self.trainer_of(kind, model, feed, **settings)
-        trainer.graphs = on_gpu and not args.no_graphs
-        return trainer, collator
+    return Training(
+        trainer=trainer,
+        collator=collator,
+        models=objective.saved(model),
+        score=score,
+        flops_a_token=objective.flops_a_token(model.config),
+        rows=report.rows_of_model(plan, data, model, objective),
+        rows_of_learning={"learning rate": report.learning_rate(plan), **report.pairs(data)},
+        title=f"{plan.arch}: pre-training loss",
+        token_loss=objective.token_loss,
+        beside_ngrams=objective.beside_ngrams,
+    )
 
 
 @dataclass(frozen=True)
@@ -196,12 +179,12 @@ def rehearse(
     from fastplm.pretrain.trainer import Stopwatch
     from fastplm.run.trainer import Progress
 
-    training, stopwatch = Pretraining(args), Stopwatch(patience)
-    training.settings = training.trainer_settings()
-    training.data = prepare_data(training.args, training.settings, None, documents)
-    trainer, _ = training.make_trainer(stopwatch)
+    plan, stopwatch = args.plan(), Stopwatch(patience)
+    settings = training_settings(plan)
+    plan, data = read(plan, settings, None, documents)
+    trainer = build(plan, settings, data, stopwatch).trainer
     trainer.remove_callback(Progress)
     if second_stage:
         trainer.model.start_second_stage()
     trainer.train()
-    return Rehearsal(trainer, training.data, stopwatch.median, stopwatch.timed)
+    return Rehearsal(trainer, data, stopwatch.median, stopwatch.timed)

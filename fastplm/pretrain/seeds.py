@@ -11,8 +11,8 @@ import torch
 from fastplm.data._folder import MANIFEST, first_process, say
 from fastplm.errors import DivergenceError
 from fastplm.pretrain.report import numbers_of
-from fastplm.pretrain.settings import PretrainArguments, PretrainPlan
-from fastplm.pretrain.stream import StreamRun
+from fastplm.pretrain.settings import PretrainArguments
+from fastplm.pretrain.stream import TextRun
 from fastplm.run.folder import RECORD, last_checkpoint, writing
 from fastplm.run.report import block, settings_of, versions
 from fastplm.run.runner import Run
@@ -29,8 +29,7 @@ class Seeds(Run):
         pretrain: makes the run of one seed, and returns its ``metrics.json``.
     """
 
-    free = StreamRun.free | {"warmup"}
-    args: PretrainPlan
+    ignored_on_resume = TextRun.ignored_on_resume | {"warmup"}
 
     def __init__(
         self, args: PretrainArguments, pretrain: Callable[[PretrainArguments], dict[str, Any]]
@@ -38,12 +37,13 @@ class Seeds(Run):
         super().__init__(args)
         self.pretrain = pretrain
 
-    def prepare(self) -> None:
+    def read(self) -> dict[str, Any]:
         args = self.args
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         seeds = range(args.seed, args.seed + args.seeds)
         # Before the first one writes: all processes of a training come to the same.
         self.parts = [self._part(seed, self.out / f"seed-{seed}") for seed in seeds]
+        return {}
 
     def _part(self, seed: int, out: Path) -> PretrainArguments:
         there = self.args.resume and (out / RECORD).is_file()
@@ -63,7 +63,7 @@ class Seeds(Run):
     def finished(self, before: dict[str, Any]) -> bool:
         return False  # each seed says of itself whether it is
 
-    def announcement(self) -> str:
+    def build(self) -> str:
         first, last = self.parts[0].out, self.parts[-1].out
         return f"{len(self.parts)} runs, one for each seed, in {first} to {last}"
 

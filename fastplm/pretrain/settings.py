@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -15,16 +14,14 @@ from fastplm.models import (
     ELECTRA_SECOND_STAGES,
     ELECTRA_SHARINGS,
 )
+from fastplm.pretrain.objectives import MASKING, NAMES, NOISES, learned_as, names_of
 from fastplm.pretrain.presets import (
     FAMILIES,
-    MASKED,
-    NOISES,
-    OBJECTIVES,
     OPTIMIZERS,
     PRESETS,
-    Family,
     Peak,
     Preset,
+    learned_by,
     preset,
     usual_peak,
 )
@@ -54,17 +51,13 @@ _DETECTION = ("rtd", "rtd_masked")
 #: A mean cosine of two tokens' states above which an encoder tells no token from another.
 COLLAPSED = 0.99
 UNITS = ("token", "word", "ngram")
-#: Samples of a run; beyond it the libraries below end the process.
-_MOST_SAMPLES = 1 << 62
 #: The most pieces of a block, and the share of the steps of BERT with short blocks.
 _MOST_PIECES, _SHORT_SHARE = 8, 0.9
 _PART = Number(float, 0, 1, "a number from 0 to 1")
 _SOME = Number(float, math.nextafter(0, 1), 1, "a number above 0, 1 at most")
 
 
-_USUAL_OBJECTIVES = ", ".join(
-    f"{name} {next(iter(family.classes))}" for name, family in FAMILIES.items()
-)
+_USUAL_OBJECTIVES = ", ".join(f"{name} {family.objective}" for name, family in FAMILIES.items())
 _USUAL_VOCABULARIES = ", ".join(f"{name} {family.vocab_size}" for name, family in FAMILIES.items())
 _OWN = ", ".join(name for name, chosen in PRESETS.items() if not chosen.source)
 
@@ -159,6 +152,7 @@ class PretrainArguments(budget.BudgetSettings):
         "step over those of the published run)",
         None,
         number=POSITIVE,
+        also={"learning_rate": None},
     )
     warmup: int | None = setting(
         "steps of linear warm-up; of a constant rate with adafactor (default: a tenth of the run, "
@@ -211,8 +205,9 @@ class PretrainArguments(budget.BudgetSettings):
     objective: str | None = setting(
         f"what the model learns (default: that of the architecture: {_USUAL_OBJECTIVES})",
         None,
-        choices=OBJECTIVES,
+        choices=NAMES,
         excludes="objective",
+        also={"no_nsp": "mlm"},
     )
     unit: str | None = setting(
         "what is masked as a whole: tokens, words, or up to three words in a row (default: "
@@ -360,7 +355,7 @@ class PretrainArguments(budget.BudgetSettings):
         apart("start_from", "tokenizer", "no tokenizer beside it, as the checkpoint has its own"),
         apart("start_from", "vocab_size", "no vocab_size beside it, as the checkpoint has its own"),
         *(
-            needs(name, "objective", MASKED, f"no {name}, as this objective does not mask tokens")
+            needs(name, "objective", MASKING, f"no {name}, as this objective does not mask tokens")
             for name in ("unit", "mlm_probability", "mask_replace_prob", "random_replace_prob")
         ),
         Rule(
@@ -372,13 +367,13 @@ class PretrainArguments(budget.BudgetSettings):
         needs(
             "separators",
             "objective",
-            ("mlm", "rtd"),
+            names_of("has_separators"),
             "mlm or rtd, whose blocks may be of several documents",
         ),
         needs(
             "short_block_size",
             "objective",
-            ("mlm", "mlm+nsp", "mlm+sop", "rtd", "clm"),
+            names_of("has_short_blocks"),
             "mlm with or without nsp or sop, rtd or clm",
         ),
         Rule(
@@ -467,15 +462,10 @@ class PretrainArguments(budget.BudgetSettings):
         needs(
             "static_masks",
             "objective",
-            ("mlm",),
+            names_of("has_static_masks"),
             "no --static-masks, or --objective mlm, whose blocks are the same in every epoch",
         ),
-        Rule(
-            "batch_size",
-            lambda args: args.steps is None or args.samples <= _MOST_SAMPLES,
-            f"a run of {_MOST_SAMPLES} samples at most, and not of {{args.samples}}",
-            fix="Lower it.",
-        ),
+        budget.SAMPLES,
         Rule(
             "warmup",
             lambda args: args.steps is None or args.warmup <= args.first_stage,
@@ -512,7 +502,7 @@ class PretrainPlan(Plan, PretrainArguments):
     def resolved(self) -> Self:
         named = preset(self.arch)
         family = FAMILIES[named.family]
-        objective = self.objective or next(iter(family.classes))
+        objective = self.objective or family.objective
         plan = self.changed(
             corpus=[str(path) for path in self.corpus],
             vocab_size=self.vocab_size or (None if self.start_from else family.vocab_size),
@@ -521,14 +511,14 @@ class PretrainPlan(Plan, PretrainArguments):
             noise=None if self.noise is None else sorted(set(self.noise)),
             dropout=named.dropout if self.dropout is None else self.dropout,
         )
-        plan.check_families(family)
+        plan.check_families()
         attention = named.attention_dropout
         if self.attention_dropout is not None:
             attention = self.attention_dropout
         sharing = "none" if self.two_stage else "embeddings"
         joint = named.family == "electra" and objective == "rtd"
         plan = plan.changed(
-            unit=self.unit or (family.unit if objective in MASKED else None),
+            unit=self.unit or (family.unit if objective in MASKING else None),
             attention_dropout=plan.dropout if named.family == "t5" else attention,
             electra_sharing=self.electra_sharing or (sharing if joint else None),
         )
@@ -537,11 +527,11 @@ class PretrainPlan(Plan, PretrainArguments):
             plan = plan.changed(peak=peak, lr=peak.scaled(plan.samples_a_step))
         return plan.with_steps(self.steps)
 
-    def check_families(self, family: Family) -> None:
+    def check_families(self) -> None:
         """Check that the architecture can learn the objective, and that each setting is for it."""
-        able = self.objective in family.classes
+        able = self.objective in (learned := learned_by(self.preset.family))
         fix = "Leave the option out, or choose another architecture."
-        expected = f"{' or '.join(family.classes)}, what {self.arch} can learn"
+        expected = f"{' or '.join(learned)}, what {self.arch} can learn"
         self.check("objective", able, expected, fix, f"{self.objective} with {self.arch}")
         for each in fields(self):
             of = each.metadata["of"]
@@ -555,17 +545,6 @@ class PretrainPlan(Plan, PretrainArguments):
             fix = "Leave one of the two options out."
             expected = "the objective rtd, as another one has no generator"
             self.check(each.name, able, expected, fix, f"{value} with objective {self.objective}")
-
-    @property
-    def samples(self) -> int:
-        """The samples of the run in one process."""
-        return self.steps * self.batch_size * self.gradient_accumulation
-
-    @property
-    def samples_a_step(self) -> int:
-        """The samples of an optimizer step, of all processes."""
-        processes = int(os.environ.get("WORLD_SIZE") or "1")
-        return self.batch_size * self.gradient_accumulation * processes
 
     @property
     def preset(self) -> Preset:
@@ -598,11 +577,6 @@ class PretrainPlan(Plan, PretrainArguments):
         ]
 
     @property
-    def pieces(self) -> int:
-        """The pieces of a sample in these steps."""
-        return self.block_size // (self.short_block_size or self.block_size)
-
-    @property
     def short_samples(self) -> list[range]:
         """The samples of these steps, of all processes, before they are cut."""
         each = self.samples_a_step
@@ -611,12 +585,10 @@ class PretrainPlan(Plan, PretrainArguments):
     @property
     def mask_shares(self) -> tuple[float, float, float]:
         """The share of the tokens that is chosen; of these, the masked and the random ones."""
-        masked = self.mask_replace_prob
-        if masked is None:
-            masked = 1.0 if self.objective == "rtd" else 0.8
-        random = self.random_replace_prob
-        if random is None:
-            random = 0.0 if self.objective == "rtd" else min(0.1, 1 - masked)
+        shares = learned_as(str(self.objective), self.preset.family).shares or (0.8, 0.1)
+        masked, random = self.mask_replace_prob, self.random_replace_prob
+        masked = shares[0] if masked is None else masked
+        random = min(shares[1], 1 - masked) if random is None else random
         return self.preset.mlm_probability, masked, random
 
     @property

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import TrainerCallback
+from transformers.optimization import _get_linear_schedule_with_warmup_lr_lambda
 
 from fastplm.run.losses import (
     PAIR_LABELS,
@@ -61,8 +62,8 @@ class PretrainingTrainer(RunTrainer):
         super().__init__(*args, **kwargs)
         self._corrupt = corrupt
         parameters = inspect.signature(self.model.forward).parameters
-        self._counts_sequences = "num_sequences_in_batch" in parameters
-        self._counts_tokens = "num_tokens_in_batch" in parameters
+        names = ("num_sequences_in_batch", "num_tokens_in_batch")
+        self._denominators = [name for name in names if name in parameters]
         self._has_logits = "output_logits" in parameters
         check_counts_all_batches("PretrainingTrainer", self.model)
         if shifts_labels(self.model):
@@ -110,7 +111,7 @@ class PretrainingTrainer(RunTrainer):
         if self._corrupt is not None:
             inputs = self._corrupted(inputs)
         self.count([inputs])
-        inputs = inputs | self._denominators()
+        inputs = inputs | {name: self._in_step[name] for name in self._denominators}
         if prediction_loss_only and self._has_logits:
             inputs["output_logits"] = False
         return super().prediction_step(model, inputs, prediction_loss_only, *args)
@@ -122,18 +123,11 @@ class PretrainingTrainer(RunTrainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
-        loss = super().training_step(model, inputs | self._denominators(), num_items_in_batch)
+        inputs = inputs | {name: self._in_step[name] for name in self._denominators}
+        loss = super().training_step(model, inputs, num_items_in_batch)
         for name, value in self.found.items():
             self._in_window[name] = self._in_window.get(name, 0.0) + value.double()
         return loss
-
-    def _denominators(self) -> dict[str, Tensor]:
-        """What the model divides losses by, of those in ``count``."""
-        takes = {
-            "num_sequences_in_batch": self._counts_sequences,
-            "num_tokens_in_batch": self._counts_tokens,
-        }
-        return {name: self._in_step[name] for name, taken in takes.items() if taken}
 
     def compute_loss(
         self,
@@ -181,6 +175,62 @@ class PretrainingTrainer(RunTrainer):
         if "positives" in sums:
             parts.update(detection(sums))
         return parts
+
+
+class TwoStageTrainer(PretrainingTrainer):
+    """ELECTRA's: trains a model of ``config.stage`` 1, and from a step on in stage 2.
+
+    Each stage has its own warm-up and linear decay; ``first_stage`` is the steps of the first one.
+    The optimizer is not reset: it has no moments of the discriminator before its first gradient.
+
+    Source: Clark et al. 2020 (arXiv 2003.10555), §3.2, Training Algorithms.
+    """
+
+    lr_scheduler: LRScheduler | None
+
+    def __init__(self, *args: Any, first_stage: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._first_stage = first_stage
+        self.add_callback(_ChangeOfStage(first_stage))
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: Optimizer | None = None
+    ) -> LRScheduler:
+        if self.lr_scheduler is None:
+            first, warmup = self._first_stage, self.args.get_warmup_steps(num_training_steps)
+
+            def factor(step: int) -> float:
+                begin, end = (0, first) if step < first else (first, num_training_steps)
+                return _get_linear_schedule_with_warmup_lr_lambda(
+                    step - begin, num_warmup_steps=warmup, num_training_steps=end - begin
+                )
+
+            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, factor)
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+
+class _ChangeOfStage(TrainerCallback):
+    """The stage is a function of the step, so that a resumed run is in the right one."""
+
+    def __init__(self, first_stage: int) -> None:
+        self.first_stage = first_stage
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
+        if state.global_step > self.first_stage:
+            model.config.stage = 2  # the weights are those of the checkpoint
+
+    def on_step_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
+        if state.global_step == self.first_stage and model.config.stage == 1:
+            model.start_second_stage()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.first_stage:
+            control.should_log = True  # no mean of losses runs over both stages
 
 
 def detection(counts: dict[str, float]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from fastplm.run.settings import COUNT, POSITIVE, Rule, Settings, apart, resolve_warmup, setting
@@ -18,6 +19,15 @@ RULES = (
         fix="Give --steps N, or --flops F.",
     ),
     apart("flops", "steps", "one of the two, as the budget says how many steps there are"),
+)
+
+#: Samples of a run; beyond it the libraries below end the process.
+_MOST_SAMPLES = 1 << 62
+SAMPLES = Rule(
+    "batch_size",
+    lambda args: args.steps is None or args.samples <= _MOST_SAMPLES,
+    f"a run of {_MOST_SAMPLES} samples at most, and not of {{args.samples}}",
+    fix="Lower it.",
 )
 
 
@@ -40,6 +50,19 @@ class BudgetSettings(Settings):
     steps: int
     flops: float | None
     warmup: int | None
+    batch_size: int
+    gradient_accumulation: int
+
+    @property
+    def samples(self) -> int:
+        """The samples of the run in one process."""
+        return self.steps * self.batch_size * self.gradient_accumulation
+
+    @property
+    def samples_a_step(self) -> int:
+        """The samples of an optimizer step, of all processes."""
+        processes = int(os.environ.get("WORLD_SIZE") or "1")
+        return self.batch_size * self.gradient_accumulation * processes
 
     @property
     def stages(self) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,13 @@ def block(rows: dict[str, str]) -> str:
     """Two columns of names and texts."""
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows.items())
+
+
+def tsv(rows: Iterable[Sequence[Any]]) -> str:
+    """Rows of strings and numbers, separated by tabs; nothing stands for None."""
+    text = io.StringIO()
+    csv.writer(text, delimiter="\t", lineterminator="\n").writerows(rows)
+    return text.getvalue()
 
 
 def drawn(path: Path, draw: Callable[[], None]) -> bool:

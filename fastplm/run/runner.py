@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,13 @@ _OF_A_MACHINE = ("cache", "threads", "workers")
 
 
 class Run:
-    """What a command that trains reads, trains and writes; ``run`` takes it in its order.
+    """What a command that trains reads, builds, trains and writes; ``run`` has the order.
 
     Args:
         args: the settings.
 
     Attributes:
+        args: their plan, in which ``read`` may set what the data says.
         before: the record of the run that is resumed, or None.
         record: that of this run: what its results depend on.
         checkpoint: what the training continues from, if anything.
@@ -33,23 +34,19 @@ class Run:
     """
 
     #: Settings that are not in the record, as they may differ when a run is resumed.
-    free: frozenset[str] = frozenset()
+    ignored_on_resume: frozenset[str] = frozenset()
     #: Whether it is so long that huge pages are worth the seconds that Linux needs for them.
     huge_pages = False
     before: dict[str, Any] | None = None
     checkpoint: Path | None = None
     record: dict[str, Any]
     device: torch.device
-    _make_room: Callable[[], None]
 
     def __init__(self, args: Any) -> None:
         self.args, self.out = args.plan(), Path(args.out)
 
-    def prepare(self) -> None:
-        """Read the data."""
-
-    def facts(self) -> dict[str, Any]:
-        """What the results depend on beside the settings."""
+    def read(self) -> dict[str, Any]:
+        """Read the data; returns what the results depend on beside the settings."""
         return {}
 
     def compare(self, before: dict[str, Any]) -> None:
@@ -60,15 +57,12 @@ class Run:
         """Whether nothing is left to do of a resumed run."""
         return damage(self.out) is None
 
-    def build(self) -> None:
-        """Make the model and its trainer, which is the last that may fail before it is written."""
+    def build(self) -> str:
+        """Make the model and its trainer, which is the last that may fail before it is written.
 
-    def announcement(self) -> str:
-        """What is printed before the first step."""
+        Returns what is printed before the first step.
+        """
         raise NotImplementedError
-
-    def write_first(self) -> None:
-        """Write what the training does not change."""
 
     def train(self) -> dict[str, Any]:
         """Train and write the results; returns ``metrics.json``."""
@@ -91,12 +85,12 @@ class Run:
             inputs=args.inputs(),
             resumable=args.resumable,
         )
-        with folder as self._make_room, computing(args.threads, huge_pages=self.huge_pages):
+        with folder as make_room, computing(args.threads, huge_pages=self.huge_pages):
             before = self.before = read_record(args.where, self.out) if args.resume else None
-            self.prepare()
+            facts = self.read()
             settings = settings_of(self.args)
-            kept = {name: settings[name] for name in sorted(settings.keys() - self.free)}
-            self.record = kept | self.facts()
+            compared = sorted(settings.keys() - self.ignored_on_resume)
+            self.record = {name: settings[name] for name in compared} | facts
             if before is not None:
                 self.compare(before)
                 if self.finished(before):
@@ -104,23 +98,18 @@ class Run:
                     say(f"The run in {self.out} is finished, {steps}: nothing was changed.")
                     written = self.out / "metrics.json"
                     return json.loads(written.read_text("utf-8")) if first_process() else {}
-            self.build()
+            said = self.build()
             check_ranks(self.args)
             if first_process():
-                self._begin()
+                with writing(args.where, self.out):
+                    make_room()
+                    (self.out / MANIFEST).unlink(missing_ok=True)  # it is no longer a finished one
+                    write_hashed(self.out / RECORD, self.record)
+                    write_settings(self.out, self.args)
+                say(said)
+                if self.device.type == "cpu":
+                    say(busy_cores())
             return self.train()
-
-    def _begin(self) -> None:
-        """Write what the run is, and print what it will do."""
-        with writing(self.args.where, self.out):
-            self._make_room()
-            (self.out / MANIFEST).unlink(missing_ok=True)  # the run is no longer a finished one
-            self.write_first()
-            write_hashed(self.out / RECORD, self.record)
-            write_settings(self.out, self.args)
-        say(self.announcement())
-        if self.device.type == "cpu":
-            say(busy_cores())
 
     def finish(self, metrics: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
         """Write ``metrics.json``, and the manifest, by which the run is a finished one."""

@@ -22,9 +22,9 @@ from typing import Any
 from fastplm.data._folder import lock, say, unlock
 from fastplm.errors import DivergenceError
 from fastplm.run.folder import RECORD, can_resume, last_checkpoint, read_hashed, write_hashed
-from fastplm.study.progress import DONE, clock, progress, seconds_of
+from fastplm.study.progress import CELL, DONE, LOG, clock, progress, seconds_of
 
-_CELL, _LOG, _LOCK = "cell.json", "log.txt", "cell.lock"
+_LOCK = "cell.lock"
 #: What a row of accuracies holds beside those of published systems.
 _OURS = ("level", "name", "paradigms", "pairs", "ties", "accuracy", "low", "high")
 #: The last lines of a log that are shown when a command fails.
@@ -38,22 +38,21 @@ _NOTHING: Mapping[str, Any] = {"held_out": {}, "flops": None}
 def main(words: Sequence[str]) -> int:
     """Run the cell in a folder, unless it is finished; returns the exit code."""
     folder, plan = (Path(word).resolve() for word in words)
-    cell = json.loads((folder / _CELL).read_text("utf-8"))
+    cell = json.loads((folder / CELL).read_text("utf-8"))
     # The lock ends with this process and the command, whichever lives longer.
     descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         if lock(descriptor) is False:
             say(f"{cell['label']}: another process runs it; its end is awaited.")
             lock(descriptor, wait=True)
-        done = read_hashed(folder / DONE)
-        if done is None:
+        if read_hashed(folder / DONE) is None:
             code = _run(folder, cell, descriptor)
             if code != 0:
                 return code
-            done = read_hashed(folder / DONE)
-            assert done is not None
     finally:
         unlock(descriptor)
+    done = read_hashed(folder / DONE)
+    assert done is not None
     finished, of_all, to_go = progress(plan)
     left = "" if to_go is None or finished == of_all else f"; about {clock(to_go)} to go"
     say(f"[{finished} of {of_all}] {cell['label']}: {clock(seconds_of(done))}{left}")
@@ -62,16 +61,49 @@ def main(words: Sequence[str]) -> int:
 
 def _run(folder: Path, cell: Mapping[str, Any], descriptor: int) -> int:
     """Run the command of a cell, and write its figures; returns its exit code."""
-    content: dict[str, Any] = {name: cell[name] for name in ("label", "command", "code")}
     before = [read_hashed(folder.parent / key / DONE) or {} for key in cell["needs"]]
-    if any(each.get("diverged") for each in before):  # there is no model to go on with
-        _finish(folder, content, _NOTHING, None, (0.0, 0.0))
-        return 0
-    out = folder / cell["out"]
+    out, command = folder / cell["out"], cell["command"]
+    figures: Mapping[str, Any] = _NOTHING
+    train_seconds, seconds, processor_seconds = None, 0.0, 0.0
+    if not any(each.get("diverged") for each in before):  # there is no model to go on with
+        begun = time.perf_counter()
+        code, tail = _called(folder, cell, out, descriptor)
+        seconds = time.perf_counter() - begun
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        processor_seconds = used.ru_utime + used.ru_stime
+        if code in _STOPPED:
+            say(f"{cell['label']}: stopped; the same command goes on.")
+            return code
+        if code == DivergenceError.EXIT_CODE:
+            say("\n".join([f"{cell['label']}: it diverged. {folder / LOG} ends:", *tail[-1:]]))
+        elif code != 0:
+            say("\n".join([f"{cell['label']}: exit code {code}. {folder / LOG} ends:", *tail]))
+            return code
+        else:
+            figures, train_seconds = FIGURES[command](out)
+    content = {
+        "diverged": figures is _NOTHING,
+        **{name: cell[name] for name in ("label", "command", "code")},
+        **figures,
+        "times": {
+            "seconds": seconds,
+            "cpu_seconds": processor_seconds,
+            "train_seconds": train_seconds,
+        },
+    }
+    write_hashed(folder / DONE, content)
+    if command == "finetune":  # no cell reads these models, and there are many
+        for model in out.glob("**/seed-*/model"):
+            shutil.rmtree(model, ignore_errors=True)
+    return 0
+
+
+def _called(
+    folder: Path, cell: Mapping[str, Any], out: Path, descriptor: int
+) -> tuple[int, list[str]]:
+    """Call the command of a cell; gives its exit code, and the last lines of its log."""
     words = [cell["command"], *cell["words"], "--out", str(out), *_again(cell["command"], out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(cell["threads"])}
-    begun = time.perf_counter()
-    with (folder / _LOG).open("ab") as log:
+    with (folder / LOG).open("ab") as log:
         log.write(os.fsencode(f"\n$ fastplm {' '.join(words)}\n"))
         log.flush()
         child = subprocess.Popen(
@@ -80,42 +112,11 @@ def _run(folder: Path, cell: Mapping[str, Any], descriptor: int) -> int:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=environment,
+            env={**os.environ, "OMP_NUM_THREADS": str(cell["threads"])},
             pass_fds=(descriptor,),
         )
         code = _awaited(child)
-    seconds, used = time.perf_counter() - begun, resource.getrusage(resource.RUSAGE_CHILDREN)
-    tail = (folder / _LOG).read_text("utf-8", "replace").rstrip().splitlines()[-_SHOWN:]
-    diverged = code == DivergenceError.EXIT_CODE
-    if code in _STOPPED:
-        say(f"{cell['label']}: stopped; the same command goes on.")
-        return code
-    if code != 0 and not diverged:
-        say("\n".join([f"{cell['label']}: exit code {code}. {folder / _LOG} ends:", *tail]))
-        return code
-    figures, train_seconds = _NOTHING, None
-    if diverged:
-        say("\n".join([f"{cell['label']}: it diverged. {folder / _LOG} ends:", *tail[-1:]]))
-    else:
-        figures, train_seconds = FIGURES[cell["command"]](out)
-    _finish(folder, content, figures, train_seconds, (seconds, used.ru_utime + used.ru_stime))
-    if cell["command"] == "finetune":  # no cell reads these models, and there are many
-        for model in out.glob("**/seed-*/model"):
-            shutil.rmtree(model, ignore_errors=True)
-    return 0
-
-
-def _finish(
-    folder: Path,
-    content: Mapping[str, Any],
-    figures: Mapping[str, Any],
-    train_seconds: float | None,
-    used: tuple[float, float],
-) -> None:
-    """Write the figures of a cell; ``used``: seconds, and processor seconds."""
-    times = dict(zip(("seconds", "cpu_seconds"), used, strict=True))
-    whole = {"diverged": figures is _NOTHING, **content, **figures}
-    write_hashed(folder / DONE, {**whole, "times": {**times, "train_seconds": train_seconds}})
+    return code, (folder / LOG).read_text("utf-8", "replace").rstrip().splitlines()[-_SHOWN:]
 
 
 def _again(command: str, out: Path) -> list[str]:
@@ -152,17 +153,13 @@ def _of_training(out: Path) -> tuple[dict[str, Any], float]:
     from fastplm.pretrain.report import numbers_of
 
     metrics = json.loads((out / "metrics.json").read_text("utf-8"))
-    held_out = numbers_of(metrics.get("held_out", {}))
     record = json.loads((out / RECORD).read_text("utf-8"))
     figures = {
-        "held_out": held_out,
+        "held_out": numbers_of(metrics.get("held_out", {})),
         "steps": record["steps"],
-        "flops": metrics["flops"],
-        "parameters": metrics["parameters"],
-        "vocab_size": metrics["vocab_size"],
+        **{name: metrics[name] for name in ("flops", "parameters", "vocab_size")},
         "tokenizer": record["tokenizer"],
-        "versions": metrics["versions"],
-        "device": metrics["device"],
+        **{name: metrics[name] for name in ("versions", "device")},
     }
     return figures, metrics["train_seconds"]
 

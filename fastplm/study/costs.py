@@ -76,9 +76,8 @@ def _of_pretraining(args: Any, config: Any) -> float:
     if args.objective == "spans":  # a tokenizer alone would say how long its targets are
         block, targets = args.block_size, round(_SPANS * args.block_size)
         return flops_a_token(config, block, targets) * args.samples * (block + targets)
-    objective = objective_of(args)(args, cast(Any, None))
-    a_step = objective.tokens_a_step * objective.flops_a_token(config)
-    return a_step * args.samples / args.samples_a_step
+    objective = objective_of(args, cast(Any, None))
+    return objective.tokens_of(args.samples) * objective.flops_a_token(config)
 
 
 def _of_finetuning(args: Any, config: Any, folder: Path) -> float:

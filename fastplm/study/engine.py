@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import functools
+import hashlib
 import importlib.util
 import json
 import os
@@ -11,11 +14,15 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import fastplm
 from fastplm.data._folder import write_json
 from fastplm.errors import DataError, check, fail
-from fastplm.study.cells import CELL, Cell, Store
-from fastplm.study.progress import DONE
+from fastplm.study.cells import Cell, Store
+from fastplm.study.progress import CELL, DONE, LOG
 
+_ROOT = Path(fastplm.__file__).parent
+#: What only shows or plans, and changes no figure of a run.
+_ASIDE = ("study", "triton_kernels")
 #: Options that say where cells run and how many at once.
 _PLACES = frozenset(("--executor", "-e", "--profile", "--cores", "-c", "--jobs", "-j"))
 _HEAD = """\
@@ -63,7 +70,7 @@ def run(
     code = _snakemake(words_of(snakefile, store.folder, cores, options))
     left = [cell for cell in cells if store.done(cell) is None]
     if left or code:
-        logs = store.at(left[0]) / "log.txt" if left else snakefile
+        logs = store.at(left[0]) / LOG if left else snakefile
         got = f"Snakemake's exit code {code}"
         if left:
             got = f"{len(left)} of {len(cells)} cells that are not finished, {left[0].label} first"
@@ -110,8 +117,6 @@ def _snakemake(words: Sequence[str]) -> int:
 
 def describe(cell: Cell, store: Store) -> None:
     """Write what a cell is to its folder, where the engine reads it."""
-    from fastplm.study.code import digest
-
     folder = store.at(cell)
     folder.mkdir(parents=True, exist_ok=True)
     content = {
@@ -128,11 +133,32 @@ def describe(cell: Cell, store: Store) -> None:
     write_json(folder / CELL, content)
 
 
+@functools.cache
+def digest() -> str:
+    """The hash of the code of the library: another one says that it is another code, not that
+    results are others."""
+    whole = hashlib.blake2b(digest_size=8)
+    for path in sorted(_ROOT.rglob("*.py")):
+        if path.relative_to(_ROOT).parts[0] not in _ASIDE:
+            whole.update(meaning(path.read_text("utf-8")).encode())
+    return whole.hexdigest()
+
+
+def meaning(source: str) -> str:
+    """A text of what a module does, which its comments and docstrings do not change."""
+    tree = ast.parse(source)
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(tree):
+        if isinstance(node, documented) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.dump(tree)
+
+
 def rules(cells: Iterable[Cell], plan: Path) -> str:
     """The rules of a Snakefile for these cells; those that are done have none."""
     cells = list(cells)
     lines = ["rule all:", "    input:"]
-    lines += [f"        {_text(f'{cell.key}/{DONE}')}," for cell in cells]
+    lines += [f"        {json.dumps(f'{cell.key}/{DONE}')}," for cell in cells]
     for cell in cells:
         words = [sys.executable, "-m", "fastplm.study.cell", cell.key, str(plan)]
         command = shlex.join(words).replace("{", "{{").replace("}", "}}")
@@ -140,14 +166,12 @@ def rules(cells: Iterable[Cell], plan: Path) -> str:
         lines += ["", f"# {label}", f"rule {cell.command}_{cell.key}:"]
         if cell.needs:
             lines.append("    input:")
-            lines += [f"        ancient({_text(f'{need.key}/{DONE}')})," for need in cell.needs]
+            lines += [
+                f"        ancient({json.dumps(f'{need.key}/{DONE}')})," for need in cell.needs
+            ]
         lines += [
-            f"    output: {_text(f'{cell.key}/{DONE}')}",
+            f"    output: {json.dumps(f'{cell.key}/{DONE}')}",
             f"    threads: {cell.threads}",
-            f"    shell: {_text(command)}",
+            f"    shell: {json.dumps(command)}",
         ]
     return "\n".join(lines) + "\n"
-
-
-def _text(value: str) -> str:
-    return json.dumps(value)

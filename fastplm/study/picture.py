@@ -19,7 +19,7 @@ def panels(results: Results) -> list[str]:
 
 
 def draw(path: Path, results: Results) -> None:
-    """Draw a study: against FLOPs where several states of a training were judged, else by variant.
+    """Draw a study: against FLOPs where milestones of a training were judged, else by variant.
 
     Filled marks are past their plateau; empty ones are too early to tell, as a mark at the end of a
     curve says of its training. Strokes are the means of the pre-training seeds.
@@ -27,7 +27,7 @@ def draw(path: Path, results: Results) -> None:
     from matplotlib.figure import Figure
 
     names = panels(results)
-    curves = any(row.states for row in results.rows.values())
+    curves = any(row.milestones for row in results.rows.values())
     across = min(2 if len(names) < 5 else 3, len(names))
     down = -(-len(names) // across)
     height = 3.2 if curves else 1.0 + 0.32 * len(results.rows)
@@ -100,9 +100,9 @@ def _curves(axis: Any, results: Results, name: str) -> None:
         scores, flops = row.scores.get(name), row.flops or 0.0
         if scores is None:
             continue
-        states = [*row.states.get(name, ()), (1.0, scores)]
-        places = [share * flops for share, _ in states]
-        found = [each.interval for _, each in states]
+        milestones = [*row.milestones.get(name, ()), (1.0, scores)]
+        places = [share * flops for share, _ in milestones]
+        found = [each.interval for _, each in milestones]
         means = [each.mean for each in found]
         color = f"C{number % 10}"
         fill = "none" if scores.early else color

@@ -10,8 +10,8 @@ from typing import Any
 from fastplm.data._folder import write_json
 from fastplm.run.folder import read_hashed
 
-#: The file that a finished cell has.
-DONE = "done.json"
+#: The files of a cell: what it is, what its command prints, and the figures of a finished one.
+CELL, LOG, DONE = "cell.json", "log.txt", "done.json"
 
 
 class Speeds:

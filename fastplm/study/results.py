@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from fastplm.pretrain.settings import COLLAPSED
-from fastplm.study.cells import Cell, Plan, Planned, Store, detects
+from fastplm.study.cells import Plan, Planned, Store
 from fastplm.study.grid import HELD_OUT, MEAN, OF_A_MEAN, Grid, Judge
+from fastplm.study.held_out import LOSSES, shown, too_early
 from fastplm.study.statistics import Interval, Spread, interval, spread
 
 #: The device of a training whose cell does not say it.
 UNRECORDED = "a device that was not recorded"
-#: Figures of which less is more end so.
-_LOSSES = ("loss", "perplexity")
-#: Figures of held-out text that are beside its losses.
-_HELD_OUT = ("_loss", "_accuracy")
-#: Figures that stay out of the table: most are of all tokens, of which few can be replaced.
-_LEFT_OUT = ("words_loss", "balanced_accuracy", "words_balanced_accuracy_error")
-#: What "clearly" means of a loss in the rule of a budget that can speak, see ``too_early``.
-CLEAR_NATS = 0.05
 _CHANCE_OF_PAIRS = 0.5
-#: The losses of models that know no context, or one token of it.
-_PLATEAUS = ("unigram_loss", "bigram_loss")
 _FACTS = ("steps", "parameters", "vocab_size", "tokenizer")
-_TOKEN_LOSSES = (
-    *("mlm_loss", "clm_loss", "spans_loss", "denoise_loss"),
-    *("discriminator_mlm_loss", "discriminator_chosen_loss"),
-)
+#: Of a variant: seconds, and seconds of processors.
+TIMES = ("train_seconds", "train_cpu_seconds", "judge_cpu_seconds")
 
 
 @dataclass(frozen=True)
@@ -62,9 +50,8 @@ class Row:
 
     Args:
         name: of the variant.
-        planned: its cells.
         scores: by judge, or figure of held-out text.
-        states: by the same, of earlier states of the training: (its share in steps, scores).
+        milestones: by the same, of earlier points of the training: (its share in steps, scores).
         flops: of a training, by the library's count; None where nothing is trained.
         facts: parameters, vocabulary, learning rate and the like.
         times: CPU seconds and seconds of a training, and CPU seconds of all that was judged.
@@ -72,9 +59,8 @@ class Row:
     """
 
     name: str
-    planned: Planned
     scores: Mapping[str, Scores]
-    states: Mapping[str, Sequence[tuple[float, Scores]]]
+    milestones: Mapping[str, Sequence[tuple[float, Scores]]]
     flops: float | None
     facts: Mapping[str, Any]
     times: Mapping[str, float | None]
@@ -132,9 +118,7 @@ class Results:
 def results(grid: Grid, plan: Plan, store: Store) -> Results:
     """Read the figures of a study whose cells are all finished."""
     done = {key: store.done(cell) or {} for key, cell in plan.cells.items()}
-    rows = {name: _row(grid, each, done) for name, each in plan.variants.items()}
-    codes = sorted({content["code"] for content in done.values()})
-    versions: dict[str, str] = next((c["versions"] for c in done.values() if "versions" in c), {})
+    trained = [content for content in done.values() if "parameters" in content]
     published = {
         name: {system: value for system, value in found.items() if value is not None}
         for each in plan.variants.values()
@@ -142,56 +126,57 @@ def results(grid: Grid, plan: Plan, store: Store) -> Results:
         for cell in cells
         if (found := done[cell.key].get("published"))
     }
-    return Results(grid, rows, tuple(codes), versions, _devices(done.values()), published)
-
-
-def _devices(contents: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-    trained = (content for content in contents if "parameters" in content)
-    return tuple(sorted({content.get("device", UNRECORDED) for content in trained}))
+    return Results(
+        grid=grid,
+        rows={name: _row(grid, each, done) for name, each in plan.variants.items()},
+        codes=tuple(sorted({content["code"] for content in done.values()})),
+        versions=next((c["versions"] for c in done.values() if "versions" in c), {}),
+        devices=tuple(sorted({content.get("device", UNRECORDED) for content in trained})),
+        published=published,
+    )
 
 
 def _row(grid: Grid, planned: Planned, done: Mapping[str, Any]) -> Row:
     trained = [done[cell.key] for cell in planned.trainings]
     held_out = [each["held_out"] for each in trained]
     early = too_early(held_out)
-    scores = {f"{HELD_OUT}{name}": each for name, each in _of_held_out(held_out, early)}
-    states: dict[str, list[tuple[float, Scores]]] = {}
+    scores: dict[str, Scores] = {}
+    milestones: dict[str, list[tuple[float, Scores]]] = {}
     judging = []
     for (name, share), cells in sorted(planned.judged.items(), key=lambda each: each[0][1]):
-        judge = grid.judges[name]
         contents = [done[cell.key] for cell in cells]
         if any(each["diverged"] for each in contents):
             continue
         judging += contents if share == 1 else []
-        scratch = planned.scratch.get(name)
-        nothing = None if scratch is None else done[scratch.key]
-        if nothing is not None and nothing["diverged"]:
-            nothing = None
-        for column, each in _of_judge(judge, contents, nothing, early, bool(trained)):
+        scratch = done[planned.scratch[name].key] if name in planned.scratch else None
+        if scratch is not None and scratch["diverged"]:
+            scratch = None
+        for column, each in _of_judge(grid.judges[name], contents, scratch, early, bool(trained)):
             if share == 1:
                 scores[column] = each
             else:
-                states.setdefault(column, []).append((share, each))
-    scores |= _mean_of(grid, scores)
-    ordered = [name for name in scores if not name.startswith(HELD_OUT)]
-    ordered += [name for name in scores if name.startswith(HELD_OUT)]
+                milestones.setdefault(column, []).append((share, each))
+    of_text = {f"{HELD_OUT}{name}": each for name, each in _of_held_out(held_out, early)}
     flops = [each["flops"] for each in trained if each["flops"] is not None]
     first = trained[0] if trained else {}
+    judged = [cell for cells in planned.judged.values() for cell in cells]
     return Row(
         name=planned.variant.name,
-        planned=planned,
-        scores={name: scores[name] for name in ordered},
-        states=states,
+        scores={**scores, **_mean_of(grid, scores), **of_text},
+        milestones=milestones,
         flops=sum(flops) / len(flops) if flops else None,
         facts={
             **{name: first.get(name) for name in _FACTS},
             "learning_rate": planned.rate,
-            "rates": {rate: _finite(loss) for rate, loss in planned.tried.items()},
+            # Of a training that diverged, JSON has no loss.
+            "rates": {r: None if loss == math.inf else loss for r, loss in planned.tried.items()},
             "seeds": len(trained),
         },
         times=_times(trained, judging),
         diverged=tuple(
-            cell.label for cell in cells_of(planned) if done[cell.key].get("diverged", False)
+            cell.label
+            for cell in (*planned.trainings, *judged, *planned.scratch.values())
+            if done[cell.key].get("diverged", False)
         ),
     )
 
@@ -214,11 +199,6 @@ def _mean_of(grid: Grid, scores: Mapping[str, Scores]) -> dict[str, Scores]:
     return {MEAN: Scores(np.mean([each.values for each in found], 0), early=early)}
 
 
-def _finite(loss: float | None) -> float | None:
-    """A loss for JSON; None of a training that diverged."""
-    return None if loss is None or math.isinf(loss) else loss
-
-
 def _times(trained: Sequence[Any], judging: Sequence[Any]) -> dict[str, float | None]:
     def mean(values: Sequence[float]) -> float | None:
         return sum(values) / len(values) if values else None
@@ -228,11 +208,9 @@ def _times(trained: Sequence[Any], judging: Sequence[Any]) -> dict[str, float | 
     # the share of a processor that its last process had.
     shares = [each["cpu_seconds"] / each["seconds"] for each in known]
     cpu = [each["train_seconds"] * share for each, share in zip(known, shares, strict=True)]
-    return {
-        "train_seconds": mean([each["train_seconds"] for each in known]),
-        "train_cpu_seconds": mean(cpu),
-        "judge_cpu_seconds": sum(each["times"]["cpu_seconds"] for each in judging) or None,
-    }
+    judged = sum(each["times"]["cpu_seconds"] for each in judging) or None
+    values = (mean([each["train_seconds"] for each in known]), mean(cpu), judged)
+    return dict(zip(TIMES, values, strict=True))
 
 
 # --- scores ---------------------------------------------------------------------------------------
@@ -241,12 +219,10 @@ def _times(trained: Sequence[Any], judging: Sequence[Any]) -> dict[str, float | 
 def _of_held_out(
     held_out: Sequence[Mapping[str, float]], early: tuple[str, ...]
 ) -> Iterator[tuple[str, Scores]]:
-    names = [name for name in (held_out[0] if held_out else {}) if name.endswith(_HELD_OUT)]
-    for name in names:
-        if name in (*_PLATEAUS, *_LEFT_OUT) or not all(name in each for each in held_out):
-            continue
-        values = np.array([[each[name]] for each in held_out], np.float64)
-        yield name, Scores(values, lower=name.endswith(_LOSSES), early=early)
+    for name in shown(held_out[0]) if held_out else ():
+        if all(name in each for each in held_out):
+            values = np.array([[each[name]] for each in held_out], np.float64)
+            yield name, Scores(values, lower=name.endswith(LOSSES), early=early)
 
 
 def _of_judge(
@@ -265,12 +241,12 @@ def _of_judge(
         reasons = early
         if scratch is not None:
             nothing = np.array(scratch["points"][number]["scores"][figure], np.float64)
-            reasons += _not_above(values, nothing, figure.endswith(_LOSSES))
+            reasons += _not_above(values, nothing, figure.endswith(LOSSES))
         is_main = figure == next(iter(point["scores"]))  # chance is that of the first metric
         if is_main and not _clearly_above(values, contents[0].get("chance", -np.inf)):
             reasons += ("fine-tuning is not clearly better than one answer to all examples",)
         name = judge.name if len(points) == 1 else f"{judge.name} {point['examples']}"
-        yield name, Scores(values.astype(np.float64), False, figure.endswith(_LOSSES), reasons)
+        yield name, Scores(values.astype(np.float64), False, figure.endswith(LOSSES), reasons)
 
 
 def _of_scoring(contents: Sequence[Any], early: tuple[str, ...]) -> Scores:
@@ -291,45 +267,6 @@ def _clearly_above(values: np.ndarray, chance: float, *, fixed: bool = False) ->
     return (found.mean if found.low is None else found.low) > chance
 
 
-# --- a budget that can speak ----------------------------------------------------------------------
-
-
-def too_early(held_out: Sequence[Mapping[str, float]]) -> tuple[str, ...]:
-    """Why the trainings of a variant say nothing yet of an order; nothing where they do.
-
-    The loss of held-out tokens must be at least ``CLEAR_NATS`` below that of a unigram's and of a
-    bigram's on the same tokens, at each seed. In ELECTRA's joint training this holds for a
-    discriminator that predicts tokens (where it predicts all of them, its softmax, without copies,
-    over those that the generator had to predict); one that detects them must have a balanced
-    accuracy of ``cells.CLEAR_BALANCED`` at least. Its generator, which is small on purpose and not
-    judged, must be below the unigram alone. An encoder-decoder can copy most labels: it must be
-    below what it would have with the others alone, and its encoder must not give all tokens one
-    output.
-    """
-    found = []
-    for each in held_out:
-        joint = "discriminator_mlm_loss" in each or "words_balanced_accuracy" in each
-        missing = each.get("missing_share", 1.0)
-        of = f" of the {missing:.0%} of its labels that are not in its source"
-        for name in _TOKEN_LOSSES:
-            beaten = _PLATEAUS[:1] if joint and name == "mlm_loss" else _PLATEAUS
-            if name == "discriminator_mlm_loss" and "discriminator_chosen_loss" in each:
-                continue
-            for plateau in beaten:
-                if name not in each or plateau not in each:
-                    continue
-                if each[name] > missing * (each[plateau] - CLEAR_NATS):
-                    said = f"its {name} is not clearly below the {plateau.replace('_', ' ')}"
-                    found.append(said + (of if missing < 1 else ""))
-        if each.get("encoder_similarity", 0.0) > COLLAPSED:
-            found.append("its encoder gives all tokens one output")
-        if not detects(each):
-            found.append("its discriminator's balanced accuracy is not clearly above .5")
-        if not each:
-            found.append("it diverged, or no text was held out")
-    return tuple(dict.fromkeys(found))
-
-
 def _not_above(values: np.ndarray, nothing: np.ndarray, lower: bool) -> tuple[str, ...]:
     """Why fine-tuning from the model is not clearly better than from new weights, if so.
 
@@ -346,9 +283,3 @@ def _not_above(values: np.ndarray, nothing: np.ndarray, lower: bool) -> tuple[st
     if gain > 2 * float(variance) ** 0.5 and gain > 0:
         return ()
     return ("fine-tuning is not clearly better than from new weights",)
-
-
-def cells_of(planned: Planned) -> list[Cell]:
-    """All cells of a variant."""
-    judged = [cell for cells in planned.judged.values() for cell in cells]
-    return [*planned.trainings, *judged, *planned.scratch.values()]

@@ -17,7 +17,7 @@ from fastplm.study.cells import Plan, Planner, Store
 from fastplm.study.claims import Comparison, compare
 from fastplm.study.costs import amount, product_speed
 from fastplm.study.engine import check_engine, run
-from fastplm.study.grid import TRAINS, Grid, read_grid
+from fastplm.study.grid import COMMANDS, TRAINS, Grid, read_grid
 from fastplm.study.options import CELLS
 from fastplm.study.picture import draw
 from fastplm.study.progress import Speeds, clock, seconds_of, write_plan
@@ -70,8 +70,7 @@ def study(
         return _shown(grid, planner.plan(), store, jobs, threads)
     check_engine()
     named = f"{grid.name}-{grid.size}" if grid.size else grid.name
-    usual = _STUDIES / named.replace(" ", "-")
-    out = Path(folder or usual).resolve()
+    out = Path(folder or _STUDIES / named.replace(" ", "-")).resolve()
     try:
         out.mkdir(parents=True, exist_ok=True)
         store.folder.mkdir(parents=True, exist_ok=True)
@@ -83,10 +82,8 @@ def study(
         plan = _run(grid, planner, store, out, jobs, shlex.split(engine))
         return _written(grid, plan, store, out)
     except KeyboardInterrupt:
-        say(
-            f"fastplm study: interrupted; {store.folder} keeps what is finished, and the same "
-            "command goes on."
-        )
+        kept = f"{store.folder} keeps what is finished, and the same command goes on."
+        say(f"fastplm study: interrupted; {kept}")
         raise
     finally:
         release(out / LOCK, handle)
@@ -144,32 +141,30 @@ def _shown(grid: Grid, plan: Plan, store: Store, jobs: int, threads: int) -> str
     """The cells of a study, their FLOPs and hours."""
     cells = list(plan.cells.values())
     done = {cell.key: store.done(cell) for cell in cells}
-    finished = [
-        (cell.command, cell.cost, seconds_of(content))
-        for cell in cells
-        if (content := done[cell.key]) is not None
-    ]
-    speeds = Speeds(finished)
-    least = not speeds.known
-    if least:
+    left = [cell for cell in cells if done[cell.key] is None]
+    times = ((cell, done[cell.key]) for cell in cells)
+    finished = [(cell.command, cell.cost, seconds_of(of)) for cell, of in times if of is not None]
+    speeds, basis = Speeds(finished), "at the speed of the finished cells"
+    if not speeds.known:
+        # As if each command had done a second of products.
         speed = product_speed(_WIDTH, threads)
-        speeds = Speeds([(name, speed, 1.0) for name in (*TRAINS, "finetune", "score")])
+        speeds = Speeds([(command, speed, 1.0) for command in COMMANDS])
+        basis = f"at least: at the speed of a matrix product of width {_WIDTH} on this machine"
     lines = []
     for cell in cells:
-        state = "done" if done[cell.key] is not None else ""
-        state = "after a choice of rate or state" if cell.provisional else state
+        state = "" if done[cell.key] is None else " (done)"
+        state = " (after a choice of rate or state)" if cell.provisional else state
         hours = clock(speeds.seconds(cell.command, cell.cost))
         key = "" if cell.provisional else cell.key
         lines.append(
             f"{key:20}  {cell.command:8}  {amount(cell.cost, 'FLOP'):>12}  {hours:>10}  "
-            f"{cell.label}{f' ({state})' if state else ''}"
+            f"{cell.label}{state}"
         )
-    left = [cell for cell in cells if done[cell.key] is None]
     seconds = sum(speeds.seconds(cell.command, cell.cost) for cell in left) / jobs
-    trained = [cell for cell in cells if cell.command in TRAINS]
-    basis = "at the speed of the finished cells"
-    if least:
-        basis = f"at least: at the speed of a matrix product of width {_WIDTH} on this machine"
+    trained, judged = (
+        amount(sum(cell.cost for cell in cells if (cell.command in TRAINS) == trains), "FLOP")
+        for trains in (True, False)
+    )
     each = {
         name: amount(max(cells.cost for cells in found.trainings), "FLOP")
         for name, found in plan.variants.items()
@@ -184,8 +179,7 @@ def _shown(grid: Grid, plan: Plan, store: Store, jobs: int, threads: int) -> str
             for name in dict.fromkeys(cell.command for cell in cells)
         ),
         "one training": ", ".join(f"{name}: {cost}" for name, cost in each.items()),
-        "FLOPs": f"{amount(sum(cell.cost for cell in trained), 'FLOP')} of trainings, about "
-        f"{amount(sum(cell.cost for cell in cells if cell not in trained), 'FLOP')} of judges",
+        "FLOPs": f"{trained} of trainings, about {judged} of judges",
         "time": f"{clock(seconds)} with {counted(jobs, 'job')} of {counted(threads, 'thread')}, "
         f"{basis}",
         "written": "nothing",

@@ -7,17 +7,17 @@ has both.
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from fastplm.data._output import whole
+from fastplm.run.report import tsv
 from fastplm.study.claims import Comparison
-from fastplm.study.results import CLEAR_NATS, UNRECORDED, Results, Row, Scores
+from fastplm.study.held_out import CLEAR_NATS
+from fastplm.study.results import TIMES, UNRECORDED, Results, Row, Scores
 
 EARLY = "too early to tell"
 _NONE = "–"
@@ -26,10 +26,10 @@ _NONE = "–"
 def write_tables(out: Path, results: Results, claims: Sequence[Comparison], picture: bool) -> None:
     """Write the files of a study to its folder."""
     files = {
-        "table.tsv": _tsv(results),
+        "table.tsv": _table_of_scores(results),
         "table.json": json.dumps(content(results, claims), indent=1) + "\n",
-        "rates.tsv": _rates(results),
-        "times.tsv": _times(results),
+        "rates.tsv": _table_of_rates(results),
+        "times.tsv": _table_of_times(results),
         "study.md": page(results, claims, picture),
     }
     for name, text in files.items():
@@ -47,7 +47,19 @@ def content(results: Results, claims: Sequence[Comparison]) -> dict[str, Any]:
         "paper": grid.paper,
         "tokenizers": results.tokenizers,
         "published": {name: dict(each) for name, each in results.published.items()},
-        "variants": [_variant(row) for row in results.rows.values()],
+        "variants": [
+            {
+                "name": row.name,
+                "flops": _flops(row),
+                **row.facts,
+                "scores": {name: _scores(each) for name, each in row.scores.items()},
+                "states": {
+                    name: [{"share": share, **_scores(each)} for share, each in milestones]
+                    for name, milestones in row.milestones.items()
+                },
+            }
+            for row in results.rows.values()
+        ],
         "spread": {name: asdict(each) for name, each in results.spreads.items()},
         "claims": [
             {
@@ -55,7 +67,7 @@ def content(results: Results, claims: Sequence[Comparison]) -> dict[str, Any]:
                 "than": each.claim.than,
                 "on": each.on,
                 "paper": each.claim.paper,
-                "difference": each.difference and _numbers(each.difference.interval),
+                "difference": each.difference and asdict(each.difference.interval),
                 "p": each.difference and each.difference.p,
                 "p_holm": each.p,
                 "early": list(each.early),
@@ -67,29 +79,13 @@ def content(results: Results, claims: Sequence[Comparison]) -> dict[str, Any]:
     }
 
 
-def _variant(row: Row) -> dict[str, Any]:
-    def scores(each: Scores) -> dict[str, Any]:
-        return {
-            **_numbers(each.interval),
-            "values": each.values.tolist(),
-            "lower_is_better": each.lower,
-            "early": list(each.early),
-        }
-
+def _scores(scores: Scores) -> dict[str, Any]:
     return {
-        "name": row.name,
-        "flops": _flops(row),
-        **row.facts,
-        "scores": {name: scores(each) for name, each in row.scores.items()},
-        "states": {
-            name: [{"share": share, **scores(each)} for share, each in states]
-            for name, states in row.states.items()
-        },
+        **asdict(scores.interval),
+        "values": scores.values.tolist(),
+        "lower_is_better": scores.lower,
+        "early": list(scores.early),
     }
-
-
-def _numbers(interval: Any) -> dict[str, float | None]:
-    return {"mean": interval.mean, "low": interval.low, "high": interval.high}
 
 
 def _flops(row: Row) -> float | None:
@@ -97,49 +93,43 @@ def _flops(row: Row) -> float | None:
     return None if row.flops is None else float(f"{row.flops:.4g}")
 
 
-def _as_tsv(rows: Iterable[Sequence[Any]]) -> str:
-    """Rows of strings and numbers, empty for None."""
-    shown = io.StringIO()
-    csv.writer(shown, delimiter="\t", lineterminator="\n").writerows(rows)
-    return shown.getvalue()
+def _digits(value: float | None, form: str, nothing: str = "") -> str:
+    return nothing if value is None else format(value, form)
 
 
-def _tsv(results: Results) -> str:
-    columns = results.columns
-    head = ["variant", "flops", "parameters", "vocab_size", "learning_rate", "seeds"]
+def _table_of_scores(results: Results) -> str:
+    facts = ("parameters", "vocab_size", "learning_rate", "seeds")
     ends = ("", " low", " high", " early")
-    rows: list[Sequence[Any]] = [[*head, *(f"{name}{end}" for name in columns for end in ends)]]
+    names = [f"{name}{end}" for name in results.columns for end in ends]
+    rows: list[list[Any]] = [["variant", "flops", *facts, *names]]
     for row in results.rows.values():
-        facts = [row.facts[name] for name in head[2:]]
-        cells: list[Any] = []
-        for name in columns:
-            each = row.scores.get(name)
-            numbers = [None] * 3 if each is None else list(_numbers(each.interval).values())
-            cells += [*("" if n is None else f"{n:.6g}" for n in numbers)]
-            cells.append(EARLY if each is not None and each.early else "")
-        rows.append([row.name, _flops(row), *facts, *cells])
-    return _as_tsv(rows)
+        rows.append([row.name, _flops(row), *(row.facts[name] for name in facts)])
+        for name in results.columns:
+            scores = row.scores.get(name)
+            if scores is None:
+                rows[-1] += [None] * len(ends)
+                continue
+            rows[-1] += [_digits(value, ".6g") for value in asdict(scores.interval).values()]
+            rows[-1].append(EARLY if scores.early else None)
+    return tsv(rows)
 
 
-def _rates(results: Results) -> str:
+def _table_of_rates(results: Results) -> str:
     """Each rate that was tried has its held-out loss at seed 0, none where that diverged."""
     rows: list[Sequence[Any]] = [("variant", "learning_rate", "held_out_loss", "taken")]
     for row in results.rows.values():
         taken = row.facts["learning_rate"]
         for rate, loss in row.facts["rates"].items():
-            shown = None if loss is None else f"{loss:.6g}"
-            rows.append((row.name, rate, shown, "yes" if rate == taken else "no"))
-    return _as_tsv(rows)
+            rows.append((row.name, rate, _digits(loss, ".6g"), "yes" if rate == taken else "no"))
+    return tsv(rows)
 
 
-def _times(results: Results) -> str:
-    names = ("train_seconds", "train_cpu_seconds", "judge_cpu_seconds")
-    rows: list[Sequence[Any]] = [("variant", "flops", *names)]
+def _table_of_times(results: Results) -> str:
+    rows: list[Sequence[Any]] = [("variant", "flops", *TIMES)]
     for row in results.rows.values():
-        times = [row.times[name] for name in names]
-        shown = [None if each is None else f"{each:.1f}" for each in times]
+        shown = [_digits(row.times[name], ".1f") for name in TIMES]
         rows.append((row.name, _flops(row), *shown))
-    return _as_tsv(rows)
+    return tsv(rows)
 
 
 # --- the page -------------------------------------------------------------------------------------
@@ -165,11 +155,10 @@ def _table(results: Results) -> list[str]:
     head = ["variant", "FLOPs", "CPU s", "rate", *columns]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for row in results.rows.values():
-        cpu, flops = row.times["train_cpu_seconds"], _flops(row)
         cells = [
             row.name,
-            _NONE if flops is None else f"{flops:.3g}",
-            _NONE if cpu is None else f"{cpu:,.0f}",
+            _digits(_flops(row), ".3g", _NONE),
+            _digits(row.times["train_cpu_seconds"], ",.0f", _NONE),
             row.facts["learning_rate"] or _NONE,
             *(_cell(row.scores.get(name)) for name in columns),
         ]
@@ -197,7 +186,7 @@ def _spreads(results: Results) -> list[str]:
         "|---|---|---|---|",
     ]
     for name, each in results.spreads.items():
-        within = _NONE if each.columns is None else f"{each.columns:.4f}"
+        within = _digits(each.columns, ".4f", _NONE)
         scores = (row.scores[name].values for row in results.rows.values() if name in row.scores)
         point = 1.0 if max(values.max() for values in scores) > 1 else 0.01
         seeds, low, high = each.needed(point)
@@ -242,13 +231,9 @@ def _notes(results: Results) -> list[str]:
             of_rates.setdefault(text, []).append(row.name)
     for text, names in of_rates.items():
         name, (chosen, tried) = ", ".join(names), json.loads(text)
-        shown = ", ".join(
-            f"{rate}: {_NONE if loss is None else format(loss, '.4f')}"
-            for rate, loss in tried.items()
-        )
-        notes.append(
-            f"Held-out loss of {name} by learning rate (seed 0): {shown}.{_edge(chosen, tried)}"
-        )
+        shown = ", ".join(f"{rate}: {_digits(loss, '.4f', _NONE)}" for rate, loss in tried.items())
+        start = f"Held-out loss of {name} by learning rate (seed 0)"
+        notes.append(f"{start}: {shown}.{_edge(chosen, tried)}")
     if of_rates:
         notes.append(
             "The losses by learning rate are sums of all that a training minimises, and of an "

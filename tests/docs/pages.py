@@ -157,7 +157,7 @@ def write_files(folder: Path) -> None:
         ("quick", QuickThoughtsModel(ThoughtsConfig(vocab_size=len(words)))),
     ):
         model.save_pretrained(folder / "path/to" / name)
-        words.save(folder / "path/to" / name)
+        words.save_pretrained(folder / "path/to" / name)
     sentences = [sentence(i) for i in range(6)]
     (folder / "sentences.txt").write_text("\n".join(sentences))
     (folder / "pairs.tsv").write_text("\n".join(f"{text}\t{text}" for text in sentences))

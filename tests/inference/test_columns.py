@@ -13,8 +13,7 @@ import pytest
 
 from fastplm.data import load_tokenizer
 from fastplm.errors import ArgumentTypeError, ArgumentValueError, DataError
-from fastplm.inference._checkpoint import load_model
-from fastplm.inference._encoder import load_encoder
+from fastplm.inference._checkpoint import load_encoder, load_model
 from fastplm.inference.columns import TextEmbedder, TextScorer
 from fastplm.inference.embed import embed
 from fastplm.inference.score import log_likelihood, pseudo_log_likelihood

@@ -17,40 +17,16 @@ from tokenizers import models as tokenizer_models
 import survey_models
 from fastplm import cli
 from fastplm.errors import ArgumentValueError
-from fastplm.inference._encoder import load_encoder
+from fastplm.inference._checkpoint import load_encoder
 from fastplm.inference.embed import embed
 from fastplm.inference.settings import POOLINGS, WORD_POOLINGS
 from fastplm.models import AutoModel
 from fastplm.models._base import most_positions
 
-from ..models.conftest import FAMILIES, PREFIXES, every_family, pair, small_config
-from .conftest import TEXTS, hold, states_of
+from ..models.conftest import PREFIXES, every_family, pair, small_config
+from .conftest import TEXTS, WORDS, hold, of_texts, pooled, states_of
 
-WORDS = [["ab", "c"], [], ["\u200b", "klm", "d"], ["p"], ["hi"] * 4]
 LAYERS = (0, 1, 2)
-
-
-def pooled(rows, kind):
-    """[T, E] -> [E], as the name says."""
-    order = torch.arange(1, len(rows) + 1, dtype=rows.dtype)[:, None]
-    return {
-        "mean": lambda: rows.mean(0),
-        "cls": lambda: rows[0],
-        "first": lambda: rows[0],
-        "last": lambda: rows[-1],
-        "max": lambda: rows.max(0).values,
-        "sum": lambda: rows.sum(0),
-        "mean_sqrt_len": lambda: rows.sum(0) / len(rows) ** 0.5,
-        "weighted_mean": lambda: (rows * order).sum(0) / order.sum(),
-    }[kind]()
-
-
-def of_texts(parent, tokenizer, layers=(-1,), kinds=("mean",)):
-    vectors = []
-    for text in TEXTS:
-        states = states_of(parent, tokenizer(text)["input_ids"])
-        vectors.append(torch.cat([pooled(states[i], kind) for kind in kinds for i in layers]))
-    return torch.stack(vectors)
 
 
 def of_words(parent, tokenizer, kind, layers=(-1,)):
@@ -123,66 +99,6 @@ def test_layers_are_combined(combine, weights, tokenizer):
     options = {"layers": (0, 1), "combine": combine, "layer_weights": weights}
     hold(model, parent, lambda m: embed(m, tokenizer, TEXTS, pooling="max", **options), theirs)
     assert kept.shape == (len(TEXTS), 2 * model.config.hidden_size)
-
-
-@pytest.mark.parametrize("name", ["BertForMaskedLM", "BartForConditionalGeneration", "T5Model"])
-def test_heads_and_decoders_are_left_out(name, tokenizer):
-    model, _ = pair(name)
-    inner = model.base_model
-    inner = getattr(inner, "encoder", None) if model.config.is_encoder_decoder else inner
-    assert np.array_equal(embed(model, tokenizer, TEXTS), embed(inner, tokenizer, TEXTS))
-
-
-def test_models_of_transformers_alone(tokenizer):
-    """Padded batches, for a class without a drop-in class and for a parent."""
-    config = transformers.DistilBertConfig(
-        vocab_size=37, dim=16, hidden_dim=24, n_layers=2, n_heads=2, initializer_range=0.3
-    )
-    model = transformers.DistilBertModel(config).eval()
-    for theirs in (model, pair("BertModel")[1]):
-        hold(
-            theirs,
-            copy.deepcopy(theirs),
-            lambda m: embed(m, tokenizer, TEXTS, layers=(0, 1, 2)),
-            lambda m: of_texts(m, tokenizer, (0, 1, 2)),
-        )
-
-
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_no_layer_above_the_chosen_ones_runs(family, tokenizer):
-    model, _ = pair(f"{PREFIXES[family]}Model")
-    backbone = model.encoder if model.config.is_encoder_decoder else model
-    blocks = getattr(backbone, "h", None) or getattr(backbone, "layers", None)
-    blocks = blocks or getattr(backbone, "block", None)
-    if blocks is None:
-        encoder = backbone.encoder
-        blocks = encoder.albert_layer_groups if family == "albert" else encoder.layer
-    ran = []
-    for block in set(blocks):
-        block.register_forward_hook(lambda *_: ran.append(1))
-    for layer in (0, 1, 2):
-        ran.clear()
-        embed(model, tokenizer, TEXTS, layers=(layer,), batch_tokens=1000)
-        assert len(ran) <= max(layer, 1)  # the embeddings are the first layer's input
-
-
-def test_the_last_layer_computes_only_the_tokens_that_are_read(tokenizer):
-    model, _ = pair("BertModel")
-    rows = []
-    model.encoder.layer[-1].intermediate.dense.register_forward_hook(
-        lambda module, inputs, output: rows.append(output.shape[-2])
-    )
-    embed(model, tokenizer, TEXTS, pooling="cls", batch_tokens=1000)
-    embed(model, tokenizer, WORDS, words="first", batch_tokens=1000)
-    # This model's pooler also reads the first token of each text.
-    assert rows == [len(TEXTS), 9 + len(WORDS)]  # nine of the words have a token
-
-
-def test_vectors_are_repeatable_in_a_model_that_is_being_trained(tokenizer):
-    model = AutoModel.from_config(small_config("bert", hidden_dropout_prob=0.5)).train()
-    first = embed(model, tokenizer, TEXTS)
-    assert np.array_equal(first, embed(model, tokenizer, TEXTS)) and model.training
-    assert not any(module._forward_hooks for module in model.modules())
 
 
 def test_normalized_vectors_have_length_one(tokenizer):

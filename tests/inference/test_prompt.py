@@ -9,6 +9,7 @@ import statistics
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 
@@ -23,7 +24,7 @@ from fastplm.inference.prompt import (
     read_prompt,
     score_labels,
 )
-from fastplm.models import GPT2LMHeadModel
+from fastplm.models import BertForMaskedLM, GPT2LMHeadModel
 
 from ..models.conftest import FAMILIES, LANGUAGE_MODELS, pair
 from .conftest import hold
@@ -87,22 +88,13 @@ def by_hand(family, parent, tokenizer, before, word):
 
 def of_prompts(family, parent, tokenizer, befores):
     """The scores [prompts, labels], word by word."""
-    return torch.stack(
-        [
-            torch.stack(
-                [
-                    torch.stack(
-                        [by_hand(family, parent, tokenizer, before, word) for word in of_one]
-                    )
-                    .exp()
-                    .mean()
-                    .log()
-                    for of_one in LABELS.values()
-                ]
-            )
-            for before in befores
-        ]
-    )
+
+    def label(before, words):
+        logs = [by_hand(family, parent, tokenizer, before, word) for word in words]
+        return torch.stack(logs).exp().mean().log()
+
+    rows = [[label(before, words) for words in LABELS.values()] for before in befores]
+    return torch.stack([torch.stack(row) for row in rows])
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -209,6 +201,54 @@ def test_bad_models(words):
     model.transformer.wte.weight.data.fill_(torch.nan)
     with pytest.raises(DataError, match="a GPT2LMHeadModel whose probabilities are not numbers"):
         score_labels(model, tokenizer, PROMPT, TEXTS)
+
+
+# --- words that a model cannot tell apart, or does not know ---------------------------------------
+
+VOCABULARY = ["[PAD]", "[UNK]", "[MASK]", "it", "was", "great", "bad", "the", "film"]
+
+
+@pytest.fixture(scope="module")
+def bert():
+    """A tiny model and a tokenizer of whole words in small letters."""
+    known = dict(zip(VOCABULARY, range(9), strict=True))
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(known, "[UNK]"))
+    plain.normalizer = tokenizers.normalizers.Lowercase()
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=plain, pad_token="[PAD]", unk_token="[UNK]", mask_token="[MASK]"
+    )
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.BertConfig(vocab_size=9, num_hidden_layers=1, **sizes)
+    return BertForMaskedLM(config), tokenizer
+
+
+def score(bert, labels):
+    return score_labels(*bert, Prompt("{text} it was {label}", labels), [("the film",)]).texts
+
+
+@pytest.mark.parametrize(
+    "labels, said",
+    [
+        ({"good": ["grand"], "bad": ["bad"]}, r"the word 'grand' of 'good', .* \[UNK\]"),
+        ({"good": ["great"], "bad": ["bad", "so awful"]}, r"the word 'so awful' of 'bad'"),
+        (
+            {"good": ["great"], "bad": ["GREAT"]},
+            "'great' of 'good' and 'GREAT' of 'bad', .*: great;",
+        ),
+        ({"a": ["bad", "great"], "b": ["it"], "c": ["Bad"]}, "'bad' of 'a' and 'Bad' of 'c'"),
+    ],
+)
+def test_words_that_say_nothing(labels, said, bert):
+    with pytest.raises(ArgumentValueError, match=f"prompt: `labels` got .*{said}"):
+        score(bert, labels)
+
+
+def test_words_that_say_something(bert):
+    # Labels may contain an unknown part, or a word twice, if they still differ.
+    labels = {"good": ["great", "Great"], "bad": ["bad", "bad awful"]}
+    assert score(bert, labels).shape == (1, 2)
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,94 +15,24 @@ from tokenizers import pre_tokenizers
 from torch import Tensor
 
 from fastplm import models, ops
-from fastplm.data import train_tokenizer
 from fastplm.errors import ArgumentTypeError, ArgumentValueError
 from fastplm.inference.score import (
     METHODS,
     TextScore,
     _parts,
     log_likelihood,
+    originality,
     perplexity,
     pseudo_log_likelihood,
+    start_token,
 )
+from fastplm.nn._rows import vocabulary_loss
 from fastplm.testing import KeptDouble, check_in_fp64
 
-from .conftest import BART, GPT, SMALL, T5
+from .conftest import DECODERS, MASKED, PAIRED, SMALL
 
-# Words consist of letters alone, so that a tokenizer's marks tell where words begin.
 TEXTS = ["the lazy foxes jump", "a", "", "unbelievably lazy", "dogs  and dogs"]
 SOURCES = ["dogs", "the lazy dogs jump", "a fox", "", "over and over"]
-_CORPUS = [*TEXTS[:2], *TEXTS[3:], *SOURCES[:3], "jumping", "believe", "able"] * 3
-#: Vocabularies of each kind of tokenizer, so small that words have several tokens.
-_SIZES = {"wordpiece": 60, "bytelevel": 285, "unigram": 130}
-#: The classes: their configuration, its sizes, and the kind of their tokenizer.
-MASKED = {
-    "BertForMaskedLM": ("BertConfig", SMALL, "wordpiece"),
-    "AlbertForMaskedLM": ("AlbertConfig", SMALL | dict(embedding_size=8), "unigram"),
-    "ElectraForMaskedLM": ("ElectraConfig", SMALL | dict(embedding_size=8), "wordpiece"),
-    "RobertaForMaskedLM": ("RobertaConfig", SMALL, "bytelevel"),
-}
-DECODERS = {
-    "GPT2LMHeadModel": ("GPT2Config", GPT, "bytelevel"),
-    "OpenAIGPTLMHeadModel": ("OpenAIGPTConfig", GPT, "wordpiece"),
-    "BertLMHeadModel": ("BertConfig", SMALL | dict(is_decoder=True), "wordpiece"),
-    "BartForCausalLM": ("BartConfig", BART, "bytelevel"),
-}
-PAIRED = {
-    "BartForConditionalGeneration": ("BartConfig", BART, "bytelevel"),
-    "T5ForConditionalGeneration": ("T5Config", T5, "unigram"),
-    "EncoderDecoderModel": ("EncoderDecoderConfig", SMALL, "wordpiece"),
-}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Callable[[str], Any]:
-    """A small tokenizer of each kind."""
-    cache = tmp_path_factory.mktemp("tokenizers")
-    found: dict[str, Any] = {}
-
-    def get(kind: str) -> Any:
-        if kind not in found:
-            found[kind] = train_tokenizer(_CORPUS, _SIZES[kind], cache, kind)
-            if kind == "unigram":
-                found[kind].add_special_tokens({"mask_token": "<extra_id_0>"})
-        return found[kind]
-
-    return get
-
-
-def _config(name: str, tokenizer: Any) -> Any:
-    kind, sizes, _ = (MASKED | DECODERS | PAIRED)[name]
-    special = {
-        f"{role}_token_id": getattr(tokenizer, f"{role}_token_id") for role in ("bos", "eos", "pad")
-    }
-    if kind == "EncoderDecoderConfig":
-        part = transformers.BertConfig(vocab_size=len(tokenizer), pad_token_id=0, **sizes)
-        config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
-            part, copy.deepcopy(part)
-        )
-        config.decoder_start_token_id = tokenizer.cls_token_id
-        config.pad_token_id = tokenizer.pad_token_id
-        return config
-    return getattr(transformers, kind)(vocab_size=len(tokenizer), **special | sizes)
-
-
-@pytest.fixture
-def pair(tokenizer) -> Callable[[str], tuple[Any, Any, Any]]:
-    """(a drop-in model, its parent with the same weights, the tokenizer), by the class's name."""
-
-    def build(name: str) -> tuple[Any, Any, Any]:
-        own = tokenizer((MASKED | DECODERS | PAIRED)[name][2])
-        config = _config(name, own)
-        model = getattr(models, name)(copy.deepcopy(config))
-        parent = getattr(transformers, name)(copy.deepcopy(config)).eval()
-        parent.set_attn_implementation("eager")
-        if hasattr(model, "final_logits_bias"):
-            torch.nn.init.normal_(model.final_logits_bias)
-        parent.load_state_dict(model.state_dict())
-        return model, parent, own
-
-    return build
 
 
 def _begins_a_word(kind: str, token: str, first: bool) -> bool:
@@ -176,8 +107,8 @@ def hold(
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", MASKED)
-def test_pseudo_log_likelihood_is_that_of_a_loop(pair, name, method):
-    model, parent, tokenizer = pair(name)
+def test_pseudo_log_likelihood_is_that_of_a_loop(made, name, method):
+    model, parent, tokenizer = made(name)
     kind = MASKED[name][2]
     scores = hold(
         model,
@@ -196,8 +127,8 @@ def test_pseudo_log_likelihood_is_that_of_a_loop(pair, name, method):
 
 @pytest.mark.parametrize("bos", [False, True])
 @pytest.mark.parametrize("name", DECODERS)
-def test_log_likelihood_of_a_decoder_is_that_of_a_loop(pair, name, bos):
-    model, parent, tokenizer = pair(name)
+def test_log_likelihood_of_a_decoder_is_that_of_a_loop(made, name, bos):
+    model, parent, tokenizer = made(name)
     if tokenizer.bos_token is None:
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.bos_token = tokenizer.cls_token
@@ -215,8 +146,8 @@ def test_log_likelihood_of_a_decoder_is_that_of_a_loop(pair, name, bos):
 
 @pytest.mark.parametrize("lone", [False, True], ids=["pairs", "lone texts"])
 @pytest.mark.parametrize("name", PAIRED)
-def test_log_likelihood_of_an_encoder_decoder_is_that_of_a_loop(pair, name, lone):
-    model, parent, tokenizer = pair(name)
+def test_log_likelihood_of_an_encoder_decoder_is_that_of_a_loop(made, name, lone):
+    model, parent, tokenizer = made(name)
     sources = [""] * len(TEXTS) if lone else SOURCES
     scores = hold(
         model,
@@ -233,9 +164,70 @@ def test_log_likelihood_of_an_encoder_decoder_is_that_of_a_loop(pair, name, lone
         assert score.tokens == tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"])
 
 
-def test_no_padding_and_no_other_row_is_computed(pair, monkeypatch):
+def test_the_discriminator_tells_what_it_takes_for_original(made):
+    model, parent, tokenizer = made("ElectraForPreTraining")
+
+    @torch.no_grad()
+    def loop(parent):
+        logits = (parent(torch.tensor([tokenizer(text)["input_ids"]])).logits[0] for text in TEXTS)
+        return [(1 - each.sigmoid()).log()[1:-1] for each in logits]
+
+    scores = hold(model, parent, lambda model: originality(model, tokenizer, TEXTS), loop)
+    for score, text in zip(scores, TEXTS, strict=True):
+        assert score.tokens == _tokens(tokenizer, text) and (score.log_probs < 0).all()
+
+
+def _spans(tokenizer, text, method):
+    """(ids, [(first, end) of each span that is masked at once])."""
+    encoded = tokenizer(text)
+    words = encoded.word_ids()
+    places = [i for i, word in enumerate(words) if word is not None]
+    if method == "original":
+        return encoded["input_ids"], [(i, i + 1) for i in places]
+    spans = {}
+    for i in places:
+        first, _ = spans.get(words[i], (i, i))
+        spans[words[i]] = first, i + 1
+    return encoded["input_ids"], list(spans.values())
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["BartForConditionalGeneration", "T5ForConditionalGeneration"])
+def test_an_encoder_decoder_fills_in_each_span(name, method, made):
+    model, parent, tokenizer = made(name)
+    t5 = name.startswith("T5")
+    mask = tokenizer.convert_tokens_to_ids("<extra_id_0>") if t5 else tokenizer.mask_token_id
+    start = parent.config.decoder_start_token_id
+
+    @torch.no_grad()
+    def of_span(parent, ids, first, end):
+        source = torch.tensor([[*ids[:first], mask, *ids[end:]]])
+        before = [start, mask] if t5 else [start, *ids[:first]]
+        written = torch.tensor([[*before, *ids[first:end]]])
+        out = parent(input_ids=source, decoder_input_ids=written, use_cache=False)
+        logs = out.logits[0].log_softmax(-1)
+        return [logs[len(before) - 1 + i, ids[first + i]] for i in range(end - first)]
+
+    def loop(parent):
+        found = []
+        for text in TEXTS[1:]:
+            ids, spans = _spans(tokenizer, text, method)
+            each = [log for first, end in spans for log in of_span(parent, ids, first, end)]
+            found.append(torch.stack(each) if each else torch.empty(0, dtype=parent.dtype))
+        return found
+
+    def ours(model):
+        return pseudo_log_likelihood(model, tokenizer, TEXTS[1:], method=method)
+
+    for score, text in zip(hold(model, parent, ours, loop), TEXTS[1:], strict=True):
+        assert score.tokens == _tokens(tokenizer, text)
+    word = _spans(tokenizer, "unbelievably", method)[1]
+    assert len(word) > 1 if method == "original" else len(word) == 1
+
+
+def test_no_padding_and_no_other_row_is_computed(made, monkeypatch):
     """The layers get the tokens of all copies, the last one and the head the masked tokens."""
-    model, _, tokenizer = pair("BertForMaskedLM")
+    model, _, tokenizer = made("BertForMaskedLM")
     rows: dict[str, int] = {"first": 0, "last": 0, "vocabulary": 0}
 
     def count(name: str) -> Callable:
@@ -263,8 +255,8 @@ def test_no_padding_and_no_other_row_is_computed(pair, monkeypatch):
     }
 
 
-def test_the_head_waits_for_rows_of_several_batches(pair, monkeypatch):
-    model, _, tokenizer = pair("BertForMaskedLM")
+def test_the_head_waits_for_rows_of_several_batches(made, monkeypatch):
+    model, _, tokenizer = made("BertForMaskedLM")
     loss, calls = ops.linear_cross_entropy, []
 
     def counted(input: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -299,8 +291,8 @@ def test_batches_hold_all_copies_once_and_no_more_tokens_than_allowed():
     assert list(_parts([], 20)) == list(_parts([(0, 4)], 20)) == []
 
 
-def test_a_model_in_training_scores_without_dropout_and_stays_in_training(pair):
-    model, _, tokenizer = pair("BertForMaskedLM")
+def test_a_model_in_training_scores_without_dropout_and_stays_in_training(made):
+    model, _, tokenizer = made("BertForMaskedLM")
     assert model.config.hidden_dropout_prob > 0
     model.train()
     first, second = (pseudo_log_likelihood(model, tokenizer, TEXTS) for _ in range(2))
@@ -308,8 +300,8 @@ def test_a_model_in_training_scores_without_dropout_and_stays_in_training(pair):
     assert all(torch.equal(a.log_probs, b.log_probs) for a, b in zip(first, second, strict=True))
 
 
-def test_progress_ends_with_all_tokens(pair):
-    model, _, tokenizer = pair("BertForMaskedLM")
+def test_progress_ends_with_all_tokens(made):
+    model, _, tokenizer = made("BertForMaskedLM")
     told: list[tuple[int, int]] = []
     pseudo_log_likelihood(
         model, tokenizer, TEXTS, batch_tokens=64, progress=lambda *of: told.append(of)
@@ -318,6 +310,44 @@ def test_progress_ends_with_all_tokens(pair):
     total = sum(n * (n + 2) for n in lengths)
     assert told == sorted(told) and told[-1] == (total, total) and len(told) > 2
     assert told[0] != told[-1] and {of[1] for of in told} == {total}
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "T5ForConditionalGeneration"])
+def test_a_common_beginning_is_scored_once(name, made, monkeypatch):
+    """Also where texts are the same; each token of a beginning that is new is scored."""
+    model, _, tokenizer = made(name)
+    rows = []
+
+    def counted(hidden, *args, **options):
+        rows.append(hidden.shape[0])
+        return vocabulary_loss(hidden, *args, **options)
+
+    monkeypatch.setattr("fastplm.models._heads.vocabulary_loss", counted)
+    longest = "the lazy dogs jumps"
+    texts = [longest, "the lazy dogs jump", longest, "a fox", "", "a dog", "the lazy"]
+    alone = [log_likelihood(model, tokenizer, [text])[0] for text in texts]
+    rows.clear()
+    together = log_likelihood(model, tokenizer, texts)
+    first = 1 if name.startswith("GPT2") else 0
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    beginnings = {tuple(row[: i + 1]) for row in ids for i in range(first, len(row))}
+    assert sum(rows) == len(beginnings) < sum(len(row) - first for row in ids)
+    for one, other in zip(alone, together, strict=True):
+        assert one.tokens == other.tokens
+        torch.testing.assert_close(one.log_probs, other.log_probs)
+    assert torch.equal(together[0].log_probs, together[2].log_probs)
+
+
+def test_what_stands_before_a_text(made):
+    """The tokenizer's beginning, or the special token of the configuration."""
+    gpt, _, letters = made("GPT2LMHeadModel")
+    assert letters.eos_token_id == 2
+    for named, known in ((0, letters.bos_token_id), (50256, letters.bos_token_id), (2, 2)):
+        gpt.config.bos_token_id = named
+        assert start_token(gpt, letters) == known
+    changed = log_likelihood(gpt, letters, ["a fox"], bos=True)[0].sum
+    gpt.config.bos_token_id = letters.bos_token_id
+    assert changed != log_likelihood(gpt, letters, ["a fox"], bos=True)[0].sum
 
 
 def test_perplexity():
@@ -332,15 +362,15 @@ def test_perplexity():
     assert TextScore(["a"], torch.tensor([-1e4])).perplexity == math.inf
 
 
-def test_special_tokens_in_a_text_are_scored(pair):
+def test_special_tokens_in_a_text_are_scored(made):
     """Only the special tokens that the tokenizer adds are left out."""
-    model, _, tokenizer = pair("BertForMaskedLM")
+    model, _, tokenizer = made("BertForMaskedLM")
     (score,) = pseudo_log_likelihood(model, tokenizer, ["dogs [SEP] [MASK] dogs"])
     assert score.tokens == ["dogs", "[SEP]", "[MASK]", "dogs"]
 
 
-def test_texts_that_are_too_long(pair):
-    model, _, tokenizer = pair("BertForMaskedLM")
+def test_texts_that_are_too_long(made):
+    model, _, tokenizer = made("BertForMaskedLM")
     texts = ["dogs", "dogs " * 80]
     with pytest.raises(
         ArgumentValueError, match=r"text 1, 'dogs dogs .*, of 82 tokens.*64 at most"
@@ -351,63 +381,49 @@ def test_texts_that_are_too_long(pair):
     assert cut.truncated and not short.truncated and not same.truncated
     assert cut.tokens == same.tokens
     torch.testing.assert_close(cut.log_probs, same.log_probs)
-    model, _, tokenizer = pair("GPT2LMHeadModel")
+    model, _, tokenizer = made("GPT2LMHeadModel")
     with pytest.raises(ArgumentValueError, match="64 at most"):
         log_likelihood(model, tokenizer, ["a " * 80])
     cut = log_likelihood(model, tokenizer, ["a " * 80], bos=True, truncate=True)[0]
     assert cut.truncated and len(cut.tokens) == 63
-    model, _, tokenizer = pair("BartForConditionalGeneration")
+    model, _, tokenizer = made("BartForConditionalGeneration")
     with pytest.raises(ArgumentValueError, match="`sources` got text 0"):
         log_likelihood(model, tokenizer, ["a"], sources=["a " * 80])
     cut = log_likelihood(model, tokenizer, ["a"], sources=["a " * 80], truncate=True)[0]
     assert cut.truncated
-    model, _, tokenizer = pair("T5ForConditionalGeneration")
+    model, _, tokenizer = made("T5ForConditionalGeneration")
     assert not log_likelihood(model, tokenizer, ["a " * 600])[0].truncated, "T5 has no limit"
 
 
-def test_wrong_calls(pair):
-    bert, _, words = pair("BertForMaskedLM")
-    gpt, _, bytes_ = pair("GPT2LMHeadModel")
-    bart, _, _ = pair("BartForConditionalGeneration")
-    both = models.BertLMHeadModel(_config("BertForMaskedLM", words))
-    plain = transformers.BertForMaskedLM(_config("BertForMaskedLM", words))
-    without = copy.deepcopy(words)
+def test_wrong_calls(made):
+    bert, _, words = made("BertForMaskedLM")
+    gpt, _, bytes_ = made("GPT2LMHeadModel")
+    bart, t5 = (made(f"{name}ForConditionalGeneration")[0] for name in ("Bart", "T5"))
+    both = models.BertLMHeadModel(transformers.BertConfig(vocab_size=len(words), **SMALL))
+    plain = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=len(words), **SMALL))
+    discriminator = made("ElectraForPreTraining")[0]
+    without, one_word = copy.deepcopy(words), copy.deepcopy(words)
     without.mask_token = None
-    whole = copy.deepcopy(words)
-    whole.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
-    by_words = {"method": "within_word_l2r"}
-    value, kind = ArgumentValueError, ArgumentTypeError
-    for error, said, call in (
-        (
-            value,
-            "that takes a text for one word",
-            lambda: pseudo_log_likelihood(bert, whole, ["a b"], **by_words),
-        ),
-        (
-            value,
-            "expected original | within",
-            lambda: pseudo_log_likelihood(bert, words, ["a"], method="l2r"),
-        ),
-        (value, "`model` got a GPT2LMHeadModel", lambda: pseudo_log_likelihood(gpt, bytes_, ["a"])),
-        (
-            value,
-            "`model` got a BertForMaskedLM",
-            lambda: pseudo_log_likelihood(plain, words, ["a"]),
-        ),
-        (value, "without a mask token", lambda: pseudo_log_likelihood(bert, without, ["a"])),
-        (kind, "`texts` got a str", lambda: pseudo_log_likelihood(bert, words, "a")),
-        (kind, "a NoneType at 1", lambda: pseudo_log_likelihood(bert, words, ["a", None])),
-        (
-            value,
-            "`batch_tokens` got 0",
-            lambda: pseudo_log_likelihood(bert, words, ["a"], batch_tokens=0),
-        ),
-        (value, "Use pseudo_log_likelihood", lambda: log_likelihood(bert, words, ["a"])),
-        (value, "without is_decoder", lambda: log_likelihood(both, words, ["a"])),
-        (value, "`sources`", lambda: log_likelihood(gpt, bytes_, ["a"], sources=["a"])),
-        (value, "`sources` got 1", lambda: log_likelihood(bart, bytes_, ["a"] * 2, sources=["a"])),
-        (value, "`bos`", lambda: log_likelihood(bart, bytes_, ["a"], bos=True)),
+    one_word.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
+    masked, causal, some = pseudo_log_likelihood, log_likelihood, ["a"]
+    for said, function, model, tokenizer, texts, options in (
+        ("that takes a text for one", masked, bert, one_word, ["a b"], {"method": METHODS[1]}),
+        ("expected original | within", masked, bert, words, some, {"method": "l2r"}),
+        ("`model` got a GPT2LMHeadModel", masked, gpt, bytes_, some, {}),
+        ("`model` got a BertForMaskedLM", masked, plain, words, some, {}),
+        ("`model` got a ElectraForPreTraining", masked, discriminator, words, some, {}),
+        ("without a mask token", masked, bert, without, some, {}),
+        ("`texts` got a str", masked, bert, words, "a", {}),
+        ("a NoneType at 1", masked, bert, words, ["a", None], {}),
+        ("`batch_tokens` got 0", masked, bert, words, some, {"batch_tokens": 0}),
+        ("Use pseudo_log_likelihood", causal, bert, words, some, {}),
+        ("without is_decoder", causal, both, words, some, {}),
+        ("`sources`", causal, gpt, bytes_, some, {"sources": some}),
+        ("`sources` got 1", causal, bart, bytes_, ["a", "a"], {"sources": some}),
+        ("`bos`", causal, bart, bytes_, some, {"bos": True}),
+        ("`special_tokens`", causal, t5, words, some, {"special_tokens": False}),
+        ("an ElectraForPreTraining", originality, bert, words, some, {}),
     ):
-        with pytest.raises(error, match=said.replace("|", r"\|")):
-            call()
-    assert pseudo_log_likelihood(bert, words, []) == log_likelihood(gpt, bytes_, []) == []
+        with pytest.raises((ArgumentValueError, ArgumentTypeError), match=re.escape(said)):
+            function(model, tokenizer, texts, **options)
+    assert masked(bert, words, []) == causal(gpt, bytes_, []) == []

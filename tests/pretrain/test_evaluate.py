@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
 import fastplm.models
-from fastplm.pretrain.evaluate import detection_at_base_rate, evaluate
+from fastplm.pretrain.evaluate import detection_at_base_rate, evaluate, ngram_losses
 
 SHARE = 0.2
 REPLACED = torch.rand(50_000, generator=torch.Generator().manual_seed(0)) < SHARE
@@ -208,3 +210,54 @@ def test_electra_15_is_judged_by_the_tokens_that_it_learns_of(joint):
     assert evaluate(model, rows, _Collate(), 4)["words"]["share_replaced"] == share > 0.5
     usual, _, _ = joint("rtd")
     assert evaluate(usual, rows, _Collate(), 4)["words"]["share_replaced"] < 0.5
+
+
+CLASSES = {
+    "model": transformers.BertForPreTraining,
+    "generator": transformers.ElectraForMaskedLM,
+    "discriminator": transformers.ElectraForPreTraining,
+}
+
+
+def test_what_a_model_has_to_beat(bert, electra):
+    held_out = json.loads((bert / "metrics.json").read_text())["held_out"]
+    # The sentences have few words in a fixed order: the one before says much.
+    assert 0 < held_out["bigram_loss"] < held_out["unigram_loss"] < math.log(120)
+    assert 0 <= held_out["mlm_accuracy"] <= 1
+    assert "mlm_accuracy" in json.loads((electra / "metrics.json").read_text())["held_out"]
+
+
+def test_ngram_losses_by_hand():
+    train, held_out = np.array([0, 1, 0, 1, 2], dtype=np.uint16), np.array([0, 1, 3, 2], np.uint16)
+    alone = {0: 3 / 9, 1: 3 / 9, 2: 2 / 9, 3: 1 / 9}
+    found = ngram_losses(train, held_out, 4)
+    expected = -sum(math.log(alone[i]) for i in (0, 1, 3, 2)) / 4
+    assert found["unigram_loss"] == pytest.approx(expected)
+    # 0 was followed by 1 twice; 1 by 0 and 2, and never by 3; nothing followed 3.
+    pairs = (2 + alone[1]) / 3, 2 * alone[3] / 4, alone[2]
+    assert found["bigram_loss"] == pytest.approx(-sum(map(math.log, pairs)) / 3)
+    # The probabilities after a token add up to 1.
+    for token in range(4):
+        each = [ngram_losses(train, np.array([token, i]), 4)["bigram_loss"] for i in range(4)]
+        assert sum(math.exp(-loss) for loss in each) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("folder", ["model", "generator"])
+def test_the_accuracy_of_masked_tokens(bert, electra, folder):
+    path = (bert if folder == "model" else electra) / folder
+    plain = CLASSES[folder].from_pretrained(path).eval()
+    ids = torch.randint(5, 100, (6, 16), generator=torch.Generator().manual_seed(0))
+    labels = torch.where(ids % 3 == 0, (ids * 7) % 100, -100)
+    with torch.no_grad():
+        logits = plain(ids)[0]
+    wanted = labels != -100
+    labels[wanted] = labels[wanted].where(ids[wanted] % 2 == 0, logits.argmax(-1)[wanted])
+    expected = (logits.argmax(-1) == labels)[wanted].double().mean()
+    rows = [{"input_ids": ids[i], "labels": labels[i]} for i in range(6)]
+    ours = getattr(fastplm.models, type(plain).__name__).from_pretrained(path)
+    found = evaluate(ours, rows, torch.utils.data.default_collate, 4)
+    assert 0.3 < expected < 1 and found["mlm_accuracy"] == pytest.approx(expected.item())
+    # As a Trainer in bf16 leaves a model: its forward runs under autocast.
+    ours.forward = torch.autocast("cpu", torch.bfloat16)(ours.forward)
+    found = evaluate(ours, rows, torch.utils.data.default_collate, 4)
+    assert abs(found["mlm_accuracy"] - expected) < 0.2

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import functools
 import itertools
 import json
-import shutil
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,42 +15,40 @@ import transformers
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from fastplm.data import TokenStore, tokenize
-from fastplm.errors import TooLittleTextError
+import fastplm.models
+from fastplm.data import load_tokenizer, tokenize
+from fastplm.errors import ArgumentValueError, TooLittleTextError
+from fastplm.finetune.data import prepare_task
+from fastplm.finetune.features import FeaturesForSequenceClassification
+from fastplm.finetune.models import build_model
+from fastplm.finetune.settings import FinetuneArguments
 from fastplm.graphs import GraphedStep
+from fastplm.inference._checkpoint import load_encoder
 from fastplm.models._ragged import RaggedBatch
 from fastplm.pretrain import data as pretrain_data
+from fastplm.pretrain import report, stream
 from fastplm.pretrain import run as module
-from fastplm.pretrain import stream
 from fastplm.pretrain.evaluate import evaluate
+from fastplm.pretrain.model import model_config
 from fastplm.pretrain.objectives import (
-    FAMILIES,
+    MASKING,
+    NAMES,
+    NOISES,
     OBJECTIVES,
-    DocumentBlocks,
     MaskedTokens,
+    Objective,
+    learned_as,
     objective_of,
 )
-from fastplm.pretrain.presets import MASKED, NOISES, PRESETS
+from fastplm.pretrain.presets import FAMILIES, PRESETS, learned_by
+from fastplm.pretrain.settings import PretrainArguments
 from fastplm.pretrain.trainer import PretrainingTrainer
+from fastplm.run.flops import flops_a_token
 from fastplm.run.losses import PAIR_LABELS
-from fastplm.testing import FORWARD_FACTOR, GRADIENT_FACTOR, check_error, rerounded
+from fastplm.testing import FORWARD_FACTOR, GRADIENT_FACTOR, check_error, check_in_fp64, rerounded
 
 from ..recorder import record_graphs
-
-#: Sizes that leave some tokens to learn beside bytes, or beside letters and a hundred sentinels.
-VOCABULARIES = {"wordpiece": 120, "bytelevel": 300, "unigram": 200}
-
-
-@pytest.fixture(scope="session")
-def short_run(run):
-    """A run of a family's tiny model, with its kind of vocabulary."""
-
-    def short_run(out, arch, **options):
-        kind = FAMILIES[PRESETS[arch].family].tokenizer
-        return run(out, arch=arch, **{"vocab_size": VOCABULARIES[kind], **options})
-
-    return short_run
-
+from .conftest import with_ends
 
 # --- which architecture learns what ---------------------------------------------------------------
 
@@ -78,10 +73,9 @@ def test_defaults(arch, objective, unit):
 
 def test_every_preset_and_objective_is_reached():
     assert {preset.family for preset in PRESETS.values()} == set(FAMILIES)
-    learned = {objective for family in FAMILIES.values() for objective in family.classes}
-    assert learned == set(OBJECTIVES)
-    masked = {name for name, kind in OBJECTIVES.items() if issubclass(kind, MaskedTokens)}
-    assert masked == set(MASKED)
+    learned = {name for family in FAMILIES for name in learned_by(family)}
+    assert learned == set(NAMES) == {kind.name for kind in OBJECTIVES}
+    assert {kind.name for kind in OBJECTIVES if issubclass(kind, MaskedTokens)} == set(MASKING)
 
 
 # --- runs -----------------------------------------------------------------------------------------
@@ -123,7 +117,7 @@ def test_run(short_run, tmp_path, arch, options, kind):
     assert all(entry["tokens_per_second"] > 0 for entry in history)
     recorded = json.loads((out / "run.json").read_text())
     assert recorded["objective"] == metrics["arguments"]["objective"]
-    objective = OBJECTIVES[recorded["objective"]]
+    objective = learned_as(recorded["objective"], PRESETS[arch].family)
     held_out = metrics["held_out"]
     check_held_out_loss(metrics, objective.token_loss, kind)
     pair = {"mlm+sop": "sentence_order", "mlm+nsp": "next_sentence"}.get(recorded["objective"])
@@ -151,8 +145,9 @@ def check_held_out_loss(metrics, token_loss, kind):
     path = metrics["models"]["model"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     store = tokenize(pretrain_data.open_corpus(args.corpus), tokenizer, args.cache)
-    _, dataset = pretrain_data.hold_out(args, store, tokenizer)
-    collator = pretrain_data.held_out_collator(args, tokenizer)
+    objective = objective_of(args, tokenizer)
+    _, dataset, _ = pretrain_data.hold_out(objective, store)
+    collator = objective.eval_collator()
     batch = collator([dataset[i] for i in range(len(dataset))])
     batch = {k: v for k, v in batch.items() if k not in ("sample_index", "masked_positions")}
     plain = getattr(transformers, kind)
@@ -194,61 +189,23 @@ def test_held_out_loss_by_the_definition(short_run, tmp_path):
     check_error("clm_loss", loss, expected, bases, FORWARD_FACTOR)
 
 
-def with_ends(store, eos_token_id):
-    """All documents of a store, each followed by its end."""
-    ids = []
-    for first, last in zip(store.documents[:-1], store.documents[1:], strict=True):
-        ids += store.tokens[store.sentences[first] : store.sentences[last]].tolist()
-        ids.append(eos_token_id)
-    return ids
-
-
-@pytest.fixture(scope="module")
-def words(corpus, word_tokenizer):
-    """A tokenizer of the corpus' words with so many sentinels."""
-    found = sorted(set(corpus.read_text().replace(".", " . ").split()))
-
-    def words(sentinels):
-        special = ["<unk>", "<pad>", "</s>", *(f"<extra_id_{i}>" for i in range(sentinels))]
-        return word_tokenizer(special + found, pad_token="<pad>", eos_token="</s>")
-
-    return words
-
-
-@pytest.mark.parametrize("block_size", [1, 2, 7, 64])
-def test_blocks_with_the_ends_of_documents(words, tmp_path, block_size):
-    """Documents of one token, of several sentences, or longer than a block; whole and split."""
-    text = ["The", "river", "The house. The river. The train.", "house", "The train. " * 100, "The"]
-    tokenizer = words(1)
-    store = tokenize(text, tokenizer, tmp_path)
-    for part in (store, *store.split(0.3)):
-        expected = with_ends(part, 2)
-        blocks = DocumentBlocks(part, block_size, tokenizer.eos_token_id)
-        ids = [block["input_ids"].tolist() for block in (blocks[i] for i in range(len(blocks)))]
-        assert len(ids) == len(expected) // block_size
-        assert sum(ids, []) == expected[: len(ids) * block_size]
-        assert blocks[len(ids) - 1]["input_ids"].tolist() == ids[-1]
-    with pytest.raises(IndexError):
-        blocks[len(blocks)]
-
-
 @pytest.mark.parametrize(
-    ("family", "name"), [(family, name) for family in FAMILIES for name in FAMILIES[family].classes]
+    ("family", "name"), [(family, name) for family in FAMILIES for name in learned_by(family)]
 )
 def test_enough_text_is_what_gives_a_sample(family, name, word_tokenizer, tmp_path):
     special = {f"{role}_token": f"<{role}>" for role in ("pad", "mask", "cls", "sep", "bos", "eos")}
     tokenizer = word_tokenizer(["<unk>", *special.values(), "<extra_id_0>", "a"], **special)
     arch = next(arch for arch in PRESETS if PRESETS[arch].family == family)
     args = module.PretrainArguments(arch, ["-"], 9, tmp_path, block_size=9, objective=name).plan()
-    answers = set()
+    objective, answers = objective_of(args, tokenizer), set()
     # The documents have so many tokens each.
     for sizes in ([1], [5], [6], [7], [8], [9], [10], [30], [1] * 30, [2] + [1] * 20, [3] * 9):
         store = tokenize(["a " * size for size in sizes], tokenizer, tmp_path)
         try:
-            gives_one = len(pretrain_data.make_dataset(args, store, tokenizer)) > 0
+            gives_one = len(objective.dataset(store)) > 0
         except TooLittleTextError:
             gives_one = False
-        assert (objective_of(args)(args, tokenizer).lacks(store) == "") == gives_one, sizes
+        assert (objective.lacks(store) == "") == gives_one, sizes
         answers.add(gives_one)
     assert answers == {True, False}
 
@@ -261,55 +218,10 @@ def test_blocks_of_spans_fill_the_encoder_whatever_the_sentinels(
     args = module.PretrainArguments("t5-tiny", [corpus], 1, tmp_path, block_size=block_size).plan()
     tokenizer = words(sentinels)
     store = tokenize(pretrain_data.open_corpus(args.corpus), tokenizer, tmp_path)
-    dataset = pretrain_data.make_dataset(args, store, tokenizer)
-    batch = pretrain_data.make_collator(args, tokenizer)([dataset[0], dataset[1]])
+    objective = objective_of(args, tokenizer)
+    dataset = objective.dataset(store)
+    batch = objective.collator()([dataset[0], dataset[1]])
     assert batch["input_ids"].shape == (2, block_size) and batch["attention_mask"].all()
-
-
-def test_all_of_the_data_is_prepared_by_the_first_process_alone(run, tmp_path, monkeypatch):
-    """The data of the evaluation, too, is prepared before the training."""
-    inside, prepared = False, []
-
-    @contextlib.contextmanager
-    def first(self, *args, **kwargs):
-        nonlocal inside
-        inside = True
-        yield
-        inside = False
-
-    derive = TokenStore._derive
-
-    def recorded(self, name, build):
-        prepared.append((name.split("-")[0], inside))
-        return derive(self, name, build)
-
-    monkeypatch.setattr(transformers.TrainingArguments, "main_process_first", first)
-    monkeypatch.setattr(TokenStore, "_derive", recorded)
-    assert "held_out" in run(tmp_path / "out", steps=1)
-    assert ("chunks", True) in prepared and all(in_context for _, in_context in prepared)
-
-
-def test_a_tail_that_gives_no_samples_is_not_held_out(run, corpus, tmp_path):
-    """Documents of one token give no pairs, which must not be an error after the training."""
-    path = tmp_path / "corpus.txt"
-    stories = corpus.read_text().split("\n\n")[:100]
-    path.write_text("\n\n".join(stories + ["a"] * 600))
-    metrics = run(tmp_path / "out", arch="albert-tiny", corpus=path, steps=1)
-    assert "held_out" not in metrics
-
-
-@pytest.mark.parametrize("operator", ["mask_tokens", "corrupt_spans", "bart_noise"])
-def test_a_gpu_without_cuda_code_leaves_the_noise_to_the_workers(monkeypatch, operator):
-    """The reference would run in loops over tokens on the GPU."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    missing = {"CPU": None, "CUDA": None}
-    monkeypatch.setattr(stream._extension, "lacks", lambda op, key: missing[key])
-    assert stream.corrupts_on_device(operator)
-    missing["CUDA"] = "the CUDA code was not built"
-    assert not stream.corrupts_on_device(operator)
-    assert stream.corrupts_on_device(None)  # there is no noise to make
-    kinds = {kind.collator_class.op for kind in OBJECTIVES.values()}
-    assert kinds == {"mask_tokens", "corrupt_spans", "bart_noise", None}
 
 
 @pytest.mark.parametrize("noise", NOISES)
@@ -321,8 +233,8 @@ def test_each_noise_alone(short_run, corpus, tmp_path, word_tokenizer, noise):
         "bart-tiny", [corpus], 9, tmp_path, block_size=64, noise=[noise], cache=tmp_path
     ).plan()
     store = tokenize(pretrain_data.open_corpus(args.corpus), tokenizer, tmp_path)
-    dataset = pretrain_data.make_dataset(args, store, tokenizer)
-    collator = pretrain_data.make_collator(args, tokenizer)
+    objective = objective_of(args, tokenizer)
+    dataset, collator = objective.dataset(store), objective.collator()
     assert collator.random_replace_prob == 0.1
     collator.random_replace_prob = 0.0
     batch = collator([dataset[i] for i in range(64)])
@@ -376,9 +288,9 @@ def test_static_masks_come_again(corpus, tmp_path, word_tokenizer, copies):
             "bert-tiny", [corpus], 9, tmp_path, **settings, **options
         ).plan()
         store = tokenize(pretrain_data.open_corpus(args.corpus), tokenizer, tmp_path)
-        size = len(pretrain_data.make_dataset(args, store, tokenizer))
-        dataset = pretrain_data.make_dataset(args, store, tokenizer, length=epochs * size)
-        collator = pretrain_data.make_collator(args, tokenizer)
+        objective = objective_of(args, tokenizer)
+        size = len(objective.dataset(store))
+        dataset, collator = objective.dataset(store, epochs * size), objective.collator()
         found = {}
         for epoch in range(epochs):
             samples = [dataset[epoch * size + i] for i in range(size)]
@@ -401,8 +313,8 @@ def test_static_masks_come_again(corpus, tmp_path, word_tokenizer, copies):
 #: What a run can learn: one architecture for each family, and each of its objectives.
 LEARNED = [
     (next(name for name in PRESETS if name.startswith(f"{family}-") and "tiny" in name), objective)
-    for family, kinds in FAMILIES.items()
-    for objective in kinds.classes
+    for family in FAMILIES
+    for objective in learned_by(family)
 ]
 #: One for each collator and each mixin of a head; the others are slow.
 ONE_EACH = {("bert-tiny", "mlm+nsp"), ("electra-tiny", "rtd"), ("gpt2-tiny", "clm")}
@@ -429,11 +341,11 @@ def learned(request, corpus, tmp_path_factory, all_tokens):
     arch, objective = request.param
     out = tmp_path_factory.mktemp("learned")
     settings = {"block_size": 64, "objective": objective, "cache": out}
-    if objective in MASKED:
+    if objective in MASKING:
         settings["unit"] = "token"
     args = module.PretrainArguments(arch, [corpus], 9, out, **settings).plan()
     store = tokenize(pretrain_data.open_corpus(args.corpus), all_tokens, out)
-    dataset = pretrain_data.make_dataset(args, store, all_tokens)
+    dataset = objective_of(args, all_tokens).dataset(store)
     full = [dataset[i] for i in range(6)]
     cut = [
         {
@@ -463,8 +375,7 @@ def test_batches_with_their_rows_teach_the_same(learned, all_tokens):
     model = module.make_model(args, all_tokens).train()
     for samples in both:
         plain, told = (
-            pretrain_data.make_collator(args, all_tokens, unpad=unpad)(samples)
-            for unpad in (False, True)
+            objective_of(args, all_tokens).collator(unpad=unpad)(samples) for unpad in (False, True)
         )
         padded = bool((plain["attention_mask"] == 0).any())
         assert ("attention_mask" in told) == padded == (told["unpad"] is not False)
@@ -508,25 +419,33 @@ def test_a_step_on_such_a_batch_reads_no_value(learned, all_tokens, monkeypatch)
         with mode:
             model(**batch).loss.backward()
 
-    make = functools.partial(pretrain_data.make_collator, args, all_tokens)
+    make = objective_of(args, all_tokens).collator
     for samples in both:
         step(make(unpad=True)(samples))
     with pytest.raises(DataDependentOutputException):
         step(make(unpad=False)(both[0]))
 
 
+def telling(monkeypatch):
+    """Has the batches of a training tell their rows, as on a GPU; gives what it was told to do."""
+    collator, told = Objective.collator, []
+
+    def tells(self, **settings):
+        if "unpad" in settings:  # of the training
+            told.append(settings["unpad"])
+            settings["unpad"] = True
+        return collator(self, **settings)
+
+    monkeypatch.setattr(Objective, "collator", tells)
+    return told
+
+
 def test_a_run_that_tells_the_rows_is_the_same(short_run, tmp_path, monkeypatch, curve):
     """As on a GPU: the noise of BART is then made on the CPU, where the lengths are read."""
     options = {"steps": 2, "gradient_accumulation": 2}
     counted = short_run(tmp_path / "counted", "bart-tiny", **options)
-    make, told = pretrain_data.make_collator, []
-
-    def telling(args, tokenizer, unpad):
-        told.append(unpad)
-        return make(args, tokenizer, unpad=True)
-
-    monkeypatch.setattr(module, "make_collator", telling)
-    monkeypatch.setattr(stream, "corrupts_on_device", lambda operator: True)
+    told = telling(monkeypatch)
+    monkeypatch.setattr(stream, "corrupts_on_device", lambda collator: not collator.needs_cpu)
     metrics = short_run(tmp_path / "told", "bart-tiny", **options)
     assert told == [False]
     for ours, theirs in zip(curve(metrics), curve(counted), strict=True):
@@ -538,13 +457,14 @@ def test_a_run_that_tells_the_rows_is_the_same(short_run, tmp_path, monkeypatch,
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_gpu_gets_batches_with_rows_and_graphs(monkeypatch, tmp_path, device, no_graphs):
     args = module.PretrainArguments("bert-tiny", ["a.txt"], 9, tmp_path, no_graphs=no_graphs).plan()
-    training, asked = module.Pretraining(args), []
-    training.settings = SimpleNamespace(device=torch.device(device))
-    training.data = SimpleNamespace(tokenizer=None)
-    monkeypatch.setattr(module, "make_model", lambda *args: None)
-    monkeypatch.setattr(module, "make_collator", lambda *args, **given: asked.append(given))
-    monkeypatch.setattr(training, "trainer_of", lambda *args, **given: SimpleNamespace())
-    trainer, _ = training.make_trainer()
+    asked, data = [], SimpleNamespace(tokenizer=None, samples=None)
+    monkeypatch.setattr(module, "make_model", lambda *args: SimpleNamespace(config=None))
+    monkeypatch.setattr(Objective, "collator", lambda self, **given: asked.append(given))
+    monkeypatch.setattr(Objective, "flops_a_token", lambda self, config: 0.0)
+    monkeypatch.setattr(module, "trainer_of", lambda *args, **given: SimpleNamespace())
+    monkeypatch.setattr(report, "rows_of_model", lambda *args: {})
+    settings = SimpleNamespace(device=torch.device(device))
+    trainer = module.build(args, settings, data).trainer
     assert asked == [{"unpad": device == "cuda"}]
     assert trainer.graphs == (device == "cuda" and not no_graphs)
 
@@ -556,7 +476,7 @@ def test_captured_steps_of_each_objective(learned, all_tokens, monkeypatch):
     torch.manual_seed(0)
     model = module.make_model(args, all_tokens).train()
     step = GraphedStep(model, say=lines.append)
-    collator = pretrain_data.make_collator(args, all_tokens, unpad=True)
+    collator = objective_of(args, all_tokens).collator(unpad=True)
     if args.objective == "denoise":
         collator = replace(collator, infill_probability=0.0)  # which changes the shapes
     for number, chosen in itertools.product(range(3), both):
@@ -589,12 +509,7 @@ def test_a_run_of_graphs_is_the_same(short_run, tmp_path, monkeypatch, curve, ar
     """Transformers' loop around captured steps, with its log, schedule, checkpoints and resume."""
     options = {"steps": 8, "batch_size": 2, "save_every": 5, **options}
     log = record_graphs(monkeypatch)
-    make = pretrain_data.make_collator
-
-    def telling(args, tokenizer, unpad):
-        return make(args, tokenizer, unpad=True)
-
-    monkeypatch.setattr(module, "make_collator", telling)
+    telling(monkeypatch)
     plain = short_run(tmp_path / "plain", arch, **options)
     assert not log
     monkeypatch.setattr(PretrainingTrainer, "graphs", property(lambda self: True, lambda *_: None))
@@ -610,46 +525,119 @@ def test_a_run_of_graphs_is_the_same(short_run, tmp_path, monkeypatch, curve, ar
 # --- reproducibility ------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", [pytest.param("t5-tiny", marks=pytest.mark.slow), "albert-tiny"])
-def test_workers_and_the_device_do_not_matter(short_run, tmp_path, monkeypatch, arch, curve):
-    """The place where samples are corrupted: this process, two workers, or the trainer as on a
-    GPU."""
-    options = {"steps": 4, "save_every": 100, "gradient_accumulation": 2}
-    whole = short_run(tmp_path / "whole", arch, **options)
-    workers = short_run(tmp_path / "workers", arch, workers=2, **options)
-    monkeypatch.setattr(stream, "corrupts_on_device", lambda operator: True)
-    corrupted, corrupt = [], PretrainingTrainer._corrupted
-
-    def counted(self, batch):
-        assert "labels" not in batch
-        corrupted.append(corrupt(self, batch))
-        return corrupted[-1]
-
-    monkeypatch.setattr(PretrainingTrainer, "_corrupted", counted)
-    device = short_run(tmp_path / "device", arch, workers=2, **options)
-    assert len(corrupted) == 8
-    assert curve(workers) == curve(device) == curve(whole)
-    assert workers["held_out"] == device["held_out"] == whole["held_out"]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arch", "options"),
+    ("options", "shares"),
     [
-        ("bart-tiny", {}),
-        ("albert-tiny", {"optimizer": "lamb"}),
-        ("t5-tiny", {"optimizer": "adafactor", "warmup": 2}),
-        ("gpt-tiny", {"hidden": 96, "heads": 3}),
-        ("roberta-tiny", {"static_masks": 3, "unit": "word"}),
+        ({}, (0.15, 0.8, 0.1)),
+        ({"mask_replace_prob": 1.0}, (0.15, 1.0, 0.0)),
+        ({"mlm_probability": 0.4, "random_replace_prob": 0.2}, (0.4, 0.8, 0.2)),
+        ({"arch": "electra-large"}, (0.25, 1.0, 0.0)),
+        ({"arch": "electra-large", "mask_replace_prob": 0.85}, (0.25, 0.85, 0.0)),
+        ({"arch": "electra-large", "objective": "mlm"}, (0.15, 0.8, 0.1)),
     ],
     ids=str,
 )
-def test_resumed_gives_the_same_curve(short_run, tmp_path, arch, options, curve):
+def test_shares_of_masks(bert, options, shares):
+    args = PretrainArguments(
+        **{"arch": "bert-tiny", "corpus": ["-"], "steps": 9, "out": "-"} | options
+    ).plan()
+    assert args.mask_shares == shares
+    tokenizer = load_tokenizer(bert / "tokenizer")
+    objective = objective_of(args, tokenizer)
+    collator = objective.collator()
+    names = ("mlm_probability", "mask_replace_prob", "random_replace_prob")
+    assert tuple(getattr(collator, name) for name in names) == shares
+    ids = torch.randint(5, len(tokenizer), (64, 100), generator=torch.Generator().manual_seed(0))
+    batch = collator([{"input_ids": row, "sample_index": i} for i, row in enumerate(ids)])
+    chosen = batch["labels"] != -100
+    assert chosen.sum() == round(100 * shares[0]) * 64
+    masked = (batch["input_ids"][chosen] == tokenizer.mask_token_id).double().mean()
+    assert abs(masked - shares[1]) < 0.03
+    config = transformers.BertConfig()
+    assert objective.flops_a_token(config) == flops_a_token(config, 128, masked=shares[0])
+    # Whatever it learns from, held-out text is masked alike.
+    assert tuple(getattr(objective.eval_collator(), name) for name in names) == (
+        0.15,
+        1,
+        0,
+    )
+
+
+def test_what_electra_learns_is_in_its_configuration(bert, tmp_path):
+    tokenizer = load_tokenizer(bert / "tokenizer")
+    chosen = {"temperature": 30.0, "electra_sharing": "none", "generator_size": 0.5}
+    chosen |= {"electra_objective": "rtd_masked", "adversarial": True, "rtd_weight": 7.0, "seed": 3}
+    plan = module.PretrainArguments("electra-tiny", ["-"], 9, tmp_path, **chosen).plan()
+    config = model_config(plan, tokenizer)
+    assert (config.temperature, config.sampling_seed) == (30.0, 3)
+    assert (config.objective, config.embedding_sharing) == ("rtd_masked", "none")
+    assert (config.adversarial, config.discriminator_weight) == (True, 7.0)
+    assert config.generator.hidden_size == config.discriminator.hidden_size / 2
+
+
+ENCODERS = [
+    ("bert-tiny", transformers.BertLMHeadModel, 120),
+    pytest.param("roberta-tiny", transformers.RobertaForCausalLM, 300, marks=pytest.mark.slow),
+    pytest.param("electra-tiny", transformers.ElectraForCausalLM, 120, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("arch", "kind", "size"), ENCODERS)
+def test_an_encoder_that_reads_from_left_to_right(run, tmp_path, arch, kind, size):
     out = tmp_path / "out"
-    whole = short_run(out, arch, save_every=3, **options)
-    shutil.rmtree(out / "checkpoint-6")
-    assert curve(short_run(out, arch, save_every=3, resume=True, **options)) == curve(whole)
-    if options.get("optimizer") == "adafactor":
-        rates = [entry["learning_rate"] / 1e-3 for entry in whole["history"]]
-        assert rates == pytest.approx([1, 1, *((2 / n) ** 0.5 for n in (3, 4, 5, 6))])
+    metrics = run(out, arch=arch, objective="clm", vocab_size=size, dropout=0.0)
+    first, last = metrics["history"][0], metrics["history"][-1]
+    assert last["loss"] < first["loss"] and "clm_loss" in metrics["held_out"]
+    config = transformers.AutoConfig.from_pretrained(out / "model")
+    assert config.is_decoder and config.architectures == [kind.__name__]
+    # Half of the pairs attend, and all tokens but one are predicted.
+    layer = 4 * 128**2 + 2 * 128 * 512
+    pairs, head = 2 * 2 * 128 * (32 * 33 // 2), 31 * (128**2 + 128 * config.vocab_size)
+    assert metrics["flops_per_token"] == 6 * (2 * 32 * layer + pairs + head) / 32
+    # Transformers' class gives the same loss, and what comes later changes nothing.
+    tokenizer = load_tokenizer(out / "model", needs=())
+    batch = tokenizer(["The river follows the old house."], return_tensors="pt")
+
+    def found(cls, dtype):
+        model = cls.from_pretrained(out / "model", dtype=dtype).eval()
+        with torch.no_grad():
+            return model(**batch, labels=batch["input_ids"]).loss, model(**batch).logits
+
+    ours = getattr(fastplm.models, kind.__name__)
+    exact = found(kind, torch.float64)[1]
+    gold = torch.nn.functional.cross_entropy(exact[0, :-1], batch["input_ids"][0, 1:])
+    single = found(kind, torch.float32)
+    check_error("loss", found(ours, torch.float32)[0], gold, [single[0]], FORWARD_FACTOR)
+    logits = found(ours, torch.float64)[1], exact, single[1]
+    check_in_fp64(*({"logits": each} for each in logits))
+    backbone, _ = load_encoder("embed", out / "checkpoint-6")
+    ids = batch["input_ids"]
+    changed = torch.cat([ids[:, :-2], ids[:, -2:].flip(1)], 1)
+    with torch.no_grad():
+        states = [backbone(one).last_hidden_state for one in (ids, changed)]
+    assert torch.equal(states[0][:, :-2], states[1][:, :-2])
+    assert not torch.equal(states[0][:, -1], states[1][:, -1])
+
+
+def test_the_classifier_of_an_encoder_that_reads_from_left_to_right(run, tmp_path):
+    """It reads the last token; the first one sees nothing of the text."""
+    out = tmp_path / "out"
+    run(out, objective="clm", steps=2)
+    table = tmp_path / "table.tsv"
+    rows = [f"{i % 2}\tThe river follows the {'house garden'.split()[i % 2]}." for i in range(40)]
+    table.write_text("\n".join(["label\ttext", *rows]))
+    model, given = out / "checkpoint-2", {"data": str(table), "out": tmp_path / "ft"}
+    args = FinetuneArguments(task="classification", model=model, **given).plan()
+    task = prepare_task(args)
+    assert task.args.pooling == "last"
+    model = build_model(task, 0).eval()
+    assert type(model) is FeaturesForSequenceClassification and model.encoder.config.is_decoder
+    batch = task.tokenizer(["The river.", "The old old river."], padding=True, return_tensors="pt")
+    batch.pop("token_type_ids", None)
+    with torch.no_grad():
+        states = model.encoder(**batch).last_hidden_state
+        last = states[torch.arange(2), batch["attention_mask"].sum(1) - 1]
+        torch.testing.assert_close(model(**batch).logits, model.classifier(last))
+    assert not torch.equal(last[0], last[1]) and torch.allclose(states[0, 0], states[1, 0])
+    with pytest.raises(ArgumentValueError, match="which reads from left to right; expected an"):
+        prepare_task(FinetuneArguments(task="choice", model=out / "checkpoint-2", **given))

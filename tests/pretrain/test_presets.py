@@ -13,8 +13,8 @@ import transformers
 
 from fastplm.errors import ArgumentValueError
 from fastplm.models import ElectraForJointPreTraining
-from fastplm.pretrain.objectives import FAMILIES, build_model
-from fastplm.pretrain.presets import PRESETS, configuration
+from fastplm.pretrain.model import build_model
+from fastplm.pretrain.presets import FAMILIES, PRESETS, configuration, learned_by
 from fastplm.pretrain.settings import PretrainArguments
 
 DOC = Path(__file__).parents[2] / "docs" / "pretraining.md"
@@ -184,7 +184,7 @@ def test_a_generator_of_the_same_size_where_weights_are_shared_or_handed_over():
 def test_every_preset_builds():
     for arch, preset in PRESETS.items():
         assert preset.hidden % preset.heads == 0
-        for objective in FAMILIES[preset.family].classes:
+        for objective in learned_by(preset.family):
             config = configuration(arch, vocab_size=30522, block_size=2048, objective=objective)
             with torch.device("meta"):
                 assert parameters(build_model(preset.family, objective, config)) > 0

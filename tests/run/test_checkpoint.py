@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
+import transformers
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config
 
 from fastplm.cli import main
+from fastplm.data import load_tokenizer
+from fastplm.errors import ArgumentValueError, DataError
+from fastplm.inference._checkpoint import load_model
 from fastplm.models import BertForMaskedLM, GPT2LMHeadModel
-from fastplm.run.checkpoint import weights_at
+from fastplm.run.checkpoint import config_at, weights_at
+from fastplm.testing import check_in_fp64
 
 COMMANDS = {
     "embed": "embed --model MODEL --data texts.txt --out out.npy",
@@ -205,3 +213,92 @@ def test_large_finite_weights_are_no_infinity(checkpoint, place):
     folder = broken(checkpoint, large, place / "large")
     model, missing = weights_at("embed", "model", folder, "a checkpoint", BertForMaskedLM)
     assert not missing and not model.bert.encoder.layer[1].output.dense.weight.sum().isfinite()
+
+
+def outputs(model, tokenizer):
+    batch = tokenizer(["The river follows the old house."], return_tensors="pt")
+    with torch.no_grad():
+        found = model.eval()(**batch)
+    return next(found[name] for name in ("logits", "last_hidden_state") if name in found)
+
+
+@pytest.mark.parametrize(
+    ("where", "argument", "head", "part"),
+    [
+        ("embed", "model", "", "discriminator"),
+        ("distill", "generator", "MaskedLM", "generator"),
+        ("score", "model", "MaskedLM", "generator"),
+    ],
+)
+def test_a_joint_checkpoint_is_read_as_one_of_its_models(electra, where, argument, head, part):
+    """As the run saves its models by themselves at the end."""
+    checkpoint, saved = electra / "checkpoint-6", electra / part
+    config = config_at(where, argument, checkpoint)
+    own = transformers.AutoConfig.from_pretrained(saved)
+    assert type(config) is transformers.ElectraConfig
+    assert config.architectures == own.architectures
+    assert config.hidden_size == own.hidden_size
+    kind = getattr(transformers, f"AutoModel{head and 'For'}{head}")
+    found, _ = weights_at(
+        where, argument, checkpoint, "a checkpoint", kind, lambda model, name: "pooler" in name
+    )
+    tokenizer = load_tokenizer(checkpoint, needs=("mask",))
+    expected = outputs(kind.from_pretrained(saved), tokenizer)
+    assert torch.equal(outputs(found, tokenizer), expected)
+    if where != "distill":
+        ours = load_model(where, checkpoint, head)
+        assert type(ours).__module__.startswith("fastplm.models")
+        gold = outputs(kind.from_pretrained(saved).double(), tokenizer)
+        found = outputs(ours.double(), tokenizer)
+        check_in_fp64({"outputs": found}, {"outputs": gold}, {"outputs": expected})
+
+
+def test_a_joint_checkpoint_with_what_the_caller_adds(electra):
+    """As a fine-tuning does: labels in the configuration, and a head that is new."""
+    checkpoint, kind = electra / "checkpoint-4", transformers.AutoModelForSequenceClassification
+    config = config_at("finetune", "model", checkpoint, num_labels=3)
+    assert config.num_labels == 3
+    model, missing = weights_at(
+        *("finetune", "model", checkpoint, "a checkpoint", kind),
+        lambda model, name: name.startswith("classifier"),
+        config=config,
+    )
+    assert {name.split(".")[0] for name in missing} == {"classifier"}
+    with safe_open(checkpoint / "model.safetensors", "pt") as file:
+        name = "electra.encoder.layer.1.output.dense.weight"
+        assert torch.equal(model.state_dict()[name], file.get_tensor(f"discriminator.{name}"))
+    config = config_at("score", "model", checkpoint, part="discriminator")
+    assert config.architectures == ["ElectraForPreTraining"]
+
+
+@pytest.mark.slow  # another process, as this one knows ELECTRA's configuration
+def test_its_tokenizer_loads_without_a_word(electra):
+    process = [sys.executable, "-c", "import sys; from fastplm.data import load_tokenizer; "]
+    process[-1] += "print(len(load_tokenizer(sys.argv[1])))"
+    found = subprocess.run([*process, electra / "checkpoint-6"], capture_output=True, text=True)
+    size = len(load_tokenizer(electra / "tokenizer"))
+    assert (found.stdout, found.stderr) == (f"{size}\n", "")
+
+
+def test_a_joint_checkpoint_that_lacks_what_is_read(electra, tmp_path):
+    checkpoint = electra / "checkpoint-6"
+
+    def other(name, **fields):
+        return edited(checkpoint, "config.json", lambda c: c.update(fields), tmp_path / name)
+
+    unigram = other("unigram", generator_type="unigram")
+    with pytest.raises(DataError, match="draws tokens by their frequency"):
+        config_at("score", "model", unigram)
+    stage = {"embedding_sharing": "none", "stage": 1, "second_stage_from": "scratch"}
+    first = other("first", **stage)
+    with pytest.raises(DataError, match="in which the generator alone is trained"):
+        weights_at("embed", "model", first, "a checkpoint", transformers.AutoModel)
+    assert config_at("score", "model", first).architectures == ["ElectraForMaskedLM"]
+    # Where the discriminator predicts tokens, it is the language model.
+    detector = other("detector", objective="replace_mlm")
+    assert config_at("prompt", "model", detector).hidden_size == 128
+    with pytest.raises(DataError, match="lacks .* weights of a ElectraForJointPreTraining"):
+        weights_at("prompt", "model", detector, "a checkpoint", transformers.AutoModelForMaskedLM)
+    (first / "config.json").write_text('{"model_type": "fastplm-electra-joint", "stage": 7}')
+    with pytest.raises(ArgumentValueError, match="`stage` got 7"):
+        config_at("embed", "model", first)

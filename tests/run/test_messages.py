@@ -18,7 +18,7 @@ from fastplm import cli
 from fastplm.data import _numbers
 from fastplm.data._folder import damage, first_process
 from fastplm.errors import DataError
-from fastplm.inference._encoder import load_encoder
+from fastplm.inference._checkpoint import load_encoder
 from fastplm.pretrain import report
 from fastplm.pretrain import run as pretrain
 from fastplm.pretrain.dry_run import _bytes, _duration

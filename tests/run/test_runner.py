@@ -9,11 +9,11 @@ import torch
 
 from fastplm.classic import train as classic
 from fastplm.classic.settings import ClassicArguments
-from fastplm.distill.run import Distilling
 from fastplm.errors import ArgumentValueError, DataError
 from fastplm.finetune.run import Finetuning
 from fastplm.finetune.trainer import FinetuningTrainer
-from fastplm.pretrain.run import Pretraining
+from fastplm.pretrain.seeds import Seeds
+from fastplm.pretrain.stream import TextRun
 from fastplm.pretrain.trainer import PretrainingTrainer
 from fastplm.run.folder import RECORD
 from fastplm.run.runner import Run
@@ -23,7 +23,7 @@ from fastplm.run.trainer import RunTrainer
 class Noted(Run):
     """Notes what is called; ``failing`` raises."""
 
-    free = frozenset({"resume", "overwrite", "steps"})
+    ignored_on_resume = frozenset({"resume", "overwrite", "steps"})
     device = torch.device("cpu")
     failing = ""
 
@@ -36,10 +36,8 @@ class Noted(Run):
         if name == self.failing:
             raise DataError(name)
 
-    def prepare(self):
-        self.note("prepare")
-
-    def facts(self):
+    def read(self):
+        self.note("read")
         return {"text": "abc"}
 
     def compare(self, before):
@@ -48,13 +46,7 @@ class Noted(Run):
 
     def build(self):
         self.note("build")
-
-    def announcement(self):
-        self.note("announcement")
-        return ""
-
-    def write_first(self):
-        self.note("write_first")
+        return "what it will do"
 
     def train(self):
         self.note("train")
@@ -76,23 +68,24 @@ def noted(tmp_path):
 def test_the_order(noted, tmp_path, capsys):
     first = noted()
     assert first.run() == {"steps": 3} == json.loads((tmp_path / "out/metrics.json").read_text())
-    assert first.called == ["prepare", "build", "write_first", "announcement", "train"]
+    assert first.called == ["read", "build", "train"]
+    assert "what it will do" in capsys.readouterr().err
     assert "seed" in first.record and "steps" not in first.record and "out" in first.record
     with pytest.raises(DataError, match="an empty or new folder"):
         noted().run()
     again = noted(resume=True)
     assert again.run() == {"steps": 3}
-    assert again.called == ["prepare", "compare"] and again.before["text"] == "abc"
+    assert again.called == ["read", "compare"] and again.before["text"] == "abc"
     assert "is finished, all 3 steps of it: nothing was changed" in capsys.readouterr().err
     with pytest.raises(ArgumentValueError, match="`seed` got 7; expected 0, as in the run"):
         noted(resume=True, seed=7).run()
     (tmp_path / "out/metrics.json").unlink()
     again = noted(resume=True)
     again.run()
-    assert again.called == ["prepare", "compare", "build", *first.called[2:]]
+    assert again.called == ["read", "compare", "build", "train"]
 
 
-@pytest.mark.parametrize("failing", ["prepare", "build"])
+@pytest.mark.parametrize("failing", ["read", "build"])
 def test_what_fails_before_the_first_write_has_moved_nothing(noted, tmp_path, failing):
     noted().run()
     before = (tmp_path / "out" / RECORD).read_bytes()
@@ -107,7 +100,7 @@ def test_what_fails_before_the_first_write_has_moved_nothing(noted, tmp_path, fa
 
 
 def test_every_command_that_trains_has_this_order():
-    for kind in (Pretraining, Distilling, Finetuning, classic._Steps, classic._Word2Vec):
+    for kind in (TextRun, Seeds, Finetuning, classic._Steps, classic._Word2Vec):
         assert issubclass(kind, Run) and kind.run is Run.run
 
 

@@ -26,7 +26,7 @@ from fastplm import models
 from fastplm.data import DataCollatorForCausalTokens, DataCollatorForMaskedTokens
 from fastplm.errors import ArgumentTypeError
 from fastplm.pretrain.evaluate import evaluate
-from fastplm.pretrain.objectives import build_model
+from fastplm.pretrain.model import build_model
 from fastplm.pretrain.trainer import PretrainingTrainer
 from fastplm.run import trainer as module
 from fastplm.testing import FORWARD_FACTOR, GRADIENT_FACTOR, BudgetExceeded, check_error

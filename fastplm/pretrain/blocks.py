@@ -1,7 +1,8 @@
-"""Short blocks first: most steps of a run are trained on pieces of its blocks.
+"""The blocks of a pre-training: with the ends of documents between them, or short ones first.
 
-[B, T] -> [B * pieces, T / pieces], with as many tokens, in the first samples of a run, or of each
-stage. A block is cut; a pair of segments cannot be, so there are short pairs in the place of one.
+``ShortBlocks``: [B, T] -> [B * pieces, T / pieces], with as many tokens, in the first samples of a
+run, or of each stage. A block is cut; a pair of segments cannot be, so there are short pairs in the
+place of one.
 
 Source: Devlin et al. 2019 (arXiv 1810.04805), section A.2: 90 % of the steps of BERT are of 128
     tokens, the others of 512, to learn the positions. Press et al. 2021 (arXiv 2012.15832),
@@ -10,19 +11,82 @@ Source: Devlin et al. 2019 (arXiv 1810.04805), section A.2: 90 % of the steps of
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fastplm.data import Collator
+from fastplm.data import Collator, TokenStore
 from fastplm.data._collate import Samples
+from fastplm.data.blocks import check_enough_tokens, room_for_text
 
 #: The sample indices of whole samples; those of pieces that would be among them are above.
 _WHOLE = 1 << 40
 _PIECES = "pieces"
+
+
+class DocumentBlocks(Dataset):
+    """Blocks of one size of the documents one after the other, each followed by its end.
+
+    Only the last, partial block of the whole corpus is left out. Item i is
+    ``{"input_ids": int64 [block_size]}``.
+
+    Args:
+        store: the tokens.
+        block_size: tokens a block, the ends and the special tokens around it included.
+        eos_token_id: the id that ends a document.
+        cls_token_id, sep_token_id: the ids put before and after each block; none by default.
+
+    Raises:
+        DataError: fewer tokens than one block needs; or see ``TokenStore.validate``.
+    """
+
+    def __init__(
+        self,
+        store: TokenStore,
+        block_size: int,
+        eos_token_id: int,
+        *,
+        cls_token_id: int | None = None,
+        sep_token_id: int | None = None,
+    ) -> None:
+        self.store, self.block_size, self.eos_token_id = store, block_size, eos_token_id
+        around = ((cls_token_id,), (sep_token_id,))
+        self._around = [[i for i in ids if i is not None] for ids in around]
+        self._text = room_for_text("DocumentBlocks", block_size, cls_token_id, sep_token_id)
+        check_enough_tokens("DocumentBlocks", store, self._text)
+        store.validate()
+
+    def __len__(self) -> int:
+        return (len(self.store) + len(self.store.documents) - 1) // self._text
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        first, last = index * self._text, (index + 1) * self._text
+        documents = range(len(self.store.documents) - 1)
+        # The documents that end before the block, and those that end before the next one.
+        before, within = (
+            bisect.bisect_left(documents, place, key=self._place_of_end) for place in (first, last)
+        )
+        text = self.store.tokens[first - before : last - within].astype(np.int64)
+        ends = [self._place_of_end(document) - first for document in documents[before:within]]
+        # An end goes before the token that has its place, not counting the other ends.
+        block = np.insert(text, np.array(ends, np.int64) - np.arange(len(ends)), self.eos_token_id)
+        before_it, after_it = self._around
+        if before_it or after_it:
+            block = np.concatenate([before_it, block, after_it]).astype(np.int64)
+        return {"input_ids": torch.from_numpy(block)}
+
+    def _place_of_end(self, document: int) -> int:
+        """Where the end of a document is in the text with all ends."""
+        store = self.store
+        return int(store.sentences[store.documents[document + 1]]) + document
 
 
 class ShortBlocks(Dataset):

@@ -1,0 +1,34 @@
+"""What a run prints and draws."""
+
+from __future__ import annotations
+
+from matplotlib.figure import Figure
+
+from fastplm.pretrain import report
+from fastplm.pretrain.settings import PretrainArguments
+
+COUNTS = ("unigram_loss", "bigram_loss")
+
+
+def test_a_run_too_short_for_its_rate_says_so():
+    """Where the rate follows from a published one, and with AdamW, whose steps have a bound."""
+    for options, said in (({}, True), ({"lr": 1e-4}, False), ({"optimizer": "lamb"}, False)):
+        plan = PretrainArguments("bert-tiny", ["-"], 2, "out", batch_size=4, **options).plan()
+        assert ("give --lr 0.001" in report.learning_rate(plan)) == said
+
+
+def test_the_picture_has_held_out_text(tmp_path, monkeypatch):
+    """The loss over tokens stands beside a whole loss that has no parts, and by its name."""
+    shown = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: shown.append(figure))
+    history = [{"step": 1, "loss": 3.0}, {"step": 4, "loss": 2.0}]
+    held_out = [{"step": 2, "clm_loss": 2.5, "unigram_loss": 4.0, "bigram_loss": 3.5}]
+    assert report.plot_losses(tmp_path / "one.png", "", history, held_out, "clm_loss", COUNTS)
+    history = [{**entry, "mlm_loss": 1.0, "rtd_loss": 0.5} for entry in history]
+    held_out = [{"step": 4, "mlm_loss": 1.5, "unigram_loss": 4.0, "bigram_loss": 3.5}]
+    assert report.plot_losses(tmp_path / "two.png", "", history, held_out, "mlm_loss", COUNTS)
+    names = ["training", "held out", "held out, unigram", "held out, bigram"]
+    for figure, panels in zip(shown, ([names], [names, names[:1]]), strict=True):
+        lines = [axis.get_lines() for axis in figure.axes]
+        assert [[line.get_label() for line in each] for each in lines] == panels
+    assert shown[0].axes[0].get_lines()[1].get_xydata().tolist() == [[2.0, 2.5]]

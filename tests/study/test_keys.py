@@ -1,0 +1,123 @@
+"""The key of a cell: what it depends on, and what not."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from fastplm.study import costs
+from fastplm.study import keys as module
+
+from .conftest import changed, plan_of
+
+
+def keys(**options):
+    return sorted(plan_of(**options).cells)
+
+
+def test_keys_stay_where_nothing_that_matters_changes(place):
+    before = keys()
+    changed(place, "question: Is", "question: Truly, is")
+    changed(place, "lr: 1.0e-3}", "lr: 0.001, block_size: 32}")  # another spelling of the same
+    changed(place, "40 %", "two fifths")
+    os.utime(place / "stories.txt", (1, 1))
+    assert keys() == before
+    elsewhere = place / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("stories.txt", "train.tsv", "pairs.jsonl"):
+        (elsewhere / name).write_bytes((place / name).read_bytes())
+    assert keys(data=elsewhere) == keys(), "files count by their contents"
+
+
+@pytest.mark.parametrize(
+    "name, before, after, changes",
+    [
+        ("grid.yaml", "steps: 3\n  batch", "steps: 4\n  batch", "pretrain finetune score"),
+        ("grid.yaml", "mlm_probability: 0.40", "mlm_probability: 0.30", "pretrain finetune score"),
+        ("grid.yaml", "{seeds: 2, steps", "{seeds: 3, steps", "finetune"),
+        ("stories.txt", "teacher", "preacher", "pretrain finetune score"),
+        ("train.tsv", "yes", "no", "finetune"),
+        ("pairs.jsonl", "house", "home", "score"),
+    ],
+)
+def test_keys_change_with_what_matters(name, before, after, changes, place):
+    """In the variant 40 %: a training that changes makes new cells of all that reads its model."""
+
+    def found():
+        planned = plan_of().variants["40 %"]
+        judged = [cell for each in planned.judged.values() for cell in each]
+        return {(cell.command, cell.label): cell.key for cell in (*planned.trainings, *judged)}
+
+    old = found()
+    file = place / name
+    file.write_text(file.read_text().replace(before, after))
+    new = found()
+    assert old.keys() == new.keys()
+    assert {key[0] for key in old if old[key] != new[key]} == set(changes.split())
+    assert all(old[key] != new[key] for key in old if key[0] in changes)
+
+
+def test_names_of_the_hub_stay_names(place, monkeypatch):
+    """A corpus and a data set by name: their keys are those of their rows."""
+    changed(place, "data: train.tsv", "data: 'hf:acme/tiny'")
+    changed(place, "corpus: stories.txt", "corpus: ['hf:acme/text']")
+    rows = {"hf:acme/tiny": "1", "hf:acme/text": "2"}
+    monkeypatch.setattr(module, "fingerprint", lambda path: rows[str(path)])
+    lines = [json.dumps({"text": "a b c", "label": "yes"}) + "\n"] * 10
+    monkeypatch.setattr(
+        "fastplm.data.examples.json_lines", lambda path: lines if rows[str(path)] else []
+    )
+    costs._examples.cache_clear()
+    before = plan_of().variants["40 %"]
+    assert "hf:acme/text" in before.trainings[0].words
+    rows["hf:acme/tiny"] = "3"
+    after = plan_of().variants["40 %"]
+    assert [c.key for c in before.trainings] == [c.key for c in after.trainings]
+    judged = [plan.judged["sentiment", 1.0][0].key for plan in (before, after)]
+    assert judged[0] != judged[1]
+
+
+def test_keys_change_with_threads_and_versions(place, monkeypatch):
+    before = keys()
+    assert not {*before} & {*keys(threads=2)}
+    monkeypatch.setitem(module.CACHE_VERSIONS, "score", 2)
+    after = {cell.key: cell for cell in plan_of().cells.values()}
+    new = [cell for key, cell in after.items() if key not in before]
+    assert new and {cell.command for cell in new} == {"score"}
+
+
+def test_a_change_of_one_objective_makes_new_cells_of_it_alone(all_data, monkeypatch):
+    def trained(study="causal-or-masked"):
+        plan = plan_of(study, "tiny", all_data)
+        return {name: each.trainings[0].key for name, each in plan.variants.items()}
+
+    def raised(versions, name):
+        monkeypatch.setitem(versions, name, versions[name] + 1)
+
+    before = trained()
+    raised(module.OBJECTIVE_VERSIONS, "denoise")
+    after = trained()
+    assert [name for name in before if before[name] != after[name]] == ["BART"]
+    raised(module.OBJECTIVE_VERSIONS, "rtd")
+    last = trained()
+    assert [name for name in after if after[name] != last[name]] == ["ELECTRA"]
+    before = trained("objectives")
+    raised(module.DISCRIMINATOR_VERSIONS, "all_tokens_mlm")
+    after = trained("objectives")
+    assert [name for name in before if before[name] != after[name]] == ["All-Tokens MLM"]
+
+
+def test_cells_of_a_machine_without_bf16_are_its_own(place, monkeypatch):
+    """The default precision is the machine's; one that is given is anybody's."""
+    monkeypatch.setattr(module, "hardware_has_bf16", lambda: True)
+    given = keys()
+    changed(place, "  precision: fp32\n", "")
+    usual = keys()
+    scratch = [each.scratch for each in plan_of().variants.values()]
+    monkeypatch.setattr(module, "hardware_has_bf16", lambda: False)
+    shared = set(keys()) & set(usual)  # a model without pre-training has no such precision
+    assert shared == {cell.key for each in scratch for cell in each.values()}
+    changed(place, "pretrain:\n", "pretrain:\n  precision: fp32\n")
+    assert keys() == given
