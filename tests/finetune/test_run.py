@@ -255,7 +255,7 @@ def test_resume_within_a_seed(start, arguments, writing, monkeypatch):
 @pytest.mark.slow
 def test_resume_after_the_last_step_of_a_seed(arguments, monkeypatch):
     """The run was killed after its last step, in the middle of an epoch: resuming adds no step."""
-    whole = finetune(arguments("tagging", "whole"))
+    whole = finetune(arguments("tagging", out="whole"))
     evaluate, step, steps = Tagging.evaluate, FinetuningTrainer.training_step, []
 
     def killed(*args):
@@ -268,9 +268,9 @@ def test_resume_after_the_last_step_of_a_seed(arguments, monkeypatch):
     monkeypatch.setattr(FinetuningTrainer, "training_step", counted)
     monkeypatch.setattr(Tagging, "evaluate", killed)
     with pytest.raises(KeyboardInterrupt):
-        finetune(arguments("tagging", "parts"))
+        finetune(arguments("tagging", out="parts"))
     monkeypatch.setattr(Tagging, "evaluate", evaluate)
-    (parts,) = finetune(arguments("tagging", "parts", resume=True))["seeds"]
+    (parts,) = finetune(arguments("tagging", out="parts", resume=True))["seeds"]
     assert steps == [0, 1, 2] and parts["steps"] == 3
     assert [parts[name] for name in ("loss", "scores")] == [
         whole["seeds"][0][name] for name in ("loss", "scores")
@@ -281,7 +281,7 @@ def test_resume_after_the_last_step_of_a_seed(arguments, monkeypatch):
 def test_a_curve_over_numbers_of_examples(arguments, files, tmp_path, monkeypatch, capsys):
     """The run is killed at the second of three numbers and resumed; each set contains the one
     before."""
-    whole = finetune(arguments("pair", "whole", max_samples=20))
+    whole = finetune(arguments("pair", out="whole", max_samples=20))
     out = tmp_path / "out"
     args = arguments("pair", max_samples=[10, 20, 30], seeds=2)
     train, sizes = module.train_seed, []
