@@ -21,6 +21,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from fastplm._machine import device_label
 from fastplm.data._folder import MANIFEST, damage, first_process, say, seal, write_json
+from fastplm.data._output import move_aside
 from fastplm.data.examples import Example, read_examples, subset
 from fastplm.errors import DataError, DivergenceError
 from fastplm.finetune.data import hold_out, shown_counts
@@ -61,7 +62,6 @@ from fastplm.run.folder import (
     check_same,
     checkpoints,
     last_checkpoint,
-    move_aside,
     read_hashed,
     save_models,
     write_hashed,
