@@ -18,7 +18,8 @@ from typing import Any
 
 from transformers.utils import logging
 
-from fastplm.finetune.run import FinetuneArguments, finetune
+from fastplm.finetune.run import finetune
+from fastplm.finetune.settings import FinetuneArguments
 from harness import machine_folder, machine_line
 
 FIELDS = (

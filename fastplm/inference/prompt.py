@@ -26,7 +26,7 @@ import torch
 from fastplm._checks import check_int
 from fastplm.data import load_tokenizer
 from fastplm.data._output import result
-from fastplm.data.examples import Example, read_examples, subset
+from fastplm.data.examples import Example, read_table, subset
 from fastplm.errors import (
     ArgumentTypeError,
     DataError,
@@ -529,8 +529,8 @@ def _spread(values: list[float]) -> str:
 
 def _examples(args: PromptArguments, path: str | Path, prompt: Prompt) -> list[Example]:
     """The examples of a file; an error if a label is not one of the prompt."""
-    task = "classification" if len(prompt.fields) == 1 else "pair"
-    examples = read_examples(task, path, args.text_columns, args.label_column)
+    columns = (args.text_columns, args.label_column)
+    examples = read_table(path, *columns, counts=(len(prompt.fields),))
     expected = f"one of the prompt, {', '.join(prompt.labels)}"
     fix = "Add it to the labels of the prompt."
     for example in examples:
