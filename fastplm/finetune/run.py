@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from fastplm._machine import device_label
 from fastplm.data._folder import MANIFEST, damage, first_process, say, seal, write_json
+from fastplm.data._output import move_aside
 from fastplm.errors import DivergenceError
 from fastplm.finetune.data import prepare_task
 from fastplm.finetune.models import build_model, usual_learning_rate
@@ -28,7 +29,6 @@ from fastplm.run.folder import (
     check_same,
     checkpoints,
     last_checkpoint,
-    move_aside,
     read_hashed,
     save_models,
     write_hashed,

@@ -25,7 +25,7 @@ import torch
 
 from fastplm._checks import check_int
 from fastplm.data import load_tokenizer
-from fastplm.data._output import whole
+from fastplm.data._output import result
 from fastplm.data.examples import Example, read_table, subset
 from fastplm.errors import (
     ArgumentTypeError,
@@ -511,7 +511,7 @@ def _run_prompt(args: PromptArguments, out: Path | None) -> str:
             rows.append([*([str(number)] * several), example.target, *answers, *logs])
     if out is not None:
         columns = ["label", *CALIBRATIONS, *(f"log p({name})" for name in names)]
-        with whole(out) as part:
+        with result(out) as part:
             part.write_text(tsv([[*(["template"] * several), *columns], *rows]), encoding="utf-8")
     if several:
         spreads = "  ".join(f"{kind} {_spread(values)}" for kind, values in accuracies.items())

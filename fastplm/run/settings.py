@@ -519,7 +519,9 @@ class _Common:
         choices=tuple(REPORTS),
     )
     resume: bool = setting("continue from the last checkpoint in --out", False)
-    overwrite: bool = setting("first rename the folder --out to OUT.old-1 (2, 3, ...)", False)
+    overwrite: bool = setting(
+        "rename what --out holds to OUT.old-1 (2, 3, ...) before it is written", False
+    )
     precision: str = setting(
         "auto: bf16 where the hardware multiplies it", "auto", choices=PRECISIONS
     )
