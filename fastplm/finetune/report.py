@@ -10,7 +10,7 @@ from fastplm.finetune.labels import shown_counts
 from fastplm.finetune.mixture import counts_of_epoch, indices_of_parts
 from fastplm.finetune.settings import FinetuneArguments
 from fastplm.finetune.tasks._task import Task
-from fastplm.run.report import block, counted
+from fastplm.run.report import block, counted, precision
 
 if TYPE_CHECKING:
     from fastplm.finetune.run import Finetuning
@@ -45,7 +45,7 @@ def announcement(run: Finetuning) -> str:
         rows["teacher"] = f"{args.teacher}: {share}"
     rows |= {
         "model": f"{_source(args)}, with the classes of {args.library}",
-        "precision": "bf16, as --bf16 says" if args.bf16 else "fp32, as --bf16 was not given",
+        "precision": precision(args),
         "device": f"{device}{threads}",
         "results": f"{args.out}, {counted(args.seeds, 'seed')}",
     }

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from fastplm._machine import device_label
+from fastplm._machine import device_label, in_bf16
 from fastplm.data._folder import MANIFEST, damage, first_process, say, seal, write_json
 from fastplm.data._output import move_aside
 from fastplm.errors import DivergenceError
@@ -96,6 +96,8 @@ class Finetuning(Run):
 
     def read(self) -> dict[str, Any]:
         args = self.args
+        if self.before is not None and args.is_default("precision"):
+            args = args.changed(precision=_precision_of(self.before))
         rates = args.rates()
         # Until a rate is chosen, the settings have one of them.
         curve = [("", rates[0][1])] if rates else args.curve()
@@ -118,6 +120,7 @@ class Finetuning(Run):
         """What the results depend on beside the settings."""
         args, task = self.args, self.task
         found: dict[str, Any] = {"processes": int(os.environ.get("WORLD_SIZE") or "1")}
+        found["precision"] = "bf16" if in_bf16(args.precision) else "fp32"
         if args.learning_rate is None:
             found["learning_rate"] = usual_learning_rate(args, task.checkpoint_config)
         digest = hashlib.sha256()
@@ -131,7 +134,8 @@ class Finetuning(Run):
         args, task, record = self.args, self.task, self.record
         same = {n: record[n] for n in record if n != "examples"}
         # Runs of several points once had no pooling that follows from the model.
-        check_same("finetune", same, before | {"pooling": before.get("pooling") or args.pooling})
+        began = before | {"pooling": before.get("pooling") or args.pooling}
+        check_same("finetune", same, began | {"precision": _precision_of(before)})
         files = " and ".join(map(str, filter(None, (args.data, args.eval_data))))
         now = f"{len(task.train)} and {len(task.test)} now"
         got = f"{files}, whose examples have changed since ({now})"
@@ -160,6 +164,7 @@ class Finetuning(Run):
             "arguments": settings_of(self.args),
             "versions": versions(),
             "device": device_label(self.device),
+            "precision": self.record["precision"],
             "eval_examples": len(self.task.test),
             "chance": self.task.chance(),
             "most_frequent_label": self.task.baseline(),
@@ -263,6 +268,11 @@ class Finetuning(Run):
             say(f"{out} is not complete: {wrong}. It is trained again, and {old}.")
         self.processes.wait_for_everyone()
         return None
+
+
+def _precision_of(record: dict[str, Any]) -> str:
+    """The precision of a run; one of before the setting had this name said whether it is bf16."""
+    return record.get("precision") or ("bf16" if record.get("bf16") else "fp32")
 
 
 def train_seed(

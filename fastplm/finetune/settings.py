@@ -90,7 +90,7 @@ class FinetuneArguments(Settings):
             *("lm_weight", "library"),
         ),
         "how it learns": (
-            *("optimizer", "warmup", "weight_decay", "layer_decay", "dropout", "bf16", "seed"),
+            *("optimizer", "warmup", "weight_decay", "layer_decay", "dropout", "precision", "seed"),
             *("eval_every", "teacher", "teacher_weight", "teacher_temperature"),
         ),
         "seq2seq: texts to be written": SEQ2SEQ,
@@ -335,7 +335,7 @@ class FinetuneArguments(Settings):
         "number of runs, each with a seed of its own", 1, number=integer(), metavar="N"
     )
     seed: int = common("seed", "seed of the first run: of head, order and dropout")
-    bf16: bool = setting("train under autocast to bfloat16", False)
+    precision: str = common("precision")
     library: str = setting(
         "whose classes are trained: the same samples in the same order, from the same weights",
         "fastplm",

@@ -143,7 +143,6 @@ def arguments_of(task: Task, seed: int, out: Path) -> TrainingArguments:
     settings = training_arguments(
         args,
         out,
-        bf16=args.bf16,
         per_device_eval_batch_size=args.batch_size,
         learning_rate=5e-5 if rate is None else rate,
         weight_decay=args.weight_decay,

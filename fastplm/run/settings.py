@@ -523,7 +523,11 @@ class _Common:
         "rename what --out holds to OUT.old-1 (2, 3, ...) before it is written", False
     )
     precision: str = setting(
-        "auto: bf16 where the hardware multiplies it", "auto", choices=PRECISIONS
+        "auto: bf16 where the hardware multiplies it",
+        "auto",
+        choices=PRECISIONS,
+        excludes="precision",
+        also={"bf16": "bf16"},
     )
     workers: int = setting(
         "processes that prepare batches; 0: the training process", 0, number=integer(0, 256)

@@ -217,6 +217,7 @@ def arguments(checkpoint, files, tmp_path):
             "learning_rate": 1e-3,
             "log_every": 1,
             "steps": 3,
+            "precision": "fp32",
             **options,
         }
         return FinetuneArguments(task=task, **settings).plan()
@@ -344,7 +345,7 @@ def writing(writers, tmp_path):
         }
         settings |= {"data": writers / "pairs.tsv", "out": tmp_path / name, "task": "seq2seq"}
         settings |= {"max_length": 32, "max_target_length": 24, "learning_rate": 3e-3, "steps": 4}
-        settings |= {"batch_size": 16, "log_every": 1, "beams": 2}
+        settings |= {"batch_size": 16, "log_every": 1, "beams": 2, "precision": "fp32"}
         return FinetuneArguments(**settings | changes).plan()
 
     return build
@@ -358,7 +359,7 @@ def teacher(checkpoint, files, tmp_path_factory) -> Callable[[str], Path]:
 
     def build(task: str) -> Path:
         if task not in known:
-            given = {"task": task, "data": files[task], "out": out / task}
+            given = {"task": task, "data": files[task], "out": out / task, "precision": "fp32"}
             args = FinetuneArguments(model=checkpoint("deep"), steps=4, batch_size=8, **given)
             known[task] = Path(finetune(args)["seeds"][0]["model"])
         return known[task]

@@ -16,9 +16,9 @@ import transformers
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fastplm import cli
+from fastplm import _machine, cli
 from fastplm.data.examples import Example
-from fastplm.errors import DataError, DivergenceError
+from fastplm.errors import ArgumentValueError, DataError, DivergenceError
 from fastplm.finetune import run as module
 from fastplm.finetune.data import prepare_task
 from fastplm.finetune.models import DELIMITER, EXTRACT, START
@@ -30,6 +30,7 @@ from fastplm.finetune.tasks._task import Task
 from fastplm.finetune.tasks.classification import Classification
 from fastplm.finetune.tasks.tagging import Tagging
 from fastplm.finetune.trainer import FinetuningTrainer
+from fastplm.run.folder import read_hashed, write_hashed
 
 from .conftest import COUNT, FILES, LETTERS, copied, needs_csrc, sentence
 
@@ -114,16 +115,41 @@ def test_learns(task, arguments, files):
     assert metrics["chance"] < metrics["scores"]["accuracy"]["mean"] == 1
 
 
-def test_bf16(arguments):
+@pytest.mark.parametrize(
+    "precision, there, expected",
+    [
+        ("bf16", False, torch.bfloat16),
+        ("auto", True, torch.bfloat16),
+        ("auto", False, torch.float32),
+        ("fp32", True, torch.float32),
+    ],
+)
+def test_the_precision(precision, there, expected, arguments, monkeypatch, capsys):
+    """By default that of the machine; a run that is resumed keeps the one with which it began."""
+    monkeypatch.setattr(_machine, "hardware_has_bf16", lambda: there)
     seen = set()
     handle = torch.nn.modules.module.register_module_forward_hook(
         lambda m, a, o: seen.add(o.dtype) if isinstance(m, torch.nn.Linear) else None
     )
     try:
-        finetune(arguments("classification", bf16=True, steps=1))
+        args = arguments("classification", precision=precision, steps=1)
+        metrics = finetune(args)
     finally:
         handle.remove()
-    assert seen == {torch.bfloat16}
+    assert seen == {expected}
+    name = "bf16" if expected == torch.bfloat16 else "fp32"
+    assert metrics["precision"] == name and f"precision  {name}" in capsys.readouterr().err
+    monkeypatch.setattr(_machine, "hardware_has_bf16", lambda: not there)
+    record = read_hashed(args.out / "run.json")
+    assert record["precision"] == name
+    for before in ({"precision": name}, {"bf16": name == "bf16"}):
+        kept = {key: value for key, value in record.items() if key != "precision"}
+        write_hashed(args.out / "run.json", kept | before)
+        auto = arguments("classification", steps=1, precision="auto", resume=True, seeds=2)
+        assert finetune(auto)["precision"] == name
+        other = {"precision": "fp32" if name == "bf16" else "bf16"}
+        with pytest.raises(ArgumentValueError, match=f"`precision` got .* expected {name}, as in"):
+            finetune(arguments("classification", steps=1, resume=True, **other))
 
 
 def test_each_seed_is_logged(arguments, tmp_path):
