@@ -21,7 +21,7 @@ from fastplm.inference.prompt import (
     LabelScores,
     Prompt,
     _spread,
-    read_prompt,
+    read_prompts,
     score_labels,
 )
 from fastplm.models import BertForMaskedLM, GPT2LMHeadModel
@@ -324,8 +324,6 @@ def test_several_templates(folder, capsys):
     (folder / "prompt.json").write_text(json.dumps(content))
     assert cli.main(COMMAND.split()) == 0
     assert capsys.readouterr().out == shown.out
-    with pytest.raises(DataError, match="prompt.json with 3 templates; expected one template"):
-        read_prompt(folder / "prompt.json")
 
 
 @pytest.mark.parametrize(
@@ -382,9 +380,9 @@ def test_prompts_of_files(tmp_path):
         "premise": "{label}",
     }
     path.write_text(json.dumps(content))
-    prompt = read_prompt(path)
+    (prompt,) = read_prompts(path)
     assert prompt.around(["d", "e"]) == ("p a k b\n\nd a e ", "")
     assert prompt.without_text() == ("", "")
     path.write_text(json.dumps(content | {"shots": 3}))
     with pytest.raises(DataError, match="unexpected keyword argument 'shots'"):
-        read_prompt(path)
+        read_prompts(path)

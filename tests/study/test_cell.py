@@ -66,7 +66,7 @@ def test_a_cell_that_goes_on_and_one_that_fails(place, monkeypatch, capfd):
     stands_in("print('the loss is nan at step 3.\\nand a line of a library'); sys.exit(3)")
     assert cell.main(words) == 0 and store.done(one)["diverged"]
     # What would have judged it has no model.
-    judge = plan.variants["40 %"].judged["pairs", 1.0][0]
+    judge = plan.variants["40 %"].evaluations["pairs", 1.0][0]
     describe(judge, store)
     assert cell.main([str(store.at(judge)), str(place / "plan.json")]) == 0
     assert store.done(judge)["diverged"]

@@ -47,7 +47,7 @@ def test_keys_change_with_what_matters(name, before, after, changes, place):
 
     def found():
         planned = plan_of().variants["40 %"]
-        judged = [cell for each in planned.judged.values() for cell in each]
+        judged = [cell for each in planned.evaluations.values() for cell in each]
         return {(cell.command, cell.label): cell.key for cell in (*planned.trainings, *judged)}
 
     old = found()
@@ -75,7 +75,7 @@ def test_names_of_the_hub_stay_names(place, monkeypatch):
     rows["hf:acme/tiny"] = "3"
     after = plan_of().variants["40 %"]
     assert [c.key for c in before.trainings] == [c.key for c in after.trainings]
-    judged = [plan.judged["sentiment", 1.0][0].key for plan in (before, after)]
+    judged = [plan.evaluations["sentiment", 1.0][0].key for plan in (before, after)]
     assert judged[0] != judged[1]
 
 
