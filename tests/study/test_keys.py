@@ -7,6 +7,7 @@ import os
 
 import pytest
 
+import fastplm
 from fastplm.study import costs
 from fastplm.study import keys as module
 
@@ -15,6 +16,31 @@ from .conftest import changed, plan_of
 
 def keys(**options):
     return sorted(plan_of(**options).cells)
+
+
+def test_the_names_of_what_is_hashed(place):
+    """Cells that are stored are found by them."""
+    planned = plan_of().variants["40 %"]
+    training, (score, _) = planned.trainings[0], planned.evaluations["pairs", 1.0]
+    start = {"recipe": 1, "version": ".".join(fastplm.__version__.split(".")[:2])}
+    data = [module.hash_of(place / "train.tsv")]
+    shape = {"arch": "bert-tiny", "vocab_size": 120, "block_size": 32, "name": "model"}
+    shape["corpus"] = [module.hash_of(place / "stories.txt")]
+    assert training.facts | {"settings": 0} == {
+        **start,
+        "command": "pretrain",
+        "recipe": 2,
+        "settings": 0,
+    }
+    model = {"cell": training.key, "name": "model"}
+    settings = {"model": model, "data": [module.hash_of(place / "pairs.jsonl")], "threads": 1}
+    settings |= {"metric": "minimal-pairs"}
+    assert score.facts == {**start, "command": "score", "settings": settings}
+    settings = {"model": {"shape of": shape}, "data": data, "task": "classification", "seeds": 2}
+    settings |= {"steps": 3, "batch_size": 4, "max_length": 32, "threads": 1, "from_scratch": True}
+    scratch = planned.scratch["sentiment"]
+    assert scratch.facts == {**start, "command": "finetune", "settings": settings}
+    assert training.key == module.key_of(training.facts) and len(training.key) == 20
 
 
 def test_keys_stay_where_nothing_that_matters_changes(place):
