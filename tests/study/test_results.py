@@ -10,14 +10,7 @@ import pytest
 
 from fastplm.study.cells import Plan
 from fastplm.study.grid import Evaluation, read_grid
-from fastplm.study.results import (
-    UNRECORDED,
-    Scores,
-    _mean_of,
-    _not_above,
-    _of_evaluation,
-    results,
-)
+from fastplm.study.results import UNRECORDED, Scores, _mean_of, _not_above, _of_evaluation, results
 
 from .conftest import BASE, BETTER
 
