@@ -271,10 +271,6 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        if "--config" in self._option_string_actions:
-            from fastplm.run.config_file import with_config
-
-            args = with_config(self, args)
         for word in args or ():  # which argparse would take for an empty list
             if word.endswith("=--") and word[:-3] in self._option_string_actions:
                 self.error(f"argument {word[:-3]}: expected one argument, another one than --")
@@ -283,6 +279,10 @@ class _Parser(argparse.ArgumentParser):
         if unknown:
             meant = _perhaps(unknown[0].split("=")[0], self._option_string_actions)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+        if "--config" in self._option_string_actions:
+            from fastplm.run.config_file import with_file
+
+            with_file(self, known)
         return known, unknown
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -380,17 +380,13 @@ def _parser() -> argparse.ArgumentParser:
     help = "what all of it is to take: the steps are fewer on a slow machine (default: %(default)s)"
     demo.add_argument("--minutes", type=NOT_NEGATIVE, default=MINUTES, help=help)
     demo.add_argument("--threads", type=integer(), help="CPU threads (default: PyTorch's choice)")
-    shown = argparse.ArgumentDefaultsHelpFormatter
     for each in _commands():
-        told: dict[str, Any] = {"description": each.description, "formatter_class": shown}
-        groups = add_settings(add(each.settings.where, each, each.help, **told), each.settings)
-        if each.parts is _pretrain:
-            told = {"action": "store_const", "const": "mlm", "default": argparse.SUPPRESS}
-            help = "the same as --objective mlm"
-            groups["objective"].add_argument("--no-nsp", dest="objective", help=help, **told)
+        added = add(each.settings.where, each, each.help, description=each.description)
+        add_settings(added, each.settings)
     from fastplm.study.options import add_options
 
     help = "a grid of trainings and judges, to one table with intervals"
-    told = {"description": f"Run {help}. How to write a grid: docs/studies.md."}
-    add_options(add("study", _study, help, **told, formatter_class=shown))
+    told: dict[str, Any] = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter}
+    told["description"] = f"Run {help}. How to write a grid: docs/studies.md."
+    add_options(add("study", _study, help, **told))
     return parser

@@ -60,7 +60,9 @@ class ClassicArguments(Settings):
     max_length: int = setting(
         "most words of a sentence; the rest is left out", 40, number=integer(3)
     )
-    learning_rate: float = setting("peak learning rate of AdamW", 1e-3, number=POSITIVE)
+    learning_rate: float = setting(
+        "peak learning rate of AdamW", 1e-3, number=POSITIVE, also={"lr": None}
+    )
     seed: int = common("seed", "seed of weights, order and dropout")
     save_every: int = common("save_every")
     log_every: int = common("log_every")

@@ -188,7 +188,10 @@ class DistillArguments(budget.BudgetSettings):
     batch_size: int = common("batch_size")
     gradient_accumulation: int = common("gradient_accumulation")
     lr: float | None = setting(
-        "peak learning rate (default: the published one, of large batches)", None, number=POSITIVE
+        "peak learning rate (default: the published one, of large batches)",
+        None,
+        number=POSITIVE,
+        also={"learning_rate": None},
     )
     warmup: int | None = setting(
         "steps of linear warm-up (default: a tenth of the run, 10000 at most)",

@@ -302,6 +302,7 @@ class FinetuneArguments(Settings):
         None,
         number=Numbers(POSITIVE),
         metavar="RATE",
+        also={"lr": None},
     )
     optimizer: str = setting(
         "adamw, with a rate that falls to 0; or adafactor, as T5 was fine-tuned: a constant rate, "

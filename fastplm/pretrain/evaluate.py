@@ -62,7 +62,8 @@ def evaluate(
     check_counts_all_batches("evaluate", model)
     module: Any = model  # mypy takes the attributes of a module for tensors
     was_training, device = model.training, next(model.parameters()).device
-    masked = module.generator if _is_joint(model) else module
+    is_joint = hasattr(model, "discriminator")
+    masked = module.generator if is_joint else module
     model.eval()
     sums: dict[str, float] = {}
     of_words: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -80,7 +81,7 @@ def evaluate(
         # Divided by 1, the means are sums.
         ones: dict[str, Any] = {"num_items_in_batch": 1}
         joint = {"num_tokens_in_batch": 1, "output_replaced_ids": True}
-        ones |= joint if _is_joint(model) else {"output_logits": False}
+        ones |= joint if is_joint else {"output_logits": False}
         with _kept_rows(masked) as rows:
             outputs = model(**batch, **ones)
         if rows:
@@ -91,7 +92,7 @@ def evaluate(
         tokens, sequences = tokens_and_sequences(batch)
         add("samples", sequences)
         add("labels", counted_labels(model, batch["labels"]).ne(IGNORE_INDEX).sum())
-        if not _is_joint(model):
+        if not is_joint:
             add(token_loss, outputs["loss"])
         else:
             add("tokens", tokens)
@@ -121,7 +122,10 @@ def evaluate(
         add_mean("discriminator_mlm_loss", predicted)
         add_mean("discriminator_chosen_loss", "labels")
     if encoded:
-        result["encoder_similarity"] = _similarity(encoded)
+        # The mean cosine of two tokens, ``(|sum u|^2 - n) / (n (n - 1))``, of all ``_unit_sum``.
+        *total, count = torch.stack(encoded).sum(0).tolist()
+        square = math.fsum(value * value for value in total)
+        result["encoder_similarity"] = (square - count) / max(count * (count - 1), 1.0)
         add_mean("missing_share", "labels")
     if sums.get("total", 0) > 0:
         add_mean("rtd_loss", "total")
@@ -248,11 +252,14 @@ def _detected(
 
     One that learns of the chosen tokens alone (ELECTRA 15 %) is judged by these.
     """
-    words = _could_be_replaced(batch, collator).cpu()
+    chosen = batch["labels"] != IGNORE_INDEX
+    originals = batch["labels"].where(chosen, batch["input_ids"])
+    special = torch.tensor(collator.tokenizer.all_special_ids, device=originals.device)
+    words = ~torch.isin(originals, special) & batch["attention_mask"].bool()
     if model.config.objective == "rtd_masked":
-        words &= batch["labels"].cpu() != IGNORE_INDEX
+        words &= chosen
     scores = model.discriminator(replaced_ids, batch["attention_mask"]).logits
-    return scores.cpu()[words], (replaced_ids.cpu() != _originals(batch).cpu())[words]
+    return scores[words].cpu(), (replaced_ids != originals)[words].cpu()
 
 
 def _of_pairs(outputs: Any, labels: dict[str, torch.Tensor]) -> Iterator[tuple[str, Any]]:
@@ -298,24 +305,3 @@ def _unit_sum(states: torch.Tensor) -> torch.Tensor:
     are zeros, and do not count."""
     units = torch.nn.functional.normalize(states.flatten(0, 1).double(), dim=-1)
     return torch.cat([units.sum(0), units.any(-1).sum()[None]])
-
-
-def _similarity(sums: list[torch.Tensor]) -> float:
-    """The mean cosine of two tokens, ``(|sum u|^2 - n) / (n (n - 1))``, of all ``_unit_sum``."""
-    *total, count = torch.stack(sums).sum(0).tolist()
-    square = math.fsum(value * value for value in total)
-    return (square - count) / max(count * (count - 1), 1.0)
-
-
-def _originals(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    return torch.where(batch["labels"] == IGNORE_INDEX, batch["input_ids"], batch["labels"])
-
-
-def _could_be_replaced(batch: dict[str, torch.Tensor], collator: Any) -> torch.Tensor:
-    originals = _originals(batch)
-    special = torch.tensor(collator.tokenizer.all_special_ids, device=originals.device)
-    return ~torch.isin(originals, special) & batch["attention_mask"].bool()
-
-
-def _is_joint(model: torch.nn.Module) -> bool:
-    return hasattr(model, "discriminator")

@@ -19,7 +19,7 @@ from fastplm.run.budget import described
 from fastplm.run.report import block, counted, drawn
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, TrainingArguments
+    from transformers import TrainingArguments
 
     from fastplm.pretrain.data import RunData
     from fastplm.pretrain.settings import PretrainPlan
@@ -36,7 +36,8 @@ def announcement(
     plan: Any, settings: TrainingArguments, data: RunData, training: Training, done: int
 ) -> str:
     """What a run over text prints, of which so many steps are done."""
-    processes = settings.world_size
+    processes, kept = settings.world_size, plan.keep_checkpoints
+    of_them = "all" if kept == "all" else f"the last {kept}"
     some = f"{plan.samples_a_step:,} samples of {'at most ' if training.at_most else ''}"
     some += f"{plan.block_size} tokens each"
     return block(
@@ -51,7 +52,8 @@ def announcement(
             "precision": precision(plan, settings),
             "device": f"{device(settings)}, {processes} process{'es' if processes > 1 else ''}",
             "backends": _backends_here(settings.device),
-            "results": f"{plan.out} (a checkpoint each {plan.save_every:,} steps, {_kept(plan)})",
+            "results": f"{plan.out} (a checkpoint each {plan.save_every:,} steps, of which "
+            f"{of_them} are kept)",
         }
     )
 
@@ -65,10 +67,18 @@ def rows_of_model(
         count, share = data.held_out_tokens, data.held_out_tokens / len(data.all)
         tail = f"the last {count:,} tokens ({share:.1%}), judged by "
         tail += f"{data.held_out_samples:,} samples of them"
-    line = model_line(plan, objective, model)
-    rows = {"held out": tail, "vocabulary": vocabulary(plan, data), "model": line}
+    size = f"{sum(weight.numel() for weight in model.parameters()):,}"
+    flops = f"{objective.flops_a_token(model.config) / 1e6:,.1f}"
+    rows = {
+        "held out": tail,
+        "vocabulary": vocabulary(plan, data),
+        "model": f"{plan.arch} ({plan.preset.source or 'a size of its own'}), {plan.objective}: "
+        f"{size} parameters, {flops} MFLOP a token (forward and backward of full samples)",
+    }
     if plan.start_from is not None:
-        rows["begun with"] = _begun(plan, model)
+        new = model.new_weights
+        what = f"; {counted(len(new), 'weight')} of new heads, such as {new[0]}" if new else ""
+        rows["begun with"] = f"the weights of {plan.start_from}{what}"
     if plan.short_block_size is not None:
         kind = "short pairs" if isinstance(objective, SentenceOrder) else "pieces of blocks"
         pieces = f"{kind}, {plan.short_block_size} tokens each"
@@ -78,29 +88,6 @@ def rows_of_model(
     if plan.flops is not None:
         rows["budget"] = described(plan, flops_a_step(plan, data.tokenizer))
     return rows
-
-
-def _kept(plan: Any) -> str:
-    """How many checkpoints a run keeps."""
-    kept = plan.keep_checkpoints
-    return "of which all are kept" if kept == "all" else f"of which the last {kept} are kept"
-
-
-def _begun(plan: PretrainPlan, model: Any) -> str:
-    """Where the weights come from, and which are new."""
-    new = model.new_weights
-    what = f"; {counted(len(new), 'weight')} of new heads, such as {new[0]}" if new else ""
-    return f"the weights of {plan.start_from}{what}"
-
-
-def model_line(plan: PretrainPlan, objective: Objective, model: PreTrainedModel) -> str:
-    """The size of a model, and what a token costs."""
-    size = f"{sum(weight.numel() for weight in model.parameters()):,}"
-    flops = objective.flops_a_token(model.config)
-    return (
-        f"{plan.arch} ({plan.preset.source or 'a size of its own'}), {plan.objective}: {size} "
-        f"parameters, {flops / 1e6:,.1f} MFLOP a token (forward and backward of full samples)"
-    )
 
 
 def pairs(data: RunData) -> dict[str, str]:

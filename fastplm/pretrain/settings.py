@@ -152,6 +152,7 @@ class PretrainArguments(budget.BudgetSettings):
         "step over those of the published run)",
         None,
         number=POSITIVE,
+        also={"learning_rate": None},
     )
     warmup: int | None = setting(
         "steps of linear warm-up; of a constant rate with adafactor (default: a tenth of the run, "
@@ -206,6 +207,7 @@ class PretrainArguments(budget.BudgetSettings):
         None,
         choices=NAMES,
         excludes="objective",
+        also={"no_nsp": "mlm"},
     )
     unit: str | None = setting(
         "what is masked as a whole: tokens, words, or up to three words in a row (default: "

@@ -123,7 +123,29 @@ class TextRun(Run):
         return facts_of(plan, self.settings, self.data)
 
     def compare(self, before: dict[str, Any]) -> None:
-        compare(self.args, self.record, before)
+        args, record = self.args, self.record
+        ours, theirs = record["corpus"], before["corpus"]
+        changed = ", whose text has changed since" if ours["paths"] == theirs["paths"] else ""
+        same, fix = ours["hash"] == theirs["hash"], "Give the same text, or another --out."
+        expected = f"{_described(theirs)}, as in the run that is resumed"
+        args.check("corpus", same, expected, fix, _described(ours, changed))
+        apart = {"corpus", "held_out", "steps", "flops", "threads"}
+        # A run of before these settings were there has had their defaults.
+        later = {each.name for each in fields(args)} - before.keys()
+        apart |= {name for name in later if args.is_default(name)}
+        own = {name: record[name] for name in record if name not in apart}
+        check_same(args.where, own, before)
+        samples, kept = record["held_out"]["samples"], before["held_out"]["samples"]
+        expected = f"{kept}, as in the run that is resumed"
+        fix = "Delete the tokens there: they are made again."
+        got = f"{args.cache}, which gives {samples} held-out samples"
+        args.check("cache", record["held_out"] == before["held_out"], expected, fix, got)
+        if record["threads"] != before["threads"]:
+            say(
+                f"The run began with {before['threads']} threads and continues with "
+                f"{record['threads']}: the last digits of its losses may differ "
+                f"(--threads {before['threads']})."
+            )
 
     def finished(self, before: dict[str, Any]) -> bool:
         wrong = damage(self.out)
@@ -137,7 +159,8 @@ class TextRun(Run):
 
         self.device = self.settings.device
         self.training = self._build(self.args, self.settings, self.data)
-        trainer, milestones = self.training.trainer, milestones_of(self.args)
+        trainer, count = self.training.trainer, getattr(self.args, "states", None) or 1
+        milestones = frozenset(round(self.args.steps * i / count) for i in range(1, count))
         trainer.states = milestones
         # The first, as what is logged depends on whether a checkpoint is written.
         trainer.callback_handler.callbacks.insert(0, KeepStates(milestones))
@@ -229,12 +252,6 @@ def continued(plan: Any, before: Mapping[str, Any], done: int) -> Any:
     return plan.with_warmup(before["warmup"]) if plan.is_default("warmup") else plan
 
 
-def milestones_of(plan: Any) -> frozenset[int]:
-    """The steps whose checkpoints are kept beside the newest ones."""
-    count = getattr(plan, "states", None) or 1
-    return frozenset(round(plan.steps * number / count) for number in range(1, count))
-
-
 def training_settings(plan: Any) -> TrainingArguments:
     """The settings of the Trainer of a run."""
     from fastplm.run.trainer import training_arguments
@@ -305,32 +322,6 @@ def facts_of(plan: Any, settings: TrainingArguments, data: RunData) -> dict[str,
         "threads": torch.get_num_threads(),
         **data.facts,
     }
-
-
-def compare(plan: Any, record: Mapping[str, Any], before: Mapping[str, Any]) -> None:
-    """Check that the run of a record is the one of the record ``before``."""
-    ours, theirs = record["corpus"], before["corpus"]
-    changed = ", whose text has changed since" if ours["paths"] == theirs["paths"] else ""
-    same, fix = ours["hash"] == theirs["hash"], "Give the same text, or another --out."
-    expected = f"{_described(theirs)}, as in the run that is resumed"
-    plan.check("corpus", same, expected, fix, _described(ours, changed))
-    apart = {"corpus", "held_out", "steps", "flops", "threads"}
-    # A run of before these settings were there has had their defaults.
-    later = {each.name for each in fields(plan)} - before.keys()
-    apart |= {name for name in later if plan.is_default(name)}
-    own = {name: record[name] for name in record if name not in apart}
-    check_same(plan.where, own, dict(before))
-    samples, kept = record["held_out"]["samples"], before["held_out"]["samples"]
-    expected = f"{kept}, as in the run that is resumed"
-    fix = "Delete the tokens there: they are made again."
-    got = f"{plan.cache}, which gives {samples} held-out samples"
-    plan.check("cache", record["held_out"] == before["held_out"], expected, fix, got)
-    if record["threads"] != before["threads"]:
-        say(
-            f"The run began with {before['threads']} threads and continues with "
-            f"{record['threads']}: the last digits of its losses may differ "
-            f"(--threads {before['threads']})."
-        )
 
 
 def _described(corpus: Mapping[str, Any], changed: str = "") -> str:

@@ -62,8 +62,8 @@ class PretrainingTrainer(RunTrainer):
         super().__init__(*args, **kwargs)
         self._corrupt = corrupt
         parameters = inspect.signature(self.model.forward).parameters
-        self._counts_sequences = "num_sequences_in_batch" in parameters
-        self._counts_tokens = "num_tokens_in_batch" in parameters
+        names = ("num_sequences_in_batch", "num_tokens_in_batch")
+        self._denominators = [name for name in names if name in parameters]
         self._has_logits = "output_logits" in parameters
         check_counts_all_batches("PretrainingTrainer", self.model)
         if shifts_labels(self.model):
@@ -111,7 +111,7 @@ class PretrainingTrainer(RunTrainer):
         if self._corrupt is not None:
             inputs = self._corrupted(inputs)
         self.count([inputs])
-        inputs = inputs | self._denominators()
+        inputs = inputs | {name: self._in_step[name] for name in self._denominators}
         if prediction_loss_only and self._has_logits:
             inputs["output_logits"] = False
         return super().prediction_step(model, inputs, prediction_loss_only, *args)
@@ -123,18 +123,11 @@ class PretrainingTrainer(RunTrainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
-        loss = super().training_step(model, inputs | self._denominators(), num_items_in_batch)
+        inputs = inputs | {name: self._in_step[name] for name in self._denominators}
+        loss = super().training_step(model, inputs, num_items_in_batch)
         for name, value in self.found.items():
             self._in_window[name] = self._in_window.get(name, 0.0) + value.double()
         return loss
-
-    def _denominators(self) -> dict[str, Tensor]:
-        """What the model divides losses by, of those in ``count``."""
-        takes = {
-            "num_sequences_in_batch": self._counts_sequences,
-            "num_tokens_in_batch": self._counts_tokens,
-        }
-        return {name: self._in_step[name] for name, taken in takes.items() if taken}
 
     def compute_loss(
         self,

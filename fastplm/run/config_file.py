@@ -8,14 +8,15 @@ import json
 import os
 import shlex
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import Field, fields
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import yaml  # type: ignore[import-untyped]
 
 from fastplm.errors import FastplmError, fail
-from fastplm.run.settings import CALL, Numbers, Settings
+from fastplm.run.settings import CALL, Numbers, Settings, takes_several
 
 #: The file of a run's settings in its folder.
 NAME = "settings.yaml"
@@ -26,71 +27,150 @@ _HEAD = """\
 #: The files that come with the library, in a folder for each command: ``--config overnight``.
 SHIPPED = Path(__file__).parent / "configs"
 _LARGEST = 1 << 20  # bytes
-# What argparse takes for --config, as no other option begins so.
-_SHORTEST = "--con"
 
 
-def with_config(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
-    """The words of a command, those of its ``--config FILE`` first, so that all others count.
-
-    If two options exclude each other, the one among the words takes the place of the one in the
-    file. The name of a file that comes with the library is replaced by its path.
+class FromFile(argparse.Action):
+    """``--config FILE``: the values of a file, for ``with_file``.
 
     Args:
-        parser: of the command.
-        words: what follows its name.
+        settings: the class of the command's arguments.
 
     Raises:
         ArgumentValueError: the file cannot be read, or holds what is no setting.
     """
-    given = [word.split("=", 1)[0] for word in words]
-    at = [
-        i
-        for i, name in enumerate(given)
-        if len(name) >= len(_SHORTEST) and "--config".startswith(name)
-    ]
-    if not at or (at[-1] == len(words) - 1 and "=" not in words[-1]):
-        return list(words)  # argparse says that the file is missing
-    command, last = parser.prog.split()[-1], at[-1]
-    joined = "=" in words[last]
-    path = words[last].partition("=")[2] if joined else words[last + 1]
+
+    def __init__(self, *args: Any, settings: type[Settings], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.settings = settings
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, path: Any, option: Any = None
+    ) -> None:
+        command = self.settings.where
+        path = _path_of(command, path)
+
+        def refuse(got: str, expected: str, fix: str) -> NoReturn:
+            fail(command, "config", f"{path}, with {got}", expected, fix)
+
+        given = read(command, path)
+        for name in given:
+            if name.replace("-", "_") in CALL:
+                fix = f"Give --{name.replace('_', '-')} on the command line."
+                refuse(f"the setting {name}", "no setting of one call", fix)
+        found = {"config": path, **values_of(self.settings, given, refuse)}
+        namespace.file = {**getattr(namespace, "file", {}), **found}
+        each: Any
+        for each in (*parser._actions, *parser._mutually_exclusive_groups):
+            names = {action.dest for action in getattr(each, "_group_actions", [each])}
+            each.required = each.required and names.isdisjoint(found)
+
+
+def with_file(parser: argparse.ArgumentParser, namespace: Any) -> None:
+    """Add the values of ``--config`` to those of the command line, which take precedence.
+
+    Of two options that exclude each other the one on the command line takes the place of the one in
+    the file.
+    """
+    found = vars(namespace).pop("file", {})
+    given = {n for n, value in vars(namespace).items() if value is not parser.get_default(n)}
+    for group in parser._mutually_exclusive_groups:
+        names = {action.dest for action in group._group_actions}
+        given |= set() if names.isdisjoint(given) else names
+    vars(namespace).update({n: value for n, value in found.items() if n not in given})
+
+
+def _path_of(command: str, path: str) -> str:
+    """The path of a file, or of one that comes with the library, which has its name."""
     shipped = SHIPPED / command / f"{path}.yaml"
-    if not os.path.isfile(path):
-        known = sorted(each.stem for each in shipped.parent.glob("*.yaml"))
-        names = difflib.get_close_matches(path, known, n=1)
-        if path in known:
-            path = str(shipped)
-        elif names:
-            got, expected = f"{path!r}, which is no file", "a file of settings, or a name"
-            fail(command, "config", got, expected, f"Did you mean {names[0]}?")
-    groups = [
-        [option for action in group._group_actions for option in action.option_strings]
-        for group in parser._mutually_exclusive_groups
-    ]
-    replaced = {option for group in groups if not {*group}.isdisjoint(given) for option in group}
-    actions = {
-        option: action
-        for option, action in parser._option_string_actions.items()
-        if option.startswith("--") and option not in ("--help", "--config")
-    }
-    added: list[str] = []
-    seen = set()
-    for name, value in read(command, path).items():
-        option = f"--{name.replace('_', '-')}"
-        if option not in actions:
-            close = difflib.get_close_matches(option, actions, n=1)
-            fix = f"Did you mean {close[0][2:]}?" if close else f"See fastplm {command} --help."
-            _refuse(command, path, f"the setting {name[:60]!r}", f"settings of {command}", fix)
-        if option in seen:
-            _refuse(command, path, f"{name} in two spellings", "it once", "Leave one out.")
-        seen.add(option)
-        if option[2:].replace("-", "_") in CALL:
-            fix = f"Give {option} on the command line."
-            _refuse(command, path, f"the setting {name}", "no setting of one call", fix)
-        checked = _words(command, path, option, actions[option], value)
-        added += checked if option not in replaced else []
-    following = words[last + (1 if joined else 2) :]
-    return [*added, *words[:last], f"--config={path}", *following]
+    if os.path.isfile(path):
+        return path
+    known = sorted(each.stem for each in shipped.parent.glob("*.yaml"))
+    if path in known:
+        return str(shipped)
+    if names := difflib.get_close_matches(path, known, n=1):
+        got, expected = f"{path!r}, which is no file", "a file of settings, or a name"
+        fail(command, "config", got, expected, f"Did you mean {names[0]}?")
+    return path  # to be read, which says what is wrong
+
+
+class Refuse(Protocol):
+    """Raises an error about a file, which it names."""
+
+    def __call__(self, got: str, expected: str, fix: str) -> NoReturn: ...
+
+
+def named(settings: type[Settings], given: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
+    """What a file gives, by the names of the settings."""
+    known: dict[str, tuple[str, Any]] = {}  # the setting of each name, and what alone it means
+    for each in fields(settings):  # type: ignore[arg-type]
+        also = {each.name: None, **each.metadata["also"]}
+        known |= {name: (each.name, value) for name, value in also.items()}
+    found: dict[str, Any] = {}
+    for spelling, value in given.items():
+        if spelling.replace("-", "_") not in known:
+            close = difflib.get_close_matches(spelling.replace("-", "_"), known, n=1)
+            fix = f"See fastplm {settings.where} --help."
+            fix = f"Did you mean {close[0]}?" if close else fix
+            refuse(f"the setting {spelling[:60]!r}", f"settings of {settings.where}", fix)
+        name, meant = known[spelling.replace("-", "_")]
+        if name in found:
+            refuse(f"{spelling} in two spellings", "it once", "Leave one out.")
+        if meant is not None:
+            if value not in (True, False, None):
+                refuse(f"{spelling}: {_shown(value)}", "true or false", "Change it.")
+            value = meant if value else None
+        found[name] = value
+    return found
+
+
+def values_of(settings: type[Settings], given: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
+    """The values of settings, each read by its declaration.
+
+    Args:
+        settings: the class of a command's arguments.
+        given: what a file gives, see ``read``: a value that is null counts as not given.
+        refuse: raises the error.
+    """
+    values = {n: v for n, v in named(settings, given, refuse).items() if v is not None}
+    found: dict[str, Any] = {}
+    groups: dict[str, str] = {}
+    for each in fields(settings):  # type: ignore[arg-type]
+        if each.name in values:
+            found[each.name] = _value_of(each, values[each.name], refuse)
+            other = groups.setdefault(each.metadata["excludes"] or each.name, each.name)
+            if other != each.name:
+                refuse(f"{other} and {each.name}", "one of the two", "Leave one out.")
+    return found
+
+
+def _value_of(each: Field[Any], value: Any, refuse: Refuse) -> Any:
+    name, number, choices = each.name, each.metadata["number"], each.metadata["choices"]
+    if each.type == "bool":
+        if not isinstance(value, bool):
+            refuse(f"{name}: {_shown(value)}", "true or false", "Change it.")
+        return value
+    parts = value if isinstance(value, list) else [value]
+    for part in parts:
+        if isinstance(part, bool) or not isinstance(part, str | int | float):
+            fix = "Write it in quotes." if isinstance(part, bool) else "Change it."
+            refuse(f"{name}: {_shown(part)}", "a text or a number", fix)
+    several = takes_several(each)
+    if isinstance(value, list) and not several and not isinstance(number, Numbers):
+        refuse(f"{name}: a list", "one value", "Change it.")
+    if not parts:
+        refuse(f"{name}: nothing", "a value or several", "Leave it out.")
+    texts = [str(part) for part in parts]
+    texts = texts if several else [",".join(texts)]
+    for text in texts:
+        if choices is not None and text not in choices:
+            close = difflib.get_close_matches(text, choices, n=1)
+            fix = f"Did you mean {close[0]}?" if close else "Choose one of these."
+            refuse(f"{name}: {_shown(text)}", " | ".join(choices), fix)
+    try:
+        found = texts if number is None else [number(text) for text in texts]
+    except argparse.ArgumentTypeError:
+        refuse(f"{name}: {_shown(value)}", number.expected, "Change it.")
+    return found if several else found[0]
 
 
 def write_settings(out: Path, args: Settings) -> None:
@@ -175,38 +255,6 @@ class _Loader(yaml.SafeLoader):
         )
 
 
-def _words(command: str, path: str, option: str, action: argparse.Action, value: Any) -> list[str]:
-    """An option and its value as on a command line."""
-    name = option[2:]
-    if value is None:
-        return []
-    if action.nargs == 0:
-        if not isinstance(value, bool):
-            _refuse(command, path, f"{name}: {_shown(value)}", "true or false", "Change it.")
-        return [option] if value else []
-    several = isinstance(value, list)
-    parts = value if several else [value]
-    for part in parts:
-        if isinstance(part, bool) or not isinstance(part, str | int | float):
-            fix = "Write it in quotes." if isinstance(part, bool) else "Change it."
-            _refuse(command, path, f"{name}: {_shown(part)}", "a text or a number", fix)
-    if several and action.nargs is None and not isinstance(action.type, Numbers):
-        _refuse(command, path, f"{name}: a list", "one value", "Change it.")
-    if action.nargs is None:
-        return [f"{option}={','.join(map(str, parts))}"]
-    for part in map(str, parts):
-        if part.startswith("-") and not part[1:].replace(".", "", 1).isdecimal():
-            expected = "values that do not begin with -"
-            _refuse(command, path, f"{name}: {_shown(part)}", expected, "Write ./-NAME of a file.")
-    if not parts:
-        _refuse(command, path, f"{name}: nothing", "a value or several", "Leave it out.")
-    return [option, *map(str, parts)]
-
-
 def _shown(value: Any) -> str:
     """A value for a message; a list or mapping, which anchors can make huge, by its type alone."""
     return f"a {type(value).__name__}" if isinstance(value, list | dict) else f"{value!r:.60}"
-
-
-def _refuse(command: str, path: str, got: str, expected: str, fix: str) -> NoReturn:
-    fail(command, "config", f"{path}, with {got}", expected, fix)

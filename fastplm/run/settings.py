@@ -11,7 +11,7 @@ import importlib.util
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -134,6 +134,7 @@ def setting(
     on_command_line: Any = None,
     default_factory: Any = MISSING,
     required: bool = False,
+    also: Mapping[str, str | None] | None = None,
 ) -> Any:
     """A field of the arguments of a command.
 
@@ -150,6 +151,7 @@ def setting(
         default_factory: of the field.
         required: whether the option must be given although the field has a default; of a group of
             options, one of them.
+        also: its other names, which are options, too; one with a value stands for this value.
     """
     metadata = {
         "help": help,
@@ -161,46 +163,68 @@ def setting(
         "of": of,
         "default": on_command_line,
         "required": required,
+        "also": also or {},
     }
     return field(default=default, default_factory=default_factory, metadata=metadata)
 
 
-def add_settings(parser: argparse.ArgumentParser, arguments: type[Settings]) -> dict[str, Any]:
-    """Add an option for each field of a class of arguments, under its topic.
+def option_of(name: str) -> str:
+    """The option of the command line of this name."""
+    return f"--{name.replace('_', '-')}"
 
-    Returns the groups of ``excludes`` by name.
+
+def takes_several(each: Field[Any]) -> bool:
+    """Whether a setting takes several values, with spaces between them."""
+    return "Sequence" in str(each.type)
+
+
+def add_settings(parser: argparse.ArgumentParser, arguments: type[Settings]) -> None:
+    """Add the options of each field of a class of arguments, under its topic.
+
+    A parser gives only what it was given, and the defaults ``on_command_line``.
     """
-    parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help=CONFIG)
+    from fastplm.run.config_file import FromFile
+
+    none: Any = {"default": argparse.SUPPRESS, "metavar": "FILE"}
+    parser.add_argument("--config", action=FromFile, settings=arguments, help=CONFIG, **none)
     topics: dict[str, Any] = {}
     for title, names in arguments.topics.items():
         topics |= dict.fromkeys(names, parser.add_argument_group(title))
     groups: dict[str, Any] = {}
     needed = []
     for each in fields(arguments):  # type: ignore[arg-type]
-        known = each.metadata
+        known, option = each.metadata, option_of(each.name)
         topic, group = topics.get(each.name, parser), known["excludes"]
         if group is not None and group not in groups:
             groups[group] = topic.add_mutually_exclusive_group()
-        default = each.default if known["default"] is None else known["default"]
-        options: dict[str, Any] = {"action": "store_true"}
-        if each.type != "bool":
-            options = {"type": known["number"], "choices": known["choices"]}
-            options["metavar"] = known["metavar"]
-            options["nargs"] = "+" if "Sequence" in str(each.type) else None
-            options["required"] = known["required"] and group is None
-            options["required"] |= default is MISSING and each.default_factory is MISSING
-        # Without a default of its own an option has none to show: its help says what happens.
-        shown = each.type != "bool" and default not in (None, "", MISSING)
-        name = f"--{each.name.replace('_', '-')}"
-        (groups[group] if group else topic).add_argument(
-            name, help=known["help"], default=default if shown else argparse.SUPPRESS, **options
+        place = groups[group] if group else topic
+        help, default = (
+            known["help"],
+            each.default if known["default"] is None else known["default"],
         )
+        given: dict[str, Any] = {"action": "store_true"}
+        if each.type != "bool":
+            given = {"type": known["number"], "choices": known["choices"]}
+            given["metavar"] = known["metavar"]
+            given["nargs"] = "+" if takes_several(each) else None
+            given["required"] = known["required"] and group is None
+            given["required"] |= default is MISSING and each.default_factory is MISSING
+            # Without a default of its own an option has none to show: its help says what happens.
+            help += "" if default in (None, "", MISSING) else f" (default: {default})"
+        own: dict[str, Any] = {"dest": each.name, "default": argparse.SUPPRESS}
+        same = [option_of(name) for name, value in known["also"].items() if value is None]
+        place.add_argument(option, *same, help=help, **own, **given)
+        if known["default"] is not None:
+            parser.set_defaults(**{each.name: known["default"]})
+        for name, value in known["also"].items():
+            if value is not None:
+                own |= {"action": "store_const", "const": value}
+                place.add_argument(option_of(name), help=f"the same as {option} {value}", **own)
         if group is not None:
-            groups[group].required |= known["required"]
-        if known["required"] or options.get("required"):
-            needed.append(f"{name} {known['metavar'] or each.name.upper()}")
+            place.required |= known["required"]
+        if known["required"] or given.get("required"):
+            needed.append(f"{option} {known['metavar'] or each.name.upper()}")
     parser.usage = f"%(prog)s {' '.join(needed)} [option ...]"
-    return groups
 
 
 @dataclass(frozen=True)

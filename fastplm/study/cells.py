@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fastplm.errors import ArgumentValueError, DataError, check, fail
+from fastplm.pretrain.objectives import learned_as, names_of
 from fastplm.run.folder import checkpoints, read_hashed
 from fastplm.study.costs import config_at_folder, configuration_of, cost_of
 from fastplm.study.grid import Evaluation, Grid, Variant, resolved, settings_of, words_of
@@ -372,9 +373,16 @@ class Planner:
                 facts=facts,
                 provisional=waits,
                 config=config,
-                model="discriminator" if getattr(args, "objective", "") == "rtd" else "model",
+                model=_folder_of(command, args),
             )
         return self._cells[key]
+
+
+def _folder_of(command: str, args: Any) -> str:
+    """The folder of the model that a command makes, inside what it writes."""
+    if command != "pretrain":
+        return "model"
+    return learned_as(args.objective, args.preset.family).folder
 
 
 def _config_of(command: str, args: Any, models: Mapping[str, Model]) -> Any:
@@ -404,8 +412,8 @@ def _shape(model: Model) -> Any:
         return {"shape of": _identity(model)}
     settings = model.cell.facts["settings"]
     found = {name: settings[name] for name in _SHAPE if name in settings}
-    if settings.get("objective") == "clm":  # an encoder that reads from left to right
-        found["objective"] = "clm"
+    if settings.get("objective") in names_of("causal"):  # an encoder with a causal mask
+        found["objective"] = settings["objective"]
     if model.name == "generator":
         found["generator_size"] = settings.get("generator_size")
     return {"shape of": {**found, "name": model.name}}

@@ -9,8 +9,8 @@ import argparse
 import difflib
 import functools
 import itertools
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,9 +20,9 @@ from fastplm.errors import FastplmError, check, fail
 from fastplm.finetune.settings import FinetuneArguments
 from fastplm.inference.score_settings import ScoreArguments
 from fastplm.pretrain.settings import PretrainArguments
-from fastplm.run.config_file import read
+from fastplm.run.config_file import Refuse, named, read, values_of
 from fastplm.run.hub import is_name
-from fastplm.run.settings import MODEL, Numbers, Settings, add_settings, integer
+from fastplm.run.settings import MODEL, Settings, integer, option_of, takes_several
 
 #: The studies that come with the library.
 STUDIES = Path(__file__).parent / "studies"
@@ -180,33 +180,9 @@ def _nearest(word: str, known: Iterable[str], otherwise: str) -> str:
     return f"Did you mean {close[0]}?" if close else otherwise
 
 
-class _Options(argparse.ArgumentParser):
-    """Reads the options of a command; an error is raised, not printed."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices:
-            fix = _nearest(str(value), action.choices, f"Choose {', '.join(action.choices)}.")
-            raise argparse.ArgumentError(action, f"got {value!r}. {fix}")
-
-
-@functools.cache
-def options_of(command: str) -> dict[str, argparse.Action]:
-    """The options of a command by their names with underscores."""
-    return {
-        name[2:].replace("-", "_"): action
-        for name, action in _parser(command)._option_string_actions.items()
-        if name.startswith("--") and name != "--help"
-    }
-
-
-@functools.cache
-def _parser(command: str) -> _Options:
-    parser = _Options(prog=f"fastplm {command}", allow_abbrev=False)
-    add_settings(parser, COMMANDS[command])
-    return parser
+def names_of(command: str) -> list[str]:
+    """The settings of a command, by all their names."""
+    return [n for each in fields(COMMANDS[command]) for n in (each.name, *each.metadata["also"])]  # type: ignore[arg-type]
 
 
 def words_of(command: str, options: Options) -> list[str]:
@@ -215,25 +191,21 @@ def words_of(command: str, options: Options) -> list[str]:
     Raises:
         ValueError: a value that no command line can hold.
     """
-    known, words = options_of(command), []
+    known = {each.name: each for each in fields(COMMANDS[command])}  # type: ignore[arg-type]
+    words: list[str] = []
     for name, value in options.items():
-        option, action = f"--{name.replace('_', '-')}", known[name]
         if value is None or value is False:
             continue
         parts = [str(part) for part in (value if isinstance(value, list) else [value])]
-        if action.nargs == 0:
-            if value is not True:
-                raise ValueError(f"{name} got {value!r}; expected true or false")
-            words.append(option)
-        elif action.nargs is None:
-            if len(parts) > 1 and not isinstance(action.type, Numbers):
-                raise ValueError(f"{name} got a list; expected one value")
-            words.append(f"{option}={','.join(parts)}")
+        if value is True:
+            words.append(option_of(name))
+        elif not takes_several(known[name]):
+            words.append(f"{option_of(name)}={','.join(parts)}")
         else:
             wrong = next((part for part in parts if part.startswith("-")), None)
-            if wrong is not None or not parts:
+            if wrong is not None:
                 raise ValueError(f"{name} got {wrong}; expected values that do not begin with -")
-            words += [option, *parts]
+            words += [option_of(name), *parts]
     return words
 
 
@@ -241,22 +213,28 @@ def settings_of(command: str, options: Options) -> Any:
     """The plan of a command, checked.
 
     Raises:
-        FastplmError, ValueError: a value is wrong.
+        FastplmError: a value is wrong.
     """
-    given = vars(_parser(command).parse_args(words_of(command, options)))
-    return COMMANDS[command](**given).plan()
+    values = _values_of(command, options, functools.partial(fail, command, "options"))
+    return COMMANDS[command](**values).plan()
 
 
-def is_path(command: str, name: str) -> bool:
-    """Whether an option names files or folders."""
+def _values_of(command: str, options: Options, refuse: Refuse) -> dict[str, Any]:
+    """The values of options, among them all that the command needs."""
+    values = values_of(COMMANDS[command], options, refuse)
+    for each in fields(COMMANDS[command]):  # type: ignore[arg-type]
+        if each.metadata["default"] is not None:
+            values.setdefault(each.name, each.metadata["default"])
+        elif each.name not in values and each.default is each.default_factory is MISSING:
+            refuse(f"no {each.name}", f"all that fastplm {command} needs", "Add it.")
+    return values
+
+
+def kind_of_path(command: str, name: str) -> str | None:
+    """What an option names: a folder, a file or a checkpoint; None if it is no path."""
     each = next(each for each in fields(COMMANDS[command]) if each.name == name)  # type: ignore[arg-type]
-    return bool(each.metadata["path"])
-
-
-def takes_model(command: str, name: str) -> bool:
-    """Whether an option names a checkpoint, by its folder or its name on the Hub."""
-    each = next(each for each in fields(COMMANDS[command]) if each.name == name)  # type: ignore[arg-type]
-    return each.metadata["path"] == MODEL
+    kind: str | None = each.metadata["path"]
+    return kind
 
 
 class _Reader:
@@ -347,11 +325,11 @@ class _Reader:
         command = given.pop("command", "pretrain")
         self.name(f"{name}: command", command, TRAINS)
         shared = self.mapping(command, found.get(command))
-        allowed = (*options_of(command), *_OF_VARIANT, "seeds")
-        self.keys(name, given, allowed)
-        self.keys(command, shared, (*options_of(command), "seeds"))
+        self.keys(name, given, (*names_of(command), *_OF_VARIANT, "seeds"))
+        self.keys(command, shared, (*names_of(command), "seeds"))
         judged = {
-            kind: self.mapping(f"{name}: {kind}", given.pop(kind, None)) for kind in _KIND.values()
+            kind: self.named(kind, self.mapping(f"{name}: {kind}", given.pop(kind, None)))
+            for kind in _KIND.values()
         }
         judges = given.pop("judges", None)
         if judges is not None:
@@ -365,7 +343,7 @@ class _Reader:
             self.refuse(f"{name}: several of model, model_of and options", "one of them")
         if model is not None or model_of is not None:
             return Variant(name, command, {}, (), 0, model, model_of, judged, judges)
-        options = {**shared, **given}
+        options = self.named(command, shared, ("seeds",)) | self.named(command, given, ("seeds",))
         seeds = self.number(options, "seeds", _SEEDS) or 1
         options.pop("seeds", None)
         rates = options.pop("lr", None)
@@ -373,7 +351,7 @@ class _Reader:
         for name_of, value in options.items():
             if isinstance(value, Mapping):
                 self.keys(f"{name}: {name_of}", value, ("variant",))
-                if "variant" not in value or not is_path(command, name_of):
+                if "variant" not in value or not kind_of_path(command, name_of):
                     self.refuse(f"{name}: {name_of}: a mapping", "a value")
         for rate in rates or (None,):
             self.options(name, command, {**options, "lr": rate})
@@ -407,10 +385,10 @@ class _Reader:
                 "either task (of finetune) or score (a metric of score)",
             )
         command = _KIND[kinds[0]]
-        self.keys(name, given, (*options_of(command), *_OF_JUDGE))
+        self.keys(name, given, (*names_of(command), *_OF_JUDGE))
         shared = self.mapping(command, found.get(command))
-        self.keys(command, shared, options_of(command))
-        options = {**shared, **given}
+        self.keys(command, shared, names_of(command))
+        options = self.named(command, shared, _OF_JUDGE) | self.named(command, given, _OF_JUDGE)
         special = {each: options.pop(each, None) for each in _OF_JUDGE if each != "task"}
         if command == "score":
             options["metric"] = special["score"]
@@ -484,6 +462,14 @@ class _Reader:
             self.refuse(f"{where}: {_shown(value)}", "names and values")
         return value
 
+    def named(
+        self, command: str, given: Mapping[str, Any], own: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Options by the names of their settings, beside those that a study has of its own."""
+        theirs = {name: value for name, value in given.items() if name not in own}
+        ours = {name: value for name, value in given.items() if name in own}
+        return ours | named(COMMANDS[command], theirs, self.refuse)
+
     def keys(self, where: str, given: Iterable[str], known: Iterable[str]) -> None:
         own = [name for name in given if name in OWN]
         if own:
@@ -524,7 +510,7 @@ class _Reader:
             options: names and values.
             model_as: the option by which a judge gets its model.
         """
-        self.keys(where, options, options_of(command))
+        self.keys(where, options, names_of(command))
         given = {
             name: str(self.path) if isinstance(value, Mapping) else value
             for name, value in options.items()
@@ -533,9 +519,15 @@ class _Reader:
             given.setdefault(model_as, str(self.path))
         if command != "score":
             given |= {"out": "out", "report_to": "none"}
+
+        def refuse(got: str, expected: str, fix: str) -> NoReturn:
+            self.refuse(f"{where}: {got}", expected, fix)
+
+        values = _values_of(command, given, refuse)
         try:
-            settings_of(command, given)
-        except (FastplmError, ValueError, argparse.ArgumentError) as error:
+            COMMANDS[command](**values)
+            words_of(command, given)
+        except (FastplmError, ValueError) as error:
             self.refuse(f"{where}: {error}", f"options of fastplm {command}", "Change the file.")
 
 
@@ -577,11 +569,11 @@ def resolved(options: Options, command: str, data: str | Path | None, grid: Grid
     """
     found = {}
     for name, value in options.items():
-        if isinstance(value, Mapping) or value is None or not is_path(command, name):
+        if isinstance(value, Mapping) or value is None or not kind_of_path(command, name):
             found[name] = value
             continue
         parts = [value] if isinstance(value, str) else value
-        models = takes_model(command, name)
+        models = kind_of_path(command, name) == MODEL
         paths = [
             part
             if part == "embedded" or (part.startswith(HUB) and command != "score")

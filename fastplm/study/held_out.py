@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from fastplm.pretrain.objectives import OBJECTIVES
 from fastplm.pretrain.settings import COLLAPSED
 
 #: Figures by their names, as a run of pre-training or distillation gives them.
@@ -25,7 +26,7 @@ _BESIDE = (*_PLATEAUS, "words_loss", "discriminator_chosen_loss")
 _LEFT_OUT = (*_PLATEAUS, "words_loss", "balanced_accuracy", "words_balanced_accuracy_error")
 #: The losses that a training must bring below the plateaus.
 _TOKEN_LOSSES = (
-    *("mlm_loss", "clm_loss", "spans_loss", "denoise_loss"),
+    *dict.fromkeys(kind.token_loss for kind in OBJECTIVES),
     *("discriminator_mlm_loss", "discriminator_chosen_loss"),
 )
 

@@ -54,6 +54,18 @@ def test_a_grid(tmp_path):
     assert grid.claims[0].on == ("blimp",)  # YAML reads the key "on" as true
 
 
+def test_a_rate_has_both_names(tmp_path):
+    """That of a size takes the place of that of the file, however the two are called."""
+    pretrain = {name: value for name, value in GRID["pretrain"].items() if name != "lr"}
+    variants = {"a": {"learning_rate": 0.5}, "b": {"lr": [0.25, 0.5]}}
+    shared = {"finetune": {"lr": 1e-4}, "pretrain": {**pretrain, "lr": 1}, "claims": []}
+    judges = {"sentiment": {**GRID["judges"]["sentiment"], "learning_rate": "2e-4"}}
+    grid = read_grid(str(written(tmp_path, **shared, variants=variants, judges=judges)))
+    assert [grid.variants[name].rates for name in "ab"] == [("0.5",), ("0.25", "0.5")]
+    assert grid.judges["sentiment"].options["learning_rate"] == "2e-4"
+    assert "lr" not in grid.judges["sentiment"].options
+
+
 def test_a_size_without_a_judge_is_without_its_claims(tmp_path):
     claims = [
         {"better": "40 %", "than": "15 %", "on": ["blimp", "sentiment", "blimp at 0.5"]},
@@ -108,15 +120,18 @@ def test_all_combinations(tmp_path):
     [
         ({"variant": {}}, "variant; expected a valid name. Did you mean variants?"),
         ({"variants": {"a": {"mlm_probabilty": 1}}}, "a: mlm_probabilty; .* mlm_probability?"),
-        ({"variants": {"a": {"mlm_probability": 2}}}, "--mlm-probability: got '2'; expected a"),
-        ({"variants": {"a": {"arch": "bert-tny"}}}, "--arch: got 'bert-tny'. Did you mean bert-"),
+        ({"variants": {"a": {"mlm_probability": 2}}}, "a: mlm_probability: '2'; expected a"),
+        ({"variants": {"a": {"arch": "bert-tny"}}}, "a: arch: 'bert-tny'; .* Did you mean bert-"),
         ({"variants": {"a": {"seed": 1}}}, "a: seed; expected no option that the study gives"),
         ({"variants": {"a": {"model_of": "b"}}}, "a: model_of: b; expected a valid name"),
         ({"variants": {}}, "no variants"),
         ({"variants": 3}, "variants: 3; expected names and values"),
         ({"grid": {}}, "both or neither of variants and grid"),
         ({"judges": {"a": {"data": "a.tsv"}}}, "the judge a, with neither; expected either task"),
-        ({"judges": {"a": {"task": "classify", "data": "x"}}}, "got 'classify'. Did you mean cl"),
+        (
+            {"judges": {"a": {"task": "classify", "data": "x"}}},
+            "a: task: 'classify'; .* Did you mean cl",
+        ),
         ({"judges": {"a": {"task": "qa", "data": "x", "threshold": 1}}}, "`threshold` got 1.0"),
         ({"judges": {"a": {"score": "minimal-pair", "data": "x"}}}, "Did you mean minimal-pairs?"),
         ({"claims": [{"better": "41 %", "than": "15 %"}]}, "claim 1: better: 41 %; .* mean 40 %?"),
