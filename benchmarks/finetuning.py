@@ -96,7 +96,7 @@ def one_run(options: argparse.Namespace, task: str, library: str, seed: int, **c
                 library=library,
                 seed=seed,
                 save_every=1 << 30,
-                bf16=options.bf16,
+                precision="bf16" if options.bf16 else "fp32",
                 **settings,
             )
         )

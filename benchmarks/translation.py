@@ -18,7 +18,8 @@ from typing import Any
 
 from transformers.utils import logging
 
-from fastplm.finetune.run import FinetuneArguments, finetune
+from fastplm.finetune.run import finetune
+from fastplm.finetune.settings import FinetuneArguments
 from harness import machine_folder, machine_line
 
 FIELDS = (
@@ -81,7 +82,7 @@ def measure(
             max_eval_samples=options.samples,
             eval_every=max(1, options.steps // 5),
             beams=options.beams,
-            bf16=options.bf16,
+            precision="bf16" if options.bf16 else "fp32",
             seed=seed,
             save_every=1 << 30,
             log_every=max(1, options.steps // 20),
@@ -98,7 +99,7 @@ def measure(
             "seed": seed,
             "steps": run["steps"],
             "batch": args.batch_size,
-            "bf16": args.bf16,
+            "bf16": args.precision == "bf16",
             "step": score["step"],
             **{name: round(score[name], 2) for name in ("bleu", "chrf", "rougeLsum")},
             "loss": round(losses[score["step"]], 4),

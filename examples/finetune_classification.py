@@ -16,7 +16,7 @@ import sys
 import numpy
 from transformers import AutoTokenizer, DataCollatorWithPadding, Trainer, TrainingArguments
 
-from fastplm.data.examples import read_examples
+from fastplm.data.examples import read_table
 from fastplm.models import BertForSequenceClassification
 
 checkpoint, train_file, test_file, *steps = sys.argv[1:]
@@ -24,7 +24,7 @@ tokenizer = AutoTokenizer.from_pretrained(checkpoint)
 
 
 def features(path: str) -> list[dict]:
-    examples = read_examples("classification", path)
+    examples = read_table(path)
     encoded = tokenizer([e.texts[0] for e in examples], truncation=True, max_length=128)
     return [
         {"input_ids": ids, "labels": int(float(example.target) > 0)}

@@ -14,7 +14,9 @@ import sys
 import torch
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer
 
-from fastplm.finetune.run import FinetuneArguments, finetune, summary
+from fastplm.finetune.report import summary
+from fastplm.finetune.run import finetune
+from fastplm.finetune.settings import FinetuneArguments
 
 checkpoint, data, *steps = sys.argv[1:]
 metrics = finetune(

@@ -90,6 +90,11 @@ def _computes_in(dtype: torch.dtype) -> bool:
     return matrices or torch.cpu._is_avx512_bf16_supported()
 
 
+def in_bf16(precision: str) -> bool:
+    """Whether what has this ``--precision`` computes in bf16 on this machine."""
+    return hardware_has_bf16() if precision == "auto" else precision == "bf16"
+
+
 def hardware_has_bf16() -> bool:
     """Whether what models run on, the GPU or else the CPU, multiplies bf16 in hardware."""
     if torch.cuda.is_available():

@@ -220,7 +220,8 @@ def _distill(args: Any) -> Any:
 
 def _finetune(args: Any) -> Any:
     from fastplm.data._folder import first_process
-    from fastplm.finetune.run import finetune, summary
+    from fastplm.finetune.report import summary
+    from fastplm.finetune.run import finetune
 
     if not first_process():
         return finetune, lambda metrics: ""

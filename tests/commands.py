@@ -81,13 +81,14 @@ def run(arguments):
 def one_step_of():
     """A function: the losses of a fine-tuning's step on eight examples, split in several ways."""
 
-    from fastplm.finetune.run import FeatureDataset, build_model, make_trainer, prepare_task
+    from fastplm.finetune.data import prepare_task
+    from fastplm.finetune.models import build_model
+    from fastplm.finetune.trainer import make_trainer
 
     def losses(args) -> list[float]:
         task = prepare_task(args)
-        features = FeatureDataset(task.features(task.train)[0])
-        model = build_model(args, task, 3)
-        trainer = make_trainer(args, task, model, features, 3, Path(args.out))
+        features, model = task.dataset, build_model(task, 3)
+        trainer = make_trainer(task, model, 3, Path(args.out))
         trainer.current_gradient_accumulation_steps = 1
         chosen = torch.arange(8)
 

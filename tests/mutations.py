@@ -52,7 +52,6 @@ MEMORY_BACK = "tests/compile/test_calls_of_csrc.py -k memory_back"
 LAYER = "csrc/layers/layer.h"
 FEW_ROWS = "csrc/gemm/linear_few_rows.h"
 LOSS = "tests/ops/test_linear_cross_entropy.py -k"
-CHOICES = "tests/finetune/test_choices.py -k"
 HF = "fastplm/hf.py"
 RAGGED = "fastplm/models/_ragged.py"
 ROWS = "fastplm/nn/_rows.py"
@@ -529,42 +528,42 @@ MUTATIONS = (
     # --- fine-tuning: rates, scores, pairs, teachers, mixtures
     Mutation(
         "fastplm/finetune/run.py",
-        "prepare_task(rates[0][1], choosing=True) if rates",
-        "self.task if rates",
-        f"{CHOICES} best_rate",
+        "prepare_task(rates[0][1], choosing=True)",
+        "self.task",
+        "tests/finetune/test_run.py -k best_rate",
     ),
     Mutation(
         "fastplm/finetune/layers.py",
         "decay ** (top - depth)",
         "decay ** (top - 1 - depth)",
-        f"{CHOICES} rates_by_layer",
+        "tests/finetune/test_layers.py -k rates_by_layer",
     ),
     Mutation(
-        "fastplm/finetune/pairs.py",
-        "while other.group == examples[index].group:",
-        "while other is examples[index]:",
-        f"{CHOICES} 'pairs_of_text and nsp'",
+        "fastplm/finetune/tasks/segments.py",
+        "while other.group == example.group:",
+        "while other is example:",
+        "tests/finetune/tasks/test_segments.py -k 'pairs_of_text and nsp'",
     ),
     Mutation(
-        "fastplm/finetune/scores.py",
+        "fastplm/finetune/metrics.py",
         '(this != kind or before in "ES")',
         "(not kind)",
-        "tests/finetune/test_scores.py -k by_hand",
+        "tests/finetune/test_metrics.py -k by_hand",
     ),
     Mutation(
-        "fastplm/finetune/scores.py",
+        "fastplm/finetune/metrics.py",
         "scorer.score_multi(right, text)",
         "scorer.score(right[0], text)",
-        "tests/finetune/test_scores.py -k several_references",
+        "tests/finetune/test_metrics.py -k several_references",
+    ),
+    Mutation(
+        "fastplm/finetune/losses.py",
+        ".sum(-1) * temperature**2",
+        ".sum(-1)",
+        "tests/finetune/test_losses.py -k predictions_of_the_teacher",
     ),
     Mutation(
         "fastplm/finetune/teacher.py",
-        ".sum(-1) * temperature**2",
-        ".sum(-1)",
-        "tests/finetune/test_teacher.py -k predictions_of_the_teacher",
-    ),
-    Mutation(
-        "fastplm/finetune/models.py",
         "found = [tuple(x[..., order] for x in each) for each in found]",
         "pass",
         "tests/finetune/test_teacher.py -m slow -k student_of_a_run",

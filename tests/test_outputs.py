@@ -5,6 +5,7 @@ The tables have a row for every command that writes, and a column for every kind
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -13,15 +14,18 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from fastplm import cli
 from fastplm.cli import main
 from fastplm.data import _output
-from fastplm.data._output import hold, release, whole
+from fastplm.data._output import hold, release, result, whole
 from fastplm.errors import DataError
+from fastplm.run.folder import claimed
 
 #: Each command's words without --out; words in capitals are inputs.
 COMMANDS = {
@@ -189,6 +193,39 @@ def test_a_cache_in_the_folder_stays_there(place, tmp_path):
     assert sorted((out / "cache").iterdir()) == made
     assert not (tmp_path / "run.old-1" / "cache").exists()
     assert (tmp_path / "run.old-1" / "metrics.json").is_file()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_is_there_is_renamed(command, tmp_path, capsys):
+    """In all commands; nothing is deleted, nor is anything moved by one that fails."""
+    kinds = {each.settings.where: each.settings for each in cli._commands()}
+    helps = {f.metadata["help"] for k in kinds.values() for f in fields(k) if f.name == "overwrite"}
+    assert len(helps) == 1 and "OUT.old-1" in next(iter(helps)) and kinds.keys() <= COMMANDS.keys()
+    out = tmp_path / "out.npy"
+
+    def write(text, error=None):
+        with contextlib.suppress(ZeroDivisionError):
+            if command in FILES:
+                with result(out) as part:
+                    part.write_text(text)
+                    1 / (error is None)
+                return
+            with claimed(command, out, resume=False, overwrite=True) as begin:
+                1 / (error is None)
+                begin()
+                (out / "text").write_text(text)
+
+    texts = ("first", "second", "third")
+    for text in texts:
+        write("half", error=True)
+        write(text)
+    assert len([*tmp_path.iterdir()]) == 3
+    for name, text in zip((".old-1", ".old-2", ""), texts, strict=True):
+        path = Path(f"{out}{name}")
+        assert (path if command in FILES else path / "text").read_text() == text
+    kind = "file" if command in FILES else "folder"
+    said = f"The {kind} {out} was moved to {out}.old-2, as --overwrite asks."
+    assert said in capsys.readouterr().err
 
 
 # --- two at once ----------------------------------------------------------------------------------

@@ -96,7 +96,6 @@ class _Steps(_Classic):
         settings = training_arguments(
             args,
             self.out,
-            bf16=False,
             max_steps=args.steps,
             learning_rate=args.learning_rate,
             warmup_steps=resolve_warmup(args.steps, None),

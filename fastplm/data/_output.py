@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from fastplm.data._folder import lock, locked, unlock
+from fastplm.data._folder import lock, locked, say, unlock
 from fastplm.errors import DataError, fail
 
 #: Settings whose folders are read as texts, so that no result may lie in them.
@@ -111,7 +111,7 @@ def _hold_result(where: str, path: Path, overwrite: bool) -> tuple[Path, int]:
 
     real = path.resolve()
     if os.path.lexists(path) and not overwrite:
-        refuse(", which exists", "a new file", f"{_OTHER} or replace it with --overwrite.")
+        refuse(", which exists", "a new file", f"{_OTHER} or rename it with --overwrite.")
     if not real.parent.is_dir() or real.is_dir():
         refuse("", "a file in an existing folder", "Make the folder, or choose another file.")
     if real.exists() and not real.is_file():
@@ -140,6 +140,35 @@ def whole(path: Path) -> Iterator[Path]:
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def result(path: Path) -> Iterator[Path]:
+    """``whole`` of a file of results; what had its name is renamed when the new one is there."""
+    with whole(path) as part:
+        yield part
+        if path.exists():
+            make_room(path)
+
+
+def make_room(path: Path) -> Path:
+    """Rename a folder or a file, as --overwrite asks, and say so; gives the new path.
+
+    Of a link the target is renamed, and the link stays.
+    """
+    old = move_aside(path)
+    what = "folder" if old.is_dir() else "file"
+    say(f"The {what} {path} was moved to {old}, as --overwrite asks.")
+    return old
+
+
+def move_aside(path: Path) -> Path:
+    """Give a folder or a file the name ``<path>.old-<n>``, with the first n that is free."""
+    path, number = path.resolve(), 1
+    while (old := path.with_name(f"{path.name}.old-{number}")).exists():
+        number += 1
+    os.rename(path, old)
+    return old
 
 
 def reserve(path: Path) -> None:

@@ -24,7 +24,7 @@ from fastplm.errors import DataError, check, fail
 _MOST_LETTERS = 2**31 - 1
 #: The escape of half a surrogate pair in JSON.
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
-_WHERE = "read_examples"
+_WHERE = "examples"
 _T = TypeVar("_T")
 _LABELS = ("label", "labels", "class", "score", "sentiment", "quality", "gold_label")
 _TEXTS = ("text", "sentence", "review", "content")
@@ -55,13 +55,13 @@ class Example:
 
     Args:
         texts: (text,), (first, second), the words, (question, context) or (question, *choices).
-        target: by task: the label; one tag for each word; ((start, text), ...) of the answers,
-            empty for a question without one; the index of the right choice; the target text.
+        target: the label; one tag for each word; ((start, text), ...) of the answers, empty for a
+            question without one; the index of the right choice; the target text.
         group: examples of one group stay together when some examples are held out.
         where: for messages: the file and the line or the question's id.
         place: the line (for tagged words the first line of the sentence), the question's id, or
             of running text the document and the pair in it.
-        others: for "seq2seq": further right targets, which are judged by and not trained on.
+        others: further right target texts, which are judged by and not trained on.
         part, prefix: in a mixture of tasks, the name of its task and what it has before a source.
     """
 
@@ -75,45 +75,69 @@ class Example:
     prefix: str = ""
 
 
-def read_examples(
-    task: str,
+def read_table(
     path: str | Path,
     text_columns: Sequence[str] | None = None,
     label_column: str | None = None,
-    targets: str | Path | Sequence[str | Path] | None = None,
+    counts: Sequence[int] = (1,),
 ) -> list[Example]:
-    """The examples of a file.
+    """One example for each row: its texts and its label.
 
     Args:
-        task: "classification", "pair", "regression", "tagging", "qa", "choice", "seq2seq", or
-            "sop" and "nsp", which read text and give the two segments of each pair in order.
-        path: a UTF-8 file, with or without byte order mark. The first three tasks and "seq2seq"
-            read JSON lines, or a header and rows, separated by tabs (without quotes) or commas; or
-            a .parquet or .arrow file, or a data set of the Hugging Face Hub (``data.sources``).
-            "tagging" reads lines token<TAB>tag, with a blank line between sentences. "qa" reads
-            SQuAD 1.1 or 2.0. "choice" reads JSON lines.
-        text_columns, label_column: names of columns of a table. Default: the first usual names
-            that the table has. For "seq2seq" the two text columns are source and target.
-        targets: for "seq2seq": a file with one target in each line; the file at ``path`` then has
-            one source in each line; several files hold several right targets of each source. All
-            may be compressed. In JSON lines a list of texts in the target column is the same.
+        path: JSON lines, or a header and rows, separated by tabs (without quotes) or commas, in a
+            UTF-8 file, with or without byte order mark; or a .parquet or .arrow file, or a data set
+            of the Hugging Face Hub (``data.sources``).
+        text_columns, label_column: names of columns. Default: the first usual names that the table
+            has.
+        counts: how many texts an example may have, the usual number first.
 
     Raises:
-        DataError: the file is wrong; the message names the line.
+        DataError: the file is wrong; the message names the line. So in the functions below.
+    """
+    path = Path(path)
+    text = _read(path)
+    return _some(path, _rows(path, text, counts, text_columns, label_column))
+
+
+def read_sources(
+    path: str | Path,
+    text_columns: Sequence[str] | None = None,
+    targets: str | Path | Sequence[str | Path] | None = None,
+) -> list[Example]:
+    """Sources and their targets: a table with a column of each, or files with one in each line.
+
+    Args:
+        path: a table, as ``read_table`` reads it; with ``targets`` a file of sources.
+        text_columns: those of sources and targets. A list of texts is several right targets.
+        targets: a file of targets; several files hold several right targets of each source. All may
+            be compressed.
     """
     path = Path(path)
     if targets is not None:
         files = [targets] if isinstance(targets, str | Path) else targets
         return list(_aligned(path, [Path(file) for file in files]))
     text = _read(path)
-    if task == "seq2seq":
-        source, target = _source_and_target(path, text, text_columns)
-        text_columns, label_column = (source,), target
-    readers = {"tagging": _sentences, "qa": _questions, "choice": _choices}
-    if task in readers:
-        examples = list(readers[task](path, text))
-    else:
-        examples = list(_rows(path, text, task, text_columns, label_column))
+    source, target = _source_and_target(path, text, text_columns)
+    return _some(path, _rows(path, text, (1,), (source,), target, of_texts=True))
+
+
+def read_tagged(path: str | Path) -> list[Example]:
+    """Sentences of words with tags: lines token<TAB>tag, with a blank line between sentences."""
+    return _some(Path(path), _sentences(Path(path), _read(Path(path))))
+
+
+def read_questions(path: str | Path) -> list[Example]:
+    """Questions about paragraphs, in the JSON of SQuAD 1.1 or 2.0."""
+    return _some(Path(path), _questions(Path(path), _read(Path(path))))
+
+
+def read_choices(path: str | Path) -> list[Example]:
+    """Questions with several answers, one of them right, in JSON lines."""
+    return _some(Path(path), _choices(Path(path), _read(Path(path))))
+
+
+def _some(path: Path, found: Iterator[Example]) -> list[Example]:
+    examples = list(found)
     if not examples:
         _refuse(str(path), "nothing", "one example at least")
     return examples
@@ -131,19 +155,25 @@ def subset(examples: list[_T], count: int | None) -> list[_T]:
 
 
 def _rows(
-    path: Path, text: str, task: str, text_columns: Sequence[str] | None, label_column: str | None
+    path: Path,
+    text: str,
+    counts: Sequence[int],
+    text_columns: Sequence[str] | None,
+    label_column: str | None,
+    *,
+    of_texts: bool = False,
 ) -> Iterator[Example]:
+    """The rows of a table; ``of_texts`` says that the labels are texts, too, perhaps several."""
     columns: list[str] = []
-    counts = {"pair": (2,), "regression": (2, 1)}.get(task, (1,))
     for group, (line, row) in enumerate(_table(path, text)):
         if not columns:
             columns = _columns(path, list(row), counts, text_columns, label_column)
         where, last = f"{path}:{line}", len(columns) - 1
         others: tuple[str, ...] = ()
-        if task == "seq2seq" and isinstance(row.get(columns[-1]), list):
+        if of_texts and isinstance(row.get(columns[-1]), list):
             row, others = _several_targets(where, columns[-1], row)
         *texts, label = (
-            _value(where, column, row.get(column), is_text=task == "seq2seq" or number < last)
+            _value(where, column, row.get(column), is_text=of_texts or number < last)
             for number, column in enumerate(columns)
         )
         yield Example(tuple(texts), label, group, where, line, others)

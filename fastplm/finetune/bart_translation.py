@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import BartConfig
+from transformers import BartConfig, TrainerCallback
 
 from fastplm.errors import fail
 from fastplm.models._ragged import RaggedBatch
@@ -129,3 +129,19 @@ class BartForTranslation(BartForConditionalGeneration):
         for name, parameter in self.named_parameters():
             if any(part in name for part in _FIRST_STEP):
                 yield parameter
+
+
+class TwoSteps(TrainerCallback):
+    """Freezes most of a ``BartForTranslation`` in the first steps.
+
+    A parameter without a gradient has no state in the optimizer and is not changed by it.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+        # In every step: after a resume, the first one may be any.
+        model.requires_grad_(state.global_step >= self.steps)
+        for parameter in model.first_step_parameters():
+            parameter.requires_grad_(True)

@@ -1,16 +1,85 @@
-"""The examples that are held out, and what their labels are."""
+"""The examples of a run: read, divided, and made into features."""
 
 from __future__ import annotations
 
-import math
-import unicodedata
+import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from fastplm.data.examples import Example
+from fastplm.data.examples import Example, subset
 from fastplm.errors import DataError, check
+from fastplm.finetune.mixture import marked, read_parts
+from fastplm.finetune.models import check_model, longest, pooling_of, read_config, read_tokenizer
+from fastplm.finetune.settings import FinetuneArguments
+from fastplm.finetune.tasks import task_class
+from fastplm.finetune.tasks._task import Task
+
+#: The share of the examples that is held out to judge by.
+_HELD_OUT = 0.1
+
+
+def prepare_task(args: FinetuneArguments, *, choosing: bool = False) -> Task:
+    """The task of a run, with its examples and tokenizer.
+
+    Args:
+        args: the settings.
+        choosing: whether it is to choose a setting by: its training examples are then divided
+            again, and those that the run is judged by are not in it.
+    """
+    args = args.plan()
+    kind, tokenizer, config = task_class(args.task), read_tokenizer(args), read_config(args)
+    check_model(args, config)
+    args = args.changed(pooling=pooling_of(args, config))
+    length = longest(args, config, tokenizer)
+    train, test, known = _divided(args, kind, length)
+    assert not isinstance(args.max_samples, list), "see FinetuneArguments.curve"
+    train = subset(train, args.max_samples)
+    if choosing:
+        fix = "Give one --learning-rate."
+        train, test = hold_out(train, _HELD_OUT, kind.labels(known, args), fix)
+        test = subset(test, args.max_eval_samples)
+    return kind(args, config, train, test, tokenizer, length, known)
+
+
+def _divided(
+    args: FinetuneArguments, kind: type[Task], length: int
+) -> tuple[list[Example], list[Example], list[Example]]:
+    """The examples to train on, those to judge by, and those whose labels are the classes."""
+    train: list[Example] = []
+    test: list[Example] = []
+    for number, (name, part) in enumerate(read_parts(args).items()):
+        to_train, to_judge, _ = _divided(part, kind, length)
+        train += marked(to_train, number, name, part.prefix)
+        test += marked(to_judge, number, name, part.prefix)
+    if train:
+        return train, test, train
+    _check_other_files(args)
+    train = known = kind.read(args, args.data, args.targets, length)
+    if args.own_head:
+        test = known
+    elif args.eval_data is None:
+        train, test = hold_out(train, _HELD_OUT, kind.labels(train, args))
+    else:
+        test = kind.read(args, args.eval_data, args.eval_targets, length)
+    test = subset(test, args.max_eval_samples)
+    return test if args.own_head else train, test, known
+
+
+def _check_other_files(args: FinetuneArguments) -> None:
+    """Check that a model is not judged by what it was trained on."""
+    pairs = [("eval_data", args.eval_data, "data")]
+    pairs += [("eval_targets", path, "targets") for path in args.eval_targets or ()]
+    for name, path, other in pairs:
+        trained_on = getattr(args, other)
+        try:
+            same = None not in (path, trained_on) and os.path.samefile(str(path), trained_on)
+        except (OSError, ValueError):
+            continue  # reading the file will raise an error about its path
+        expected = "a file of examples that the model is not trained on"
+        fix = "Give another file, or leave it out: a tenth of --data is then held out."
+        args.check(name, not same, expected, fix, f"{path}, the file of --{other}")
 
 
 def hold_out(
@@ -60,84 +129,6 @@ def hold_out(
             held.add(names[index])
     why = " of one kind of origin" if len(names) == 1 else ", each the only one with its label"
     got, expected = f"{len(examples)} examples{why}", "enough to hold some out"
-    check(bool(held), "read_examples", "data", got, expected, fix, DataError)
+    check(bool(held), "finetune", "data", got, expected, fix, DataError)
     rest = [example for example in examples if example.group not in held]
     return rest, [example for example in examples if example.group in held]
-
-
-# --- labels ---------------------------------------------------------------------------------------
-
-#: What a label that is missing is often written as, in small letters.
-_MISSING = frozenset(("", "nan", "null", "none", "n/a", "na", "<na>", "empty"))
-#: Variation selectors, which choose how a character is drawn and are not seen themselves.
-_SELECTORS = "\ufe0e\ufe0f"
-# If there are more labels than this, the most frequent and the rarest are shown.
-_SHOWN, _FREQUENT, _RARE = 20, 12, 4
-_WARNINGS, _LONGEST = 5, 40
-
-
-def number(text: str) -> float | None:
-    """The finite number that a text is, if it is one; Python's ``1_000`` is none."""
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) and "_" not in text else None
-
-
-def essence(label: str) -> str:
-    """What is left of a label without case, spaces, invisible characters and normal form.
-
-    What is left of a number is its value, however it is written.
-    """
-    value = number(label)
-    if value is not None:
-        return repr(value + 0.0)  # -0 is 0
-    folded = unicodedata.normalize("NFKC", label).casefold()
-    kept = (c for c in folded if not c.isspace() and c not in _SELECTORS)
-    return unicodedata.normalize(
-        "NFKC", "".join(c for c in kept if unicodedata.category(c) != "Cf")
-    )
-
-
-def shown_counts(counts: Mapping[str, int]) -> str:
-    """Each label with its count, the rarest last; of very many labels some."""
-    order = sorted(counts, key=lambda label: (-counts[label], label))
-    parts = [f"{_shown(label)} {counts[label]:,}" for label in order]
-    if len(parts) > _SHOWN:
-        left = len(parts) - _FREQUENT - _RARE
-        parts[_FREQUENT:-_RARE] = [f"… {left:,} more …"]
-        return f"{len(order):,} labels: {', '.join(parts)}"
-    return ", ".join(parts)
-
-
-def doubtful_labels(counts: Mapping[str, int]) -> list[str]:
-    """A line for each group of labels that may be one, and one for labels that may be missing."""
-    groups: dict[str, list[str]] = defaultdict(list)
-    for label in sorted(counts, key=lambda label: (-counts[label], label)):
-        groups[essence(label)].append(label)
-    lines = []
-    for same in (labels for labels in groups.values() if len(labels) > 1):
-        named = [f"{ascii(label)} ({counts[label]:,})" for label in same]
-        how = "only in case, spaces, invisible characters or Unicode's normal form"
-        if number(same[0]) is not None:
-            how = "only in how a number is written"
-        lines.append(
-            f"Warning: the labels {' and '.join(named)} differ {how}, and each is a class of its "
-            "own. If they are one, write them alike in the file."
-        )
-    if len(lines) > _WARNINGS:
-        lines[_WARNINGS:] = [f"Warning: {len(lines) - _WARNINGS:,} more such groups of labels."]
-    missing = [label for key, same in groups.items() if key in _MISSING for label in same]
-    if missing:
-        named = [f"{ascii(label)} ({counts[label]:,})" for label in missing]
-        lines.append(
-            f"Warning: {' and '.join(named)} may stand for labels that are missing; here that is a "
-            "class. If it is none, delete these rows."
-        )
-    return lines
-
-
-def _shown(label: str) -> str:
-    label = label if len(label) <= _LONGEST else label[: _LONGEST - 1] + "…"
-    return label if label.isprintable() else ascii(label)

@@ -88,6 +88,9 @@ class _Features(ScaledLoss, PreTrainedModel):
     config_class = FeaturesConfig
     base_model_prefix = "encoder"
     _supports_sdpa = True
+    _outputs: Any
+    _logits: Any
+    _loss: Any
 
     def __init__(self, config: FeaturesConfig, encoder: Any = None) -> None:
         PreTrainedModel.__init__(self, config)
@@ -141,66 +144,70 @@ class _Features(ScaledLoss, PreTrainedModel):
         )
         return self.dropout(states)
 
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        **inputs: Any,
+    ) -> Any:
+        """Classify.
+
+        Args:
+            input_ids: int64 [B, T], padding at the right.
+            attention_mask: [B, T], 0 = padding; None = no padding.
+            labels: see the class.
+            num_items_in_batch: the denominator of the loss; default the number of labels.
+            inputs: of the encoder.
+        """
+        assert input_ids is not None
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        logits = self._logits(mask, {"input_ids": input_ids, **inputs})
+        loss = None if labels is None else self._loss(logits, labels)
+        outputs = self._outputs(loss=loss, logits=logits)
+        return self._scaled(outputs, labels, num_items_in_batch)
+
 
 class FeaturesForSequenceClassification(_Features):
     """An encoder with a classifier, or a regression, of pooled states.
 
     Transformers has no such class. ``FeaturesForSequenceClassification.from_pretrained(folder)``
     loads one with its encoder, a drop-in model of ``fastplm.models``; ``save_pretrained`` saves it.
+    Labels are int64 [B], or scores [B] for ``problem_type="regression"``; logits [B, labels].
 
     Args:
         config: a ``FeaturesConfig``; ``num_labels`` and ``problem_type`` as in Transformers.
         encoder: used as it is; by default a new one.
     """
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        num_items_in_batch: int | Tensor | None = None,
-        **inputs: Any,
-    ) -> SequenceClassifierOutput:
-        """Classify texts.
+    _outputs = SequenceClassifierOutput
 
-        Args:
-            input_ids: int64 [B, T], padding at the right.
-            attention_mask: [B, T], 0 = padding; None = no padding.
-            labels: int64 [B], or scores [B] for ``problem_type="regression"``.
-            num_items_in_batch: the denominator of the loss; default the number of labels.
-            inputs: of the encoder.
-        """
-        mask = _mask(input_ids, attention_mask)
+    def _logits(self, mask: Tensor, inputs: dict[str, Any]) -> Tensor:
         config = self.config
         first = config.pooling == "cls" and config.features == "last" and self.lstm is None
         if first and hasattr(type(self.encoder), "_last_rows"):
             inputs["output_rows"] = "first"  # all that the last layer computes
-        states = self._states(mask, input_ids=input_ids, **inputs)
-        logits = self.classifier(pooled(states, mask, config.pooling))
-        loss = None if labels is None else ForSequenceClassificationLoss(labels, logits, config)
-        outputs = SequenceClassifierOutput(loss=loss, logits=logits)
-        return self._scaled(outputs, labels, num_items_in_batch)
+        return self.classifier(pooled(self._states(mask, **inputs), mask, config.pooling))
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return ForSequenceClassificationLoss(labels, logits, self.config)
 
 
 class FeaturesForTokenClassification(_Features):
-    """An encoder with a classifier of each token's states; see the class for sequences."""
+    """An encoder with a classifier of each token's states; see the class for sequences.
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        num_items_in_batch: int | Tensor | None = None,
-        **inputs: Any,
-    ) -> TokenClassifierOutput:
-        """Classify tokens: labels int64 [B, T], -100 = none; logits [B, T, labels]."""
-        mask = _mask(input_ids, attention_mask)
-        logits = self.classifier(self._states(mask, input_ids=input_ids, **inputs))
-        loss = None if labels is None else ForTokenClassification(logits, labels, self.config)
-        outputs = TokenClassifierOutput(loss=loss, logits=logits)
-        return self._scaled(outputs, labels, num_items_in_batch)
+    Labels are int64 [B, T], -100 = none; logits [B, T, labels].
+    """
+
+    _outputs = TokenClassifierOutput
+
+    def _logits(self, mask: Tensor, inputs: dict[str, Any]) -> Tensor:
+        return self.classifier(self._states(mask, **inputs))
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return ForTokenClassification(logits, labels, self.config)
 
 
 def pooled(states: Tensor, mask: Tensor, pooling: str) -> Tensor:
@@ -214,8 +221,3 @@ def pooled(states: Tensor, mask: Tensor, pooling: str) -> Tensor:
     if pooling == "max":
         return states.masked_fill(~kept, -torch.inf).amax(1)
     return states.masked_fill(~kept, 0).sum(1) / kept.sum(1).clamp(min=1)
-
-
-def _mask(input_ids: Tensor | None, mask: Tensor | None) -> Tensor:
-    assert input_ids is not None
-    return torch.ones_like(input_ids) if mask is None else mask

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fastplm.finetune.tasks import SEQ2SEQ, SOURCE_ENCODER, TASKS, WARM_START
 from fastplm.run.settings import (
     ANY,
     BATCH,
@@ -30,9 +32,6 @@ from fastplm.run.settings import (
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-#: The tasks of fine-tuning, with the usual size of their batches.
-BATCH_SIZES = dict.fromkeys("classification pair regression tagging".split(), 32)
-BATCH_SIZES |= {"qa": 16, "choice": 16, "seq2seq": 32, "sop": 32, "nsp": 32}
 #: Settings of fine-tuning that only an encoder has.
 ENCODERS = ("freeze", "features", "head", "pooling")
 LIBRARIES = ("fastplm", "transformers")
@@ -40,20 +39,19 @@ LIBRARIES = ("fastplm", "transformers")
 FEATURES = ("last", "mix", "last-four")
 HEADS = ("linear", "bilstm")
 POOLINGS = ("cls", "mean", "max", "last")
-_TABLES = ("classification", "pair", "regression")
 #: Settings that mean nothing where nothing is trained.
 _OF_A_TRAINING = (
     *("steps", "epochs", "learning_rate", "layer_decay", "optimizer", "eval_every", "teacher"),
 )
 _OF_A_TEACHER = ("teacher_weight", "teacher_temperature")
-#: The tasks whose pairs are made of running text.
-_OF_TEXT = ("sop", "nsp")
-_WARM_START = ("decoder", "warm", "share", "target_vocab_size")
-_SOURCE_ENCODER = ("source_encoder_layers", "source_vocab_size", "source_encoder_steps")
-_SEQ2SEQ = (
-    *("targets", "eval_targets", "prefix", "max_target_length", "beams", "length_penalty"),
-    *("stemmer", "mixture_cap", "mixture_temperature", "encoder", *_WARM_START, *_SOURCE_ENCODER),
-)
+
+
+def _defaults(name: str) -> str:
+    """In the words of the help: the default of a setting, and those of tasks that have another."""
+    of_each = {task: getattr(each, name) for task, each in TASKS.items()}
+    (usual, _), *_ = Counter(of_each.values()).most_common(1)
+    others = [f"; {task} {value}" for task, value in of_each.items() if value != usual]
+    return f"{usual}{''.join(others)}"
 
 
 def _is_usual_or_of_a_mixture(name: str, args: FinetuneArguments) -> bool:
@@ -92,19 +90,16 @@ class FinetuneArguments(Settings):
             *("lm_weight", "library"),
         ),
         "how it learns": (
-            *("optimizer", "warmup", "weight_decay", "layer_decay", "dropout", "bf16", "seed"),
+            *("optimizer", "warmup", "weight_decay", "layer_decay", "dropout", "precision", "seed"),
             *("eval_every", "teacher", "teacher_weight", "teacher_temperature"),
         ),
-        "seq2seq: texts to be written": _SEQ2SEQ,
+        "seq2seq: texts to be written": SEQ2SEQ,
         "the machine, and what is written": ("threads", "save_every", "log_every", "report_to"),
     }
 
     task: str = setting(
-        "a label for a text (classification) or for two (pair), a score for one text or two "
-        "(regression), a tag for each word (tagging), the place of an answer in a text (qa), the "
-        "right one of several answers (choice), a text for a text (seq2seq); or of running text, "
-        "whether two segments were swapped (sop) or the second is a random one (nsp)",
-        choices=tuple(BATCH_SIZES),
+        "what is learned: " + "; ".join(f"{each.learns} ({name})" for name, each in TASKS.items()),
+        choices=tuple(TASKS),
     )
     data: str | Path = setting(
         "file of examples to train on; text, as pretrain reads it, for sop and nsp; for seq2seq "
@@ -293,7 +288,7 @@ class FinetuneArguments(Settings):
         "optimizer steps instead of --epochs", None, number=COUNT, excludes="length"
     )
     batch_size: int | None = setting(
-        "samples of a batch (default: 32; 16 for qa and choice)", None, number=BATCH
+        f"samples of a batch (default: {_defaults('batch_size')})", None, number=BATCH
     )
     learning_rate: float | list[float] | None = setting(
         "peak learning rate; of several, such as 5e-5,1e-4,2e-4, the best one on a tenth of --data "
@@ -325,7 +320,7 @@ class FinetuneArguments(Settings):
         number=Number(float, math.nextafter(0, 1), 1.0, "a number above 0, 1 at most"),
     )
     max_length: int | None = setting(
-        "most tokens of a sample (default: 128; qa 384, choice 64)", None, number=integer(16)
+        f"most tokens of a sample (default: {_defaults('max_length')})", None, number=integer(16)
     )
     dropout: float | None = common("dropout")
     max_samples: int | list[int] | None = setting(
@@ -340,7 +335,7 @@ class FinetuneArguments(Settings):
         "number of runs, each with a seed of its own", 1, number=integer(), metavar="N"
     )
     seed: int = common("seed", "seed of the first run: of head, order and dropout")
-    bf16: bool = setting("train under autocast to bfloat16", False)
+    precision: str = common("precision")
     library: str = setting(
         "whose classes are trained: the same samples in the same order, from the same weights",
         "fastplm",
@@ -464,30 +459,16 @@ class FinetuneArguments(Settings):
         apart("own_head", "seeds", "one seed, as nothing is drawn"),
         apart("own_head", "library", "--library fastplm"),
     )
-    #: The settings that only some tasks have, with these tasks.
-    tasks_of = {
-        **dict.fromkeys(_SEQ2SEQ, ("seq2seq",)),
-        "text_columns": (*_TABLES, "seq2seq"),
-        "label_column": _TABLES,
-        "threshold": _TABLES[:2],
-        "null_threshold": ("qa",),
-        "own_head": _OF_TEXT,
-        "pooling": (*_TABLES, *_OF_TEXT),
-        "features": (*_TABLES, *_OF_TEXT, "tagging"),
-        "head": (*_TABLES, *_OF_TEXT, "tagging"),
-        "teacher": tuple(task for task in BATCH_SIZES if task != "seq2seq"),
-        "both_orders": ("pair", "regression"),
-        "lm_weight": (*_TABLES, "choice"),
-    }
     #: The settings that only a new encoder-decoder, or a new encoder of a BART, has.
     needs = {
-        **dict.fromkeys(_WARM_START, "encoder"),
-        **dict.fromkeys(_SOURCE_ENCODER[1:], "source_encoder_layers"),
+        **dict.fromkeys(WARM_START, "encoder"),
+        **dict.fromkeys(SOURCE_ENCODER[1:], "source_encoder_layers"),
         **dict.fromkeys(_OF_A_TEACHER, "teacher"),
     }
 
     def resolved(self) -> Self:
-        for name, tasks in self.tasks_of.items():
+        for name in dict.fromkeys(name for each in TASKS.values() for name in each.options):
+            tasks = [task for task, each in TASKS.items() if name in each.options]
             able = self.task in tasks or self.is_default(name)
             got = f"{getattr(self, name)} with --task {self.task}"
             expected, fix = f"--task {' or '.join(tasks)}", "Leave one of the two options out."
@@ -503,7 +484,7 @@ class FinetuneArguments(Settings):
         return self.changed(
             **lists,
             eval_targets=[self.eval_targets] if alone else self.eval_targets,
-            batch_size=self.batch_size or BATCH_SIZES[self.task],
+            batch_size=self.batch_size or TASKS[self.task].batch_size,
             weight_decay=(0.01 if adamw else 0.0) if decay is None else decay,
         ).checked()
 
@@ -526,12 +507,6 @@ class FinetuneArguments(Settings):
     def is_mixture(self) -> bool:
         """Whether ``data`` is a file of several tasks."""
         return self.task == "seq2seq" and str(self.data).endswith((".yaml", ".yml"))
-
-    @property
-    def needs_features(self) -> bool:
-        """Whether the head is one that Transformers' classes do not have."""
-        others = self.features != "last" or self.head != "linear"
-        return others or self.pooling not in (None, "cls")
 
     @property
     def checkpoint(self) -> str | Path:

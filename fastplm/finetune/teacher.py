@@ -1,75 +1,75 @@
-"""What a fine-tuning learns from a fine-tuned teacher beside its labels."""
+"""What a fine-tuned teacher says of the training examples."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+import transformers
 
-from fastplm.finetune.settings import FinetuneArguments
-from fastplm.nn._rows import IGNORE_INDEX, batch_share
+from fastplm.data._folder import say
+from fastplm.errors import DataError
+from fastplm.finetune.models import check_model, longest, read_config, read_tokenizer
+from fastplm.finetune.settings import ENCODERS, FinetuneArguments
+from fastplm.finetune.tasks._task import Logits, Task, predict
+from fastplm.run.checkpoint import config_at, weights_at
 
-#: The logit of what is outside of a text: its probability is 0.
-_OUTSIDE = torch.finfo(torch.float32).min
+#: Settings of the student that its teacher does not have.
+_OF_STUDENTS = (
+    *("teacher_weight", "teacher_temperature", "from_scratch", "layer_decay", "lm_weight"),
+    *ENCODERS,
+)
 
 
-def of_batch(logits: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """The logits of a teacher for each feature, padded to those of a batch."""
-    pad = torch.nn.utils.rnn.pad_sequence
-    return tuple(pad(list(each), True, _OUTSIDE) for each in zip(*logits, strict=True))
+def order_of_labels(task: Task) -> list[int]:
+    """``task.teacher_order`` of the teacher: the number that each label has in its head."""
+    return task.teacher_order(config_at("finetune", "teacher", str(task.args.teacher)))
 
 
-def with_teacher(
-    args: FinetuneArguments,
-    names: Sequence[str],
-    outputs: Any,
-    teacher: tuple[Tensor, ...],
-    batch: dict[str, Any],
-) -> Any:
-    """The outputs of a model, whose loss becomes ``(1 - A) loss + A soft``.
+def teacher_logits(task: Task, device: torch.device) -> list[Logits]:
+    """What the teacher says of the training examples of a task, once and without dropout.
 
-    ``soft`` is ``T^2 KL(teacher || student)`` of the probabilities at temperature T, the mean over
-    what is classified (examples; labelled words; first and last tokens of answers). Scores of a
-    regression are compared by their squared difference.
+    It reads them with its own tokenizer; for tags and answers this must be the model's, as these
+    are predicted for tokens.
 
     Args:
-        args: ``teacher_weight`` is A, ``teacher_temperature`` T.
-        names: of the logits in ``outputs``.
-        outputs: of the model, with its loss.
-        teacher: its logits, in the order of ``names``.
-        batch: the inputs of the model.
+        task: that of the model.
+        device: where the teacher computes.
 
-    Source: Hinton et al. 2015 (arXiv 1503.02531), §2; Sanh et al. 2019 (arXiv 1910.01108), §3
-        (the second step); Jiao et al. 2020 (arXiv 1909.10351), equation 10, which has A = 1 and
-        T = 1.
+    Raises:
+        DataError: the teacher has no head for this task, or other tokens.
     """
-    labels = batch.get("labels", batch.get("mc_labels"))
-    soft: Any = 0.0
-    for name, theirs in zip(names, teacher, strict=True):
-        ours = outputs[name]
-        ours = ours.to(torch.promote_types(ours.dtype, torch.float32))
-        if args.task == "regression":
-            soft = soft + (ours - theirs).square().mean()
-            continue
-        if args.task == "qa":
-            ours = ours.masked_fill(~batch["attention_mask"].bool(), _OUTSIDE)
-        counted = labels != IGNORE_INDEX if args.task == "tagging" and labels is not None else None
-        soft = soft + _divergence(ours, theirs, args.teacher_temperature, counted) / len(names)
-    share = 1.0 if labels is None else batch_share(labels, batch.get("num_items_in_batch"))
-    weight = args.teacher_weight
-    outputs["loss"] = (1 - weight) * outputs["loss"] + weight * share * soft
-    return outputs
-
-
-def _divergence(
-    student: Tensor, teacher: Tensor, temperature: float, counted: Tensor | None
-) -> Tensor:
-    """The mean over rows of ``T^2 KL(teacher || student)``; logits [..., classes]."""
-    ours, theirs = (each.div(temperature).log_softmax(-1) for each in (student, teacher))
-    rows = F.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1) * temperature**2
-    if counted is None:
-        return rows.mean()
-    return rows.where(counted, 0.0).sum() / counted.sum().clamp(min=1)
+    args, order = task.args, order_of_labels(task)
+    own: dict[str, Any] = {"model": args.teacher, "library": "transformers", "teacher": None}
+    own |= {name: FinetuneArguments.__dataclass_fields__[name].default for name in _OF_STUDENTS}
+    settings = args.changed(**own)
+    tokenizer, config = read_tokenizer(settings), read_config(settings)
+    check_model(settings, config)
+    length = longest(settings, config, tokenizer)
+    theirs = type(task)(settings, config, task.train, task.train, tokenizer, length, task.known)
+    kind = getattr(transformers, theirs.auto)
+    expected = f"a checkpoint that was fine-tuned with --task {args.task}"
+    model, _ = weights_at(
+        "finetune", "teacher", str(args.teacher), expected, kind, dtype=torch.float32
+    )
+    read, _ = theirs.features(task.train)
+    tokens = [[feature["input_ids"] for feature in each] for each in (read, task.dataset.features)]
+    same = not task.of_tokens or tokens[0] == tokens[1]
+    got, fix = f"{args.teacher}, whose tokens are others", "Choose another teacher."
+    args.check("teacher", same, "the tokenizer of the model", fix, got, DataError)
+    trainer = SimpleNamespace(
+        model=model.to(device),
+        args=SimpleNamespace(eval_batch_size=args.batch_size, device=device),
+        data_collator=theirs.collator(),
+        compute_loss_context_manager=contextlib.nullcontext,
+    )
+    say(f"The teacher reads {len(read):,} training samples, once.")
+    found = predict(trainer, theirs, read)
+    if task.of_tokens:  # without the padding of the batches
+        lengths = [len(feature["input_ids"]) for feature in read]
+        found = [tuple(x[:n] for x in each) for each, n in zip(found, lengths, strict=True)]
+    if order:
+        found = [tuple(x[..., order] for x in each) for each in found]
+    return found

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fastplm._checks import check_int
 from fastplm.data._files import lines_of
-from fastplm.data._output import reserve, whole
+from fastplm.data._output import make_room, reserve, result
 from fastplm.errors import DataError, check, check_choice, fail
 from fastplm.inference._batches import Tokens, batches, limit_of, offsets_of, progress_bar
 from fastplm.inference._checkpoint import (
@@ -270,10 +270,10 @@ def _embed_file(args: EmbedArguments, out: Path, of_words: Path) -> str:
         )
         check_numbers(args, finite, ", or --layer-weights and --dtype")
         if split:
-            with whole(of_words) as part, part.open("wb") as file:
+            with result(of_words) as part, part.open("wb") as file:
                 np.save(file, offsets_of([len(each) for each in found]))
-        else:  # of the file that is replaced
-            of_words.unlink(missing_ok=True)
+        elif of_words.exists():  # of the vectors before
+            make_room(of_words)
     what = f"words of {len(texts):,} texts" if split else "texts"
     seconds = time.perf_counter() - start
     return f"{len(vectors):,} {what}, {vectors.shape[1]} numbers each, in {seconds:.1f} s: {out}"
@@ -284,7 +284,7 @@ def _array(path: Path, dtype: str) -> Iterator[Any]:
     """Gives what makes the array of a file, and a list of it; the file is there when all of it is
     written."""
     made: list[np.memmap] = []
-    with whole(path) as part:
+    with result(path) as part:
 
         def allocate(shape: tuple[int, int], _: Any) -> np.ndarray:
             made.append(np.lib.format.open_memmap(part, "w+", np.dtype(dtype), shape))

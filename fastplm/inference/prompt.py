@@ -25,8 +25,8 @@ import torch
 
 from fastplm._checks import check_int
 from fastplm.data import load_tokenizer
-from fastplm.data._output import whole
-from fastplm.data.examples import Example, read_examples, subset
+from fastplm.data._output import result
+from fastplm.data.examples import Example, read_table, subset
 from fastplm.errors import (
     ArgumentTypeError,
     DataError,
@@ -499,7 +499,7 @@ def _run_prompt(args: PromptArguments, out: Path | None) -> str:
             rows.append([*([str(number)] * several), example.target, *answers, *logs])
     if out is not None:
         columns = ["label", *CALIBRATIONS, *(f"log p({name})" for name in names)]
-        with whole(out) as part:
+        with result(out) as part:
             part.write_text(tsv([[*(["template"] * several), *columns], *rows]), encoding="utf-8")
     if several:
         spreads = "  ".join(f"{kind} {_spread(values)}" for kind, values in accuracies.items())
@@ -517,8 +517,8 @@ def _spread(values: list[float]) -> str:
 
 def _examples(args: PromptArguments, path: str | Path, prompt: Prompt) -> list[Example]:
     """The examples of a file; an error if a label is not one of the prompt."""
-    task = "classification" if len(prompt.fields) == 1 else "pair"
-    examples = read_examples(task, path, args.text_columns, args.label_column)
+    columns = (args.text_columns, args.label_column)
+    examples = read_table(path, *columns, counts=(len(prompt.fields),))
     expected = f"one of the prompt, {', '.join(prompt.labels)}"
     fix = "Add it to the labels of the prompt."
     for example in examples:

@@ -14,7 +14,7 @@ import torch
 from fastplm.data import load_tokenizer
 from fastplm.data._files import lines_of
 from fastplm.data._folder import say
-from fastplm.data._output import whole
+from fastplm.data._output import result
 from fastplm.data.minimal_pairs import read_pairs, read_published, some_of_each
 from fastplm.errors import DataError
 from fastplm.inference._batches import progress_bar
@@ -72,7 +72,7 @@ def score_file(args: ScoreArguments) -> str:
         text = _as_json(args, content) if args.format == "json" else _as_table(rows)
         if out is None:
             return text
-        with whole(out) as part:
+        with result(out) as part:
             part.write_text(text, encoding="utf-8")
         say(f"written to {out}")
         return ""
@@ -266,7 +266,7 @@ def _of_pairs(args: ScoreArguments, picture: Path | None) -> tuple[list[Row], Ro
     if picture is not None:
 
         def paint() -> None:
-            with whole(picture) as part:
+            with result(picture) as part:
                 folder = Path(args.model).resolve()  # OUT/model, OUT/discriminator …
                 name = f"{folder.parent.name}/{folder.name}".removesuffix("/model")
                 draw(part, f"minimal pairs, {name}", found, others)

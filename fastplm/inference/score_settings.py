@@ -132,7 +132,7 @@ class ScoreArguments(Settings):
     bf16: bool = setting("compute under autocast to bfloat16: faster, with rounder scores", False)
     matmul_precision: str = common("matmul_precision")
     threads: int | None = common("threads")
-    overwrite: bool = setting("replace the file --out, and its picture", False)
+    overwrite: bool = common("overwrite")
 
     def resolved(self) -> Self:
         pairs = self.metric == PAIRS

@@ -87,7 +87,7 @@ class EmbedArguments(Settings):
     bf16: bool = setting("compute in bfloat16", False)
     matmul_precision: str = common("matmul_precision")
     threads: int | None = common("threads")
-    overwrite: bool = setting("replace the file --out, and its OUT.offsets.npy", False)
+    overwrite: bool = common("overwrite")
 
     def resolved(self) -> Self:
         self.check("out", str(self.out).endswith(".npy"), "a name that ends in .npy", "Add it.")
@@ -143,7 +143,7 @@ class PromptArguments(Settings):
     batch_tokens: int = common("batch_tokens")
     bf16: bool = setting("compute in bfloat16", False)
     threads: int | None = common("threads")
-    overwrite: bool = setting("replace the file --out", False)
+    overwrite: bool = common("overwrite")
 
     rules = (
         Rule(

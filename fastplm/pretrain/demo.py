@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from fastplm.data import TokenStore, load_tokenizer, tokenize
 from fastplm.data._folder import write_json
+from fastplm.data._output import move_aside
 from fastplm.errors import check
 from fastplm.pretrain.compare import compare, table
 from fastplm.pretrain.data import count_tokens, hold_out, open_corpus
@@ -20,7 +21,7 @@ from fastplm.pretrain.objectives import Objective, objective_of
 from fastplm.pretrain.report import summary
 from fastplm.pretrain.run import pretrain, rehearse
 from fastplm.pretrain.settings import MINUTES, PretrainArguments, PretrainPlan
-from fastplm.run.folder import claimed, last_checkpoint, move_aside
+from fastplm.run.folder import claimed, last_checkpoint
 from fastplm.run.threads import computing
 
 #: The steps of a training. With fewer the scores on held-out words vary much with the seed.

@@ -12,7 +12,7 @@ import torch
 from fastplm._machine import peak_bytes
 from fastplm.data._folder import first_process
 from fastplm.pretrain.settings import PretrainArguments, PretrainPlan
-from fastplm.run.report import block
+from fastplm.run.report import block, precision
 from fastplm.run.threads import computing
 
 # Letters of the text that are read: enough for any published vocabulary, and soon tokenized.
@@ -105,7 +105,7 @@ def _dry_run(plan: PretrainPlan, folder: Path) -> dict[str, Any]:
         "FLOPs": f"{flops * tokens:.3g}",
         **({} if plan.flops is None else {"budget": rows["budget"]}),
         "memory": _bytes_of(memory),
-        "precision": report.precision(plan, trainer.args),
+        "precision": precision(plan),
         "device": report.device(trainer.args),
         "speed": f"{_duration(a_step_takes)} a step (median of {timed}), "
         f"{figures['tokens_per_second']:,.0f} tokens/s, "

@@ -16,7 +16,7 @@ from fastplm.pretrain.blocks import ShortPairs
 from fastplm.pretrain.model import flops_a_step
 from fastplm.pretrain.objectives import Objective, SentenceOrder
 from fastplm.run.budget import described
-from fastplm.run.report import block, counted, drawn
+from fastplm.run.report import block, counted, drawn, precision
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -49,7 +49,7 @@ def announcement(
             if done < plan.steps
             else f"all {done:,} steps are done",
             **training.rows_of_learning,
-            "precision": precision(plan, settings),
+            "precision": precision(plan),
             "device": f"{device(settings)}, {processes} process{'es' if processes > 1 else ''}",
             "backends": _backends_here(settings.device),
             "results": f"{plan.out} (a checkpoint each {plan.save_every:,} steps, of which "
@@ -146,13 +146,6 @@ def _files(plan: PretrainPlan, data: RunData) -> str:
 
 def _from_cache(what: str, plan: PretrainPlan, data: RunData) -> str:
     return f" (found in {plan.cache})" if what in data.cached else ""
-
-
-def precision(plan: PretrainPlan, training_arguments: TrainingArguments) -> str:
-    name = "bf16" if training_arguments.bf16 else "fp32"
-    if plan.precision != "auto":
-        return f"{name}, as --precision says"
-    return f"{name}: this hardware {'multiplies' if training_arguments.bf16 else 'has no'} bf16"
 
 
 def device(training_arguments: TrainingArguments) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastplm import _extension
-from fastplm._machine import device_label, hardware_has_bf16
+from fastplm._machine import device_label
 from fastplm.data._folder import MANIFEST, damage, first_process, say
 from fastplm.pretrain.data import RunData
 from fastplm.pretrain.settings import COLLAPSED
@@ -260,7 +260,6 @@ def training_settings(plan: Any) -> TrainingArguments:
     return training_arguments(
         plan,
         Path(plan.out),
-        bf16=hardware_has_bf16() if plan.precision == "auto" else plan.precision == "bf16",
         # Where a budget says how many, they are set when the data is read.
         max_steps=plan.steps or -1,
         gradient_accumulation_steps=plan.gradient_accumulation,

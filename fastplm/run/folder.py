@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 from safetensors import SafetensorError
 
 from fastplm.data._folder import MANIFEST, damage, first_process, say, seal, write_json
-from fastplm.data._output import alone_in, check_apart, hold, release
+from fastplm.data._output import alone_in, check_apart, hold, make_room, release
 from fastplm.errors import DataError, FastplmError, check, fail, first_line, message
 
 #: The file that locks a run's folder, and the one that describes the run.
@@ -82,20 +82,19 @@ def claimed(
     stay = {path.name for path in own if path.resolve().parent == real}
     there: list[str] = []
 
-    def make_room() -> None:
+    def begin() -> None:
         nonlocal handle
         if not there:
             return
         there.clear()
         with alone_in(real.parent):
-            old = move_aside(real)
+            old = make_room(out)
             real.mkdir()
             for name in stay:
                 if (old / name).exists():
                     os.rename(old / name, real / name)
             moved, handle = handle, _lock(where, out)
         release(old / LOCK, moved)
-        say(f"The folder {out} was moved to {old}, as --overwrite asks.")
 
     try:
         if not resume:
@@ -111,7 +110,7 @@ def claimed(
                         where, f"{out}, the current folder or one around it", expected, fix
                     )
             there = held
-        yield make_room
+        yield begin
     finally:
         release(real / LOCK, handle)
         if new:
@@ -131,18 +130,9 @@ def _refuse_what_is_there(
     elif RECORD in there:
         what = "a run that has no checkpoint yet"
     if overwrite is not None:
-        instead += ", or move the folder aside with --overwrite"
+        instead += ", or rename it with --overwrite"
     fix = f"Choose another --out{instead}."
     _refuse_output(where, f"{out}, which holds {what}", "an empty or new folder", fix)
-
-
-def move_aside(out: Path) -> Path:
-    """Give a folder the name ``<out>.old-<n>``, with the first n that is free."""
-    out, number = out.resolve(), 1
-    while (old := out.with_name(f"{out.name}.old-{number}")).exists():
-        number += 1
-    os.rename(out, old)
-    return old
 
 
 def _lock(where: str, out: Path) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fastplm._machine import computes_in, cpu_kind, cpu_model
+from fastplm._machine import computes_in, cpu_kind, cpu_model, in_bf16
 from fastplm.data._folder import say
 
 
@@ -54,6 +54,15 @@ def versions() -> dict[str, str]:
         "platform": platform.platform(),
         "cpu": f"{cpu_model()} ({cpu_kind()}{', bf16' if computes_in(torch.bfloat16) else ''})",
     }
+
+
+def precision(args: Any) -> str:
+    """The precision of a training, and why."""
+    bf16 = in_bf16(args.precision)
+    name = "bf16" if bf16 else "fp32"
+    if args.precision != "auto":
+        return f"{name}, as --precision says"
+    return f"{name}: this hardware {'multiplies' if bf16 else 'has no'} bf16"
 
 
 def counted(number: int, noun: str) -> str:

@@ -519,9 +519,15 @@ class _Common:
         choices=tuple(REPORTS),
     )
     resume: bool = setting("continue from the last checkpoint in --out", False)
-    overwrite: bool = setting("first rename the folder --out to OUT.old-1 (2, 3, ...)", False)
+    overwrite: bool = setting(
+        "rename what --out holds to OUT.old-1 (2, 3, ...) before it is written", False
+    )
     precision: str = setting(
-        "auto: bf16 where the hardware multiplies it", "auto", choices=PRECISIONS
+        "auto: bf16 where the hardware multiplies it",
+        "auto",
+        choices=PRECISIONS,
+        excludes="precision",
+        also={"bf16": "bf16"},
     )
     workers: int = setting(
         "processes that prepare batches; 0: the training process", 0, number=integer(0, 256)

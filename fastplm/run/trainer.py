@@ -21,7 +21,7 @@ from tqdm import tqdm
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from fastplm._machine import hardware_has_bf16
+from fastplm._machine import hardware_has_bf16, in_bf16
 from fastplm.data._folder import say
 from fastplm.errors import DataError, DivergenceError, fail
 from fastplm.graphs import GraphedStep
@@ -36,12 +36,11 @@ _ESTIMATE_STEPS, _ESTIMATE_SECONDS = 3, 5.0
 _SCRATCH = ".incomplete"
 
 
-def training_arguments(args: Any, out: Path, *, bf16: bool, **settings: Any) -> TrainingArguments:
+def training_arguments(args: Any, out: Path, **settings: Any) -> TrainingArguments:
     """The ``TrainingArguments`` of a run: what all runs share, and ``settings``."""
-    on_gpu = torch.cuda.is_available()
-    fix = "Train in fp32 (--precision fp32, or without --bf16)."
+    on_gpu, bf16 = torch.cuda.is_available(), in_bf16(getattr(args, "precision", "fp32"))
     able = not (bf16 and on_gpu) or hardware_has_bf16()
-    args.check("bf16", able, "a GPU that has it", fix, True)
+    args.check("precision", able, "fp32, as this GPU has no bf16", "Train in fp32.", "bf16")
     return TrainingArguments(
         output_dir=str(out),
         bf16=bf16,

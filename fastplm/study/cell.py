@@ -121,12 +121,13 @@ def _called(
 
 def _again(command: str, out: Path) -> list[str]:
     """The options by which a command goes on with what an earlier call of it left."""
-    if command == "score":
-        return ["--overwrite"] if out.exists() else []
     if (out / RECORD).is_file() and can_resume(out):
         if command == "finetune" or last_checkpoint(out) is not None:
             return ["--resume"]
-    shutil.rmtree(out, ignore_errors=True)  # it was killed before it had anything to keep
+    # It was killed before it had anything to keep.
+    if out.is_file():
+        out.unlink()
+    shutil.rmtree(out, ignore_errors=True)
     return []
 
 

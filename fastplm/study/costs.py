@@ -11,11 +11,12 @@ import functools
 import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
-from fastplm.data.examples import read_examples
 from fastplm.data.sources import HUB, is_table, json_lines
 from fastplm.finetune.mixture import counts_of_epoch, read_parts
+from fastplm.finetune.tasks import TASKS, task_class
 from fastplm.run.checkpoint import config_at
 from fastplm.run.flops import flops_a_token, training_flops
 
@@ -80,24 +81,13 @@ def _of_pretraining(args: Any, config: Any) -> float:
 
 
 def _of_finetuning(args: Any, config: Any, folder: Path) -> float:
-    from fastplm.finetune.run import KINDS
-
-    parts = [
-        _examples(
-            part.task,
-            str(part.data if str(part.data).startswith(HUB) else folder / part.data),
-            tuple(part.text_columns) if part.text_columns else None,
-            part.label_column,
-            part.targets and str(folder / part.targets),
-        )
-        for part in [*read_parts(args).values()] or [args]
-    ]
+    parts = [_examples(part, folder) for part in [*read_parts(args).values()] or [args]]
     of_parts = counts_of_epoch(args, [count for count, _ in parts])
     count = sum(of_parts)
     words = sum(n * mean for n, (_, mean) in zip(of_parts, parts, strict=True)) / count
     most = args.max_samples
     counts = most if isinstance(most, list) else [most or count]
-    longest = args.max_length or KINDS[args.task].max_length
+    longest = args.max_length or TASKS[args.task].max_length
     length = round(min(_A_WORD * words + _SPECIAL, longest))
     each = _of_sequence(config, length)
     runs = args.seeds
@@ -129,15 +119,23 @@ def _of_scoring(args: Any, config: Any) -> float:
     return 2 * pairs * times * _of_sequence(config, _PAIR_TOKENS) / 3
 
 
+def _examples(args: Any, folder: Path) -> tuple[int, float]:
+    """How many examples a file has, and the mean number of words of one."""
+    data = str(args.data if str(args.data).startswith(HUB) else folder / args.data)
+    columns = tuple(args.text_columns) if args.text_columns else None
+    targets = args.targets and str(folder / args.targets)
+    return _counted(args.task, data, columns, args.label_column, targets)
+
+
 @functools.cache
-def _examples(
+def _counted(
     task: str, data: str, columns: Any, label: str | None, targets: str | None
 ) -> tuple[int, float]:
-    """How many examples a file has, and the mean number of words of one."""
-    if task in ("sop", "nsp"):  # made of running text, as many as fit
+    if TASKS[task].running_text:  # as many as fit
         letters = sum(map(len, json_lines(data))) if is_table(data) else Path(data).stat().st_size
         return max(1, letters // 600), 90.0
-    found = read_examples(task, data, columns, label, targets=targets)
+    options = SimpleNamespace(text_columns=columns, label_column=label)
+    found = task_class(task).read(cast(Any, options), data, targets, TASKS[task].max_length)
     words = sum(len(str(text).split()) for each in found for text in each.texts)
     return max(1, len(found)), words / max(1, len(found))
 

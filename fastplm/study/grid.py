@@ -18,6 +18,7 @@ from fastplm.data.sources import HUB
 from fastplm.distill.settings import DistillArguments
 from fastplm.errors import FastplmError, check, fail
 from fastplm.finetune.settings import FinetuneArguments
+from fastplm.finetune.tasks import TASKS
 from fastplm.inference.score_settings import ScoreArguments
 from fastplm.pretrain.settings import PretrainArguments
 from fastplm.run.config_file import Refuse, named, read, values_of
@@ -49,8 +50,6 @@ _OF_JUDGE = ("score", "task", "model_as", "scratch", "figure", "part")
 _OF_CLAIM = ("better", "than", "on", "paper", "beyond")
 #: The fewest judges of which there is a mean.
 OF_A_MEAN = 2
-#: Tasks that are those of a pre-training.
-_OF_PRETRAINING = ("sop", "nsp")
 _PARTS = ("discriminator", "generator")
 _SEEDS = integer(1, 1000)
 #: What a judge tells a command from: the option that names what is judged.
@@ -110,7 +109,7 @@ class Evaluation:
     @property
     def counts(self) -> bool:
         """Whether its score is one of those of the mean: of a task that GLUE could have."""
-        return self.command == "finetune" and self.options.get("task") not in _OF_PRETRAINING
+        return self.command == "finetune" and not TASKS[self.options["task"]].running_text
 
 
 @dataclass(frozen=True)

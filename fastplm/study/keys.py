@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import fastplm
-from fastplm._machine import hardware_has_bf16
+from fastplm._machine import in_bf16
 from fastplm.data._folder import file_hash
 from fastplm.data.sources import HUB, fingerprint
 from fastplm.pretrain.objectives import OBJECTIVES
@@ -31,7 +31,7 @@ _IGNORED = frozenset(
     "out cache resume overwrite dry_run workers save_every keep_checkpoints log_every eval_every "
     "report_to format by".split()
 )
-#: The commands whose precision is by default that of the machine.
+#: The commands whose keys have the precision where a machine has no bf16.
 _OF_PRECISION = ("pretrain", "distill")
 
 
@@ -76,8 +76,11 @@ def facts_of(command: str, args: Any, models: Mapping[str, Any], folder: Path) -
         facts["recipe of the objective"] = OBJECTIVE_VERSIONS[objective]
     if objective == "rtd" and args.electra_objective in DISCRIMINATOR_VERSIONS:
         facts["recipe of the discriminator"] = DISCRIMINATOR_VERSIONS[args.electra_objective]
-    if command in _OF_PRECISION and args.precision == "auto" and not hardware_has_bf16():
+    if command in _OF_PRECISION and args.precision == "auto" and not in_bf16("auto"):
         facts["precision"] = "fp32"  # "auto" is bf16 elsewhere
+    if command == "finetune":  # whose keys of before had --bf16
+        settings.pop("precision", None)
+        settings |= {"bf16": True} if in_bf16(args.precision) else {}
     return facts
 
 

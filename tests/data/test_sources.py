@@ -12,7 +12,7 @@ import pytest
 
 from fastplm.cli import main
 from fastplm.data.corpus import read_documents
-from fastplm.data.examples import read_examples
+from fastplm.data.examples import read_sources, read_table
 from fastplm.data.sources import is_table, json_lines
 from fastplm.errors import DataError
 
@@ -64,8 +64,8 @@ TABLES = (
 @pytest.mark.parametrize("path", TABLES)
 def test_the_same_as_json_lines(path, place):
     assert is_table(path) and not is_table("rows.jsonl")
-    found = [(e.texts, e.target) for e in read_examples("classification", path)]
-    assert found == [(e.texts, e.target) for e in read_examples("classification", "rows.jsonl")]
+    found = [(e.texts, e.target) for e in read_table(path)]
+    assert found == [(e.texts, e.target) for e in read_table("rows.jsonl")]
     assert found[1] == (("tée 1 a\n\nb c",), "yes")
     for cache in (None, place / "texts"):
         documents = list(read_documents([path], cache=cache))
@@ -84,10 +84,10 @@ def test_a_label_that_is_none_and_nested_columns(place):
         {"translation.de": "a", "translation.en": "b", "label": None}
     ]
     columns = ("translation.de", "translation.en")
-    (example,) = read_examples("seq2seq", "pair.parquet", columns)
+    (example,) = read_sources("pair.parquet", columns)
     assert (example.texts, example.target) == (("a",), "b")
     with pytest.raises(DataError, match="nothing in column 'label'"):
-        read_examples("classification", "pair.parquet", columns[:1])
+        read_table("pair.parquet", columns[:1])
 
 
 def test_runs_from_tables(place):
@@ -115,7 +115,7 @@ def test_runs_from_tables(place):
 )
 def test_errors_are_one_line(path, words, place):
     Path("bad.parquet").write_bytes(b"PAR1 and nothing else")
-    for read in (lambda: read_examples("classification", path), lambda: read_documents([path])):
+    for read in (lambda: read_table(path), lambda: read_documents([path])):
         with pytest.raises(DataError) as error:
             read()
         assert words in str(error.value) and "\n" not in str(error.value)
@@ -138,7 +138,7 @@ def test_without_the_library():
     code = (
         "import sys; sys.modules['datasets'] = None; import importlib.util as u; f = u.find_spec;"
         "u.find_spec = lambda n, *a: None if n == 'datasets' else f(n, *a);"
-        "from fastplm.data.examples import read_examples; read_examples('classification', 'hf:a/b')"
+        "from fastplm.data.examples import read_table; read_table('hf:a/b')"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (

@@ -9,6 +9,9 @@ from transformers.models.bart import modeling_bart
 
 from fastplm.errors import ArgumentValueError
 from fastplm.finetune.bart_translation import BartForTranslation
+from fastplm.finetune.data import prepare_task
+from fastplm.finetune.models import build_model
+from fastplm.finetune.run import finetune
 
 from ..models.conftest import small_config
 
@@ -94,3 +97,32 @@ def test_wrong_configurations():
     config.source_encoder = {"d_model": CONFIG.d_model + 1}
     with pytest.raises(ArgumentValueError, match=f"d_model = {CONFIG.d_model}"):
         BartForTranslation(config)
+
+
+# --- the two steps of its training ----------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_first_step_trains_the_new_encoder_alone(writing):
+    args = writing("new source", steps=12, source_encoder_steps=12, weight_decay=0.1)
+    task = prepare_task(args)
+    before = build_model(task, 0)
+    free = {id(parameter) for parameter in before.first_step_parameters()}
+    metrics = finetune(args)
+    after = BartForTranslation.from_pretrained(metrics["seeds"][0]["model"])
+    trained = dict(after.named_parameters())
+    for name, parameter in before.named_parameters():
+        # All weights change, except embeddings of the source encoder for tokens that no source has.
+        assert torch.equal(parameter, trained[name]) == (id(parameter) not in free), name
+    losses = [entry["loss"] for entry in metrics["seeds"][0]["history"]]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_the_second_step_trains_all(writing):
+    args = writing("new source", steps=3, source_encoder_steps=2)
+    before = dict(build_model(prepare_task(args), 0).named_parameters())
+    metrics = finetune(args)
+    after = BartForTranslation.from_pretrained(metrics["seeds"][0]["model"])
+    same = [name for name, p in after.named_parameters() if torch.equal(p, before[name])]
+    assert same == []

@@ -7,35 +7,25 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
 
-from fastplm.data import train_tokenizer
 from fastplm.errors import ArgumentValueError, DataError, FastplmError
+from fastplm.finetune.data import prepare_task
 from fastplm.finetune.mixture import counts_of_epoch, of_epoch
-from fastplm.finetune.run import (
-    FinetuneArguments,
-    build_model,
-    finetune,
-    make_trainer,
-    prepare_task,
-)
-from fastplm.finetune.run import _dataset as dataset_of
+from fastplm.finetune.models import build_model
+from fastplm.finetune.run import finetune
+from fastplm.finetune.settings import FinetuneArguments
+from fastplm.finetune.trainer import make_trainer
 
-WORDS = "river house teacher garden train letter window forest engine island".split()
-SOURCES = [f"the {a} saw the {b}" for a in WORDS for b in WORDS[:4]]
+from .conftest import GERMAN
+
+WORDS = [*GERMAN][:10]
+SOURCES = [f"the {a} on the {b}" for a in WORDS for b in WORDS[:4]]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A tiny T5, a table of 40 examples, and aligned files of 10 and 4."""
+    """A table of 40 examples, and aligned files of 10 and 4."""
     path = tmp_path_factory.mktemp("mixture")
-    tokenizer = train_tokenizer([*SOURCES, "copy: last: "], 140, path / "cache", "unigram")
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
-    config = transformers.T5Config(vocab_size=len(tokenizer), decoder_start_token_id=0, **sizes)
-    torch.manual_seed(0)
-    transformers.T5ForConditionalGeneration(config).save_pretrained(path / "t5")
-    tokenizer.save_pretrained(path / "t5")
     rows = (f"{source}\t{source}" for source in SOURCES)
     (path / "copy.tsv").write_text("\n".join(("source\ttarget", *rows)))
     for name, lines in (("train", SOURCES[::4]), ("test", SOURCES[1::10])):
@@ -45,23 +35,22 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def arguments(folder, tmp_path):
+def arguments(folder, writing, tmp_path):
     def build(parts: str | None = None, **options) -> FinetuneArguments:
         path = tmp_path / "tasks.yaml"
         last = {name: str(folder / name) for name in ("train", "test")}
         path.write_text(
             parts
-            or f"copying: {{data: {folder}/copy.tsv, prefix: 'copy: '}}\n"
+            or f"copying: {{data: {folder}/copy.tsv, prefix: 'the red '}}\n"
             "last:\n"
             f"  data: {last['train']}\n"
             f"  targets: {last['train']}.last\n"
             f"  eval_data: {last['test']}\n"
             f"  eval_targets: [{last['test']}.last]\n"
-            "  prefix: 'last: '\n"
+            "  prefix: 'the big '\n"
         )
-        settings = {"model": folder / "t5", "data": path, "out": tmp_path / "out", "beams": 1}
-        settings |= {"steps": 2, "batch_size": 4, "max_target_length": 8}
-        return FinetuneArguments(task="seq2seq", **settings | options).plan()
+        settings = {"data": path, "prefix": "", "beams": 1, "steps": 2, "batch_size": 4}
+        return writing("t5", "out", **settings | {"max_target_length": 8} | options)
 
     return build
 
@@ -77,7 +66,7 @@ def test_each_task_has_its_prefix_and_its_scores(arguments, tmp_path, capsys):
     features, _ = task.features(task.train)
     for feature, example in zip(features, task.train, strict=True):
         source = task.tokenizer.decode(feature["input_ids"], skip_special_tokens=True)
-        start = {"copying": "copy: ", "last": "last: "}[example.part]
+        start = {"copying": "the red ", "last": "the big "}[example.part]
         assert source == start + example.texts[0]
     metrics = finetune(args)
     scores = {name: score["mean"] for name, score in metrics["scores"].items()}
@@ -105,9 +94,8 @@ def test_a_task_with_more_examples_than_the_cap_reads_others_in_each_epoch(argum
     """With 36 and 10 examples and a cap of 12, an epoch has 12 and 10 of them: 6 steps of 4."""
     args = arguments(mixture_cap=12, steps=None, epochs=3)
     task = prepare_task(args)
-    features = dataset_of(task)
-    assert features.epoch == 22 and len(features) == 46
-    trainer = make_trainer(args, task, build_model(args, task, 0), features, 0, tmp_path)
+    assert task.dataset.epoch == 22 and len(task.dataset) == 46
+    trainer = make_trainer(task, build_model(task, 0), 0, tmp_path)
     assert trainer.args.max_steps == 18
     seen, collate = [], trainer.data_collator
 
@@ -139,9 +127,8 @@ def test_a_temperature_gives_small_tasks_more(arguments, tmp_path, capsys, optio
     args = arguments(**options, steps=None, epochs=1)
     assert counts_of_epoch(args, [36, 10]) == counts
     task = prepare_task(args)
-    features = dataset_of(task)
-    assert features.epoch == sum(counts)
-    trainer = make_trainer(args, task, build_model(args, task, 0), features, 0, tmp_path)
+    assert task.dataset.epoch == sum(counts)
+    trainer = make_trainer(task, build_model(task, 0), 0, tmp_path)
     order = [index for index in trainer._get_train_sampler()]
     assert Counter(task.train[i].part for i in order) == dict(
         zip(("copying", "last"), counts, strict=True)

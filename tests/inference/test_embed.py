@@ -181,14 +181,16 @@ def test_the_command_writes_what_embed_returns(checkpoint, tokenizer, tmp_path, 
     assert rows.dtype == np.float16 and len(offsets) == len(TEXTS) + 1
     for i, vectors in enumerate(expected):
         assert np.array_equal(rows[offsets[i] : offsets[i + 1]], vectors.astype(np.float16))
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"texts.txt", "vectors.npy", "vectors.offsets.npy"}
+    there = ["texts.txt", "vectors.npy", "vectors.npy.old-1", "vectors.offsets.npy"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == there
+    assert len(np.load(f"{out}.old-1")) == len(TEXTS), "the file of before"
 
     out.unlink()
     assert cli.main(words) == 2  # those offsets would be taken for those of the new file
     assert "vectors.offsets.npy, which exists" in capsys.readouterr().err
     assert cli.main([*words, "--overwrite"]) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["texts.txt", "vectors.npy"]
+    there[-1] += ".old-1"
+    assert sorted(path.name for path in tmp_path.iterdir()) == there
 
 
 @pytest.mark.parametrize(

@@ -188,19 +188,23 @@ def test_settings_change_what_they_say(score, data, monkeypatch):
     assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == before
 
 
-def test_a_file_is_written_whole_and_never_replaced_unasked(score, data, tmp_path, refused):
+def test_a_file_is_written_whole_and_never_replaced(score, data, tmp_path, refused):
     out = tmp_path / "scores.tsv"
     shown = score("bert", data)
     assert score("bert", data, "--out", out) == "" and out.read_text() == shown
     refused("bert", data, "--out", out, said="scores.tsv, which exists")
     assert out.read_text() == shown
     assert score("bert", data, "--out", out, "--by", "corpus", "--overwrite") == ""
-    assert out.read_text() != shown
+    assert out.read_text() != shown and out.with_name(f"{out.name}.old-1").read_text() == shown
     refused("bert", data, "--out", tmp_path / "none" / "a.tsv", said="a file in an existing folder")
     (tmp_path / "folder").mkdir()
     refused("bert", data, "--out", tmp_path / "folder", said="which exists")
     (tmp_path / "folder").rmdir()
-    assert {path.name for path in tmp_path.iterdir()} == {"scores.tsv", "texts.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        out.name,
+        f"{out.name}.old-1",
+        "texts.txt",
+    }
 
 
 def test_what_is_wrong_is_said_in_one_line(refused, data, tmp_path):

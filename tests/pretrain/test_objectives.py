@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_map_only
 import fastplm.models
 from fastplm.data import load_tokenizer, tokenize
 from fastplm.errors import ArgumentValueError, TooLittleTextError
+from fastplm.finetune.data import prepare_task
 from fastplm.finetune.features import FeaturesForSequenceClassification
-from fastplm.finetune.models import read_config
-from fastplm.finetune.run import build_model, prepare_task
+from fastplm.finetune.models import build_model
 from fastplm.finetune.settings import FinetuneArguments
 from fastplm.graphs import GraphedStep
 from fastplm.inference._checkpoint import load_encoder
@@ -588,7 +588,7 @@ def test_the_classifier_of_an_encoder_that_reads_from_left_to_right(run, tmp_pat
     args = FinetuneArguments(task="classification", model=model, **given).plan()
     task = prepare_task(args)
     assert task.args.pooling == "last"
-    model = build_model(args, task, 0).eval()
+    model = build_model(task, 0).eval()
     assert type(model) is FeaturesForSequenceClassification and model.encoder.config.is_decoder
     batch = task.tokenizer(["The river.", "The old old river."], padding=True, return_tensors="pt")
     batch.pop("token_type_ids", None)
@@ -598,4 +598,4 @@ def test_the_classifier_of_an_encoder_that_reads_from_left_to_right(run, tmp_pat
         torch.testing.assert_close(model(**batch).logits, model.classifier(last))
     assert not torch.equal(last[0], last[1]) and torch.allclose(states[0, 0], states[1, 0])
     with pytest.raises(ArgumentValueError, match="which reads from left to right; expected an"):
-        read_config(FinetuneArguments(task="choice", model=out / "checkpoint-2", **given).plan())
+        prepare_task(FinetuneArguments(task="choice", model=out / "checkpoint-2", **given))

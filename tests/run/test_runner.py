@@ -10,7 +10,8 @@ import torch
 from fastplm.classic import train as classic
 from fastplm.classic.settings import ClassicArguments
 from fastplm.errors import ArgumentValueError, DataError
-from fastplm.finetune.run import Finetuning, FinetuningTrainer
+from fastplm.finetune.run import Finetuning
+from fastplm.finetune.trainer import FinetuningTrainer
 from fastplm.pretrain.seeds import Seeds
 from fastplm.pretrain.stream import TextRun
 from fastplm.pretrain.trainer import PretrainingTrainer

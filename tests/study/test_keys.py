@@ -8,6 +8,7 @@ import os
 import pytest
 
 import fastplm
+from fastplm import _machine
 from fastplm.study import costs
 from fastplm.study import keys as module
 
@@ -135,14 +136,39 @@ def test_a_change_of_one_objective_makes_new_cells_of_it_alone(all_data, monkeyp
     assert [name for name in before if before[name] != after[name]] == ["All-Tokens MLM"]
 
 
+def test_cells_of_a_fine_tuning_have_the_keys_of_before(place, monkeypatch):
+    """The default was fp32 on any machine, and --bf16 was a setting of its own."""
+
+    def found(there, precision=None):
+        monkeypatch.setattr(_machine, "hardware_has_bf16", lambda: there)
+        text = (place / "grid.yaml").read_text()
+        if precision:
+            changed(place, "finetune: {", f"finetune: {{{precision}, ")
+        cells = {k: c for k, c in plan_of().cells.items() if c.command == "finetune"}
+        (place / "grid.yaml").write_text(text)
+        assert not any(
+            "precision" in c.facts or "precision" in c.facts["settings"] for c in cells.values()
+        )
+        has = {c.facts["settings"].get("bf16") for c in cells.values()}
+        assert len(has) == 1
+        return has.pop(), sorted(cells)
+
+    plain, fast = found(False), found(True)
+    assert plain[0] is None and fast[0] is True and plain != fast
+    for there in (False, True):
+        assert found(there, "precision: fp32") == plain
+        assert found(there, "precision: bf16") == found(there, "bf16: true") == fast
+
+
 def test_cells_of_a_machine_without_bf16_are_its_own(place, monkeypatch):
     """The default precision is the machine's; one that is given is anybody's."""
-    monkeypatch.setattr(module, "hardware_has_bf16", lambda: True)
+    changed(place, "finetune: {", "finetune: {precision: fp32, ")
+    monkeypatch.setattr(_machine, "hardware_has_bf16", lambda: True)
     given = keys()
     changed(place, "  precision: fp32\n", "")
     usual = keys()
     scratch = [each.scratch for each in plan_of().variants.values()]
-    monkeypatch.setattr(module, "hardware_has_bf16", lambda: False)
+    monkeypatch.setattr(_machine, "hardware_has_bf16", lambda: False)
     shared = set(keys()) & set(usual)  # a model without pre-training has no such precision
     assert shared == {cell.key for each in scratch for cell in each.values()}
     changed(place, "pretrain:\n", "pretrain:\n  precision: fp32\n")

@@ -1,4 +1,4 @@
-"""Fine-tuning to write texts: summaries, translation, sentence fusion, splitting.
+"""A text for a text: summaries, translation, sentence fusion, splitting.
 
 A T5, BART or encoder-decoder checkpoint is trained on sources and targets, or an encoder-decoder
 is warm-started from encoder checkpoints. What the model writes for the test sources is scored.
@@ -9,36 +9,33 @@ from __future__ import annotations
 import functools
 import importlib.util
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
-from transformers import PreTrainedModel, Trainer, TrainerCallback
 
-import fastplm.hf
-import fastplm.models
 from fastplm.data import load_tokenizer, train_tokenizer
 from fastplm.data._folder import default_cache, say
-from fastplm.data.examples import Example
+from fastplm.data.examples import Example, read_sources
 from fastplm.errors import DataError
+from fastplm.finetune.metrics import text_scores
 from fastplm.finetune.mixture import indices_of_parts
-from fastplm.finetune.scores import text_scores
 from fastplm.finetune.settings import FinetuneArguments
-from fastplm.finetune.tasks import (
+from fastplm.finetune.tasks._task import (
     ADVICE,
     Collator,
     Feature,
     Featured,
     Scored,
     Task,
-    feature_length,
+    batches_of,
+    features_of,
 )
 from fastplm.models._base import most_positions
 from fastplm.nn._rows import IGNORE_INDEX
-from fastplm.run.checkpoint import config_at, set_dropout, weights_at
+from fastplm.run.checkpoint import config_at
 
 #: The folder of the tokenizer of the targets, inside that of a model with two tokenizers.
 TARGET_TOKENIZER = "target_tokenizer"
@@ -49,6 +46,7 @@ class Seq2Seq(Task):
     """A text for a text. See ``Task``, whose ``tokenizer`` is that of the sources."""
 
     auto = "AutoModelForSeq2SeqLM"
+    inputs = "source"
     metrics: tuple[str, ...] = ("bleu", "chrf", "rouge1", "rouge2", "rougeLsum", "exact_match")
     # A few texts may differ, such as those of the longest sources.
     same_answer = 0.9
@@ -56,6 +54,17 @@ class Seq2Seq(Task):
     sources_of_a_text = 10
     #: The least share of the loss that the sources must save, or the model hardly reads them.
     least_gain = 0.05
+
+    @classmethod
+    def check_model(cls, args: FinetuneArguments, config: Any) -> None:
+        able = config.is_encoder_decoder or args.encoder is not None
+        expected = "a model that writes texts from texts, such as T5 or BART"
+        fix = "Choose another, or start one from an encoder: --encoder in place of --model."
+        args.check("model", able, expected, fix, f"{args.model}, a {config.model_type}")
+
+    @classmethod
+    def read(cls, args: FinetuneArguments, path: Any, targets: Any, length: int) -> list[Example]:
+        return read_sources(path, args.text_columns, targets)
 
     def prepare(self) -> None:
         """Find the tokenizers, some of which are trained on the texts."""
@@ -69,8 +78,7 @@ class Seq2Seq(Task):
             fix = "pip install sacrebleu rouge-score"
             args.check("task", there, expected, fix, got, DataError)
         most = most_positions(self._decoder_config()) or args.max_target_length
-        usual = "max_target_length" not in args.given
-        fits = usual or args.max_target_length <= most
+        fits = args.is_default("max_target_length") or args.max_target_length <= most
         args.check("max_target_length", fits, f"{most}, the decoder's positions", "Lower it.")
         self.target_length = min(args.max_target_length, most)
         self.target_tokenizer = self._target_tokenizer()
@@ -117,7 +125,7 @@ class Seq2Seq(Task):
         return tokenizer.sep_token_id if eos is None else eos
 
     def features(self, examples: list[Example]) -> Featured:
-        rows, targets = _rows(self.sources(examples)), self.targets(examples)
+        rows, targets = features_of(self.sources(examples)), self.targets(examples)
         features = [{**row, "labels": ids} for row, ids in zip(rows, targets, strict=True)]
         return features, [None] * len(features)
 
@@ -176,23 +184,20 @@ class Seq2Seq(Task):
 
         return collate
 
-    def generate(self, trainer: Trainer) -> list[str]:
+    def tokens(self, batch: Mapping[str, Tensor]) -> int:
+        return super().tokens(batch) + int((batch["labels"] != IGNORE_INDEX).sum())
+
+    def generate(self, trainer: Any) -> list[str]:
         """What the model writes for the test sources."""
-        model: Any = trainer.model
-        encoded = self.test_sources
-        lengths = [len(ids) for ids in encoded["input_ids"]]
-        order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
-        written = [""] * len(order)
+        written = [""] * len(self.test)
         options: dict[str, Any] = {"do_sample": False, "num_beams": self.args.beams}
         options |= {"length_penalty": self.args.length_penalty}
         options |= {"max_new_tokens": self.target_length}
-        model.eval()
-        size = trainer.args.eval_batch_size
-        for begin in range(0, len(order), size):
-            chosen = order[begin : begin + size]
-            batch = self.tokenizer.pad(_rows(encoded, chosen), return_tensors="pt")
+        sources = features_of(self.test_sources)
+        pad = functools.partial(self.tokenizer.pad, return_tensors="pt")
+        for chosen, batch in batches_of(trainer, sources, pad, longest_first=True):
             with torch.no_grad(), trainer.compute_loss_context_manager():
-                ids = model.generate(**batch.to(trainer.args.device), **options)
+                ids = trainer.model.generate(**batch, **options)
             texts = self.target_tokenizer.batch_decode(ids, skip_special_tokens=True)
             for index, text in zip(chosen, texts, strict=True):
                 written[index] = text.strip()
@@ -234,17 +239,13 @@ class Seq2Seq(Task):
 
     def _loss(self, trainer: Any, sources: list[int], targets: list[list[int]]) -> float:
         """The mean loss of targets, each given the source of the test example named."""
-        rows = _rows(self.test_sources, sources)
+        rows = features_of(self.test_sources, sources)
         features = [{**row, "labels": ids} for row, ids in zip(rows, targets, strict=True)]
-        features.sort(key=feature_length, reverse=True)
-        model, collate, size = trainer.model.eval(), self.collator(), trainer.args.eval_batch_size
         total = torch.zeros((), dtype=torch.float64, device=trainer.args.device)
-        for begin in range(0, len(features), size):
-            chosen = features[begin : begin + size]
-            count = sum(len(feature["labels"]) for feature in chosen)
-            batch = trainer._prepare_inputs(collate(chosen))
+        for chosen, batch in batches_of(trainer, features, self.collator(), longest_first=True):
+            count = sum(len(features[index]["labels"]) for index in chosen)
             with torch.no_grad(), trainer.compute_loss_context_manager():
-                total += model(**batch, output_logits=False).loss * count
+                total += trainer.model(**batch, output_logits=False).loss * count
         return total.item() / sum(map(len, targets))
 
     def warnings(self, result: Mapping[str, Any]) -> list[str]:
@@ -261,18 +262,17 @@ class Seq2Seq(Task):
         )
         return [*found, f"Warning: {said}. {ADVICE}{optimizer}"]
 
-    def most_frequent(self, predictions: Any) -> dict[str, Any] | None:
+    def most_frequent(self, predictions: list[str]) -> dict[str, Any] | None:
         """Also a sign if there are few different texts, and many different targets."""
         found = super().most_frequent(predictions)
-        written = self._listed(predictions)
-        texts, targets = len({*written}), len({example.target for example in self.test})
-        few = texts * self.sources_of_a_text <= len(written) and 2 * targets > len(written)
+        texts, targets = len({*predictions}), len({example.target for example in self.test})
+        few = texts * self.sources_of_a_text <= len(predictions) and 2 * targets > len(predictions)
         if found is None or found["share"] >= self.same_answer or not few:
             return found
-        sign = f"there are {texts} different texts for {len(written):,} sources"
+        sign = f"there are {texts} different texts for {len(predictions):,} sources"
         return {**found, "sign": sign}
 
-    def records(self, predictions: Any) -> list[dict[str, Any]]:
+    def records(self, predictions: list[str]) -> list[dict[str, Any]]:
         """The label of an example with several targets is the list of them."""
         records = super().records(predictions)
         for record, example in zip(records, self.test, strict=True):
@@ -283,7 +283,11 @@ class Seq2Seq(Task):
         return records
 
     def new_model(self) -> Any:
-        return None if self.args.encoder is None else warm_started(self.args, self)
+        if self.args.encoder is None:
+            return None
+        from fastplm.finetune.warm_start import warm_started
+
+        return warm_started(self.args, self.target_tokenizer, self.start, self.end)
 
     def adapted(self, model: Any) -> Any:
         layers = self.args.source_encoder_layers
@@ -295,100 +299,7 @@ class Seq2Seq(Task):
         return BartForTranslation.from_bart(model, size, layers, padding)
 
 
-def _rows(encoded: Any, indices: Iterable[int] | None = None) -> list[Feature]:
-    """Some of the texts that a tokenizer has encoded, by default all."""
-    indices = range(len(encoded["input_ids"])) if indices is None else indices
-    return [{name: encoded[name][index] for name in encoded} for index in indices]
-
-
 def _trained(texts: list[str], size: int) -> Any:
     """A byte-level tokenizer, which keeps case, accents and spaces, trained on texts."""
     tokenizer: Any = train_tokenizer(texts, size, default_cache(), "bytelevel")
     return tokenizer
-
-
-# --- a new source encoder -------------------------------------------------------------------------
-
-
-class TwoSteps(TrainerCallback):
-    """Freezes most of a ``BartForTranslation`` in the first steps.
-
-    A parameter without a gradient has no state in the optimizer and is not changed by it.
-    """
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
-        # In every step: after a resume, the first one may be any.
-        model.requires_grad_(state.global_step >= self.steps)
-        for parameter in model.first_step_parameters():
-            parameter.requires_grad_(True)
-
-
-# --- warm start -----------------------------------------------------------------------------------
-
-
-def warm_started(args: FinetuneArguments, task: Seq2Seq) -> PreTrainedModel:
-    """An encoder-decoder whose parts are loaded from checkpoints or newly initialized.
-
-    Source: Rothe et al. 2020 (arXiv 1907.12461), §2: RND2RND, BERT2RND, RND2BERT, BERT2BERT,
-    BERTSHARE, BERT2GPT, …
-    """
-    assert args.encoder is not None
-    paths = {"encoder": args.encoder, "decoder": args.decoder or args.encoder}
-    configs = {part: config_at("finetune", part, path) for part, path in paths.items()}
-    target, config = task.target_tokenizer, configs["decoder"]
-    name = "encoder" if args.decoder is None else "decoder"
-    able = type(config) in transformers.AutoModelForCausalLM._model_mapping
-    expected = "a checkpoint of a family with a decoder: BERT, RoBERTa, ELECTRA, GPT-2"
-    got = f"{paths['decoder']}, a {config.model_type}"
-    args.check(name, able, expected, "Choose another --decoder.", got, DataError)
-    config.is_decoder = config.add_cross_attention = True
-    if args.target_vocab_size is not None:
-        config.vocab_size = len(target)
-        config.bos_token_id, config.eos_token_id = task.start, task.end
-        config.pad_token_id = target.pad_token_id
-    # ``fastplm.hf`` has registered the attention.
-    ours = args.library == "fastplm"
-    options = {"attn_implementation": fastplm.hf.NAME} if ours else {}
-    encoder, decoder = (_part(args, part, paths[part], configs[part], options) for part in paths)
-    if args.target_vocab_size is not None:  # rows of other tokens may have been loaded
-        std = getattr(config, "initializer_range", 0.02)
-        torch.nn.init.normal_(decoder.get_input_embeddings().weight, std=std)
-    ids = {"decoder_start_token_id": task.start, "eos_token_id": task.end}
-    ids["pad_token_id"] = target.pad_token_id
-    joint = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
-        encoder.config, decoder.config, **ids
-    )
-    if args.share:
-        joint.tie_encoder_decoder = True
-    library: Any = fastplm.models if ours else transformers
-    model = library.EncoderDecoderModel(joint, encoder, decoder)
-    for name, value in ids.items():
-        setattr(model.generation_config, name, value)
-    return model
-
-
-def _part(
-    args: FinetuneArguments, part: str, path: str | Path, config: Any, options: dict[str, Any]
-) -> Any:
-    """The encoder, or the decoder with new cross-attention."""
-    encodes = part == "encoder"
-    auto: Any = transformers.AutoModel if encodes else transformers.AutoModelForCausalLM
-    set_dropout(config, args.dropout)
-    if args.warm not in ("both", part):
-        return auto.from_config(config, **options)
-    options = {**options, "config": config, "dtype": torch.float32}
-    options["ignore_mismatched_sizes"] = not encodes and args.target_vocab_size is not None
-
-    def is_new(model: Any, name: str) -> bool:
-        """A decoder's cross-attention and head, its embeddings of other tokens, and a pooler."""
-        backbone = "" if encodes else f"{model.base_model_prefix}."
-        table = model.get_input_embeddings().weight if options["ignore_mismatched_sizes"] else None
-        is_table = table is not None and model.get_parameter(name) is table
-        return "cross" in name or "pooler." in name or is_table or not name.startswith(backbone)
-
-    expected = f"a checkpoint for the {part}"
-    model, _ = weights_at("finetune", part, path, expected, auto, is_new, **options)
-    return model
