@@ -64,7 +64,7 @@ def too_early(held_out: Sequence[HeldOut]) -> tuple[str, ...]:
     discriminator that predicts tokens (where it predicts all of them, its softmax, without copies,
     over those that the generator had to predict); one that detects them must have a balanced
     accuracy of ``CLEAR_BALANCED`` at least. Its generator, which is small on purpose and not
-    judged, must be below the unigram alone. An encoder-decoder can copy most labels: it must be
+    evaluated, must be below the unigram alone. An encoder-decoder can copy most labels: it must be
     below what it would have with the others alone, and its encoder must not give all tokens one
     output.
     """
