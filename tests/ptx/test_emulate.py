@@ -57,24 +57,13 @@ def every(*small):
     return [pair if pair in small else pytest.param(*pair, marks=slow) for pair in pairs]
 
 
-@pytest.mark.parametrize(("arch", "dtype"), every((80, "bfloat16")))
-def test_gather_rows(emulate, arch, dtype):
-    emulate("gather_rows", arch=arch, dtype=dtype, width=40)
+WIDTHS = dict(gather_rows=40, maxsim=80, replaced_token_loss=72, embedding_layer_norm=40)
 
 
+@pytest.mark.parametrize("op", WIDTHS)
 @pytest.mark.parametrize(("arch", "dtype"), every((90, "bfloat16")))
-def test_maxsim(emulate, arch, dtype):
-    emulate("maxsim", arch=arch, dtype=dtype, width=80)
-
-
-@pytest.mark.parametrize(("arch", "dtype"), every((90, "bfloat16")))
-def test_replaced_token_loss(emulate, arch, dtype):
-    emulate("replaced_token_loss", arch=arch, dtype=dtype, width=72)
-
-
-@pytest.mark.parametrize(("arch", "dtype"), every((90, "bfloat16")))
-def test_embedding_layer_norm(emulate, arch, dtype):
-    emulate("embedding_layer_norm", arch=arch, dtype=dtype, width=40)
+def test_an_op_of_rows(emulate, op, arch, dtype):
+    emulate(op, arch=arch, dtype=dtype, width=WIDTHS[op])
 
 
 @pytest.mark.parametrize(("arch", "dtype"), every((80, "float32"), (90, "bfloat16")))
