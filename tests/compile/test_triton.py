@@ -329,36 +329,3 @@ def test_spills_are_counted_by_where_they_are():
         )
     ) == (2, 1)
     assert machine_code.spills(sass("STL [R2], R1", "EXIT")) == (1, 1)
-
-
-def test_the_inner_loop_is_the_innermost_with_the_most_tensor_work():
-    nested = sass(
-        "LDG R0, [R2]",
-        "@P0 BRA 0xa0",
-        "FADD R0, R0, R1",  # 0x20, outer loop
-        "HMMA.16816.F32.BF16 R4, R8, R12, R4",  # 0x30, inner loop
-        "MUFU.EX2 R0, R0",
-        "@!P1 BRA 0x30",
-        "FMUL R1, R1, R1",  # 0x60, a longer inner loop without tensor work
-        "FMUL R1, R1, R1",
-        "@P2 BRA 0x60",
-        "@P3 BRA 0x20",
-        "EXIT",
-        "BRA 0xb0",
-    )
-    assert names(nested) == ["HMMA.16816.F32.BF16", "MUFU.EX2", "BRA"]
-    assert names(nested.replace("HMMA.16816.F32.BF16", "FFMA")) == ["FFMA", "MUFU.EX2", "BRA"]
-
-
-def test_a_wait_is_no_loop_and_neither_is_a_jump_back_out_of_line():
-    text = sass(
-        "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R0",
-        "@!P0 BRA 0x50",
-        "FADD R0, R0, R1",  # 0x20
-        "EXIT",
-        "NOP",
-        "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R0",  # 0x50
-        "@!P0 BRA 0x50",
-        "BRA 0x20",
-    )
-    assert len(names(text)) == 8
