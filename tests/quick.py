@@ -1,0 +1,52 @@
+"""Which tests ``make test`` runs: of those of ``make test-all`` what a change most often breaks.
+
+``pytest --part quick`` chooses every test that a planted bug names (``mutations.py``), and of each other
+test function the case in the middle of its parameters. It leaves out ``THOROUGH``: what takes
+seconds, and is put together of parts that other tests have.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable
+
+from .mutations import MUTATIONS
+
+#: Files, or functions of a file.
+THOROUGH = ()
+
+
+def _named_by_planted_bugs() -> dict[str, list[str]]:
+    """By file, the expressions that pytest's ``-k`` has for it; an empty one is the whole file."""
+    found: dict[str, list[str]] = {}
+    for file, *options in (shlex.split(mutation.tests) for mutation in MUTATIONS):
+        if "slow" not in options:
+            found.setdefault(file, []).append(options[-1] if options else "")
+    return found
+
+
+def _matches(expression: str, name: str) -> bool:
+    """As ``-k`` does: words that the name of a test has, with and, or, not and brackets."""
+    words = re.sub(
+        r"\b(?!(?:and|or|not)\b)[\w-]+", lambda word: str(word[0].lower() in name), expression
+    )
+    return not expression or eval(words)
+
+
+def chosen(names: Iterable[str]) -> set[str]:
+    """Those of the names of tests (file::function[case]) that are quick."""
+    functions: dict[str, list[str]] = {}
+    for name in names:
+        functions.setdefault(name.split("[")[0], []).append(name)
+    functions = {
+        function: cases
+        for function, cases in functions.items()
+        if not function.startswith(THOROUGH)
+    }
+    bugs = _named_by_planted_bugs()
+    found = {cases[len(cases) // 2] for cases in functions.values()}
+    for function, cases in functions.items():
+        for expression in bugs.get(function.split("::")[0], ()):
+            found.update(case for case in cases if _matches(expression, case.lower()))
+    return found
