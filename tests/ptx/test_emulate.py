@@ -208,30 +208,6 @@ def planted(emulate, arch: int, name: str, schedules) -> list:
     return emulate("planted_kernel", arch=arch, name=name, schedules=schedules)
 
 
-@pytest.mark.parametrize("arch", (80, 90))
-@pytest.mark.parametrize(
-    ("options", "right"),
-    [
-        (dict(), True),
-        (dict(sem="relaxed", fences="fences"), True),
-        (dict(sem="relaxed", fences="old fences"), True),
-        (dict(sem="relaxed"), False),
-        (dict(sem="release"), False),
-        (dict(sem="acquire"), False),
-        (dict(scope="cta"), False),
-        (dict(barrier=False), False),
-        (dict(counts=False), False),
-        (dict(sem="relaxed", fences="no fence behind"), False),
-        (dict(sem="relaxed", fences="no fence before"), False),
-        (dict(sem="relaxed", fences="fences of a block"), False),
-    ],
-)
-def test_the_last_block_needs_an_order_between_blocks(emulate, arch, options, right):
-    """Each program stores and counts itself; the last one reads what all have stored."""
-    found = emulate("last_block", arch=arch, seeds=[0, 1, 2, 3], **dict(fences="") | options)
-    assert all(found) if right else not found[0]
-
-
 def test_what_a_launch_leaves_unwritten_is_no_number(emulate):
     """Memory that a launch leaves unwritten is NaN, even if it held the right numbers before."""
     for name in ("write_too_little", "write_too_few_integers"):
