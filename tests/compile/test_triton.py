@@ -209,6 +209,23 @@ def planted(tmp_path_factory, run_reports) -> dict[tuple[str, int], Report]:
     return {(report.case, report.arch): report for report in found}
 
 
+ONCE = """
+import dataclasses, json
+import compile_kernels
+
+for op in compile_kernels.kernel_modules():
+    for report in compile_kernels.compile_once(op, 90):
+        print(json.dumps(dataclasses.asdict(report)))
+"""
+
+
+def test_the_first_launch_of_each_kernel_has_no_fault_on_hopper(run_reports):
+    """What ``make test`` compiles; all launches on all architectures follow."""
+    found = run_reports("-c", ONCE)
+    assert len({r.kernel for r in found}) == len(found) >= 50
+    assert not [f"{r.kernel}: {problem}" for r in found for problem in r.problems()]
+
+
 def test_every_kernel_compiles_for_every_architecture(reports, capsys):
     with capsys.disabled():
         print("\n" + table(reports))
