@@ -1,8 +1,8 @@
 """Which tests ``make test`` runs: of those of ``make test-all`` what a change most often breaks.
 
-``pytest --part quick`` chooses every test that a planted bug names (``mutations.py``), and of each
-other test function the case in the middle of its parameters. It leaves out ``THOROUGH``: what takes
-seconds, and is put together of parts that other tests have. ``--part rest`` chooses the others.
+``pytest --part quick`` chooses every test that a planted bug names (``planted_bugs.txt``), and of
+each other test function the case in the middle of its parameters. It leaves out ``THOROUGH``: what
+takes seconds, and is put together of parts that other tests have. ``--part rest`` chooses the rest.
 """
 
 from __future__ import annotations

@@ -306,7 +306,7 @@ def test_contributing_lists_every_environment_variable():
 
 
 def test_each_planted_bug_still_has_a_place():
-    """So text that changes cannot leave tests/mutations.py behind."""
+    """So text that changes cannot leave tests/planted_bugs.txt behind."""
     lost = [each for each in MUTATIONS if (ROOT / each.file).read_text().count(each.old) != 1]
     assert lost == []
 
