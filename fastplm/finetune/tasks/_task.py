@@ -112,6 +112,8 @@ class Task:
         self.train, self.test = train, test
         self.known = train if known is None else known
         self.tokenizer = tokenizer
+        #: The tokenizers to save with the model: {subfolder of the model's folder: tokenizer}.
+        self.tokenizers = {"": tokenizer}
         self.limit = max_length
         self.prepare()
 
@@ -161,18 +163,9 @@ class Task:
         """The fields to set in the model's configuration."""
         return {}
 
-    @property
-    def tokenizers(self) -> dict[str, Any]:
-        """The tokenizers to save with the model: {subfolder of the model's folder: tokenizer}."""
-        return {"": self.tokenizer}
-
-    def new_model(self) -> Any:
-        """A model made of several checkpoints; None if the model comes from a single one."""
-        return None
-
-    def adapted(self, model: Any) -> Any:
-        """Change the model of a checkpoint as the task needs it, and return it."""
-        return model
+    def make_model(self, of_checkpoint: Callable[[], Any]) -> Any:
+        """The model: as it is loaded from its checkpoint, or one that is made in another way."""
+        return of_checkpoint()
 
     # --- training ---------------------------------------------------------------------------------
 
