@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
@@ -534,8 +534,15 @@ class FinetuningTrainer(RunTrainer):
             set_layer_rates(optimizer, self.model, self.task.args.layer_decay)
         return optimizer
 
-    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Any:
-        return _LengthSampler(self)
+    def get_train_dataloader(self) -> DataLoader:
+        loader = DataLoader(
+            self.train_dataset,
+            self.args.train_batch_size,
+            sampler=_LengthSampler(self),
+            collate_fn=self.data_collator,
+            pin_memory=self.args.dataloader_pin_memory,
+        )
+        return self.accelerator.prepare(loader)
 
     def count(self, batches: list[dict[str, Any]]) -> int:
         tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)

@@ -172,13 +172,13 @@ class RunTrainer(Trainer):
             # With several GPUs Trainer would split a batch by rows, but not its flat positions.
             self.args._n_gpu = 1
         self.remove_callback(PrinterCallback)
+        self.add_callback(FollowSchedule())
         self.add_callback(LogWhereSaved())
         self.add_callback(Progress())
         self._finite = FiniteCheck(self.args.device)
         self._window_began = 0.0
         self._window_step = 0
         self._window_tokens: Tensor | int = 0
-        self._scratch: str | None = None
         self._graphed: GraphedStep | None = None
 
     @property
@@ -192,6 +192,14 @@ class RunTrainer(Trainer):
         entries = (entry for entry in self.state.log_history if "seconds" in entry)
         tokens = sum(entry["tokens_per_second"] * entry["seconds"] for entry in entries)
         return tokens / max(self.train_seconds, 1e-9)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        # Else Transformers says at a resume that all names but one of a tied weight are missing.
+        handle = self.model.register_load_state_dict_post_hook(_tied_are_not_missing)
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            handle.remove()
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
@@ -257,9 +265,15 @@ class RunTrainer(Trainer):
         return super().training_step(model, inputs, num_items_in_batch), self.found
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
+        # Private, as no hook of Transformers is given the norm: ``on_pre_optimizer_step`` comes
+        # after the clipping, and a second norm is another pass over all gradients.
         if self._graphed is not None and self._graphed.able:
-            return self._graphed.clip()
-        return super()._clip_grad_norm(model)
+            norm = self._graphed.clip()
+        else:
+            norm = super()._clip_grad_norm(model)
+        if type(norm) is Tensor:  # a DTensor is checked when it is logged
+            self._check_finite("the norm of the gradient", norm.to(self.args.device))
+        return norm
 
     def draws_by_sample(self, inputs: dict[str, Any]) -> bool:
         """Whether all dropout of the model depends on the samples of this batch.
@@ -275,12 +289,6 @@ class RunTrainer(Trainer):
             and trained._has_our_attention()
             and draws_by_row(next(self.model.parameters()).new_empty(0))
         )
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        norm = super()._get_grad_norm(model, grad_norm)
-        if type(norm) is Tensor:  # a DTensor is checked when it is logged
-            self._check_finite("the norm of the gradient", norm.to(self.args.device))
-        return norm
 
     def _check_finite(self, name: str, value: Tensor) -> None:
         self._finite.add(name, value.detach(), self.state.global_step + 1)
@@ -363,29 +371,9 @@ class RunTrainer(Trainer):
         if self._window_began:
             self._window_began += time.perf_counter() - began
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        scheduler: Any = self.lr_scheduler
-        if checkpoint is not None and hasattr(scheduler, "lr_lambdas"):
-            # The learning rate follows the schedule of this run, which may now be longer.
-            rates = [
-                base * factor(scheduler.last_epoch)
-                for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-            ]
-            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
-            scheduler._last_lr = rates
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        # A checkpoint holds tied parameters under one of their names; the others are not missing.
-        tied = self.model.all_tied_weights_keys
-        missing = [name for name in load_result.missing_keys if name not in tied]
-        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return self._scratch or super()._get_output_dir(trial)
-
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        # Private, as no hook of Transformers comes before a checkpoint is written: until
+        # ``on_save`` it would lie under its name half written, and older ones would be gone.
         began, step = time.perf_counter(), self.state.global_step
         if not all_finite(self.model):
             self._diverged(step, "a weight is not finite")
@@ -394,7 +382,7 @@ class RunTrainer(Trainer):
         if self.args.should_save:
             shutil.rmtree(scratch, ignore_errors=True)
         self.accelerator.wait_for_everyone()
-        self._scratch = str(scratch)
+        self.args.output_dir = str(scratch)
         try:
             with writing(self.where, output):
                 super()._save_checkpoint(model, trial)
@@ -404,11 +392,17 @@ class RunTrainer(Trainer):
                     made = scratch / f"checkpoint-{step}"
                     place_checkpoint(made, output, step, keep, self.states)
         finally:
-            self._scratch = None
+            self.args.output_dir = str(output)
             if self.args.should_save:
                 shutil.rmtree(scratch, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         self._window_began += time.perf_counter() - began
+
+
+def _tied_are_not_missing(model: Any, keys: Any) -> None:
+    """A checkpoint holds tied parameters under one of their names."""
+    missing: list[str] = keys.missing_keys
+    missing[:] = [name for name in missing if name not in model.all_tied_weights_keys]
 
 
 def why_not_finite(model: nn.Module) -> str:
@@ -467,6 +461,19 @@ class FiniteCheck:
             self._copy.copy_(self.steps, non_blocking=True)
             self._copied.record()
         return known
+
+
+class FollowSchedule(TrainerCallback):
+    """After a resume the learning rate follows the schedule of this run, which may be longer."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        schedule = kwargs["lr_scheduler"]
+        if state.global_step and hasattr(schedule, "lr_lambdas"):
+            each = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+            rates = [base * factor(schedule.last_epoch) for base, factor in each]
+            for group, rate in zip(kwargs["optimizer"].param_groups, rates, strict=True):
+                group["lr"] = rate
+            schedule._last_lr = rates
 
 
 class LogWhereSaved(TrainerCallback):

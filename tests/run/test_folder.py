@@ -256,9 +256,9 @@ def test_the_last_good_checkpoint_stays_until_the_next_is_there(run, tmp_path, m
     seen = []
     place = module.place_checkpoint
 
-    def looked_at(scratch, out, step, keep):
+    def looked_at(scratch, out, step, *args):
         seen.append((step, [at for at, path in module.checkpoints(out) if damage(path) is None]))
-        place(scratch, out, step, keep)
+        place(scratch, out, step, *args)
 
     monkeypatch.setattr("fastplm.run.trainer.place_checkpoint", looked_at)
     out = tmp_path / "out"
