@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from fastplm._machine import device_label
-from fastplm.data._folder import MANIFEST, damage, first_process, say, seal, write_json
+from fastplm.data._folder import MANIFEST, first_process, say, verify, write_json, write_manifest
 from fastplm.data.examples import Example, read_examples, subset
 from fastplm.errors import DataError, DivergenceError
 from fastplm.finetune.data import hold_out, shown_counts
@@ -249,7 +249,7 @@ class Finetuning(Run):
                         with writing("finetune", folder):
                             folder.mkdir(parents=True, exist_ok=True)
                             write_json(folder / "result.json", result)
-                            seal(folder, ["result.json"])
+                            write_manifest(folder, ["result.json"])
                 self.processes.wait_for_everyone()
             scores, rate = result["scores"], args.learning_rate
             shown = "it diverged" if scores is None else _shown(task, result)
@@ -366,7 +366,7 @@ def _finished(out: Path, processes: Any) -> dict[str, Any] | None:
     """The result of a seed that an earlier call trained, if all its files are complete."""
     if not (out / MANIFEST).exists():
         return None
-    wrong = damage(out)
+    wrong = verify(out)
     if wrong is None:
         return json.loads((out / "result.json").read_text("utf-8"))
     processes.wait_for_everyone()
@@ -607,7 +607,7 @@ def make_trainer(
         first = args.source_encoder_steps
         trainer.add_callback(TwoSteps(settings.max_steps // 2 if first is None else first))
     if args.eval_every is not None:
-        trainer.judge = lambda: task.evaluate(trainer)[0]
+        trainer.score_fn = lambda: task.evaluate(trainer)[0]
         trainer.add_callback(ScoreEvery(args.eval_every))
     return trainer
 
@@ -685,7 +685,7 @@ def _run(
                 save_models(out, {"model": model}, task.tokenizers)
             _write_predictions(out / "predictions.json", args, task.records(predictions))
             write_json(out / "result.json", result)
-            seal(out, ["model", "predictions.json", "result.json"][0 if keep else 1 :])
+            write_manifest(out, ["model", "predictions.json", "result.json"][0 if keep else 1 :])
         for _, checkpoint in checkpoints(out):
             shutil.rmtree(checkpoint)
     return result

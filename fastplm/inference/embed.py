@@ -20,8 +20,8 @@ from torch import Tensor
 
 from fastplm._checks import check_int
 from fastplm.data._files import lines_of
-from fastplm.data._folder import say
-from fastplm.data._output import reserve, whole
+from fastplm.data._folder import atomic_write, say
+from fastplm.data._output import reserve
 from fastplm.errors import DataError, check, check_choice, fail
 from fastplm.inference._batches import Tokens, batches, limit_of, offsets_of, progress_bar
 from fastplm.inference._checkpoint import device_name, fp32_name, results
@@ -309,7 +309,7 @@ def _embed_file(args: EmbedArguments, out: Path, of_words: Path) -> str:
         fix = "Check its config.json and weights, or --layer-weights and --dtype."
         args.check("model", finite, expected, fix, got, DataError)
         if offsets is not None:
-            with whole(of_words) as part, part.open("wb") as file:
+            with atomic_write(of_words) as part, part.open("wb") as file:
                 np.save(file, offsets)
         else:  # of the file that is replaced
             of_words.unlink(missing_ok=True)
@@ -344,7 +344,7 @@ def _announcement(
 def _array(path: Path, dtype: str) -> Any:
     """Gives what makes the array of a file, which is there when all of it is written."""
     made: list[np.memmap] = []
-    with whole(path) as part:
+    with atomic_write(path) as part:
 
         def allocate(shape: tuple[int, int], _: Any) -> np.ndarray:
             made.append(np.lib.format.open_memmap(part, "w+", np.dtype(dtype), shape))

@@ -26,8 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fastplm._checks import check_int
 from fastplm.data import load_tokenizer
-from fastplm.data._folder import say
-from fastplm.data._output import whole
+from fastplm.data._folder import atomic_write, say
 from fastplm.data.examples import Example, read_examples, subset
 from fastplm.errors import (
     ArgumentTypeError,
@@ -527,7 +526,7 @@ def _run_prompt(args: PromptArguments, out: Path | None) -> str:
         lines[-1] += f"  {prompt.template!r}" if several else ""
         tables.append(_table(examples, names, chosen, scores))
     if out is not None:
-        with whole(out) as part:
+        with atomic_write(out) as part:
             part.write_text(_joined(tables), encoding="utf-8")
     usual = np.bincount(right).max() / len(right)
     if several:

@@ -19,8 +19,7 @@ import torch
 from fastplm._machine import device_label
 from fastplm.data import load_tokenizer
 from fastplm.data._files import lines_of
-from fastplm.data._folder import say
-from fastplm.data._output import whole
+from fastplm.data._folder import atomic_write, say
 from fastplm.data.minimal_pairs import read_pairs, read_published, some_of_each
 from fastplm.errors import DataError
 from fastplm.inference._batches import progress_bar
@@ -112,7 +111,7 @@ def _given(text: str, out: Path | None) -> str:
     """The results, or nothing when they were written to ``out``."""
     if out is None:
         return text
-    with whole(out) as part:
+    with atomic_write(out) as part:
         part.write_text(text, encoding="utf-8")
     say(f"written to {out}")
     return ""
@@ -273,7 +272,7 @@ def _score_pairs(args: ScoreArguments, out: Path | None, picture: Path | None) -
     if picture is not None:
 
         def paint() -> None:
-            with whole(picture) as part:
+            with atomic_write(picture) as part:
                 folder = Path(args.model).resolve()  # OUT/model, OUT/discriminator …
                 name = f"{folder.parent.name}/{folder.name}".removesuffix("/model")
                 draw(part, f"minimal pairs, {name}", rows, others)

@@ -11,7 +11,7 @@ import torch
 
 from fastplm import _extension
 from fastplm._machine import device_label, hardware_has_bf16
-from fastplm.data._folder import MANIFEST, damage, first_process, say
+from fastplm.data._folder import MANIFEST, first_process, say, verify
 from fastplm.pretrain.data import RunData
 from fastplm.run.folder import check_same, checkpoint_to_resume, save_models, step_of, writing
 from fastplm.run.report import settings_of
@@ -142,7 +142,7 @@ class StreamRun(Run):
         args = self.args
         if self.before is not None:
             self.check_kind(self.before)
-            self._wrong = damage(self.out)
+            self._wrong = verify(self.out)
             self.checkpoint = checkpoint_to_resume(args.where, self.out)
             self.done = step_of(self.checkpoint)
         known = args.steps is not None  # the budget of a pre-training says it when it is read
@@ -223,14 +223,14 @@ class StreamRun(Run):
 
     def build(self) -> None:
         self.device = self.settings.device
-        from fastplm.run.trainer import KeepStates, ScoreEvery
+        from fastplm.run.trainer import SaveMilestones, ScoreEvery
 
         self.trainer, self.collator = self.make_trainer()
-        self.trainer.states = self.states
+        self.trainer.milestones = self.states
         # The first, as what is logged depends on whether a checkpoint is written.
-        self.trainer.callback_handler.callbacks.insert(0, KeepStates(self.states))
+        self.trainer.callback_handler.callbacks.insert(0, SaveMilestones(self.states))
         if self.args.eval_every is not None:
-            self.trainer.judge = self._scores
+            self.trainer.score_fn = self._scores
             self.trainer.add_callback(ScoreEvery(self.args.eval_every))
 
     def write_first(self) -> None:

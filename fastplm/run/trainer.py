@@ -137,7 +137,7 @@ def _drawing(seed: int, step: int) -> Iterator[None]:
 class RunTrainer(Trainer):
     """Trainer of a run that may be killed, run out of disk or diverge at any moment.
 
-    - A checkpoint is written to a scratch folder, sealed with a manifest and renamed when all
+    - A checkpoint is written to a scratch folder, given a manifest and renamed when all
       processes are done. Only then is an older one removed.
     - The run stops at a loss, gradient or weight that is not finite, before it gets into a
       checkpoint. On the CPU it stops in that step. On a GPU it stops a step or two later, as the
@@ -156,9 +156,9 @@ class RunTrainer(Trainer):
     #: The name of the command, for error messages.
     where: str
     #: What scores the model in ``evaluate``, in the place of an ``eval_dataset``.
-    judge: Callable[[], dict[str, float]] | None = None
-    #: The steps whose checkpoints are kept beside the newest ones, see ``KeepStates``.
-    states: Collection[int] = ()
+    score_fn: Callable[[], dict[str, float]] | None = None
+    #: The steps whose checkpoints are kept beside the newest ones, see ``SaveMilestones``.
+    milestones: Collection[int] = ()
     #: The ``num_items_in_batch`` of a step whose batches have no labels.
     items: Tensor | None = None
     #: Whether steps are replayed as CUDA graphs, see ``GraphedStep``.
@@ -346,15 +346,15 @@ class RunTrainer(Trainer):
                 self._diverged(self.state.global_step, f"the {name} of held-out text is not finite")
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Score the model, by ``judge`` if there is one, and log the scores.
+        """Score the model, by ``score_fn`` if there is one, and log the scores.
 
         It takes no time of the training, and draws none of its random numbers.
         """
         devices = [] if self.args.device.type == "cpu" else [self.args.device]
         with self.outside_window(), torch.random.fork_rng(devices):
-            if self.judge is None:
+            if self.score_fn is None:
                 return super().evaluate(*args, **kwargs)
-            scores = self.judge()
+            scores = self.score_fn()
         self.control.should_evaluate = False  # as Transformers' own evaluate does
         self.model.train()
         self.log({f"eval_{name}": value for name, value in scores.items()})
@@ -390,7 +390,7 @@ class RunTrainer(Trainer):
                 if self.args.should_save:
                     keep = self.args.save_total_limit
                     made = scratch / f"checkpoint-{step}"
-                    place_checkpoint(made, output, step, keep, self.states)
+                    place_checkpoint(made, output, step, keep, self.milestones)
         finally:
             self.args.output_dir = str(output)
             if self.args.should_save:
@@ -498,7 +498,7 @@ class ScoreEvery(TrainerCallback):
             control.should_log = control.should_evaluate = True
 
 
-class KeepStates(TrainerCallback):
+class SaveMilestones(TrainerCallback):
     """Has a checkpoint written after each of these steps."""
 
     def __init__(self, steps: Collection[int]) -> None:

@@ -164,15 +164,15 @@ def test_pages_of_large_files(tmp_path, monkeypatch):
         file.write_bytes(data[:place] + bytes([data[place] ^ 8]) + data[place + 1 :])
         if not touched:
             os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
-        return _folder.damage(folder, cache=True)
+        return _folder.verify(folder, cache=True)
 
     assert damage(10, touched=True) == damage(8999, touched=False) == "a.bin has other contents"
     assert damage(10, touched=False) is None
     file.write_bytes(data[:-1])
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert _folder.damage(folder, cache=True) == "a.bin has 8999 bytes of 9000"
+    assert _folder.verify(folder, cache=True) == "a.bin has 8999 bytes of 9000"
     file.write_bytes(data)
-    assert _folder.damage(folder, cache=True) is None
+    assert _folder.verify(folder, cache=True) is None
 
 
 def test_concurrent_builders_and_readers(tmp_path):
@@ -276,4 +276,4 @@ def test_a_manifest_has_sizes_and_hashes(tmp_path):
     assert manifest["files"]["a"]["size"] == 3
     manifest["files"]["a"]["changed"] += 1
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert _folder.damage(folder, cache=True) == "manifest.json is not what was written"
+    assert _folder.verify(folder, cache=True) == "manifest.json is not what was written"

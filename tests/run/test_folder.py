@@ -16,7 +16,7 @@ import transformers
 
 from fastplm.cli import main
 from fastplm.data import _folder
-from fastplm.data._folder import build_once, damage, seal
+from fastplm.data._folder import build_once, verify, write_manifest
 from fastplm.data.examples import Example
 from fastplm.errors import ArgumentValueError, DataError
 from fastplm.finetune.data import hold_out
@@ -257,7 +257,7 @@ def test_the_last_good_checkpoint_stays_until_the_next_is_there(run, tmp_path, m
     place = module.place_checkpoint
 
     def looked_at(scratch, out, step, *args):
-        seen.append((step, [at for at, path in module.checkpoints(out) if damage(path) is None]))
+        seen.append((step, [at for at, path in module.checkpoints(out) if verify(path) is None]))
         place(scratch, out, step, *args)
 
     monkeypatch.setattr("fastplm.run.trainer.place_checkpoint", looked_at)
@@ -279,7 +279,7 @@ def test_later_checkpoints_go_when_an_earlier_one_is_placed(tmp_path):
         (tmp_path / f"checkpoint-{step}").mkdir()
     module.place_checkpoint(_made(tmp_path / "scratch"), tmp_path, 6, keep=2)
     assert [step for step, _ in module.checkpoints(tmp_path)] == [4, 6]
-    assert damage(tmp_path / "checkpoint-6", step=6) is None
+    assert verify(tmp_path / "checkpoint-6", step=6) is None
 
 
 def test_a_damaged_tokenizer_is_written_again(stopped, bert, run):
@@ -302,7 +302,7 @@ def full(*_, **__):
         "torch.save",
         "transformers.modeling_utils.safe_save_file",
         "transformers.trainer_callback.TrainerState.save_to_json",
-        "fastplm.data._folder._write_whole",
+        "fastplm.data._folder.atomic_write",
     ],
 )
 def test_a_full_disk(target, bert, arguments, run, tmp_path, monkeypatch, refused, curve):
@@ -418,7 +418,7 @@ def test_what_a_finished_run_wrote_is_written_again(copied, bert, run, capsys):
     shown = capsys.readouterr().err
     assert "is written again: model/model.safetensors has other content" in shown
     assert content(copied / "model") == content(bert / "model")
-    assert damage(copied) is None
+    assert verify(copied) is None
 
 
 @pytest.mark.slow
@@ -684,13 +684,13 @@ def test_an_error_of_the_program_keeps_its_traceback(arguments, tmp_path, monkey
         main(arguments(tmp_path / "three"))
 
 
-def test_seal(tmp_path):
+def test_manifest(tmp_path):
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "file").write_text("1")
     (tmp_path / "beside").write_text("2")
-    seal(tmp_path, ["inner"], step=3)
-    assert damage(tmp_path, step=3) is None and "step 3" in damage(tmp_path, step=4)
+    write_manifest(tmp_path, ["inner"], step=3)
+    assert verify(tmp_path, step=3) is None and "step 3" in verify(tmp_path, step=4)
     (tmp_path / "beside").write_text("3")
-    assert damage(tmp_path) is None
+    assert verify(tmp_path) is None
     (tmp_path / "inner" / "file").write_text("4")
-    assert damage(tmp_path) == "inner/file has other contents"
+    assert verify(tmp_path) == "inner/file has other contents"

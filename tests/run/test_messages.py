@@ -16,7 +16,7 @@ import pytest
 
 from fastplm import cli
 from fastplm.data import _numbers
-from fastplm.data._folder import damage, first_process
+from fastplm.data._folder import first_process, verify
 from fastplm.errors import DataError
 from fastplm.inference._encoder import load_encoder
 from fastplm.pretrain import report
@@ -87,7 +87,7 @@ def test_a_picture_that_fails(run, tmp_path, monkeypatch, capsys):
     shown = capsys.readouterr()
     assert "loss.png was not drawn, as matplotlib failed: 'nosuch' is not" in shown.err
     assert "none was drawn" in shown.out and "many" not in shown.err
-    assert metrics["picture"] is None and damage(tmp_path / "out") is None
+    assert metrics["picture"] is None and verify(tmp_path / "out") is None
     assert not (tmp_path / "out" / "loss.png").exists()
 
 
