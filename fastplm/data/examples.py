@@ -87,7 +87,7 @@ def read_examples(
     Args:
         task: "classification", "pair", "regression", "tagging", "qa", "choice", "seq2seq", or
             "sop" and "nsp", which read text and give the two segments of each pair in order.
-        path: a UTF-8 file, with or without byte order mark. The first three tasks and "seq2seq"
+        path: a text file, as of ``read_documents``. The first three tasks and "seq2seq"
             read JSON lines, or a header and rows, separated by tabs (without quotes) or commas; or
             a .parquet or .arrow file, or a data set of the Hugging Face Hub (``data.sources``).
             "tagging" reads lines token<TAB>tag, with a blank line between sentences. "qa" reads
@@ -105,7 +105,7 @@ def read_examples(
     if targets is not None:
         files = [targets] if isinstance(targets, str | Path) else targets
         return list(_aligned(path, [Path(file) for file in files]))
-    text = _read(path)
+    text = "".join(json_lines(path) if is_table(path) else lines_of(path))
     if task == "seq2seq":
         source, target = _source_and_target(path, text, text_columns)
         text_columns, label_column = (source,), target
@@ -420,47 +420,12 @@ def _choices(path: Path, text: str) -> Iterator[Example]:
 # --- files ----------------------------------------------------------------------------------------
 
 
-#: The first bytes of a file compressed by gzip.
-_GZIP = b"\x1f\x8b"
-
-
-def _read(path: Path) -> str:
-    if is_table(path):
-        return "".join(json_lines(path))
-    try:
-        data = path.read_bytes()
-        if data.startswith(_GZIP):
-            return "".join(lines_of(path))
-        text = data.decode("utf-8-sig")
-        # As in ``lines_of``, a "\r" ends a line only in a file without "\n".
-        return text if "\n" in text else text.replace("\r", "\n")
-    except UnicodeDecodeError as error:
-        line = path.read_bytes()[: error.start].count(b"\n") + 1
-        _refuse(f"{path}:{line}", f"no UTF-8 ({error.reason})", "UTF-8 text")
-    except OSError as error:
-        _refuse(str(path), f"a file that cannot be read ({error.strerror})", "a file of examples")
-
-
-class _TwiceError(Exception):
-    """A JSON object has a name twice."""
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):  # Python's json silently keeps the last value
-        raise _TwiceError(next(name for name, n in Counter(n for n, _ in pairs).items() if n > 1))
-    return found
-
-
 def _json(path: Path, text: str, first_line: int | None = None) -> Any:
     try:
-        content = json.loads(text, object_pairs_hook=_object)
+        content = json.loads(text)
         if _HALF_PAIR.search(text):  # valid JSON, but not valid UTF-8
             json.dumps(content, ensure_ascii=False).encode()
         return content
-    except _TwiceError as error:
-        got = f"an object with {str(error)!r} twice"
-        _refuse(f"{path}:{first_line}" if first_line else str(path), got, "each name once")
     except json.JSONDecodeError as error:
         line = (first_line or 1) + error.lineno - 1
         _refuse(f"{path}:{line}", f"no JSON ({error.msg}, column {error.colno})", "JSON")

@@ -124,14 +124,10 @@ def _reporting(trainer: RunTrainer, name: str, done: int) -> Iterator[None]:
 @contextlib.contextmanager
 def _drawing(seed: int, step: int) -> Iterator[None]:
     """Seed PyTorch's generator of the CPU by seed and step; restore its state after the block."""
-    generator = torch.default_generator
-    state = generator.get_state()
     number = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=8).digest()
-    generator.manual_seed(int.from_bytes(number, "little") >> 1)
-    try:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int.from_bytes(number, "little") >> 1)
         yield
-    finally:
-        generator.set_state(state)
 
 
 class RunTrainer(Trainer):

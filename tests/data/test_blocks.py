@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fastplm.data import BlockDataset, PackedDocuments, SentenceChunks, TokenStore, tokenize
 from fastplm.data.blocks import split_sentences
-from fastplm.errors import ArgumentValueError, DataError
+from fastplm.errors import ArgumentTypeError, ArgumentValueError, DataError
 
 SPECIAL = {"cls_token_id": 2, "sep_token_id": 3}
 
@@ -142,6 +142,29 @@ def test_vocabularies_with_holes_need_wider_ids(documents, tokenizer, tmp_path):
     file.write_text(json.dumps(description))
     store = tokenize(documents, type(tokenizer).from_pretrained(tmp_path / "saved"), tmp_path)
     assert store.vocab_size == (1 << 16) + 1 and (store.tokens == 1 << 16).any()
+
+
+@pytest.mark.parametrize(
+    "wrong, error, words",
+    [
+        (iter(["a text"]), ArgumentTypeError, "which is read only once"),
+        ("a text", ArgumentTypeError, "`documents` got a str"),
+        (None, ArgumentTypeError, "`documents` got a NoneType"),
+        (["a", 3], DataError, "3 as document 1"),
+        (["ab\ud800"], DataError, "document 0, where letter 2 is half"),
+        ([" \n"], DataError, "no tokens"),
+    ],
+)
+def test_documents_that_are_none(wrong, error, words, tokenizer, tmp_path):
+    with pytest.raises(error, match=words):
+        tokenize(wrong, tokenizer, tmp_path)
+
+
+def test_a_cache_that_cannot_be_written(tokenizer, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    for cache in (tmp_path / "file", tmp_path / "file" / "c"):
+        with pytest.raises(DataError, match=r"a folder that can be .* Choose another one \(--cac"):
+            tokenize(["a"], tokenizer, cache)
 
 
 # --- files that are not what tokenize wrote -------------------------------------------------------

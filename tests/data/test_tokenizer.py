@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, PreTrainedT
 from fastplm import cli
 from fastplm.data import blocks, load_tokenizer, tokenize, train_tokenizer
 from fastplm.data.tokenizer import KINDS, for_words
-from fastplm.errors import DataError
+from fastplm.errors import ArgumentTypeError, ArgumentValueError, DataError
 
 
 def test_special_tokens_and_round_trip(tokenizer, documents, tmp_path):
@@ -196,6 +196,37 @@ def test_vocabulary_smaller_than_the_alphabet(documents, tmp_path, kind, size):
     with pytest.raises(DataError, match="alphabet"):
         train_tokenizer(documents, size, tmp_path, kind)
     assert not any(path.name[0] != "." for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "documents, size, kind, error, words",
+    [
+        (iter(["a"]), 300, "wordpiece", ArgumentTypeError, "Pass a list"),
+        (["a"], 10**12, "wordpiece", ArgumentValueError, "1 to 10,000,000"),
+        (["a"], "300", "wordpiece", ArgumentValueError, "got '300'"),
+        (["a"], 300, "bpe", ArgumentValueError, "bytelevel"),
+    ],
+)
+def test_what_cannot_be_trained(documents, size, kind, error, words, tmp_path):
+    with pytest.raises(error, match=words):
+        train_tokenizer(documents, size, tmp_path, kind)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("data", [b"", b"null", b'{"a": 1', b"\xff\0"], ids=repr)
+def test_damaged_files(name, data, tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError) as error:
+        load_tokenizer(tmp_path)
+    assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_folders_without_a_tokenizer(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    for path in (tmp_path / "missing", tmp_path / "file", tmp_path):
+        with pytest.raises(DataError, match="that tokenizer.save_pretrained wrote.*Check the path"):
+            load_tokenizer(path)
 
 
 def test_smallest_vocabularies(tmp_path):

@@ -322,7 +322,7 @@ def test_the_command_takes_the_settings_of_sentence_transformers(checkpoint, tmp
         ({"out": "vectors.txt"}, "a name that ends in .npy"),
         ({"out": "no/such.npy"}, "a file in an existing folder"),
         ({"data": "missing.txt"}, "a path that does not exist"),
-        ({"data": "."}, "`paths` got ., a folder; .* Name a file in it"),
+        ({"data": "."}, "`path` got ., a folder; .* Name a file in it"),
         ({"data": "latin.txt"}, "latin.txt, which is not UTF-8: byte 0xdf"),
         ({"out": " "}, "`out` got ''; expected a path"),
         ({"out": "folder.npy --overwrite"}, "`out` got folder.npy; expected a file in an existing"),
