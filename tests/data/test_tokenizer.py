@@ -114,27 +114,6 @@ def test_vocabulary_is_the_same_in_every_process(tmp_path):
     assert len(outputs.pop().splitlines()) == len(KINDS)
 
 
-LOADING = """
-import sys
-from transformers import AutoTokenizer
-for directory in sys.argv[1:]:
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    text = f"anna reads {tokenizer.mask_token or '<extra_id_0>'} the red boat."
-    print(type(tokenizer).__name__, len(tokenizer), tokenizer(text).input_ids)
-"""
-
-
-@pytest.mark.slow
-def test_transformers_loads_them_without_us(documents, tmp_path):
-    expected = ""
-    for kind, name in zip(KINDS, ("BertTokenizer", "RobertaTokenizer", "T5Tokenizer"), strict=True):
-        tokenizer = train_tokenizer(documents, 300, tmp_path / "cache", kind)
-        tokenizer.save_pretrained(tmp_path / kind)
-        text = f"anna reads {tokenizer.mask_token or '<extra_id_0>'} the red boat."
-        expected += f"{name} {len(tokenizer)} {tokenizer(text).input_ids}\n"
-    assert _run(LOADING, *(str(tmp_path / kind) for kind in KINDS)) == expected
-
-
 def _run(script, *arguments, **environment):
     return subprocess.run(
         [sys.executable, "-c", script, *arguments],

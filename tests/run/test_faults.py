@@ -1,4 +1,4 @@
-"""A run whose process is killed, whose disk fills and whose files are damaged, at random.
+"""A run whose process is killed, and whose files are damaged, at random.
 
 After each fault the run continues with ``--resume``: it ends with exactly the losses of a run
 without a fault, or one line says what is lost and what to do. Each test prints the counts.
@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import random
 import re
-import resource
 import shutil
-import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 
@@ -271,79 +267,6 @@ def test_killed(training, tmp_path, capsys, request):
             counts[f"  then {outcome(training, out, capsys, argv)}"] += 1
         shutil.rmtree(tmp_path / str(number - 1))
     report(capsys, f"{request.node.name}, {killed} kills", counts)
-
-
-@some_kinds
-def test_a_disk_that_fills(training, tmp_path, capsys, request):
-    """Writes to a small mounted disk fail; without the right to mount, a limit of file sizes fails
-    them."""
-    draw, counts, faults = random.Random("disk"), Counter(), training.faults(20)
-    needed = sum(path.stat().st_size for path in training.stopped.rglob("*") if path.is_file())
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={5 * needed}", "tmpfs", str(disk)]
-    mounted = subprocess.run(mount, capture_output=True).returncode == 0
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        for number in range(faults):
-            work = disk / str(number)
-            out = work / "out"
-            work.mkdir()
-            cache = training.stopped.parent / "cache"
-            if cache.is_dir():
-                os.symlink(shutil.copytree(cache, tmp_path / f"cache{number}"), work / "cache")
-            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-            if mounted:
-                free = shutil.disk_usage(disk).free
-                ballast = disk / "ballast"
-                ballast.write_bytes(bytes(max(0, free - draw.randrange(4 * needed))))
-            else:
-                size = draw.randrange(needed // 2)
-                resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-            try:
-                first = outcome(training, out, capsys, training.argv(out))
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-            if mounted:
-                ballast.unlink()
-            counts[first] += 1
-            if first.startswith("one line"):
-                again = outcome(training, out, capsys) if out.exists() else "one line"
-                if again.startswith("one line"):
-                    argv = training.argv(out, overwrite=True)
-                    again = f"from its beginning, {outcome(training, out, capsys, argv)}"
-                counts[f"  then {again}"] += 1
-            shutil.rmtree(work)
-            for old in disk.glob("*.old-*"):
-                shutil.rmtree(old)
-    finally:
-        if mounted:
-            subprocess.run(["umount", str(disk)], check=True)
-    report(capsys, f"{request.node.name} ({'disk' if mounted else 'size of files'})", counts)
-
-
-BUSY = """
-import hashlib, sys
-from fastplm.run.interrupt import interruptible
-with interruptible(["pretrain"], sys.argv[1]):
-    print("busy", flush=True)
-    hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 28)  # minutes, and it looks at no signal
-"""
-
-
-def test_interrupted_where_python_cannot_answer(tmp_path):
-    words = [sys.executable, "-c", BUSY, str(tmp_path)]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout.readline() == "busy\n"
-        time.sleep(0.5)
-        began = time.perf_counter()
-        process.send_signal(signal.SIGINT)
-        _, shown = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 130 and shown.startswith("fastplm: interrupted")
-    assert shown.count("\n") == 1 and time.perf_counter() - began < 30
 
 
 #: Code that Python runs when it starts: this rank's process fails when it makes its model.

@@ -78,6 +78,31 @@ def test_handlers_are_set_back(run, tmp_path):
     assert not interrupt._Stop.heard
 
 
+@pytest.mark.slow
+def test_interrupted(arguments, tmp_path, monkeypatch, capsys):
+    from transformers import Trainer
+
+    out, step, at = tmp_path / "my out", Trainer.training_step, 1
+
+    def interrupted(self, *args, **kwargs):
+        if self.state.global_step == at:
+            raise KeyboardInterrupt
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "training_step", interrupted)
+    assert main(arguments(out)) == 130
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "there is no checkpoint yet" in line and line.endswith("--overwrite")
+    assert main(arguments(out)) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "a run that has no checkpoint yet" in line and "--resume" not in line
+    at = 3
+    assert main(arguments(out, overwrite=True)) == 130
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.endswith("--resume") and "--overwrite" not in line
+    assert "Continue with: fastplm pretrain --arch bert-tiny" in line and f"'{out}'" in line
+
+
 BUSY = """
 import hashlib, sys
 from fastplm.run import interrupt
@@ -177,9 +202,7 @@ STATES = {
 @pytest.mark.parametrize(
     "command, leave", [(command, leave) for command, states in STATES.items() for leave in states]
 )
-@pytest.mark.parametrize(
-    "out", ["out", "my 'out'", "--x", "ö…", "a\nb\t\x1b[1m", os.fsdecode(b"\xff")]
-)
+@pytest.mark.parametrize("out", ODD_NAMES)
 def test_what_is_printed_runs_as_printed(command, leave, out, ended):
     """With the same settings, and the option that what was left needs."""
     words = [*WORDS[command].split(), f"--out={out}"]

@@ -28,6 +28,7 @@ from fastplm.data import DataCollatorForCausalTokens, DataCollatorForMaskedToken
 from fastplm.distill.run import DistillationTrainer
 from fastplm.errors import ArgumentTypeError
 from fastplm.finetune.run import FinetuningTrainer
+from fastplm.pretrain import run as pretrain
 from fastplm.pretrain.evaluate import evaluate
 from fastplm.pretrain.objectives import build_model
 from fastplm.pretrain.trainer import PretrainingTrainer
@@ -396,6 +397,23 @@ def test_packed_rows_have_the_loss_of_padded_ones(trained, tokenizer, kind):
     held_out = [evaluate(model, text(), collator, 3) for collator in (padded, packed)]
     assert held_out[0]["samples"] == held_out[1]["samples"] == len(LENGTHS)
     hold("mlm_loss", held_out[1]["mlm_loss"], torch.tensor(held_out[0]["mlm_loss"]).double())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "value, words", [(float("nan"), "the weight {} holds NaN"), (3e38, "is 3e+38 in {}")]
+)
+def test_weights_that_are_no_numbers(value, words, refused, arguments, tmp_path, monkeypatch):
+    make, name = pretrain.make_model, "bert.encoder.layer.1.output.dense.weight"
+
+    def spoilt(*args):
+        model = make(*args)
+        model.get_parameter(name).data.fill_(value)
+        return model
+
+    monkeypatch.setattr(pretrain, "make_model", spoilt)
+    line = refused(arguments(tmp_path / "out"), "at step 1", words.format(name), code=3)
+    assert "learning rate" not in line
 
 
 # --- Transformers ---------------------------------------------------------------------------------
