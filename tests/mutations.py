@@ -612,9 +612,9 @@ MUTATIONS = (
         "tests/data/test_packing.py",
     ),
     Mutation(
-        "fastplm/data/span_corruption.py",
-        "(column < corrupted.input_lengths[:, None]).long()",
-        "(column <= corrupted.input_lengths[:, None]).long()",
+        COLLATE,
+        "(column < lengths[:, None]).long()",
+        "(column <= lengths[:, None]).long()",
         "tests/data/test_span_corruption.py",
     ),
     # --- csrc, a build for each group

@@ -70,7 +70,7 @@ from fastplm.run.optimizer import Adafactor
 from fastplm.run.report import block, counted, curve, scores_by_step, settings_of, versions
 from fastplm.run.runner import Run
 from fastplm.run.seeds import interval
-from fastplm.run.trainer import RunTrainer, ScoreEvery, trained, training_arguments
+from fastplm.run.trainer import RunTrainer, trained, training_arguments
 
 KINDS: dict[str, type[Task]] = {
     **TASKS,
@@ -606,9 +606,9 @@ def make_trainer(
     if args.source_encoder_layers is not None:
         first = args.source_encoder_steps
         trainer.add_callback(TwoSteps(settings.max_steps // 2 if first is None else first))
+    trainer.eval_every = args.eval_every
     if args.eval_every is not None:
         trainer.score_fn = lambda: task.evaluate(trainer)[0]
-        trainer.add_callback(ScoreEvery(args.eval_every))
     return trainer
 
 

@@ -223,15 +223,10 @@ class StreamRun(Run):
 
     def build(self) -> None:
         self.device = self.settings.device
-        from fastplm.run.trainer import SaveMilestones, ScoreEvery
-
         self.trainer, self.collator = self.make_trainer()
-        self.trainer.milestones = self.states
-        # The first, as what is logged depends on whether a checkpoint is written.
-        self.trainer.callback_handler.callbacks.insert(0, SaveMilestones(self.states))
+        self.trainer.milestones, self.trainer.eval_every = self.states, self.args.eval_every
         if self.args.eval_every is not None:
             self.trainer.score_fn = self._scores
-            self.trainer.add_callback(ScoreEvery(self.args.eval_every))
 
     def write_first(self) -> None:
         self.data.tokenizer.save_pretrained(self.out / "tokenizer")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from safetensors import safe_open
 
 from fastplm._checks import is_number
@@ -229,14 +230,19 @@ def weights_at(
     if more is not None:
         what = f"whose file has more layers than its config.json says, such as {more}"
         refuse(what, "Correct the number of layers in config.json.")
-    if model.config.model_type.endswith("t5") and _has_only_the_head_of_t5(Path(path)):
+    types = _types_of_weights(Path(path))
+    embedded = any(name.endswith(("shared.weight", "embed_tokens.weight")) for name in types)
+    if model.config.model_type.endswith("t5") and "lm_head.weight" in types and not embedded:
         # Transformers takes it for the embeddings, too: it cannot tell T5 from T5 1.1, whose head
         # is another table.
         what = "whose file has lm_head.weight, but no embeddings of tokens"
         refuse(what, "Save it again with its shared.weight.")
-    whole = _of_whole_numbers(Path(path))
-    if whole is not None:
-        what = f"whose weight {whole[0]} is of type {whole[1]}"
+    # Not a bias: GPT-2's files may have masks of bytes that are called so.
+    whole = ("I", "U", "BOOL")
+    weights = (name for name in types if name.endswith(".weight"))
+    quantized = next((name for name in weights if types[name].startswith(whole)), None)
+    if quantized is not None:
+        what = f"whose weight {quantized} is of type {types[quantized]}"
         refuse(what, "Save it in fp32, fp16 or bf16: quantized weights need their scales.")
     bad = next((name for name, value in model.named_parameters() if not _is_finite(value)), None)
     if bad is not None:
@@ -245,31 +251,16 @@ def weights_at(
     return model, missing
 
 
-def _has_only_the_head_of_t5(path: Path) -> bool:
-    import torch
-
-    names: set[str] = set()
-    for file in path.glob("*.safetensors"):
-        with safe_open(file, "pt") as weights:
-            names.update(weights.keys())
-    for file in path.glob("pytorch_model*.bin") if not names else ():
-        names.update(torch.load(file, map_location="meta", weights_only=True))
-    embedded = any(name.endswith(("shared.weight", "embed_tokens.weight")) for name in names)
-    return "lm_head.weight" in names and not embedded
-
-
-def _of_whole_numbers(path: Path) -> tuple[str, str] | None:
-    """A weight that a file of safetensors holds in whole numbers, and their type.
-
-    Not a bias: GPT-2's files may have masks of bytes that are called so.
-    """
+def _types_of_weights(path: Path) -> dict[str, str]:
+    """The dtype of each weight in a folder, as safetensors calls it; "" in a file of PyTorch's."""
+    found: dict[str, str] = {}
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, "pt") as weights:
             for name in weights.keys():  # noqa: SIM118 (it is no mapping)
-                kind = weights.get_slice(name).get_dtype()
-                if name.endswith(".weight") and kind[0] in "IUB" and kind != "BF16":
-                    return name, kind
-    return None
+                found[name] = weights.get_slice(name).get_dtype()
+    for file in path.glob("pytorch_model*.bin") if not found else ():
+        found |= dict.fromkeys(torch.load(file, map_location="meta", weights_only=True), "")
+    return found
 
 
 def _load(kind: Any, path: str | Path | None, options: dict[str, Any]) -> Any:

@@ -153,8 +153,10 @@ class RunTrainer(Trainer):
     where: str
     #: What scores the model in ``evaluate``, in the place of an ``eval_dataset``.
     score_fn: Callable[[], dict[str, float]] | None = None
-    #: The steps whose checkpoints are kept beside the newest ones, see ``SaveMilestones``.
+    #: Steps after which a checkpoint is written, and kept beside the newest ones.
     milestones: Collection[int] = ()
+    #: After each such number of steps ``evaluate`` is called.
+    eval_every: int | None = None
     #: The ``num_items_in_batch`` of a step whose batches have no labels.
     items: Tensor | None = None
     #: Whether steps are replayed as CUDA graphs, see ``GraphedStep``.
@@ -168,8 +170,7 @@ class RunTrainer(Trainer):
             # With several GPUs Trainer would split a batch by rows, but not its flat positions.
             self.args._n_gpu = 1
         self.remove_callback(PrinterCallback)
-        self.add_callback(FollowSchedule())
-        self.add_callback(LogWhereSaved())
+        self.add_callback(Schedule(self))
         self.add_callback(Progress())
         self._finite = FiniteCheck(self.args.device)
         self._window_began = 0.0
@@ -459,50 +460,34 @@ class FiniteCheck:
         return known
 
 
-class FollowSchedule(TrainerCallback):
-    """After a resume the learning rate follows the schedule of this run, which may be longer."""
+class Schedule(TrainerCallback):
+    """After which steps a run logs, scores the model and writes a checkpoint, beside its arguments.
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        schedule = kwargs["lr_scheduler"]
-        if state.global_step and hasattr(schedule, "lr_lambdas"):
-            each = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
-            rates = [base * factor(schedule.last_epoch) for base, factor in each]
-            for group, rate in zip(kwargs["optimizer"].param_groups, rates, strict=True):
-                group["lr"] = rate
-            schedule._last_lr = rates
-
-
-class LogWhereSaved(TrainerCallback):
-    """Logs the loss at each checkpoint and at the last step, whatever ``logging_steps`` is.
-
-    So no logged mean covers steps before and after a step from which a run may be resumed.
+    The loss is logged at each checkpoint and at the last step, whatever ``logging_steps`` is, so no
+    logged mean covers steps before and after a step from which a run may be resumed. At the last
+    step the run itself takes the scores.
     """
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step >= state.max_steps or state.global_step % args.save_steps == 0:
-            control.should_log = True
+    def __init__(self, trainer: RunTrainer) -> None:
+        self.trainer = trainer
 
-
-class ScoreEvery(TrainerCallback):
-    """Scores the model every ``steps`` steps, but not at the last one: the run itself does that."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % self.steps == 0 and state.global_step < state.max_steps:
-            control.should_log = control.should_evaluate = True
-
-
-class SaveMilestones(TrainerCallback):
-    """Has a checkpoint written after each of these steps."""
-
-    def __init__(self, steps: Collection[int]) -> None:
-        self.steps = steps
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # After a resume the learning rate follows this run's schedule, which may be longer.
+        rates = kwargs["lr_scheduler"]
+        if state.global_step and hasattr(rates, "lr_lambdas"):
+            each = zip(rates.base_lrs, rates.lr_lambdas, strict=True)
+            rates._last_lr = [base * factor(rates.last_epoch) for base, factor in each]
+            for group, rate in zip(kwargs["optimizer"].param_groups, rates._last_lr, strict=True):
+                group["lr"] = rate
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step in self.steps:
+        step, every, last = state.global_step, self.trainer.eval_every, state.max_steps
+        if step in self.trainer.milestones:
             control.should_save = control.should_log = True
+        if every is not None and step % every == 0 and step < last:
+            control.should_evaluate = control.should_log = True
+        if step % args.save_steps == 0 or step >= last:
+            control.should_log = True
 
 
 class Progress(TrainerCallback):
