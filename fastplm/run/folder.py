@@ -6,7 +6,6 @@ import errno
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -334,8 +333,6 @@ def check_same(where: str, run: dict[str, Any], before: dict[str, Any]) -> None:
 
 #: A file where a folder is to be, and the other way round.
 _IN_THE_WAY = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY)
-#: How a model is called on the Hugging Face Hub.
-_ON_THE_HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
 def is_of_a_connection(error: Exception) -> bool:
@@ -376,11 +373,8 @@ def loaded(
         raise
     except Exception as error:
         # Libraries would look for a model of this name elsewhere, and say so.
-        there = os.path.exists(path)
-        got = f"{path} ({_first_line(error) if there else 'no such file or folder'})"
-        fix = "Check the path, and whether the files are complete."
-        if not there and _ON_THE_HUB.fullmatch(str(path)):
-            fix = f"Check the path; of a model of the Hub: hf download {path} --local-dir FOLDER."
+        reason = _first_line(error) if os.path.exists(path) else "no such file or folder"
+        got, fix = f"{path} ({reason})", "Check the path, and whether the files are complete."
         raise DataError(message(where, argument, got, expected, fix)) from error
 
 

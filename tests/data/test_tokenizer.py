@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
@@ -354,20 +353,6 @@ def test_the_class_that_config_json_names(kind, model, saved, tmp_path, capsys):
 def test_our_own_files_are_obeyed(kind, saved, tmp_path, capsys):
     load_tokenizer(saved(kind, tmp_path), needs=())
     assert not capsys.readouterr().err
-
-
-#: Loads the folder that ``load_tokenizer`` has read, or one that the command itself has written.
-OTHERS = ("data/tokenizer.py", "finetune/models.py", "pretrain/demo.py")
-
-
-def test_every_command_loads_its_tokenizer_by_load_tokenizer():
-    folder = Path(blocks.__file__).parents[1]
-    found = {
-        str(path.relative_to(folder))
-        for path in folder.rglob("*.py")
-        if "AutoTokenizer.from_pretrained(" in path.read_text()
-    }
-    assert found <= {*OTHERS}
 
 
 @pytest.mark.parametrize("command", ["embed", "score", "prompt", "finetune"])

@@ -230,15 +230,6 @@ def test_the_configuration_is_looked_at_before_the_tokenizer(edited):
         load_encoder("embed", edited(hidden_size="x"))
 
 
-def test_the_name_of_a_model_that_is_not_here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    name = "somebody/no-such-model"
-    with pytest.raises(DataError, match=f"no such file.*hf download {name} --local-dir"):
-        config_at("finetune", "model", name)
-    with pytest.raises(DataError, match="Check the path, and"):
-        config_at("finetune", "model", f"./{name}")
-
-
 def test_a_weight_of_another_shape(edited):
     from fastplm.models import BertForMaskedLM
 

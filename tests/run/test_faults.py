@@ -1,4 +1,4 @@
-"""A run whose process is killed, and whose files are damaged, at random.
+"""A run whose process is killed, at a known step and at random ones.
 
 After each fault the run continues with ``--resume``: it ends with exactly the losses of a run
 without a fault, or one line says what is lost and what to do. Each test prints the counts.
@@ -48,8 +48,6 @@ KINDS = {
     "quick-thoughts": f"{CLASSIC} quick-thoughts",
 }
 every_kind = pytest.mark.parametrize("training", KINDS, indirect=True)
-#: One run for each way to read texts and to keep results.
-some_kinds = pytest.mark.parametrize("training", list(KINDS)[:5], indirect=True)
 
 
 class Training:
@@ -148,26 +146,6 @@ def outcome(kind, out, capsys, argv=None):
     return "one line: " + re.sub(r"\S*/\S*", "…", lines[0].removeprefix("fastplm: error: "))[:90]
 
 
-def spoil(path, draw):
-    """Damages one file in a way in which disks or people damage files."""
-    data = path.read_bytes()
-    way = draw.choice(["cut", "flip", "flip", "zeros", "delete", "empty"])
-    place = draw.randrange(len(data)) if data else 0
-    if way == "delete":
-        path.unlink()
-    elif way == "empty" or not data:
-        path.write_bytes(b"")
-    elif way == "cut":
-        path.write_bytes(data[:place])
-    elif way == "zeros":
-        path.write_bytes(data[:place] + bytes(len(data) - place))
-    else:
-        spoilt = bytearray(data)
-        spoilt[place] ^= 1 << draw.randrange(8)
-        path.write_bytes(spoilt)
-    return way
-
-
 def report(capsys, name, counts):
     with capsys.disabled():
         print(f"\n{name}")
@@ -182,33 +160,6 @@ def test_killed_in_a_known_step(training, tmp_path, capsys):
     assert not (tmp_path / "out" / "metrics.json").exists()
     assert max(path.name for path in (tmp_path / "out").rglob("checkpoint-*")) == "checkpoint-4"
     assert outcome(training, tmp_path / "out", capsys) == "the same curve"
-
-
-@some_kinds
-@pytest.mark.parametrize(
-    "state, damaged, faults",
-    [("stopped", "out", 45), ("whole", "out", 15), ("stopped", "cache", 40)],
-)
-def test_damaged_files(training, state, damaged, faults, tmp_path, capsys, request):
-    if damaged == "cache" and not training.has_cache:
-        pytest.skip("this kind of run has no cache")
-    draw, counts = random.Random(state + damaged), Counter()
-    folder, faults = getattr(training, state), training.faults(faults)
-    for number in range(faults):
-        work = tmp_path / str(number)
-        for name in "out", "cache":
-            source = folder if name == "out" else folder.parent / name
-            if source.is_dir():
-                shutil.copytree(source, work / name)
-        files = (path for path in (work / damaged).rglob("*") if path.is_file())
-        path = draw.choice(sorted(path for path in files if path.name != "run.lock"))
-        way = spoil(path, draw)
-        try:
-            counts[outcome(training, work / "out", capsys)] += 1
-        except Exception as error:
-            raise AssertionError(f"after {way} {path.relative_to(work)}") from error
-        shutil.rmtree(work)
-    report(capsys, f"{request.node.name}: {faults} faults", counts)
 
 
 @every_kind
