@@ -497,6 +497,18 @@ MUTATIONS = (
         f"{OPTIONS} joint_checkpoint",
     ),
     Mutation(
+        "fastplm/run/trainer.py",
+        "if state.global_step and hasattr(rates",
+        "if False and hasattr(rates",
+        "tests/run/test_folder.py -m slow -k more_steps",
+    ),
+    Mutation(
+        "fastplm/run/trainer.py",
+        "if step % args.save_steps == 0 or step >= last:",
+        "if step >= last:",
+        "tests/run/test_folder.py -m slow -k between_two",
+    ),
+    Mutation(
         "fastplm/run/folder.py",
         "old = [] if keep is None else before",
         "old = before[:-1] if keep is None else before",

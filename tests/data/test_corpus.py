@@ -4,16 +4,13 @@ import bz2
 import gzip
 import lzma
 import os
-import shutil
-import subprocess
 import sys
-import sysconfig
 import tracemalloc
 from pathlib import Path
 
 import pytest
 
-from fastplm.data import embedded_corpus, read_documents, tokenize, train_tokenizer
+from fastplm.data import read_documents, tokenize, train_tokenizer
 from fastplm.data.corpus import fingerprint
 from fastplm.data.tokenizer import KINDS
 from fastplm.errors import ArgumentTypeError, DataError
@@ -163,29 +160,6 @@ def test_embedded_corpus_is_english_of_a_useful_size(embedded):
     words = text.lower().split()
     assert words.count("the") / len(words) > 0.02
     assert not any(line.startswith(">>>") for line in text.splitlines())
-
-
-@pytest.mark.slow
-def test_embedded_corpus_is_the_same_in_every_process(tmp_path, monkeypatch):
-    # A part of the library is enough, and is parsed quickly.
-    for part in ("pydoc_data", "email", "json"):
-        shutil.copytree(Path(sysconfig.get_path("stdlib")) / part, tmp_path / part)
-    command = (
-        "import sys; from fastplm.data import corpus;"
-        "corpus.sysconfig.get_path = lambda name: sys.argv[1];"
-        "print(corpus.fingerprint(corpus.embedded_corpus()))"
-    )
-    other = subprocess.run(
-        [sys.executable, "-c", command, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"PYTHONHASHSEED": "7", "PATH": ""},
-    )
-    monkeypatch.setattr("fastplm.data.corpus.sysconfig.get_path", lambda name: str(tmp_path))
-    documents = embedded_corpus()
-    assert len(documents) > 100
-    assert other.stdout.strip() == fingerprint(documents)
 
 
 def test_real_text(real_text):

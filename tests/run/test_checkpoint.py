@@ -165,16 +165,6 @@ def test_a_tokenizer_without_room(command, most, checkpoint, place, capsys):
     assert f"model_max_length: {most!r}" in capsys.readouterr().err
 
 
-def test_references_are_line_by_line(checkpoint, place, capsys):
-    (place / "texts3.txt").write_text("a b\nc d e\na\n")
-    words = [
-        *f"score --metric bertscore --model {checkpoint} --data texts.txt".split(),
-        *("--references", "texts3.txt"),
-    ]
-    assert main(words) == 2
-    assert "a file of 3 lines; expected 2 lines" in capsys.readouterr().err
-
-
 def test_large_finite_weights_are_no_infinity(checkpoint, place):
     """Only the sum of these weights is infinite."""
 

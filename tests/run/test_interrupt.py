@@ -78,31 +78,6 @@ def test_handlers_are_set_back(run, tmp_path):
     assert not interrupt._Stop.heard
 
 
-@pytest.mark.slow
-def test_interrupted(arguments, tmp_path, monkeypatch, capsys):
-    from transformers import Trainer
-
-    out, step, at = tmp_path / "my out", Trainer.training_step, 1
-
-    def interrupted(self, *args, **kwargs):
-        if self.state.global_step == at:
-            raise KeyboardInterrupt
-        return step(self, *args, **kwargs)
-
-    monkeypatch.setattr(Trainer, "training_step", interrupted)
-    assert main(arguments(out)) == 130
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert "there is no checkpoint yet" in line and line.endswith("--overwrite")
-    assert main(arguments(out)) == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert "a run that has no checkpoint yet" in line and "--resume" not in line
-    at = 3
-    assert main(arguments(out, overwrite=True)) == 130
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.endswith("--resume") and "--overwrite" not in line
-    assert "Continue with: fastplm pretrain --arch bert-tiny" in line and f"'{out}'" in line
-
-
 BUSY = """
 import hashlib, sys
 from fastplm.run import interrupt
