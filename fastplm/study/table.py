@@ -33,7 +33,7 @@ def write_tables(out: Path, results: Results, claims: Sequence[Comparison], pict
         "study.md": page(results, claims, picture),
     }
     for name, text in files.items():
-        with whole(out / name) as part:
+        with atomic_write(out / name) as part:
             part.write_text(text, encoding="utf-8")
 
 

@@ -18,9 +18,7 @@ from fastplm.cli import main
 from fastplm.data import _folder
 from fastplm.data._folder import build_once, damage, seal
 from fastplm.run import folder as module
-from fastplm.run import threads as threads_module
-from fastplm.run.folder import claimed, last_checkpoint, read_record
-from fastplm.run.report import counted
+from fastplm.run.folder import claimed, last_checkpoint, read_record, writing
 from fastplm.run.trainer import FiniteCheck
 
 
@@ -252,9 +250,9 @@ def test_the_last_good_checkpoint_stays_until_the_next_is_there(run, tmp_path, m
     seen = []
     place = module.place_checkpoint
 
-    def looked_at(scratch, out, step, keep):
-        seen.append((step, [at for at, path in module.checkpoints(out) if damage(path) is None]))
-        place(scratch, out, step, keep)
+    def looked_at(scratch, out, step, *args):
+        seen.append((step, [at for at, path in module.checkpoints(out) if verify(path) is None]))
+        place(scratch, out, step, *args)
 
     monkeypatch.setattr("fastplm.run.trainer.place_checkpoint", looked_at)
     out = tmp_path / "out"
@@ -275,7 +273,7 @@ def test_later_checkpoints_go_when_an_earlier_one_is_placed(tmp_path):
         (tmp_path / f"checkpoint-{step}").mkdir()
     module.place_checkpoint(_made(tmp_path / "scratch"), tmp_path, 6, keep=2)
     assert [step for step, _ in module.checkpoints(tmp_path)] == [4, 6]
-    assert damage(tmp_path / "checkpoint-6", step=6) is None
+    assert verify(tmp_path / "checkpoint-6", step=6) is None
 
 
 def test_a_damaged_tokenizer_is_written_again(stopped, bert, run):
@@ -298,7 +296,7 @@ def full(*_, **__):
         "torch.save",
         "transformers.modeling_utils.safe_save_file",
         "transformers.trainer_callback.TrainerState.save_to_json",
-        "fastplm.data._folder._write_whole",
+        "fastplm.data._folder.atomic_write",
     ],
 )
 def test_a_full_disk(target, bert, arguments, run, tmp_path, monkeypatch, refused, curve):
@@ -320,6 +318,23 @@ def test_a_full_disk(target, bert, arguments, run, tmp_path, monkeypatch, refuse
         return
     run(out, resume=True)
     assert curve(out) == curve(bert)
+
+
+def test_a_lost_process_is_no_full_disk(tmp_path):
+    """A checkpoint waits for all processes while it is written."""
+    error = RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]")
+    with pytest.raises(RuntimeError, match="gloo") as raised, writing("pretrain", tmp_path):
+        raise error
+    assert raised.value is error
+    with pytest.raises(DataError, match="cannot be written"), writing("pretrain", tmp_path):
+        raise RuntimeError("PytorchStreamWriter failed")
+
+
+def test_a_file_in_the_place_of_a_folder(tmp_path):
+    (tmp_path / "model").write_text("")
+    with pytest.raises(DataError, match="expected nothing in the way, which .*model is. Move it"):
+        with writing("pretrain", tmp_path):
+            (tmp_path / "model").mkdir()
 
 
 # --- a training that diverges ---------------------------------------------------------------------
@@ -414,7 +429,7 @@ def test_what_a_finished_run_wrote_is_written_again(copied, bert, run, capsys):
     shown = capsys.readouterr().err
     assert "is written again: model/model.safetensors has other content" in shown
     assert content(copied / "model") == content(bert / "model")
-    assert damage(copied) is None
+    assert verify(copied) is None
 
 
 @pytest.mark.slow
@@ -635,13 +650,13 @@ def test_an_error_of_the_program_keeps_its_traceback(arguments, tmp_path, monkey
         main(arguments(tmp_path / "three"))
 
 
-def test_seal(tmp_path):
+def test_manifest(tmp_path):
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "file").write_text("1")
     (tmp_path / "beside").write_text("2")
-    seal(tmp_path, ["inner"], step=3)
-    assert damage(tmp_path, step=3) is None and "step 3" in damage(tmp_path, step=4)
+    write_manifest(tmp_path, ["inner"], step=3)
+    assert verify(tmp_path, step=3) is None and "step 3" in verify(tmp_path, step=4)
     (tmp_path / "beside").write_text("3")
-    assert damage(tmp_path) is None
+    assert verify(tmp_path) is None
     (tmp_path / "inner" / "file").write_text("4")
-    assert damage(tmp_path) == "inner/file has other contents"
+    assert verify(tmp_path) == "inner/file has other contents"
