@@ -23,7 +23,8 @@ import pytest
 from fastplm import cli
 from fastplm.cli import main
 from fastplm.data import _output
-from fastplm.data._output import hold, release, result, whole
+from fastplm.data._folder import acquire_lock, atomic_write, release_lock
+from fastplm.data._output import result
 from fastplm.errors import DataError
 from fastplm.run.folder import claimed
 

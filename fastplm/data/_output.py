@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from fastplm.data._folder import lock, locked, say, unlock
+from fastplm.data._folder import acquire_lock, atomic_write, release_lock, say
 from fastplm.errors import DataError, fail
 
 #: Settings whose folders are read as texts, so that no result may lie in them.
@@ -86,24 +86,9 @@ def _hold_result(where: str, path: Path, overwrite: bool) -> tuple[Path, int]:
 
 
 @contextlib.contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """Gives the name under which a file is written, until all of it is there.
-
-    It is a name of this process alone. A link stays, and its target is written.
-    """
-    path = path.resolve()
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        yield part
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
 def result(path: Path) -> Iterator[Path]:
-    """``whole`` of a file of results; what had its name is renamed when the new one is there."""
-    with whole(path) as part:
+    """``atomic_write`` of results; what had their name is renamed when the new file is there."""
+    with atomic_write(path) as part:
         yield part
         if path.exists():
             make_room(path)

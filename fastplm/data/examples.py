@@ -450,6 +450,10 @@ def _choices(path: Path, text: str) -> Iterator[Example]:
 # --- files ----------------------------------------------------------------------------------------
 
 
+def _read(path: Path) -> str:
+    return "".join(json_lines(path) if is_table(path) else lines_of(path))
+
+
 def _json(path: Path, text: str, first_line: int | None = None) -> Any:
     try:
         content = json.loads(text)

@@ -14,8 +14,18 @@ from typing import Any, NoReturn, TypeVar
 
 from safetensors import SafetensorError
 
-from fastplm.data._folder import MANIFEST, damage, first_process, say, seal, write_json
-from fastplm.data._output import alone_in, check_apart, hold, make_room, release
+from fastplm.data._folder import (
+    MANIFEST,
+    acquire_lock,
+    first_process,
+    locked,
+    release_lock,
+    say,
+    verify,
+    write_json,
+    write_manifest,
+)
+from fastplm.data._output import check_apart, make_room
 from fastplm.errors import DataError, FastplmError, check, fail, first_line, message
 
 #: The file that locks a run's folder, and the one that describes the run.
@@ -86,14 +96,14 @@ def claimed(
         if not there:
             return
         there.clear()
-        with alone_in(real.parent):
+        with locked(real.parent):
             old = make_room(out)
             real.mkdir()
             for name in stay:
                 if (old / name).exists():
                     os.rename(old / name, real / name)
             moved, handle = handle, _lock(where, out)
-        release(old / LOCK, moved)
+        release_lock(old / LOCK, moved)
 
     try:
         if not resume:

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fastplm.data._output import whole
+from fastplm.data._folder import atomic_write
 from fastplm.run.report import tsv
 from fastplm.study.claims import Comparison
 from fastplm.study.held_out import CLEAR_NATS

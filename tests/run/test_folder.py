@@ -16,7 +16,8 @@ import transformers
 
 from fastplm.cli import main
 from fastplm.data import _folder
-from fastplm.data._folder import build_once, damage, seal
+from fastplm.data._folder import build_once, verify, write_manifest
+from fastplm.errors import DataError
 from fastplm.run import folder as module
 from fastplm.run.folder import claimed, last_checkpoint, read_record, writing
 from fastplm.run.trainer import FiniteCheck
@@ -550,93 +551,6 @@ def test_the_settings_of_a_finetuning_go_on(labelled, tmp_path, refused):
     refused(labelled(out, "--resume", steps=3), "`steps` got 3; expected 2, as in", "another --out")
     (out / "run.json").write_text("{}")
     refused(labelled(out, "--resume"), "run.json")
-
-
-# --- what is said ---------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_announcement(run, corpus, tmp_path, capsys):
-    run(tmp_path / "first", steps=1)  # fills the cache, if no other test has
-    capsys.readouterr()
-    run(tmp_path / "out", steps=2)
-    shown = capsys.readouterr().err
-    block, _, lines = shown.partition("\nstep 1/2")
-    rows = {line.split()[0]: line for line in block.splitlines()}
-    assert str(corpus) in rows["corpus"] and "150 documents" in rows["corpus"]
-    assert "6,264 tokens" in rows["corpus"] and "found in" in rows["corpus"]
-    assert "312 tokens (5.0%)" in rows["held"]
-    assert "116 tokens instead of 120, as this text gives no more" in rows["vocabulary"]
-    assert "bert-tiny (Turc et al. 2019), mlm+nsp" in rows["model"]
-    assert "FLOP a token" in rows["model"]
-    assert rows["learning"].endswith("0.001 with adamw, as given")
-    assert "steps 1 to 2, 4 samples of 32 tokens" in rows["training"]
-    assert "fp32, as --precision says" in rows["precision"]
-    assert f"{counted(torch.get_num_threads(), 'thread')}, 1 process" in rows["device"]
-    assert "eager" in rows["backends"] and str(tmp_path / "out") in rows["results"]
-    assert " gone 0:0" in lines and " to go 0:0" in lines
-
-
-@pytest.mark.parametrize("threads, times, said", [(2, (5, 9), 0), (2, (9, 5), 1), (1, (), 0)])
-def test_busy_cores(threads, times, said, monkeypatch):
-    used = []
-
-    def milliseconds():
-        used.append(torch.get_num_threads())
-        return float(times[len(used) - 1])
-
-    monkeypatch.setattr(threads_module, "_milliseconds", milliseconds)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        line = threads_module.busy_cores()
-        assert torch.get_num_threads() == threads
-    finally:
-        torch.set_num_threads(before)
-    assert used == ([threads, 1] if times else [])
-    assert bool(line) == bool(said) and (not said or "--threads 1" in line)
-
-
-@pytest.mark.slow
-def test_threads(run, tmp_path, monkeypatch):
-    from transformers import Trainer
-
-    seen, step = set(), Trainer.training_step
-
-    def spied(self, *args, **kwargs):
-        seen.add(torch.get_num_threads())
-        return step(self, *args, **kwargs)
-
-    monkeypatch.setattr(Trainer, "training_step", spied)
-    before = torch.get_num_threads()
-    run(tmp_path / "out", steps=1, threads=3)
-    assert seen == {3} and torch.get_num_threads() == before
-    assert read_record("pretrain", tmp_path / "out")["threads"] == 3
-
-
-@pytest.mark.slow
-def test_interrupted(arguments, tmp_path, monkeypatch, capsys):
-    from transformers import Trainer
-
-    out, step, at = tmp_path / "my out", Trainer.training_step, 1
-
-    def interrupted(self, *args, **kwargs):
-        if self.state.global_step == at:
-            raise KeyboardInterrupt
-        return step(self, *args, **kwargs)
-
-    monkeypatch.setattr(Trainer, "training_step", interrupted)
-    assert main(arguments(out)) == 130
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert "there is no checkpoint yet" in line and line.endswith("--overwrite")
-    assert main(arguments(out)) == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert "a run that has no checkpoint yet" in line and "--resume" not in line
-    at = 3
-    assert main(arguments(out, overwrite=True)) == 130
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.endswith("--resume") and "--overwrite" not in line
-    assert "Continue with: fastplm pretrain --arch bert-tiny" in line and f"'{out}'" in line
 
 
 def test_an_error_of_the_program_keeps_its_traceback(arguments, tmp_path, monkeypatch):

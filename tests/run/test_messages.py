@@ -11,15 +11,7 @@ from pathlib import Path
 import pytest
 
 from fastplm import cli
-from fastplm.data import _numbers
-from fastplm.data._folder import damage, first_process
-from fastplm.errors import DataError
-from fastplm.inference._checkpoint import load_encoder
-from fastplm.pretrain import report
-from fastplm.pretrain import run as pretrain
-from fastplm.pretrain.dry_run import _bytes, _duration
-from fastplm.run.checkpoint import config_at, weights_at
-from fastplm.run.folder import writing
+from fastplm.data._folder import first_process
 
 PORT = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
