@@ -111,6 +111,9 @@ def saved_when_stopped(trainer: Any) -> Iterator[None]:
 
     Several processes would each end after another step, so there a signal ends them at once.
 
+    Transformers' own ``enable_jit_checkpoint`` is not used: it knows SIGTERM alone, and it may save
+    between a backward and its update, from where a resumed run draws other random numbers.
+
     Raises:
         KeyboardInterrupt: a signal has ended the training, that of this number.
     """

@@ -8,8 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fastplm.data._folder import default_cache, say
-from fastplm.data._output import hold, release, whole
+from fastplm.data._folder import (
+    acquire_lock,
+    atomic_write,
+    default_cache,
+    release_lock,
+    say,
+)
 from fastplm.errors import DataError, check, fail
 from fastplm.run.folder import LOCK
 from fastplm.run.report import block, counted, drawn
@@ -45,16 +50,7 @@ def study(
     """Run a study; what is finished of it, or of its cells in another study, is not run again.
 
     Args:
-        name: of a study that comes with the library, or the path of a file.
-        size: one of the sizes in the file; by default the first.
-        data: the folder of the files that the study names; by default that of its own file.
-        folder: of table, picture and claims; by default ``runs/studies/<name>-<size>``.
-        cells: the folder of all cells, which studies share.
-        cache: of vocabularies and token ids.
-        jobs: cells that run at once; by default as many as the cores allow.
-        threads: of each cell; another number makes other cells, as the last digits may differ.
-        dry_run: print the cells, their FLOPs and hours, and run nothing.
-        engine: more options of Snakemake, as on its command line.
+        name, size, …: as the options of the command, see ``options.add_options``.
 
     Returns:
         The page of the study, as Markdown; of a dry run a table.
@@ -74,7 +70,7 @@ def study(
     try:
         out.mkdir(parents=True, exist_ok=True)
         store.folder.mkdir(parents=True, exist_ok=True)
-        handle = hold(out / LOCK, lambda holder: _refuse(out, holder))
+        handle = acquire_lock(out / LOCK, lambda holder: _refuse(out, holder))
     except OSError as error:
         got, fix = f"{error.filename} ({error.strerror})", "Choose another --out or --cells."
         fail("study", "out", got, "folders that can be written", fix, DataError)
@@ -86,7 +82,7 @@ def study(
         say(f"fastplm study: interrupted; {kept}")
         raise
     finally:
-        release(out / LOCK, handle)
+        release_lock(out / LOCK, handle)
 
 
 def _cores() -> int:
@@ -126,7 +122,7 @@ def _written(grid: Grid, plan: Plan, store: Store, folder: Path) -> str:
     path = folder / "picture.png"
 
     def make() -> None:
-        with whole(path) as part:
+        with atomic_write(path) as part:
             draw(part, found)
 
     picture = drawn(path, make)
