@@ -38,10 +38,6 @@ MALFORMED = {
         ("text,label,Note,label\na,x,y,z\n", r":1: the column 'label' 2 times \(2, 4\)"),
         ("Text\ttext\tlabel\na\tb\tc\n", r"columns \['Text', 'text'\]"),
         (
-            '{"text": "a", "label": 1}\n{"text": "a", "label": 1, "label": 2}\n',
-            r":2: an object with 'label' twice",
-        ),
-        (
             '{"text": "a", "label": 1}\n{"text": ["a", "b"], "label": 2}\n',
             r":2: a list in column 'text'; expected a text",
         ),
@@ -121,10 +117,10 @@ def test_fields_of_any_length_and_letters_beyond_the_first_plane(tmp_path):
 
 def test_unreadable_files(tmp_path):
     path = tmp_path / "latin.tsv"
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="does not exist"):
         read_tagged(path)
     path.write_bytes(b"text\tlabel\nfine\t1\ncaf\xe9\t0\n")
-    with pytest.raises(DataError, match=r"latin.tsv:3: no UTF-8"):
+    with pytest.raises(DataError, match="latin.tsv, which is not UTF-8: byte 0xe9 in line 3"):
         read_table(path)
 
 

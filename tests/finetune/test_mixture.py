@@ -129,7 +129,7 @@ def test_a_temperature_gives_small_tasks_more(arguments, tmp_path, capsys, optio
     task = prepare_task(args)
     assert task.dataset.epoch == sum(counts)
     trainer = make_trainer(task, build_model(task, 0), 0, tmp_path)
-    order = [index for index in trainer._get_train_sampler()]
+    order = list(trainer.get_train_dataloader().batch_sampler.sampler)
     assert Counter(task.train[i].part for i in order) == dict(
         zip(("copying", "last"), counts, strict=True)
     )
