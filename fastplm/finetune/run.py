@@ -133,9 +133,10 @@ class Finetuning(Run):
     def compare(self, before: dict[str, Any]) -> None:
         args, task, record = self.args, self.task, self.record
         same = {n: record[n] for n in record if n != "examples"}
-        # Runs of several points once had no pooling that follows from the model.
-        began = before | {"pooling": before.get("pooling") or args.pooling}
-        check_same("finetune", same, began | {"precision": _precision_of(before)})
+        began = before | {"precision": _precision_of(before)}
+        if args.is_default("pooling") and began.get("pooling") is None:
+            began["pooling"] = args.pooling  # runs of several points once had none of the model's
+        check_same("finetune", same, began)
         files = " and ".join(map(str, filter(None, (args.data, args.eval_data))))
         now = f"{len(task.train)} and {len(task.test)} now"
         got = f"{files}, whose examples have changed since ({now})"

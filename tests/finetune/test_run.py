@@ -242,6 +242,13 @@ def test_one_answer_for_all_is_said(arguments, tmp_path, capsys, monkeypatch):
 # --- resumed --------------------------------------------------------------------------------------
 
 
+def test_other_settings_are_another_run(arguments):
+    finetune(arguments("classification", steps=1))
+    for name, value in {"pooling": "mean", "learning_rate": 1.0, "steps": 2}.items():
+        with pytest.raises(ArgumentValueError, match=f"`{name}` got .*, as in the run that is re"):
+            finetune(arguments("classification", **{"steps": 1, name: value}, resume=True))
+
+
 _HEAD = {"freeze": True, "features": "mix", "head": "bilstm", "learning_rate": 1e-2}
 
 
