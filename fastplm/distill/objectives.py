@@ -113,19 +113,9 @@ class Distillation(PreTrainedModel):
         num_tokens_in_batch: int | Tensor = 1,
         num_sequences_in_batch: int | Tensor = 1,
     ) -> dict[str, Tensor]:
-        """The loss of a batch, and its parts without their weights.
+        """The loss of a ``Batch``, and its parts without their weights, fp32 [].
 
-        Args:
-            input_ids, attention_mask: int64 [B, T], the student's tokens.
-            labels, masked_positions: int64 [B, T] and [P], as collators make them.
-            sample_index: int64 [B], the sample indices, on which random choices depend.
-            teacher_input_ids, teacher_attention_mask: int64 [B / 2, T'], the teacher's tokens, if
-                they are not those of the student.
-            num_items_in_batch, num_tokens_in_batch, num_sequences_in_batch: the denominators of
-                means over labels, tokens and sequences: their numbers in all batches of a step.
-
-        Returns:
-            ``loss`` and parts that end with ``_loss``, fp32 [].
+        The names of the parts end with ``_loss``.
         """
         inputs = (input_ids, attention_mask, labels, masked_positions, sample_index)
         teachers = (teacher_input_ids, teacher_attention_mask)
@@ -139,9 +129,17 @@ class Distillation(PreTrainedModel):
 
 
 class Batch(NamedTuple):
-    """The arguments of ``Distillation.forward``; ``items``, ``tokens`` and ``sequences`` are 0-d.
+    """The arguments of ``Distillation.forward``.
 
-    ``labels`` are None in recipes without labels, ``teacher_…`` if the teacher reads ``input_ids``.
+    Args:
+        input_ids, attention_mask: int64 [B, T], the student's tokens.
+        labels, masked_positions: int64 [B, T] and [P], as collators make them; None in recipes
+            without labels.
+        sample_index: int64 [B], the sample indices, on which random choices depend.
+        teacher_input_ids, teacher_attention_mask: int64 [B / 2, T'], the teacher's tokens; None if
+            they are those of the student.
+        items, tokens, sequences: 0-d, the denominators of means over labels, tokens and sequences:
+            their numbers in all batches of a step.
     """
 
     input_ids: Tensor

@@ -142,18 +142,6 @@ class Prompt:
         return parts[0], parts[1]
 
 
-def read_prompt(path: str | Path) -> Prompt:
-    """``read_prompts`` of a file with one template.
-
-    Raises:
-        DataError: the file does not hold such a prompt.
-    """
-    first, *others = read_prompts(path)
-    got, fix = f"{path} with {1 + len(others)} templates", "Call read_prompts."
-    check(not others, _WHERE, "prompt", got, "one template", fix, DataError)
-    return first
-
-
 def read_prompts(path: str | Path, templates: Sequence[str] | None = None) -> list[Prompt]:
     """Read prompts from a JSON file with the fields of ``Prompt``, one for each template.
 

@@ -79,8 +79,12 @@ class Objective:
     causal: ClassVar[bool] = False
     #: Whether a checkpoint of the encoder will do to begin with, whatever its heads.
     new_heads: ClassVar[bool] = False
+    #: The folder of the model that a run is made for.
+    folder: ClassVar[str] = "model"
     #: The version of its samples: those of a run with another one are others.
     pairs_version: ClassVar[int | None] = None
+    #: What a change that may change its results raises, see ``study/keys.py``.
+    version: ClassVar[int | None] = None
 
     @classmethod
     def noise_of(cls, plan: Any) -> dict[str, Any]:
@@ -251,6 +255,8 @@ class ReplacedTokens(MaskedTokens):
     models = {"electra": "ElectraForJointPreTraining"}
     shares = (1.0, 0.0)
     has_static_masks = new_heads = False
+    folder = "discriminator"
+    version = 1
 
     @staticmethod
     def saved(model: Any) -> dict[str, Any]:
@@ -265,6 +271,7 @@ class SentenceOrder(MaskedTokens):
     models = {"bert": "BertForPreTraining", "albert": "AlbertForPreTraining"}
     special = 3
     has_separators = has_static_masks = False
+    version = 2
     #: The class of ``fastplm.data`` of its pairs, and the documents that a pair needs.
     pairs: ClassVar[str] = "SentenceOrderPairs"
     documents: ClassVar[int] = 1
@@ -364,6 +371,7 @@ class Spans(Objective):
     name = "spans"
     models = {"t5": "T5ForConditionalGeneration"}
     token_loss = "spans_loss"
+    version = 2
     beside_ngrams = False
     collator_class = "DataCollatorForSpanCorruption"
     needs = ("pad", "eos", "<extra_id_0>")
@@ -389,6 +397,7 @@ class Denoising(Objective):
     name = "denoise"
     models = {"bart": "BartForConditionalGeneration"}
     token_loss = "denoise_loss"
+    version = 3
     beside_ngrams = False
     collator_class = "DataCollatorForDenoising"
     special = 2

@@ -1,1 +1,1 @@
-"""``fastplm study``: a declared grid of trainings and judges, to one table with intervals."""
+"""``fastplm study``: a declared grid of trainings and evaluations, to one table with intervals."""

@@ -31,7 +31,7 @@ _OURS = ("level", "name", "paradigms", "pairs", "ties", "accuracy", "low", "high
 _SHOWN = 12
 #: Exit codes after Ctrl-C and SIGTERM, heard or not.
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
-#: The figures of a training that diverged, and of what would have judged it.
+#: The figures of a training that diverged, and of what would have evaluated it.
 _NOTHING: Mapping[str, Any] = {"held_out": {}, "flops": None}
 
 

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from fastplm.errors import ArgumentValueError, DataError, check, fail
+from fastplm.pretrain.objectives import learned_as, names_of
 from fastplm.run.folder import checkpoints, read_hashed
 from fastplm.study.costs import config_at_folder, configuration_of, cost_of
-from fastplm.study.grid import Grid, Judge, Variant, resolved, settings_of, words_of
+from fastplm.study.grid import Evaluation, Grid, Variant, resolved, settings_of, words_of
 from fastplm.study.held_out import detects, loss_of_choice
 from fastplm.study.keys import facts_of, hash_of, key_of
 from fastplm.study.progress import DONE
@@ -28,7 +29,7 @@ _SHAPE = (
     *("tokenizer", "corpus", "block_size", "dropout", "attention_dropout", "start_from"),
 )
 _FIRST_SEED = 0
-#: By which share of the steps a milestone may be away from the one that is judged.
+#: By which share of the steps a milestone may be away from the one that is evaluated.
 _NEAR = 0.001
 
 
@@ -40,7 +41,7 @@ class Model:
         folder: of it.
         cell: that writes it, or None.
         name: of the folder inside that cell.
-        part: of a state of ELECTRA's training, which holds two models, the one that is judged.
+        part: of a state of ELECTRA's training, which holds two models, the one that is evaluated.
     """
 
     folder: str
@@ -115,16 +116,16 @@ class Planned:
         rate: the learning rate that was chosen, or the only one; None: the command's own.
         tried: held-out loss by learning rate, as far as it is known.
         trainings: the cell of each seed; empty where nothing is trained.
-        judged: by judge and state (the share of the training in steps, 1: the end) a cell for each
-            training, or one where nothing is trained.
-        scratch: by judge a cell that trains the same model without pre-training.
+        evaluations: by evaluation and milestone (the share of the training in steps, 1: the end) a
+            cell for each training, or one where nothing is trained.
+        scratch: by evaluation a cell that trains the same model without pre-training.
     """
 
     variant: Variant
     rate: str | None
     tried: Mapping[str, float | None]
     trainings: tuple[Cell, ...]
-    judged: Mapping[tuple[str, float], tuple[Cell, ...]]
+    evaluations: Mapping[tuple[str, float], tuple[Cell, ...]]
     scratch: Mapping[str, Cell]
 
 
@@ -178,21 +179,22 @@ class Planner:
 
     def _planned(self, variant: Variant) -> Planned:
         rate, tried, trainings = self._training(variant)
-        judged: dict[tuple[str, float], tuple[Cell, ...]] = {}
+        evaluations: dict[tuple[str, float], tuple[Cell, ...]] = {}
         scratch = {}
-        for judge in self.grid.judges.values():
-            if variant.judges is not None and judge.name not in variant.judges:
+        for evaluation in self.grid.evaluations.values():
+            if variant.judges is not None and evaluation.name not in variant.judges:
                 continue
-            for share, models in self._milestones(variant, judge, trainings):
-                judged[judge.name, share] = tuple(
-                    self._judge(variant, judge, model, share, row=row)
+            for share, models in self._milestones(variant, evaluation, trainings):
+                evaluations[evaluation.name, share] = tuple(
+                    self._evaluate(variant, evaluation, model, share, row=row)
                     for row, model in enumerate(models)
                 )
-            if judge.scratch:
-                model = self._models(variant, judge.part, trainings)[0]
+            if evaluation.scratch:
+                model = self._models(variant, evaluation.part, trainings)[0]
                 with suppress(ArgumentValueError):  # options that need a model that is trained
-                    scratch[judge.name] = self._judge(variant, judge, model, 1.0, scratch=True)
-        return Planned(variant, rate, tried, tuple(trainings), judged, scratch)
+                    cell = self._evaluate(variant, evaluation, model, 1.0, scratch=True)
+                    scratch[evaluation.name] = cell
+        return Planned(variant, rate, tried, tuple(trainings), evaluations, scratch)
 
     # --- trainings --------------------------------------------------------------------------------
 
@@ -280,14 +282,14 @@ class Planner:
         return Model(str(self.store.at(cell) / cell.out / name), cell, name)
 
     def _milestones(
-        self, variant: Variant, judge: Judge, trainings: list[Cell]
+        self, variant: Variant, evaluation: Evaluation, trainings: list[Cell]
     ) -> Iterator[tuple[float, list[Model]]]:
-        """(share of the training, its model of each seed): what is judged of it."""
+        """(share of the training, its model of each seed): what is evaluated of it."""
         if self.grid.curve > 1 and variant.command == "pretrain" and variant.seeds:
             for number in range(1, self.grid.curve):
                 share = round(number / self.grid.curve, 4)
-                yield share, [self._milestone(cell, judge.part, share) for cell in trainings]
-        yield 1.0, self._models(variant, judge.part, trainings)
+                yield share, [self._milestone(cell, evaluation.part, share) for cell in trainings]
+        yield 1.0, self._models(variant, evaluation.part, trainings)
 
     def _milestone(self, cell: Cell, part: str | None, share: float) -> Model:
         """The model after a share of the steps; a name where there is none yet."""
@@ -303,22 +305,22 @@ class Planner:
             fail("study", "curve", got, "its states", fix, DataError)
         return replace(self._inside(cell, found.name), part=part or cell.model)
 
-    # --- judges -----------------------------------------------------------------------------------
+    # --- evaluations ------------------------------------------------------------------------------
 
-    def _judge(
+    def _evaluate(
         self,
         variant: Variant,
-        judge: Judge,
+        evaluation: Evaluation,
         model: Model,
         share: float,
         *,
         scratch: bool = False,
         row: int = 0,
     ) -> Cell:
-        options = {**judge.options, **variant.judged.get(judge.command, {})}
-        options = resolved(options, judge.command, self.data, self.grid)
-        options[judge.model_as] = model
-        if judge.command == "score" and model.part not in (None, "model"):
+        options = {**evaluation.options, **variant.judged.get(evaluation.command, {})}
+        options = resolved(options, evaluation.command, self.data, self.grid)
+        options[evaluation.model_as] = model
+        if evaluation.command == "score" and model.part not in (None, "model"):
             options["part"] = model.part
         if scratch:
             options["from_scratch"] = True
@@ -330,8 +332,8 @@ class Planner:
         if variant.model_of is not None and model.cell is not None:
             of = f"{variant.name} of {of}"
         state = f" after {share:.0%}" if share < 1 else ""
-        label = f"{of}{state}: {judge.name}{', from scratch' if scratch else ''}"
-        return self._add(judge.command, label, options, waits, scratch=scratch)
+        label = f"{of}{state}: {evaluation.name}{', from scratch' if scratch else ''}"
+        return self._add(evaluation.command, label, options, waits, scratch=scratch)
 
     # --- cells ------------------------------------------------------------------------------------
 
@@ -371,9 +373,16 @@ class Planner:
                 facts=facts,
                 provisional=waits,
                 config=config,
-                model="discriminator" if getattr(args, "objective", "") == "rtd" else "model",
+                model=_folder_of(command, args),
             )
         return self._cells[key]
+
+
+def _folder_of(command: str, args: Any) -> str:
+    """The folder of the model that a command makes, inside what it writes."""
+    if command != "pretrain":
+        return "model"
+    return learned_as(args.objective, args.preset.family).folder
 
 
 def _config_of(command: str, args: Any, models: Mapping[str, Model]) -> Any:
@@ -403,8 +412,8 @@ def _shape(model: Model) -> Any:
         return {"shape of": _identity(model)}
     settings = model.cell.facts["settings"]
     found = {name: settings[name] for name in _SHAPE if name in settings}
-    if settings.get("objective") == "clm":  # an encoder that reads from left to right
-        found["objective"] = "clm"
+    if settings.get("objective") in names_of("causal"):  # an encoder with a causal mask
+        found["objective"] = settings["objective"]
     if model.name == "generator":
         found["generator_size"] = settings.get("generator_size")
     return {"shape of": {**found, "name": model.name}}

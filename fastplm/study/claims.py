@@ -14,11 +14,11 @@ AGREES, DISAGREES, CANNOT = "agrees", "does not agree", "cannot be told at this 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A claim by one judge.
+    """A claim by one evaluation.
 
     Args:
         claim: what the paper found.
-        on: the judge.
+        on: the evaluation.
         difference: of "better" minus "than", so that more is better; None if they cannot be paired.
         p: the p-value after Holm's correction over all comparisons of the study.
         early: why it is too early to tell.
@@ -36,7 +36,7 @@ class Comparison:
 
 
 def compare(results: Results) -> list[Comparison]:
-    """All claims of a study by all their judges, corrected together."""
+    """All claims of a study by all their evaluations, corrected together."""
     asked = [
         (
             claim,
@@ -57,7 +57,7 @@ def compare(results: Results) -> list[Comparison]:
 
 
 def _columns(results: Results, on: str) -> list[str]:
-    """The columns of a judge: one, or one for each number of examples to train on."""
+    """The columns of an evaluation: one, or one for each number of examples to train on."""
     points = [name for name in results.columns if name.startswith(f"{on} ")]
     return [on] if on in results.columns or not points else points
 

@@ -86,7 +86,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Judge:
+class Evaluation:
     """What scores a model.
 
     Args:
@@ -145,7 +145,7 @@ class Grid:
     paper: str
     curve: int
     variants: Mapping[str, Variant]
-    judges: Mapping[str, Judge]
+    evaluations: Mapping[str, Evaluation]
     claims: tuple[Claim, ...]
 
 
@@ -286,7 +286,7 @@ class _Reader:
             paper=self.text(merged, "paper"),
             curve=self.number(merged, "curve", integer(1, 100)) or 1,
             variants=variants,
-            judges=judges,
+            evaluations=judges,
             claims=self.claims(merged, variants, judges),
         )
 
@@ -372,7 +372,7 @@ class _Reader:
             for name in free:
                 del left[name]
 
-    def judge(self, found: Mapping[str, Any], name: str, given: Any) -> Judge:
+    def judge(self, found: Mapping[str, Any], name: str, given: Any) -> Evaluation:
         if name.startswith(HELD_OUT):
             self.refuse(f"a judge of the name {name!r}", "another name, as it means held-out text")
         if name == MEAN:
@@ -405,7 +405,7 @@ class _Reader:
         if scratch not in (None, True, False):
             self.refuse(f"{name}: scratch: {scratch}", "true or false")
         able = command == "finetune" and model_as == "model" and not options.get("from_scratch")
-        return Judge(
+        return Evaluation(
             *(name, command, options, model_as),
             scratch=able if scratch is None else scratch,
             figure=special["figure"],
@@ -413,7 +413,7 @@ class _Reader:
         )
 
     def claims(
-        self, found: Mapping[str, Any], variants: Iterable[str], judges: Mapping[str, Judge]
+        self, found: Mapping[str, Any], variants: Iterable[str], judges: Mapping[str, Evaluation]
     ) -> tuple[Claim, ...]:
         given = found.get("claims") or []
         if not isinstance(given, list):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from fastplm.pretrain.objectives import OBJECTIVES
 from fastplm.pretrain.settings import COLLAPSED
 
 #: Figures by their names, as a run of pre-training or distillation gives them.
@@ -25,7 +26,7 @@ _BESIDE = (*_PLATEAUS, "words_loss", "discriminator_chosen_loss")
 _LEFT_OUT = (*_PLATEAUS, "words_loss", "balanced_accuracy", "words_balanced_accuracy_error")
 #: The losses that a training must bring below the plateaus.
 _TOKEN_LOSSES = (
-    *("mlm_loss", "clm_loss", "spans_loss", "denoise_loss"),
+    *dict.fromkeys(kind.token_loss for kind in OBJECTIVES),
     *("discriminator_mlm_loss", "discriminator_chosen_loss"),
 )
 
@@ -63,7 +64,7 @@ def too_early(held_out: Sequence[HeldOut]) -> tuple[str, ...]:
     discriminator that predicts tokens (where it predicts all of them, its softmax, without copies,
     over those that the generator had to predict); one that detects them must have a balanced
     accuracy of ``CLEAR_BALANCED`` at least. Its generator, which is small on purpose and not
-    judged, must be below the unigram alone. An encoder-decoder can copy most labels: it must be
+    evaluated, must be below the unigram alone. An encoder-decoder can copy most labels: it must be
     below what it would have with the others alone, and its encoder must not give all tokens one
     output.
     """

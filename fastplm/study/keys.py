@@ -15,6 +15,7 @@ import fastplm
 from fastplm._machine import in_bf16
 from fastplm.data._folder import file_hash
 from fastplm.data.sources import HUB, fingerprint
+from fastplm.pretrain.objectives import OBJECTIVES
 from fastplm.run.config_file import read
 from fastplm.study.grid import COMMANDS, kind_of_path
 
@@ -22,7 +23,7 @@ from fastplm.study.grid import COMMANDS, kind_of_path
 #: number, and so makes new cells; every other change of the code keeps the nights that are done.
 CACHE_VERSIONS = {"pretrain": 2, "distill": 2, "finetune": 1, "score": 1}
 #: The same of objectives of a pre-training that a change touched alone.
-OBJECTIVE_VERSIONS = {"rtd": 1, "denoise": 3, "spans": 2, "mlm+nsp": 2, "mlm+sop": 2}
+OBJECTIVE_VERSIONS = {kind.name: kind.version for kind in OBJECTIVES if kind.version is not None}
 #: The same of what ELECTRA's discriminator learns.
 DISCRIMINATOR_VERSIONS = {"all_tokens_mlm": 1}
 #: Settings that change no figure of a run.

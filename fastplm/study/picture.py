@@ -1,4 +1,4 @@
-"""The picture of a study: a panel for each judge, with means and intervals."""
+"""The picture of a study: a panel for each evaluation, with means and intervals."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _MOST_PANELS = 12
 
 
 def panels(results: Results) -> list[str]:
-    """The columns that are drawn: those of judges, or of held-out text where there is no judge."""
-    judged = [name for name in results.columns if not name.startswith(HELD_OUT)]
-    return (judged or results.columns)[:_MOST_PANELS]
+    """The columns that are drawn: those of evaluations; where there is none, of held-out text."""
+    evaluated = [name for name in results.columns if not name.startswith(HELD_OUT)]
+    return (evaluated or results.columns)[:_MOST_PANELS]
 
 
 def draw(path: Path, results: Results) -> None:
-    """Draw a study: against FLOPs where milestones of a training were judged, else by variant.
+    """Draw a study: against FLOPs where milestones of a training were evaluated, else by variant.
 
     Filled marks are past their plateau; empty ones are too early to tell, as a mark at the end of a
     curve says of its training. Strokes are the means of the pre-training seeds.

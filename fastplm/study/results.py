@@ -1,4 +1,4 @@
-"""What the finished cells of a study say: scores of each variant by each judge."""
+"""What the finished cells of a study say: scores of each variant by each evaluation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fastplm.study.cells import Plan, Planned, Store
-from fastplm.study.grid import HELD_OUT, MEAN, OF_A_MEAN, Grid, Judge
+from fastplm.study.grid import HELD_OUT, MEAN, OF_A_MEAN, Evaluation, Grid
 from fastplm.study.held_out import LOSSES, shown, too_early
 from fastplm.study.statistics import Interval, Spread, interval, spread
 
@@ -24,7 +24,7 @@ TIMES = ("train_seconds", "train_cpu_seconds", "judge_cpu_seconds")
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of a variant by one judge.
+    """The scores of a variant by one evaluation.
 
     Args:
         values: fp64 [n, m], see ``statistics``.
@@ -50,11 +50,11 @@ class Row:
 
     Args:
         name: of the variant.
-        scores: by judge, or figure of held-out text.
+        scores: by evaluation, or figure of held-out text.
         milestones: by the same, of earlier points of the training: (its share in steps, scores).
         flops: of a training, by the library's count; None where nothing is trained.
         facts: parameters, vocabulary, learning rate and the like.
-        times: CPU seconds and seconds of a training, and CPU seconds of all that was judged.
+        times: CPU seconds and seconds of a training, and CPU seconds of all that was evaluated.
         diverged: the cells without figures, as their loss was not finite.
     """
 
@@ -77,7 +77,7 @@ class Results:
         codes: the states of the code that made its cells.
         versions: of the libraries, as the first training says.
         devices: of the trainings; ``UNRECORDED`` for those of cells that do not say it.
-        published: by judge the accuracies of other systems, as its file has them.
+        published: by evaluation the accuracies of other systems, as its file has them.
     """
 
     grid: Grid
@@ -89,12 +89,12 @@ class Results:
 
     @property
     def columns(self) -> list[str]:
-        """The judges and figures that any variant has, in the order of the file."""
+        """The evaluations and figures that any variant has, in the order of the file."""
         return list(dict.fromkeys(name for row in self.rows.values() for name in row.scores))
 
     @property
     def spreads(self) -> dict[str, Spread]:
-        """By judge, how much scores vary with the seeds, over the variants that have several.
+        """By evaluation, how much scores vary with the seeds, over the variants that have several.
 
         A variant that is too early to tell varies with the end of its plateau, and counts only
         where all of them do.
@@ -122,7 +122,7 @@ def results(grid: Grid, plan: Plan, store: Store) -> Results:
     published = {
         name: {system: value for system, value in found.items() if value is not None}
         for each in plan.variants.values()
-        for (name, _), cells in each.judged.items()
+        for (name, _), cells in each.evaluations.items()
         for cell in cells
         if (found := done[cell.key].get("published"))
     }
@@ -142,16 +142,18 @@ def _row(grid: Grid, planned: Planned, done: Mapping[str, Any]) -> Row:
     early = too_early(held_out)
     scores: dict[str, Scores] = {}
     milestones: dict[str, list[tuple[float, Scores]]] = {}
-    judging = []
-    for (name, share), cells in sorted(planned.judged.items(), key=lambda each: each[0][1]):
+    of_evaluations = []
+    for (name, share), cells in sorted(planned.evaluations.items(), key=lambda each: each[0][1]):
         contents = [done[cell.key] for cell in cells]
         if any(each["diverged"] for each in contents):
             continue
-        judging += contents if share == 1 else []
+        of_evaluations += contents if share == 1 else []
         scratch = done[planned.scratch[name].key] if name in planned.scratch else None
         if scratch is not None and scratch["diverged"]:
             scratch = None
-        for column, each in _of_judge(grid.judges[name], contents, scratch, early, bool(trained)):
+        for column, each in _of_evaluation(
+            grid.evaluations[name], contents, scratch, early, bool(trained)
+        ):
             if share == 1:
                 scores[column] = each
             else:
@@ -159,7 +161,7 @@ def _row(grid: Grid, planned: Planned, done: Mapping[str, Any]) -> Row:
     of_text = {f"{HELD_OUT}{name}": each for name, each in _of_held_out(held_out, early)}
     flops = [each["flops"] for each in trained if each["flops"] is not None]
     first = trained[0] if trained else {}
-    judged = [cell for cells in planned.judged.values() for cell in cells]
+    evaluated = [cell for cells in planned.evaluations.values() for cell in cells]
     return Row(
         name=planned.variant.name,
         scores={**scores, **_mean_of(grid, scores), **of_text},
@@ -172,24 +174,24 @@ def _row(grid: Grid, planned: Planned, done: Mapping[str, Any]) -> Row:
             "rates": {r: None if loss == math.inf else loss for r, loss in planned.tried.items()},
             "seeds": len(trained),
         },
-        times=_times(trained, judging),
+        times=_times(trained, of_evaluations),
         diverged=tuple(
             cell.label
-            for cell in (*planned.trainings, *judged, *planned.scratch.values())
+            for cell in (*planned.trainings, *evaluated, *planned.scratch.values())
             if done[cell.key].get("diverged", False)
         ),
     )
 
 
 def _mean_of(grid: Grid, scores: Mapping[str, Scores]) -> dict[str, Scores]:
-    """The mean over the judges that fine-tune, as GLUE's: nothing where one has not judged.
+    """The mean over the evaluations that fine-tune, as GLUE's: nothing where one is missing.
 
-    A score is the one that a judge shows first. Losses are not among them, nor are the pair tasks
-    of pre-training, which GLUE does not have.
+    A score is the one that an evaluation shows first. Losses are not among them, nor are the pair
+    tasks of pre-training, which GLUE does not have.
 
     Source: Wang et al. 2019 (arXiv 1804.07461), §3: an unweighted mean over tasks.
     """
-    names = [name for name, judge in grid.judges.items() if judge.counts]
+    names = [name for name, evaluation in grid.evaluations.items() if evaluation.counts]
     found = [scores[name] for name in names if name in scores and not scores[name].lower]
     if len(found) < max(OF_A_MEAN, len(names)):
         return {}
@@ -199,7 +201,7 @@ def _mean_of(grid: Grid, scores: Mapping[str, Scores]) -> dict[str, Scores]:
     return {MEAN: Scores(np.mean([each.values for each in found], 0), early=early)}
 
 
-def _times(trained: Sequence[Any], judging: Sequence[Any]) -> dict[str, float | None]:
+def _times(trained: Sequence[Any], of_evaluations: Sequence[Any]) -> dict[str, float | None]:
     def mean(values: Sequence[float]) -> float | None:
         return sum(values) / len(values) if values else None
 
@@ -208,8 +210,8 @@ def _times(trained: Sequence[Any], judging: Sequence[Any]) -> dict[str, float | 
     # the share of a processor that its last process had.
     shares = [each["cpu_seconds"] / each["seconds"] for each in known]
     cpu = [each["train_seconds"] * share for each, share in zip(known, shares, strict=True)]
-    judged = sum(each["times"]["cpu_seconds"] for each in judging) or None
-    values = (mean([each["train_seconds"] for each in known]), mean(cpu), judged)
+    evaluated = sum(each["times"]["cpu_seconds"] for each in of_evaluations) or None
+    values = (mean([each["train_seconds"] for each in known]), mean(cpu), evaluated)
     return dict(zip(TIMES, values, strict=True))
 
 
@@ -225,16 +227,20 @@ def _of_held_out(
             yield name, Scores(values, lower=name.endswith(LOSSES), early=early)
 
 
-def _of_judge(
-    judge: Judge, contents: Sequence[Any], scratch: Any, early: tuple[str, ...], trained: bool
+def _of_evaluation(
+    evaluation: Evaluation,
+    contents: Sequence[Any],
+    scratch: Any,
+    early: tuple[str, ...],
+    trained: bool,
 ) -> Iterator[tuple[str, Scores]]:
-    """(column, scores) of a judge: one, or one for each number of examples to train on."""
-    if judge.command == "score":
-        yield judge.name, _of_scoring(contents, early)
+    """(column, scores) of an evaluation: one, or one for each number of examples to train on."""
+    if evaluation.command == "score":
+        yield evaluation.name, _of_scoring(contents, early)
         return
     points = contents[0]["points"]
     for number, point in enumerate(points):
-        figure = judge.figure or next(iter(point["scores"]))
+        figure = evaluation.figure or next(iter(point["scores"]))
         values = np.array([each["points"][number]["scores"][figure] for each in contents])
         if not trained:  # of a model that is there, the fine-tuning seeds are all there is
             values = values.T
@@ -245,7 +251,7 @@ def _of_judge(
         is_main = figure == next(iter(point["scores"]))  # chance is that of the first metric
         if is_main and not _clearly_above(values, contents[0].get("chance", -np.inf)):
             reasons += ("fine-tuning is not clearly better than one answer to all examples",)
-        name = judge.name if len(points) == 1 else f"{judge.name} {point['examples']}"
+        name = evaluation.name if len(points) == 1 else f"{evaluation.name} {point['examples']}"
         yield name, Scores(values.astype(np.float64), False, figure.endswith(LOSSES), reasons)
 
 

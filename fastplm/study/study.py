@@ -45,16 +45,7 @@ def study(
     """Run a study; what is finished of it, or of its cells in another study, is not run again.
 
     Args:
-        name: of a study that comes with the library, or the path of a file.
-        size: one of the sizes in the file; by default the first.
-        data: the folder of the files that the study names; by default that of its own file.
-        folder: of table, picture and claims; by default ``runs/studies/<name>-<size>``.
-        cells: the folder of all cells, which studies share.
-        cache: of vocabularies and token ids.
-        jobs: cells that run at once; by default as many as the cores allow.
-        threads: of each cell; another number makes other cells, as the last digits may differ.
-        dry_run: print the cells, their FLOPs and hours, and run nothing.
-        engine: more options of Snakemake, as on its command line.
+        name, size, …: as the options of the command, see ``options.add_options``.
 
     Returns:
         The page of the study, as Markdown; of a dry run a table.

@@ -10,10 +10,7 @@ import pytest
 from fastplm import cli
 from fastplm.classic import train as module
 from fastplm.classic.elmo import ElmoForLanguageModeling
-from fastplm.classic.sentences import (
-    QuickThoughtsModel,
-    SkipThoughtsModel,
-)
+from fastplm.classic.sentences import QuickThoughtsModel, SkipThoughtsModel
 from fastplm.classic.settings import SYSTEMS, ClassicArguments
 from fastplm.classic.train import classic
 from fastplm.classic.words import Words

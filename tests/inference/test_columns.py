@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fastplm.data import load_tokenizer
-from fastplm.errors import ArgumentTypeError, ArgumentValueError, DataError
+from fastplm.errors import ArgumentTypeError, ArgumentValueError, FastplmError
 from fastplm.inference._checkpoint import load_encoder, load_model
 from fastplm.inference.columns import TextEmbedder, TextScorer
 from fastplm.inference.embed import embed
@@ -112,54 +112,34 @@ def test_the_model_is_loaded_once(checkpoint, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "make, batch, error, said",
+    "make, batch, said",
     [
-        (
-            TextEmbedder,
-            {"line": TEXTS, "id": []},
-            ArgumentValueError,
-            "columns line, id; expected a column text",
-        ),
-        (
-            TextEmbedder,
-            {**ROWS, "embedding": []},
-            ArgumentValueError,
-            "`into` got the columns id, text, emb",
-        ),
-        (
-            TextScorer,
-            {**ROWS, "score_tokens": []},
-            ArgumentValueError,
-            "no column score_tokens yet",
-        ),
-        (TextEmbedder, TEXTS, ArgumentTypeError, "`batch` got a list; expected a dictionary"),
-        (TextEmbedder, {"text": ["a", None]}, ArgumentTypeError, "`texts` got a NoneType at 1"),
+        (TextEmbedder, {"line": TEXTS, "id": []}, "columns line, id; expected a column text"),
+        (TextEmbedder, {**ROWS, "embedding": []}, "`into` got the columns id, text, emb"),
+        (TextScorer, {**ROWS, "score_tokens": []}, "no column score_tokens yet"),
+        (TextEmbedder, TEXTS, "`batch` got a list; expected a dictionary"),
+        (TextEmbedder, {"text": ["a", None]}, "`texts` got a NoneType at 1"),
     ],
 )
-def test_bad_batches(checkpoint, make, batch, error, said):
-    with pytest.raises(error, match=said):
+def test_bad_batches(checkpoint, make, batch, said):
+    with pytest.raises((ArgumentValueError, ArgumentTypeError), match=said):
         make(checkpoint)(batch)
 
 
 @pytest.mark.parametrize(
-    "make, options, error, said",
+    "make, options, said",
     [
-        (TextEmbedder, {"pooled": "cls"}, TypeError, "unexpected keyword argument 'pooled'"),
-        (TextScorer, {"bos": True}, TypeError, "unexpected keyword argument 'bos'"),
-        (TextScorer, {"metric": "bleu"}, ArgumentValueError, "`metric` got 'bleu'; expected log-"),
-        (TextScorer, {"source": "q"}, ArgumentValueError, "`source` got q with metric pseudo-log"),
-        (TextEmbedder, {"threads": 0}, ArgumentValueError, "`threads` got 0"),
-        (TextEmbedder, {"matmul_precision": "low"}, ArgumentValueError, "`matmul_precision` got"),
-        (
-            TextEmbedder,
-            {"model": "nowhere"},
-            DataError,
-            "`model` got 'nowhere', which is no folder",
-        ),
+        (TextEmbedder, {"pooled": "cls"}, "unexpected keyword argument 'pooled'"),
+        (TextScorer, {"bos": True}, "unexpected keyword argument 'bos'"),
+        (TextScorer, {"metric": "bleu"}, "`metric` got 'bleu'; expected log-"),
+        (TextScorer, {"source": "q"}, "`source` got q with metric pseudo-log"),
+        (TextEmbedder, {"threads": 0}, "`threads` got 0"),
+        (TextEmbedder, {"matmul_precision": "low"}, "`matmul_precision` got"),
+        (TextEmbedder, {"model": "nowhere"}, "`model` got 'nowhere', which is no folder"),
     ],
 )
-def test_bad_settings_are_found_before_a_batch(checkpoint, make, options, error, said):
-    with pytest.raises(error, match=said):
+def test_bad_settings_are_found_before_a_batch(checkpoint, make, options, said):
+    with pytest.raises((FastplmError, TypeError), match=said):
         make(**{"model": checkpoint} | options)
 
 

@@ -113,13 +113,8 @@ OBEYED = {
     "no prompt of a query": {"encode": {"default_prompt_name": "query"}},
     "similarity": {"encode": {"similarity_fn_name": "euclidean"}},
     "arguments that say nothing": {
-        "transformer": {
-            "max_seq_length": 12,
-            "model_args": {},
-            "tokenizer_args": {},
-            "config_args": {},
-            "processing_kwargs": {},
-        }
+        "transformer": {"max_seq_length": 12}
+        | dict.fromkeys(("model_args", "tokenizer_args", "config_args", "processing_kwargs"), {})
     },
     **{
         f"pooling {mode}": {"pooling": MEAN | {"pooling_mode": mode}}
@@ -142,19 +137,18 @@ OBEYED = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*were cut off")
-@pytest.mark.parametrize("files", OBEYED.values(), ids=OBEYED.keys())
-def test_the_vectors_of_encode(files, write):
-    folder = write(**files)
-    theirs = SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
-    ours = TextEmbedder(folder)({"text": TEXTS})["embedding"]
-    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+LONG = {"transformer": {"max_seq_length": 18}}
+OTHERS = ("RobertaForMaskedLM", "T5ForConditionalGeneration", "GPT2Model")
 
 
 @pytest.mark.filterwarnings("ignore:.*were cut off")
-@pytest.mark.parametrize("name", ["RobertaForMaskedLM", "T5ForConditionalGeneration", "GPT2Model"])
-def test_the_vectors_of_other_models(name, write):
-    folder = write(name, transformer={"max_seq_length": 18})
+@pytest.mark.parametrize(
+    "name, files",
+    [*(("BertForMaskedLM", files) for files in OBEYED.values()), *((n, LONG) for n in OTHERS)],
+    ids=[*OBEYED, *OTHERS],
+)
+def test_the_vectors_of_encode(name, files, write):
+    folder = write(name, **files)
     theirs = SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
     ours = TextEmbedder(folder)({"text": TEXTS})["embedding"]
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
@@ -210,19 +204,8 @@ REFUSED = {
             "modules": steps("Transformer", "Pooling", step(kind))
         }
         for kind in (
-            "Dense",
-            "LayerNorm",
-            "WeightedLayerPooling",
-            "Router",
-            "Asym",
-            "CNN",
-            "LSTM",
-            "BoW",
-            "WordWeights",
-            "WordEmbeddings",
-            "StaticEmbedding",
-            "CLIPModel",
-            "SpladePooling",
+            *("Dense", "LayerNorm", "WeightedLayerPooling", "Router", "Asym", "CNN", "LSTM", "BoW"),
+            *("WordWeights", "WordEmbeddings", "StaticEmbedding", "CLIPModel", "SpladePooling"),
         )
     },
 }
@@ -242,10 +225,9 @@ def test_what_is_not_computed_is_named(said, write, tmp_path, capsys):
     assert cli.main([*map(str, words), "--pooling", "cls"]) == 0
 
 
-@pytest.mark.parametrize("name", ["BartModel"])
-def test_the_decoder_of_which_it_takes_the_states_is_named(name, write):
+def test_the_decoder_of_which_it_takes_the_states_is_named(write):
     with pytest.raises(DataError, match="ask for the decoder of bart"):
-        sentence_transformers_settings(write(name))
+        sentence_transformers_settings(write("BartModel"))
 
 
 @pytest.mark.parametrize(
@@ -263,18 +245,18 @@ def test_damaged_files_are_named(file, content, write):
         sentence_transformers_settings(write(**{file: content}))
 
 
-def test_no_folder_of_sentence_transformers(tmp_path):
-    assert sentence_transformers_settings(tmp_path) is None
-
-
-def test_a_longest_text_beyond_the_positions(write, tmp_path, capsys):
+def test_the_command_obeys_the_files(write, tmp_path, capsys):
     """Texts are cut off where sentence-transformers ends in an IndexError."""
-    folder = write(transformer={"max_seq_length": 1000})
+    assert sentence_transformers_settings(tmp_path) is None
+    folder = write(modules=NORMAL, transformer={"max_seq_length": 1000})
     assert sentence_transformers_settings(folder)["max_length"] == 20
-    (tmp_path / "texts.txt").write_text("a " * 30 + "\nab\n")
+    texts = ["a " * 30, "ab"]
+    (tmp_path / "texts.txt").write_text("\n".join(texts))
     words = ["embed", "--model", folder, "--data", folder / "texts.txt", "--out", folder / "v.npy"]
     assert cli.main([*map(str, words)]) == 0
     assert "1 of 2 texts were cut off after 20 tokens." in capsys.readouterr().err
+    known = TextEmbedder(folder)({"text": texts})["embedding"]
+    assert np.array_equal(np.load(folder / "v.npy"), known)
 
 
 def test_a_length_of_the_caller_is_stronger_than_the_tokenizers(tokenizer):

@@ -98,8 +98,8 @@ def test_variants_that_share_their_models(place):
     changed(place, "judges:", f"{frozen}\njudges:")
     planned = plan_of().variants
     theirs, ours = planned["40 %"], planned["frozen"]
-    assert ours.trainings == theirs.trainings and list(ours.judged) == [("sentiment", 1.0)]
-    cells = ours.judged["sentiment", 1.0]
+    assert ours.trainings == theirs.trainings and list(ours.evaluations) == [("sentiment", 1.0)]
+    cells = ours.evaluations["sentiment", 1.0]
     assert [cell.label for cell in cells] == [
         f"frozen of 40 %, seed {seed}: sentiment" for seed in (0, 1)
     ]
@@ -112,12 +112,12 @@ def test_new_weights_have_other_seeds_in_each_row(place):
     new = '  new: {model_of: "40 %", finetune: {from_scratch: true}, judges: [sentiment]}'
     changed(place, "judges:", f"{new}\njudges:")
     planned = plan_of().variants
-    cells = planned["new"].judged["sentiment", 1.0]
+    cells = planned["new"].evaluations["sentiment", 1.0]
     assert [[w for w in cell.words if "seed=" in w] for cell in cells] == [
         ["--seed=0"],
         ["--seed=2"],
     ]
-    theirs = planned["40 %"].judged["sentiment", 1.0]
+    theirs = planned["40 %"].evaluations["sentiment", 1.0]
     assert not any("seed=" in word for cell in theirs for word in cell.words)
 
 
@@ -134,10 +134,10 @@ def test_states_of_a_training_are_judged(place):
         for step in (1, 2, 3, 4):
             (Store("cells").at(cell) / f"run/checkpoint-{step}").mkdir(parents=True)
         # Where other seeds are not finished, those of this one can be judged.
-        states = plan_of().variants["40 %"].judged["pairs", 0.5]
+        states = plan_of().variants["40 %"].evaluations["pairs", 0.5]
         assert [state.provisional for state in states] == [False] * number + [True] * (2 - number)
         assert f"--model={Store('cells').at(cell) / 'run/checkpoint-2'}" in states[number - 1].words
-    judged = plan_of().variants["40 %"].judged
+    judged = plan_of().variants["40 %"].evaluations
     for cell, training in zip(judged["pairs", 0.5], trainings, strict=True):
         state = Store("cells").at(training) / "run/checkpoint-2"
         assert {f"--model={state}", "--part=discriminator"} <= {*cell.words}
@@ -147,7 +147,7 @@ def test_states_of_a_training_are_judged(place):
     with pytest.raises(DataError, match="no state after 50% of its steps"):
         plan_of()
     finish(trainings[0], held_out={}, diverged=True)
-    (judge, _) = plan_of().variants["40 %"].judged["pairs", 0.5]
+    (judge, _) = plan_of().variants["40 %"].evaluations["pairs", 0.5]
     assert not judge.provisional and judge.needs == trainings[:1], "it ends without a model"
     shutil.rmtree(Store("cells").at(trainings[1]) / "run")
     with pytest.raises(DataError, match="no state after 50% of its steps"):
@@ -164,7 +164,7 @@ def test_every_study_that_comes_along_can_be_planned(all_data, name, size):
     grid = read_grid(name, size)
     plan = plan_of(name, size, all_data)
     assert len(plan.cells) > 4 and all(cell.cost > 0 for cell in plan.cells.values())
-    judged = {judge for each in plan.variants.values() for judge, _ in each.judged}
+    judged = {judge for each in plan.variants.values() for judge, _ in each.evaluations}
     asked = {on for claim in grid.claims for on in claim.on} - {MEAN}
     assert asked <= judged | {on for on in asked if on.startswith(HELD_OUT)}
 

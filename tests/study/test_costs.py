@@ -26,7 +26,7 @@ def test_a_mixture_depends_on_its_files_and_costs_what_they_hold(place):
 
     def found():
         costs._examples.cache_clear()
-        return plan_of().variants["40 %"].judged["sentiment", 1.0][0]
+        return plan_of().variants["40 %"].evaluations["sentiment", 1.0][0]
 
     old = found()
     assert old.cost > 0

@@ -47,10 +47,10 @@ def test_a_grid(tmp_path):
         *("--arch=bert-tiny", "--objective=mlm", "--corpus", "a.txt", "--steps=3"),
         *("--mlm-probability=0.4", "--lr=5.0e-4"),
     ]
-    assert grid.judges["sentiment"].options == {
+    assert grid.evaluations["sentiment"].options == {
         **{"seeds": "2", "task": "classification", "data": "a.tsv", "epochs": "1"}
     }
-    assert grid.judges["sentiment"].scratch and not grid.judges["blimp"].scratch
+    assert grid.evaluations["sentiment"].scratch and not grid.evaluations["blimp"].scratch
     assert grid.claims[0].on == ("blimp",)  # YAML reads the key "on" as true
 
 
@@ -99,7 +99,7 @@ def test_a_claim_of_the_mean_needs_several_judges_that_fine_tune(tmp_path):
 
 def test_a_size_changes_what_it_names(tmp_path):
     grid = read_grid(str(written(tmp_path, claims=[])), "small")
-    assert grid.variants["15 %"].options["steps"] == "7" and list(grid.judges) == ["sentiment"]
+    assert grid.variants["15 %"].options["steps"] == "7" and list(grid.evaluations) == ["sentiment"]
     assert grid.variants["15 %"].options["arch"] == "bert-tiny"
 
 

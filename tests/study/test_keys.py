@@ -7,6 +7,7 @@ import os
 
 import pytest
 
+import fastplm
 from fastplm import _machine
 from fastplm.study import costs
 from fastplm.study import keys as module
@@ -16,6 +17,31 @@ from .conftest import changed, plan_of
 
 def keys(**options):
     return sorted(plan_of(**options).cells)
+
+
+def test_the_names_of_what_is_hashed(place):
+    """Cells that are stored are found by them."""
+    planned = plan_of().variants["40 %"]
+    training, (score, _) = planned.trainings[0], planned.evaluations["pairs", 1.0]
+    start = {"recipe": 1, "version": ".".join(fastplm.__version__.split(".")[:2])}
+    data = [module.hash_of(place / "train.tsv")]
+    shape = {"arch": "bert-tiny", "vocab_size": 120, "block_size": 32, "name": "model"}
+    shape["corpus"] = [module.hash_of(place / "stories.txt")]
+    assert training.facts | {"settings": 0} == {
+        **start,
+        "command": "pretrain",
+        "recipe": 2,
+        "settings": 0,
+    }
+    model = {"cell": training.key, "name": "model"}
+    settings = {"model": model, "data": [module.hash_of(place / "pairs.jsonl")], "threads": 1}
+    settings |= {"metric": "minimal-pairs"}
+    assert score.facts == {**start, "command": "score", "settings": settings}
+    settings = {"model": {"shape of": shape}, "data": data, "task": "classification", "seeds": 2}
+    settings |= {"steps": 3, "batch_size": 4, "max_length": 32, "threads": 1, "from_scratch": True}
+    scratch = planned.scratch["sentiment"]
+    assert scratch.facts == {**start, "command": "finetune", "settings": settings}
+    assert training.key == module.key_of(training.facts) and len(training.key) == 20
 
 
 def test_keys_stay_where_nothing_that_matters_changes(place):
@@ -48,7 +74,7 @@ def test_keys_change_with_what_matters(name, before, after, changes, place):
 
     def found():
         planned = plan_of().variants["40 %"]
-        judged = [cell for each in planned.judged.values() for cell in each]
+        judged = [cell for each in planned.evaluations.values() for cell in each]
         return {(cell.command, cell.label): cell.key for cell in (*planned.trainings, *judged)}
 
     old = found()
@@ -76,7 +102,7 @@ def test_names_of_the_hub_stay_names(place, monkeypatch):
     rows["hf:acme/tiny"] = "3"
     after = plan_of().variants["40 %"]
     assert [c.key for c in before.trainings] == [c.key for c in after.trainings]
-    judged = [plan.judged["sentiment", 1.0][0].key for plan in (before, after)]
+    judged = [plan.evaluations["sentiment", 1.0][0].key for plan in (before, after)]
     assert judged[0] != judged[1]
 
 

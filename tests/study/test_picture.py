@@ -7,9 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from fastplm.study.picture import _points, draw, panels
-from fastplm.study.results import (
-    Scores,
-)
+from fastplm.study.results import Scores
 from fastplm.study.table import page
 
 from .conftest import BASE, BETTER

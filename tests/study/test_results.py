@@ -9,15 +9,8 @@ import numpy as np
 import pytest
 
 from fastplm.study.cells import Plan
-from fastplm.study.grid import Judge, read_grid
-from fastplm.study.results import (
-    UNRECORDED,
-    Scores,
-    _mean_of,
-    _not_above,
-    _of_judge,
-    results,
-)
+from fastplm.study.grid import Evaluation, read_grid
+from fastplm.study.results import UNRECORDED, Scores, _mean_of, _not_above, _of_evaluation, results
 
 from .conftest import BASE, BETTER
 
@@ -34,25 +27,25 @@ def test_fine_tuning_must_be_better_than_from_new_weights():
 @pytest.mark.parametrize("chance", [0.5, 0.75, None])
 def test_scores_of_one_answer_to_all_say_nothing(chance):
     """In two balanced classes new weights may be below chance, and 52 % above them."""
-    film = Judge("film", "finetune", {}, "model", True, None, None)
+    film = Evaluation("film", "finetune", {}, "model", True, None, None)
     points = [
         [{"examples": 9, "scores": {"accuracy": values, "f1": [0.1, 0.1]}}] for values in BASE
     ]
     contents = [{"points": each} | ({"chance": chance} if chance else {}) for each in points]
-    [(_, scores)] = _of_judge(film, contents, None, (), True)
+    [(_, scores)] = _of_evaluation(film, contents, None, (), True)
     assert ["one answer" in reason for reason in scores.early] == [True] * (chance == 0.75)
     one = [{**contents[0], "points": [{"examples": 9, "scores": {"accuracy": [0.70, 0.81, 0.80]}}]}]
-    [(_, scores)] = _of_judge(film, one, None, (), False)  # of a model that is there
+    [(_, scores)] = _of_evaluation(film, one, None, (), False)  # of a model that is there
     assert bool(scores.early) == (chance == 0.75), "0.77 is above it, and its interval is not"
-    [(_, scores)] = _of_judge(replace(film, figure="f1"), contents, None, (), True)
+    [(_, scores)] = _of_evaluation(replace(film, figure="f1"), contents, None, (), True)
     assert not scores.early, "it is the chance of another figure"
 
 
 def test_the_mean_over_tasks():
     """As GLUE's, of each seed; minimal pairs and losses are not among them."""
-    film = Judge("film", "finetune", {}, "model", True, None, None)
+    film = Evaluation("film", "finetune", {}, "model", True, None, None)
     grid = SimpleNamespace(
-        judges={"film": film, "tags": film, "blimp": replace(film, command="score")}
+        evaluations={"film": film, "tags": film, "blimp": replace(film, command="score")}
     )
     scores = {
         "film": Scores(np.array([[0.6, 0.7], [0.8, 0.7]]), early=("a reason",)),
@@ -63,7 +56,7 @@ def test_the_mean_over_tasks():
     assert mean.values == pytest.approx(np.array([[0.7, 0.8], [0.8, 0.8]]))
     assert mean.early == ("a reason",) and not mean.fixed
     order = replace(film, options={"task": "sop"})  # no task of GLUE's
-    with_order = SimpleNamespace(judges=grid.judges | {"order": order})
+    with_order = SimpleNamespace(evaluations=grid.evaluations | {"order": order})
     assert (_mean_of(with_order, scores)["mean"].values == mean.values).all()
     for lacking in (
         {"film": scores["film"], "blimp": scores["blimp"]},
