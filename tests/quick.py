@@ -33,6 +33,8 @@ THOROUGH = (
     "tests/compile/test_triton.py::test_products_in_tf32",
     "tests/data/test_sources.py::test_without_the_library",
     "tests/docs/test_site.py",
+    "tests/models/test_freeze.py::test_compiled_and_exported",
+    "tests/models/test_on_cuda.py",
     "tests/ops/test_linear.py::test_the_ends_of_slices",
     "tests/ops/test_linear_distillation.py::test_compiled",
     "tests/pretrain/test_run.py::test_killed_and_resumed",
