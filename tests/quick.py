@@ -50,6 +50,11 @@ THOROUGH = (
     "tests/run/test_messages.py::test_a_backend_that_is_none",
     "tests/run/test_messages.py::test_an_empty_variable_is_unset",
     "tests/study/test_study.py::test_a_cell_by_itself",
+    "tests/test_machine.py::test_memory_that_is_kept",
+    "tests/test_packaging.py::test_cuda_library",
+    "tests/test_packaging.py::test_import_touches",
+    "tests/test_packaging.py::test_wheel",
+    "tests/test_rules.py::test_a_backend_that_did_not_run_yet",
 )
 
 
