@@ -15,21 +15,45 @@ AT_LEVEL := $(if $(LEVEL),ATEN_CPU_CAPABILITY=$(LEVEL))
 TRITONS := 3.6.0 3.9.0
 # The oldest Transformers; constraints.txt has the newest.
 TRANSFORMERS := 5.17.0
+# Without a GPU, PyTorch's build for CPUs alone will do: the other one brings gigabytes of CUDA. It
+# is on PyTorch's own index; where that is not reached, the other one is installed.
+TORCH_CPU := https://download.pytorch.org/whl/cpu
+HAS_GPU := $(shell command -v nvidia-smi; ls /dev/nvidia* 2>/dev/null)
+CPU_BUILD := $(if $(HAS_GPU),,$(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)))
+REACHES_TORCH_CPU := from urllib.request import urlopen; urlopen('$(TORCH_CPU)/torch/', timeout=10)
+# quick: what `make test` runs (tests/quick.py); rest: what it leaves; all.
+PART := all
 
-.PHONY: demo test test-gpu test-device test-compile test-triton test-transformers test-study test-study-killed test-cpu test-slow \
-	bench gpu-report docs lint clean
+.PHONY: demo test test-rest test-all test-docs test-gpu test-device test-compile test-triton test-transformers test-study \
+	test-study-killed test-cpu test-slow bench gpu-report docs lint clean
 
 demo: $(VENV)/.base
 	$(BIN)/fastplm demo
 
-# The lanes run one after another, the CPU lane last, and each closes with its own count.
+# What a change most often breaks, in every part. The lanes run one after another, the CPU lane
+# last, and each closes with its own count.
 test: $(VENV)/.test
-	@$(MAKE) --no-print-directory test-gpu
-	@$(MAKE) --no-print-directory test-compile
+	@$(MAKE) --no-print-directory test-gpu PART=quick
+	@$(MAKE) --no-print-directory test-compile PART=quick
+	@$(MAKE) --no-print-directory test-cpu PART=quick
+
+# Everything but the slow lane, without what `make test` has run already.
+test-rest: $(VENV)/.test
+	@$(MAKE) --no-print-directory test-gpu PART=rest
+	@$(MAKE) --no-print-directory test-compile PART=rest
 	@$(MAKE) --no-print-directory test-triton
 	@$(MAKE) --no-print-directory test-transformers
 	@$(MAKE) --no-print-directory test-study
-	@$(MAKE) --no-print-directory test-cpu
+	@$(MAKE) --no-print-directory test-cpu PART=rest
+
+test-all: test
+	@$(MAKE) --no-print-directory test-rest
+
+# After a change of pages alone: the site, what pages promise, and the tables that are in the code.
+test-docs: $(VENV)/.test
+	$(call lane,docs,TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PYTEST) $(PARALLEL) -m "not gpu and not slow" -k "docs or page or contributing or questions" \
+		tests/docs tests/test_layout.py tests/test_rules.py tests/models/test_parameter_counts.py tests/models/test_padding.py \
+		tests/pretrain/test_presets.py tests/study/test_study.py tests/ptx/test_barriers.py tests/compile/test_step_model.py)
 
 # $(1) name, $(2) environment and pytest arguments
 define lane
@@ -46,10 +70,10 @@ test-gpu: $(VENV)/.test
 	fi
 
 test-device: $(VENV)/.test
-	$(call lane,gpu,$(PYTEST) -m gpu)
+	$(call lane,gpu,$(PYTEST) --part $(PART) -m gpu)
 
 test-compile: $(VENV)/.test
-	$(call lane,compile,$(AT_LEVEL) OMP_NUM_THREADS=1 $(PYTEST) $(PARALLEL) -rs tests/compile tests/ptx -m "not slow")
+	$(call lane,compile,$(AT_LEVEL) OMP_NUM_THREADS=1 $(PYTEST) $(PARALLEL) --part $(PART) -rs tests/compile tests/ptx -m "not slow")
 
 # Every kernel compiles under other Tritons than that of constraints.txt, which may be out of reach.
 test-triton: $(TRITONS:%=test-triton-%)
@@ -91,7 +115,7 @@ test-study-killed: $(VENV)/study
 	$(call lane,killed study,PYTHONPATH=$(CURDIR)/$(VENV)/study OMP_NUM_THREADS=1 $(PYTEST) tests/study -m slow -k killed)
 
 test-cpu: $(VENV)/.test
-	$(call lane,interpreter and CPU,$(AT_LEVEL) TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PYTEST) $(PARALLEL) -rs -m "not gpu and not slow" --ignore=tests/compile --ignore=tests/ptx)
+	$(call lane,interpreter and CPU,$(AT_LEVEL) TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PYTEST) $(PARALLEL) --part $(PART) -rs -m "not gpu and not slow" --ignore=tests/compile --ignore=tests/ptx)
 
 test-slow: $(VENV)/.test
 	$(call lane,slow,$(AT_LEVEL) $(PYTEST) -m slow)
@@ -131,7 +155,8 @@ clean:
 $(VENV)/.base: pyproject.toml setup.py constraints.txt $(wildcard csrc/*/*)
 	@echo "Installing PyTorch and the rest into $(VENV): some minutes the first time."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) setuptools wheel ninja torch
+	$(PIP) setuptools wheel ninja
+	$(PIP) torch $$(test "$(CPU_BUILD)" && $(BIN)/python -c "$(REACHES_TORCH_CPU)" 2>/dev/null && echo --extra-index-url $(TORCH_CPU))
 	@echo "Compiling csrc/: 2 to 3 minutes on 2 free cores, many more on busy ones."
 	$(PIP) --no-build-isolation --editable .
 	@$(BIN)/python -c "from fastplm._extension import lacks; print('csrc/:', lacks('mask_tokens', 'CPU') or 'built')"

@@ -9,10 +9,10 @@
 kept.
 
 Every kernel in every shipped configuration is compiled for sm_80, sm_90 and sm_100. A row of
-``results/static/kernels.csv``, and of docs/kernels.md, which explains the columns, describes the
-inner loop: its instructions by kind, the cycles of an iteration by unit, the largest of these (the
-bound), and the FLOPs and bytes of the tile with the cycles of the roofline. The numbers are exact,
-as nothing is measured. So a regression in generated code shows without a GPU.
+``results/static/kernels.csv``, and of kernels.md beside it, which explains the columns, describes
+the inner loop: its instructions by kind, the cycles of an iteration by unit, the largest of these
+(the bound), and the FLOPs and bytes of the tile with the cycles of the roofline. The numbers are
+exact, as nothing is measured. So a regression in generated code shows without a GPU.
 
 How to read a row: ``bound_cycles`` over ``roofline_cycles`` says how far the instructions are from
 the tile's own work. A matmul loop is ideal at 1. A kernel without matmuls waits for memory alone
@@ -57,7 +57,7 @@ from machine_code import KINDS
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "static" / "kernels.csv"
 LONG = RESULTS.with_name("long.csv")
-PAGE = ROOT / "docs" / "kernels.md"
+PAGE = RESULTS.with_name("kernels.md")
 
 Row = dict[str, str]
 Key = tuple[str, ...]

@@ -281,7 +281,7 @@ class _Parser(argparse.ArgumentParser):
             meant = _perhaps(unknown[0].split("=")[0], self._option_string_actions)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
         if "--config" in self._option_string_actions:
-            from fastplm.run.config_file import with_file
+            from fastplm.run.options import with_file
 
             with_file(self, known)
         return known, unknown
@@ -355,7 +355,8 @@ def _commands() -> Iterator[_Command]:
 
 def _parser() -> argparse.ArgumentParser:
     from fastplm.pretrain.settings import MINUTES
-    from fastplm.run.settings import NOT_NEGATIVE, add_settings, integer
+    from fastplm.run.options import add_settings
+    from fastplm.run.settings import NOT_NEGATIVE, integer
 
     parser = _Parser(prog="fastplm", description="BERT-era language models, fast and correct.")
     parser.add_argument("--version", action="version", version=f"fastplm {fastplm.__version__}")

@@ -18,6 +18,7 @@ import torch
 from fastplm import _rules
 from fastplm.testing import hold_to_level
 
+from . import quick
 from .commands import (  # noqa: F401 (fixtures)
     arguments,
     bert,
@@ -120,9 +121,17 @@ if not torch.cuda.is_available():
 
 def pytest_addoption(parser):
     parser.addoption("--seed", type=int, default=0, help="what every test draws its numbers from")
+    parts = {"choices": ("all", "quick", "rest"), "default": "all"}
+    parser.addoption("--part", **parts, help="quick: the tests of `make test`, see quick.py")
 
 
+@pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config, items):
+    if (part := config.getoption("part")) != "all":
+        chosen = quick.chosen(item.nodeid for item in items)
+        kept = [item for item in items if (item.nodeid in chosen) == (part == "quick")]
+        config.hook.pytest_deselected(items=set(items) - set(kept))
+        items[:] = kept
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="gpu lane: no CUDA device on this machine")

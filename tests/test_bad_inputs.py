@@ -651,25 +651,3 @@ def test_models_name_the_argument(name, given, argument):
         model(name)(**decoded(name, **given))
     said = str(caught.value)
     assert f"`{argument}`" in said and "expected" in said
-
-
-@pytest.mark.parametrize("name", [*POSITIONS, "OpenAIGPTModel", "BartModel"])
-def test_the_most_tokens_there_are_positions_for(name):
-    """One token more is too many; no value of a tensor is read to know it."""
-    most = 19 if name == "RobertaModel" else 20
-    model(name)(**(decoded(name, input_ids=torch.full((2, most), 5))))
-    with pytest.raises(ValueError, match=rf"at most {most}, .*max_position_embeddings"):
-        model(name)(**decoded(name, input_ids=torch.full((2, most + 1), 5)))
-
-
-def test_padding_takes_none_of_robertas_positions():
-    text = torch.full((1, 30), 0)
-    text[0, :19] = 5
-    model("RobertaModel")(input_ids=text, attention_mask=(text != 0).long())
-
-
-def test_a_cache_counts():
-    gpt2 = model("GPT2Model")
-    cache = gpt2(torch.full((1, 20), 5), use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="1 tokens after 20 in the cache"):
-        gpt2(torch.full((1, 1), 5), past_key_values=cache)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.util
 import inspect
 import re
 import subprocess
@@ -17,6 +18,7 @@ import fastplm.ops  # noqa: F401 (fills OPS)
 from fastplm._registry import OPS
 
 from .mutations import MUTATIONS
+from .quick import THOROUGH
 
 ROOT = Path(__file__).parent.parent
 #: The upper storey from top to bottom: a package or module may import those of the lines below its
@@ -304,6 +306,32 @@ def test_contributing_lists_every_environment_variable():
 
 
 def test_each_planted_bug_still_has_a_place():
-    """So text that changes cannot leave tests/mutations.py behind."""
+    """So text that changes cannot leave tests/planted_bugs.txt behind."""
     lost = [each for each in MUTATIONS if (ROOT / each.file).read_text().count(each.old) != 1]
     assert lost == []
+
+
+def test_each_thorough_test_is_there():
+    for name in THOROUGH:
+        file, _, function = name.partition("::")
+        assert f"def {function}" in (ROOT / file).read_text(), name
+
+
+def test_scripts_import_what_there_is():
+    """No test runs most of them."""
+    lost = []
+    for path in python_files("benchmarks", "studies", "examples"):
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("fastplm"):
+                module = importlib.import_module(node.module)
+                for name in (alias.name for alias in node.names):
+                    if not hasattr(module, name) and not _is_module(f"{node.module}.{name}"):
+                        lost.append(f"{path.relative_to(ROOT)} imports {node.module}.{name}")
+    assert not lost
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False

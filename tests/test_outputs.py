@@ -180,21 +180,6 @@ def test_a_link_stays_and_its_folder_is_moved(place, tmp_path, monkeypatch, caps
     assert "was moved to" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_a_cache_in_the_folder_stays_there(place, tmp_path):
-    corpus = tmp_path / "texts.txt"
-    corpus.write_text("\n\n".join(f"The river {i} follows the house {i % 7}." for i in range(400)))
-    out = tmp_path / "run"
-    words = f"pretrain --arch bert-tiny --steps 1 --corpus {corpus} --vocab-size 120 --block-size 8"
-    words += f" --batch-size 4 --cache {out / 'cache'} --out {out}"
-    assert main(words.split()) == 0
-    made = sorted((out / "cache").iterdir())
-    assert main([*words.split(), "--overwrite"]) == 0
-    assert sorted((out / "cache").iterdir()) == made
-    assert not (tmp_path / "run.old-1" / "cache").exists()
-    assert (tmp_path / "run.old-1" / "metrics.json").is_file()
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_what_is_there_is_renamed(command, tmp_path, capsys):
     """In all commands; nothing is deleted, nor is anything moved by one that fails."""

@@ -140,17 +140,6 @@ def test_bounds():
     assert first(words - {"avx2"}, sizes) is other
 
 
-def test_the_form_of_a_weight_counts():
-    aspects = [_rules.aspect(n, k) for n, k in ((32, 128), (64, 64), (1, 4096), (50257, 16))]
-    assert aspects == [16, 64, 1, 4096]
-    for n, k in ((768, 768), (3072, 768), (768, 3072), (256, 1024)):
-        assert _rules.sizes_by_name("linear", (5, n * k, _rules.aspect(n, k))) == {
-            "rows": 5,
-            "outputs": n,
-            "products": 5 * n * k,
-        }
-
-
 @pytest.mark.parametrize("kind", ["baseline", "none", "aarch64"])
 @pytest.mark.parametrize("op", RULES)
 def test_what_nobody_measured_is_pytorchs(real_rules, monkeypatch, kind, op):
@@ -231,12 +220,6 @@ def test_the_page_is_what_the_script_prints(capsys, monkeypatch):
     judge_rules.main()
     page = Path(__file__).parents[1] / "docs/rules.md"
     assert capsys.readouterr().out == page.read_text("utf-8")
-
-
-def test_losing_cells_are_listed(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["judge_rules.py", "--cells", str(ROWS / "avx2.json")])
-    judge_rules.main()
-    assert "    stock 0.81 at forward bfloat16 16384\n" in capsys.readouterr().out
 
 
 @needs_csrc
@@ -323,12 +306,6 @@ def test_the_generations_of_a_maker_are_told_apart(monkeypatch):
     monkeypatch.setattr(_machine, "_cpuinfo", lambda field, otherwise: "26")
     new = {"avx512-amd": "avx512-amd-zen5"}.get(maker, maker)
     assert _machine.cpu_kind() == new and new in FILES
-
-
-def test_info_names_the_kind_of_the_rules():
-    said = fastplm.info(all=True)
-    assert f"vector instructions of csrc/: {_machine.level()}" in said
-    assert f"rules for a CPU of the kind: {_machine.cpu_kind()}" in said
 
 
 def test_the_only_query_of_a_causal_call_is_a_plain_call(measured):
@@ -439,13 +416,6 @@ def test_numbers_of_numpy_take_the_op_too(measured):
     out = OPS["dropout"].layer(torch.ones(64), np.float64(0.25), None, None, None)
     assert out is not None
     assert OPS["gelu"].layer(3, "tanh") is None  # PyTorch says what is wrong
-
-
-def test_a_cold_cell(monkeypatch):
-    monkeypatch.setattr(_measure, "_BETWEEN", 1 << 10)
-    calls = []
-    ours, stock = _measure._cell(lambda: calls.append("ours"), lambda: calls.append("stock"), True)
-    assert ours > 0 and stock > 0 and calls == ["ours", "stock"] * (1 + _measure._COLD_ROUNDS)
 
 
 def test_what_pytorch_would_broadcast_is_an_error_all_the_same(measured):

@@ -36,15 +36,6 @@ def no_call_for_an_issue(capfd, recwarn):
 
 
 ROWS, WIDTH = 6, 16
-GENERATOR = torch.Generator().manual_seed(0)
-
-
-def drawn(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=GENERATOR)
-
-
-TARGET = torch.tensor([1, 2, -100, 4, 5, 0])
-VOCABULARY = drawn(11, WIDTH)
 
 
 def function_of(name: str, wrt: str):
@@ -214,42 +205,6 @@ def test_samples_of_every_op(name):
     nested = torch.vmap(torch.vmap(function, 1))(torch.stack((batch, batch.flip(1))))
     for ours, expected in zip(nested, batched, strict=True):
         check_same(ours, torch.stack((expected, expected.flip(0))))
-
-
-def test_samples_bring_labels_of_their_own():
-    x, targets = drawn(2, ROWS, WIDTH), torch.stack((TARGET, TARGET.flip(0)))
-
-    def loss(x, target):
-        kept = ops.gather_rows(x, target.clamp(max=ROWS - 1, min=-1))
-        return ops.linear_cross_entropy(kept, VOCABULARY, target)
-
-    per_sample = torch.vmap(torch.func.grad(loss))(x, targets)
-    one_by_one = [torch.func.grad(loss)(*sample) for sample in zip(x, targets, strict=True)]
-    check_same(per_sample, torch.stack(one_by_one))
-
-
-@every_function
-def test_a_second_gradient_is_right_or_refused(name):
-    function, x = number(name)
-    twice = torch.func.grad(lambda x: torch.func.grad(function)(x).square().sum())
-    with fastplm.use_backend("eager"):
-        expected = twice(x)
-    try:
-        out = twice(x)
-    except (fastplm.FastplmError, RuntimeError) as error:
-        said = str(error)
-        assert "gradient of its own" in said or "scaled_dot_product" in said
-    else:
-        check_same(out, expected)
-
-
-def test_a_gradient_of_a_loss_is_no_constant():
-    """The gradient by the input alone also depends on the input: the forward computed its slope."""
-    function, x = FUNCTIONS["replaced_token_loss"]
-    x = x.clone().requires_grad_()
-    (grad,) = torch.autograd.grad(function(x), x, create_graph=True)
-    with pytest.raises(fastplm.FastplmError, match="use_backend"):
-        (grad.square().sum() + x.sum()).backward()
 
 
 # --- use_backend and threads ----------------------------------------------------------------------

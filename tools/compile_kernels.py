@@ -42,7 +42,7 @@ from fastplm.triton_kernels._launch import Launch, record_launches, shared_limit
 from hazards import find_hazards
 from offsets import offset_overflows
 
-#: The architectures that have launch tables of their own, and that docs/kernels.md shows.
+#: The architectures that have launch tables of their own, and that results/static/kernels.md shows.
 ARCHS = (80, 90, 100)
 #: Other architectures, with less shared memory, which use these tables.
 SMALLER_ARCHS = (86, 89, 120)
@@ -423,7 +423,8 @@ _PAGE = """# The kernels, as compiled
 
 Written by `python benchmarks/static_report.py` with Triton {triton}, without a GPU. Registers,
 shared memory and instructions are read from the machine code; blocks, warps and cycles follow from
-them by arithmetic. **No time on this page is measured**; [Measured on an H100](gpu.md) has times.
+them by arithmetic. **No time on this page is measured**; [Measured on an
+H100](../../../docs/gpu.md) has times.
 
 - `blocks/SM`, `warps/SM`: how many an SM holds at once, as registers, shared memory (and tensor
   memory on sm_100) allow.

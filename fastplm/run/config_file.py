@@ -29,57 +29,7 @@ SHIPPED = Path(__file__).parent / "configs"
 _LARGEST = 1 << 20  # bytes
 
 
-class FromFile(argparse.Action):
-    """``--config FILE``: the values of a file, for ``with_file``.
-
-    Args:
-        settings: the class of the command's arguments.
-
-    Raises:
-        ArgumentValueError: the file cannot be read, or holds what is no setting.
-    """
-
-    def __init__(self, *args: Any, settings: type[Settings], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.settings = settings
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: Any, path: Any, option: Any = None
-    ) -> None:
-        command = self.settings.where
-        path = _path_of(command, path)
-
-        def refuse(got: str, expected: str, fix: str) -> NoReturn:
-            fail(command, "config", f"{path}, with {got}", expected, fix)
-
-        given = read(command, path)
-        for name in given:
-            if name.replace("-", "_") in CALL:
-                fix = f"Give --{name.replace('_', '-')} on the command line."
-                refuse(f"the setting {name}", "no setting of one call", fix)
-        found = {"config": path, **values_of(self.settings, given, refuse)}
-        namespace.file = {**getattr(namespace, "file", {}), **found}
-        each: Any
-        for each in (*parser._actions, *parser._mutually_exclusive_groups):
-            names = {action.dest for action in getattr(each, "_group_actions", [each])}
-            each.required = each.required and names.isdisjoint(found)
-
-
-def with_file(parser: argparse.ArgumentParser, namespace: Any) -> None:
-    """Add the values of ``--config`` to those of the command line, which take precedence.
-
-    Of two options that exclude each other the one on the command line takes the place of the one in
-    the file.
-    """
-    found = vars(namespace).pop("file", {})
-    given = {n for n, value in vars(namespace).items() if value is not parser.get_default(n)}
-    for group in parser._mutually_exclusive_groups:
-        names = {action.dest for action in group._group_actions}
-        given |= set() if names.isdisjoint(given) else names
-    vars(namespace).update({n: value for n, value in found.items() if n not in given})
-
-
-def _path_of(command: str, path: str) -> str:
+def path_of(command: str, path: str) -> str:
     """The path of a file, or of one that comes with the library, which has its name."""
     shipped = SHIPPED / command / f"{path}.yaml"
     if os.path.isfile(path):

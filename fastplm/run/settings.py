@@ -100,12 +100,6 @@ def integer(low: int = 1, high: int = 10**9) -> Number:
 CALL = ("resume", "overwrite", "dry_run")
 #: What a setting is that takes a checkpoint: a folder, or a name on the Hugging Face Hub.
 MODEL = "DIR|NAME"
-#: The help of ``--config``.
-CONFIG = (
-    "YAML or JSON file of the options' names and values, as a run writes it (OUT/settings.yaml), "
-    "or the name of one that comes along (fastplm/run/configs); "
-    "an option on the command line takes precedence"
-)
 _LARGEST = sys.float_info.max
 ANY = Number(float, -_LARGEST, _LARGEST, "a number")
 POSITIVE = Number(float, math.nextafter(0, 1), _LARGEST, "a number above 0")
@@ -168,63 +162,9 @@ def setting(
     return field(default=default, default_factory=default_factory, metadata=metadata)
 
 
-def option_of(name: str) -> str:
-    """The option of the command line of this name."""
-    return f"--{name.replace('_', '-')}"
-
-
 def takes_several(each: Field[Any]) -> bool:
     """Whether a setting takes several values, with spaces between them."""
     return "Sequence" in str(each.type)
-
-
-def add_settings(parser: argparse.ArgumentParser, arguments: type[Settings]) -> None:
-    """Add the options of each field of a class of arguments, under its topic.
-
-    A parser gives only what it was given, and the defaults ``on_command_line``.
-    """
-    from fastplm.run.config_file import FromFile
-
-    none: Any = {"default": argparse.SUPPRESS, "metavar": "FILE"}
-    parser.add_argument("--config", action=FromFile, settings=arguments, help=CONFIG, **none)
-    topics: dict[str, Any] = {}
-    for title, names in arguments.topics.items():
-        topics |= dict.fromkeys(names, parser.add_argument_group(title))
-    groups: dict[str, Any] = {}
-    needed = []
-    for each in fields(arguments):  # type: ignore[arg-type]
-        known, option = each.metadata, option_of(each.name)
-        topic, group = topics.get(each.name, parser), known["excludes"]
-        if group is not None and group not in groups:
-            groups[group] = topic.add_mutually_exclusive_group()
-        place = groups[group] if group else topic
-        help, default = (
-            known["help"],
-            each.default if known["default"] is None else known["default"],
-        )
-        given: dict[str, Any] = {"action": "store_true"}
-        if each.type != "bool":
-            given = {"type": known["number"], "choices": known["choices"]}
-            given["metavar"] = known["metavar"]
-            given["nargs"] = "+" if takes_several(each) else None
-            given["required"] = known["required"] and group is None
-            given["required"] |= default is MISSING and each.default_factory is MISSING
-            # Without a default of its own an option has none to show: its help says what happens.
-            help += "" if default in (None, "", MISSING) else f" (default: {default})"
-        own: dict[str, Any] = {"dest": each.name, "default": argparse.SUPPRESS}
-        same = [option_of(name) for name, value in known["also"].items() if value is None]
-        place.add_argument(option, *same, help=help, **own, **given)
-        if known["default"] is not None:
-            parser.set_defaults(**{each.name: known["default"]})
-        for name, value in known["also"].items():
-            if value is not None:
-                own |= {"action": "store_const", "const": value}
-                place.add_argument(option_of(name), help=f"the same as {option} {value}", **own)
-        if group is not None:
-            place.required |= known["required"]
-        if known["required"] or given.get("required"):
-            needed.append(f"{option} {known['metavar'] or each.name.upper()}")
-    parser.usage = f"%(prog)s {' '.join(needed)} [option ...]"
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from fastplm.inference.score_settings import ScoreArguments
 from fastplm.pretrain.settings import PretrainArguments
 from fastplm.run.config_file import Refuse, named, read, values_of
 from fastplm.run.hub import is_name
-from fastplm.run.settings import MODEL, Settings, integer, option_of, takes_several
+from fastplm.run.options import option_of
+from fastplm.run.settings import MODEL, Settings, integer, takes_several
 
 #: The studies that come with the library.
 STUDIES = Path(__file__).parent / "studies"

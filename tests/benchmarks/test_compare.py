@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import os
 import shutil
 import subprocess
@@ -11,10 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import compare
-import harness
 
 BENCHMARKS = Path(compare.__file__).parent
 
@@ -51,36 +47,6 @@ def test_a_slow_down_must_exceed_what_unchanged_code_shows():
     assert flagged(before, [row(p50=135), row("eager"), row("peer", p50=130)]) == ["fastplm"]
 
 
-def test_noise_is_that_of_the_op_or_where_it_has_none_the_largest():
-    before = [row(), row("eager"), row(op="loud"), row("eager", op="loud"), row(op="alone")]
-    after = [
-        row(p50=120),
-        row("eager", p50=101),
-        row(p50=120, op="loud"),
-        row("eager", p50=150, op="loud"),
-        row(p50=140, op="alone"),
-    ]
-    changes = {change.key.op: change for change in compare.compare(before, after)}
-    assert changes["toy"].noise == pytest.approx(1.01)
-    assert changes["loud"].noise == changes["alone"].noise == pytest.approx(1.5)
-    flags = [c.key.op for c in compare.compare(before, after) if c.flagged]
-    assert flags == ["toy"]
-
-
-def test_all_turns_count():
-    quiet, busy = [row(), row(), row()], [row(p50=120), row(p50=120), row(p50=102)]
-    (change,) = compare.compare(quiet, busy)
-    assert change.ratio == pytest.approx(1.2)
-    assert change.spread == pytest.approx((102 / 105, 120 * 1.05 / 95))
-    assert not change.flagged  # one turn was as fast as before
-
-
-def test_a_busy_moment_hides_nothing():
-    disturbed = dataclasses.replace(row(), p80_us=5000.0)
-    assert flagged([row(), disturbed, row()], [row(p50=120)] * 3) == ["fastplm"]
-    assert flagged([disturbed], [row(p50=120)]) == []  # one turn alone cannot show it
-
-
 def test_what_does_not_run_any_more_is_flagged_and_what_is_new_is_not():
     before = [row(), row("peer"), row("fastplm, kept"), row("fastplm, gone", status="skipped: x")]
     after = [
@@ -94,140 +60,6 @@ def test_what_does_not_run_any_more_is_flagged_and_what_is_new_is_not():
     assert "FAILS: refused: BudgetExceeded: far off" in text
     assert "not measured now" in text and "skipped: not installed" in text
     assert text.count("\n  toy, case, forward, fastplm: FAILS") == 1
-
-
-def test_the_table_has_a_line_for_each_variant_and_names_the_slow_ones():
-    before, after = [row(), row("eager")], [row(p50=200), row("eager", p50=101)]
-    text = compare.report(compare.compare(before, after), "old", "new")
-    lines = text.splitlines()
-    assert lines[1].split() == "toy case forward fastplm 100.0 200.0 2.00 1.81-2.21 SLOWER".split()
-    assert lines[2].split() == "toy case forward eager 100.0 101.0 1.01 0.91-1.12".split()
-    assert "noise, by the variants that did not change: toy 1.01x" in lines
-    assert lines[-2:] == ["1 of 2 flagged:", "  toy, case, forward, fastplm: SLOWER 2.00x"]
-
-
-# --- measured rows --------------------------------------------------------------------------------
-
-
-class Clock:
-    """A clock that only work advances.
-
-    A busy machine may change real times by any amount, so no verdict on them is sure.
-    """
-
-    def __init__(self):
-        self.seconds = 0.0
-        self.calls = 0
-
-    def work(self) -> None:
-        self.calls += 1
-        self.seconds += 1e-3 * (1 + 0.01 * (self.calls % 7))  # no two turns are quite equal
-
-    def time(self, call, device) -> float:
-        """Replaces ``harness._seconds``."""
-        began = self.seconds
-        call()
-        return self.seconds - began
-
-
-@pytest.fixture
-def turn(monkeypatch):
-    """A function that returns the rows of a case; its variant repeats its work so often."""
-    clock = Clock()
-    monkeypatch.setattr(harness, "SESSION", harness.Session())
-    monkeypatch.setattr(harness, "_seconds", clock.time)
-
-    def work(x, times=1):
-        for _ in range(times):
-            out = x @ x
-            clock.work()
-        return out
-
-    def make(device):
-        return {"x": torch.randn(4, 4, device=device)}
-
-    def measure(repeats: int):
-        case = harness.Case(
-            op="toy",
-            label="product",
-            make=make,
-            make_small=make,
-            variants={
-                "eager": work,
-                "torch": work,
-                "fastplm": lambda x: work(x, repeats),
-                "fastplm, other": work,
-            },
-            gated=(),
-        )
-        return harness.measure(case, "forward", rounds=25)
-
-    return measure
-
-
-def test_work_done_three_times_is_flagged_and_equal_work_is_not(turn):
-    before, same, slow = [], [], []
-    for _ in range(3):
-        before += turn(1)
-        same += turn(1)
-        slow += turn(3)
-    assert flagged(before, same) == []
-    assert flagged(before, slow) == ["fastplm"]
-
-
-# --- committed rows -------------------------------------------------------------------------------
-
-
-def test_rows_of_that_commit_and_this_machine_are_taken(turn, tmp_path, monkeypatch):
-    now = turn(3)
-    monkeypatch.setattr(compare, "RESULTS", tmp_path)
-    monkeypatch.setattr(compare, "describe", lambda ref: "abc1234")
-    monkeypatch.setattr(compare, "git", lambda *arguments: pytest.fail("nothing to check out"))
-    old = [dataclasses.replace(each, commit="abc1234") for each in turn(1)]
-    harness.write_rows(old, tmp_path)
-    text = compare.against("main", now)
-    assert "before: main (abc1234), committed rows" in text
-    assert "\n  toy, product, forward, fastplm: SLOWER" in text
-    # A folder of rows gives the same.
-    folder = compare.against(str(tmp_path), now)
-    assert folder.replace(str(tmp_path), "main (abc1234), committed rows") == text
-
-    for other in ({"commit": "abc1234-dirty"}, {"machine": "another"}, {"torch": "0"}):
-        shutil.rmtree(tmp_path)
-        harness.write_rows([dataclasses.replace(each, **other) for each in old], tmp_path)
-        assert compare.stored("main", now) is None
-    shutil.rmtree(tmp_path)
-    harness.write_rows([each for each in old if each.variant != "fastplm"], tmp_path)
-    assert compare.stored("main", now) is None
-
-
-def test_without_such_rows_the_other_commit_is_measured(turn, tmp_path, monkeypatch):
-    now, asked = turn(1), []
-
-    class Old:
-        name = "main (abc1234)"
-
-        def ops(self):
-            return ["toy", "another"]
-
-        def turn(self, op, rounds, quick):
-            asked.append((op, quick))
-            return [*turn(1), row(op="toy", case="not measured now")]
-
-    monkeypatch.setattr(compare, "RESULTS", tmp_path)
-    monkeypatch.setattr(compare, "describe", lambda ref: "abc1234")
-    monkeypatch.setattr(compare, "checkout", lambda ref: contextlib.nullcontext((Old(), None)))
-    text = compare.against("main", now)
-    assert asked == [("toy", True)]
-    assert "before: main (abc1234); after:" in text
-    assert "of 4 flagged" in text
-
-
-def test_what_cannot_be_compared_says_so(turn, monkeypatch):
-    text = compare.against("no such commit", turn(1))
-    assert text.startswith("not compared with no such commit: git ")
-    monkeypatch.setattr(sys, "argv", ["compare.py", "no such commit"])
-    assert compare.main() == 2
 
 
 # --- two commits ----------------------------------------------------------------------------------
@@ -322,10 +154,3 @@ def test_equal_commits_and_what_stops_a_comparison(repository):
     done = run_compare(repository, "HEAD", "--ops", "toy")
     assert done.returncode == 2 and "toy of" in done.stderr and "broken" in done.stderr
     assert len(run_git(repository, "worktree", "list").splitlines()) == 1
-
-
-def test_a_changed_csrc_is_built_there_or_left_out(repository):
-    (repository / "csrc" / "toy.cpp").write_text("// another\n")
-    done = run_compare(repository, "HEAD", "--ops", "toy", "--turns", "1")
-    assert "csrc/ of the other commit was not built" in done.stderr  # there is no setup.py
-    assert "built False" in done.stdout and "built True" in done.stdout

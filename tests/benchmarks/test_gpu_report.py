@@ -71,15 +71,6 @@ def test_dry_the_plan_takes_485_seconds_and_nothing_is_cut_off():
     assert gpu_report.START + sum(parts.values()) == gpu_report.SECONDS == 485
 
 
-def test_with_less_time_the_last_pieces_are_skipped_and_say_so():
-    found = gpu_report.dry(300.0)
-    ran = [piece for piece, outcome, _ in found if outcome == "ok"]
-    assert gpu_report.START + sum(piece.seconds for piece in ran) <= 300
-    skipped = {piece.part for piece, outcome, _ in found if outcome.startswith("skipped: ")}
-    assert skipped >= {"attention", "fused ops", "the rest"} and "BERT-base" not in skipped
-    assert len(found) == len(gpu_report.dry(485.0))
-
-
 def test_every_case_of_the_plan_is_one_of_its_benchmark(monkeypatch):
     code = (
         "import importlib, json, harness, torch, gpu_report\n"
@@ -94,21 +85,6 @@ def test_every_case_of_the_plan_is_one_of_its_benchmark(monkeypatch):
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert not done.stdout
-
-
-@pytest.mark.parametrize("family", ("bert", "albert", "gpt2", "t5", "bart", "electra"))
-def test_a_model_counts_as_the_ops_that_it_uses(family):
-    import torch
-
-    import steps
-    from fastplm._backends import record_decisions
-
-    case = steps.case(steps.Step(f"{family}-tiny", 2, 16, padding=0.3, vocab=1999))
-    with record_decisions() as decisions:
-        case.variants["fastplm"](**case.make_small(torch.device("cpu")))
-    used = {decision.op for decision in decisions} & set(gpu_report.CHECKED)
-    name = "electra_pretraining" if family == "electra" else family
-    assert used and used <= set(gpu_report.USES[name])
 
 
 # --- the clock ------------------------------------------------------------------------------------
@@ -220,16 +196,6 @@ def test_compiled_transformers_that_is_faster_is_printed_as_such(tmp_path):
     assert len(lines) == 4 and all("NVIDIA H200 (driver 1.2), torch 2.13" in line for line in lines)
 
 
-def test_the_fastest_tiles_are_named(tmp_path):
-    case = ("attention_tiles", "stream_fwd plain", "forward")
-    rows = [
-        row(*case, "fastplm", 150),
-        row(*case, "fastplm, 128x64x8x3", 100),
-        row(*case, "eager", 9),
-    ]
-    assert "stream_fwd plain: fastplm, 128x64x8x3 is the fastest, 1.50×" in write(tmp_path, rows)
-
-
 def test_what_uses_a_wrong_kernel_is_red_and_keeps_its_time(tmp_path, monkeypatch):
     of = gpu_report.Measured()
     of.red.add("bias_gelu")
@@ -267,36 +233,6 @@ def test_a_wrong_kernel_is_found_by_the_checks(monkeypatch):
 
 
 # --- pre-training and the profile -----------------------------------------------------------------
-
-
-def test_a_profile_names_what_takes_the_time(tmp_path, harness):
-    import profile_kernels
-    import torch
-
-    a = torch.randn(256, 256)
-    profiled = profile_kernels.profile(lambda: a @ a @ a, torch.device("cpu"))
-    assert profiled[0][:2] == ("aten::mm", 2)
-    many = [(f"k{i}", 1, 10.0) for i in range(14)]
-    key = ("op", "case", "forward")
-    rows = profile_kernels.write_profile(tmp_path, *key, many)
-    assert len(rows) == 13 and rows[-1]["kernel"] == "2 others" and rows[-1]["us"] == 20
-    assert sum(row["share"] for row in rows) == pytest.approx(1, abs=1e-3)
-    assert len(profile_kernels.write_profile(tmp_path, *key, many, kept=None)) == 14
-    assert not plots.latest_rows(tmp_path)  # rows of a profile are of another kind
-
-
-def test_a_graph_may_not_change_the_losses():
-    import pretrain
-    import torch
-
-    plain = torch.tensor([[10.0, 0.7], [9.0, 0.6]])
-    other = plain + torch.tensor([[0.1, 0.0], [0.0, 0.01]])
-    assert pretrain.verdict(plain, plain, other) == "ok"
-    assert pretrain.verdict(plain, plain + 0.005, other) == "ok"
-    off = plain + torch.tensor([[0.0, 0.0], [0.2, 0.0]])
-    assert pretrain.verdict(plain, off, other).startswith("refused: mlm_loss off by 0.2")
-    broken = plain * torch.tensor([1.0, float("nan")])
-    assert pretrain.verdict(plain, broken, other).startswith("refused: rtd_loss off by nan")
 
 
 @pytest.mark.slow

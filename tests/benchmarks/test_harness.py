@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -100,18 +99,6 @@ def test_a_right_kernel_with_a_wrong_gradient_gets_no_time(harness):
         harness.measure(make_case(harness, variants=variants), "training", rounds=2)
 
 
-def test_a_gate_of_the_case_is_asked(harness):
-    asked = []
-
-    def gate(variant, eager, inputs):
-        asked.append((variant, eager))
-        raise AssertionError("not this one")
-
-    with pytest.raises(AssertionError, match="not this one"):
-        harness.measure(make_case(harness, gate=gate), "forward", rounds=1)
-    assert asked == [(attention_ref, attention_ref)]
-
-
 def test_what_is_not_here_is_skipped_and_what_breaks_has_failed(harness):
     def breaks_later(**inputs):
         breaks_later.calls += 1
@@ -140,12 +127,6 @@ def test_what_is_not_here_is_skipped_and_what_breaks_has_failed(harness):
     assert list(rows) == list(variants)
 
 
-def test_a_gated_variant_that_breaks_is_red(harness):
-    variants = {"eager": attention_ref, "fastplm": broken}
-    with pytest.raises(AssertionError, match="fastplm"):
-        harness.measure(make_case(harness, variants=variants), "forward", rounds=1)
-
-
 # --- figures --------------------------------------------------------------------------------------
 
 
@@ -157,17 +138,6 @@ def told(name: str, ran: list[str]):
         return attention_ref(**inputs)
 
     return run
-
-
-def test_every_round_has_every_variant_in_an_order_of_its_own(harness):
-    ran: list[str] = []
-    names = ("eager", "fastplm", "peer", "other")
-    case = make_case(harness, variants={name: told(name, ran) for name in names}, gated=())
-    harness.measure(case, "forward", rounds=9)
-    ran = ran[-9 * len(names) - len(names) : -len(names)]  # after the rounds: memory, once each
-    rounds = {tuple(ran[i : i + len(names)]) for i in range(0, len(ran), len(names))}
-    assert all(sorted(order) == sorted(names) for order in rounds)
-    assert len(rounds) > 3
 
 
 def test_figures_follow_from_the_median(harness, monkeypatch):
@@ -194,83 +164,6 @@ def test_figures_follow_from_the_median(harness, monkeypatch):
     assert ours.gflop_per_s == round(4500 / 1e9, 2)
     assert ours.tokens_per_s == 5.0
     assert ours.peak_mb is not None
-
-
-def test_directions_need_what_is_left_of_each_other(harness):
-    case = make_case(harness)
-    assert case.needs("forward") == (1000, 4000)
-    assert case.needs("training") == (3000, 9000)
-    assert case.needs("backward") == (2000, 5000)
-
-
-def test_the_roofline_is_the_slower_of_two(harness):
-    cpu = torch.device("cpu")
-    assert harness.allowed_seconds(2000, 1000, cpu, torch.float32) == 2e-6
-    assert harness.allowed_seconds(0, 1000, cpu, torch.float32) == 1e-6
-    assert harness.allowed_seconds(0, 0, cpu, torch.float32) is None
-
-
-def test_ceilings_count_the_fastest_of_some_calls(monkeypatch):
-    import harness
-
-    times = iter([0.1, 0.4, 0.2, 0.3])
-    monkeypatch.setattr(harness, "_seconds", lambda call, device: next(times))
-    # The first call does not count, and no further call fits in a second.
-    assert harness._fastest(lambda: None, torch.device("cpu")) == 0.2
-    assert next(times, "none") == "none"
-
-
-def test_ceilings_are_of_a_copy_and_of_a_product(monkeypatch):
-    import harness
-
-    monkeypatch.setattr(harness, "_fastest", lambda call, device: (call(), 2.0)[1])
-    device = torch.device("cpu")
-    for measured in (harness._copy_rate, harness._product_rate):
-        measured.cache_clear()
-    try:
-        copied, multiplied = harness.ceilings(device, torch.float32)
-    finally:
-        for measured in (harness._copy_rate, harness._product_rate):
-            measured.cache_clear()
-    assert copied == 2 * 2**28 / 2.0  # 256 MiB read and written
-    assert multiplied == 2 * 2048**3 / 2.0
-
-
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA H200", 989.5e12),
-        ("NVIDIA H100 80GB HBM3", 989.5e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA H200 MIG 1g.18gb", None),
-        ("NVIDIA L40S", 362e12),
-        ("NVIDIA GeForce GTX 1080", None),
-    ],
-)
-def test_peaks_go_by_the_name_of_the_gpu(monkeypatch, name, peak):
-    import harness
-
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
-    assert harness.peak_flops(torch.device("cuda"), torch.bfloat16) == peak
-    assert harness.peak_flops(torch.device("cuda"), torch.int8) is None
-    assert harness.peak_flops(torch.device("cpu"), torch.bfloat16) is None
-
-
-def test_kernels_are_counted_without_copies_fills_and_ranges(harness):
-    def event(name, device="CUDA", annotation=False):
-        kind = getattr(torch.autograd.DeviceType, device)
-        return SimpleNamespace(name=name, device_type=kind, is_user_annotation=annotation)
-
-    events = [
-        event("cudaLaunchKernel", "CPU"),
-        event("sm90_gemm"),
-        event("_attention_fwd_kernel"),
-        event("Memcpy DtoD (Device -> Device)"),
-        event("Memset (Device)"),
-        event("Optimizer.step", annotation=True),
-    ]
-    assert harness.count_kernels(events) == 2
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -316,31 +209,6 @@ def test_the_committed_rows_have_all_columns():
         if head[:9] == harness.COLUMNS[:9]:  # other files are not the harness'
             assert head == harness.COLUMNS, path
             assert body and all(len(line) == len(head) for line in body), path
-
-
-def test_rows_of_the_json_are_those_of_the_run(harness, tmp_path, monkeypatch):
-    benchmark = FakeBenchmark()
-    rows = harness.measure(make_case(harness), "forward", benchmark, rounds=1)
-    # A machine's rows go to its own folder, also if another machine writes them.
-    benchmark.extra_info["rows"][1]["machine"] = "NVIDIA H200 (driver 570.1)"
-    source = tmp_path / "run.json"
-    entries = [{"extra_info": benchmark.extra_info}, {"extra_info": {}}]
-    source.write_text(json.dumps({"benchmarks": entries}))
-    assert harness.rows_of_json(source)[0] == rows[0]
-    arguments = ["harness.py", "--from-json", str(source), "--rows", str(tmp_path / "rows")]
-    monkeypatch.setattr(sys, "argv", arguments)
-    assert harness.main() == 0
-    for folder in (harness.machine_folder(rows[0].machine), "nvidia-h200"):
-        assert len(lines(tmp_path / "rows" / folder / "attention.csv")) == 2
-
-
-def test_the_table_shows_what_there_is(harness):
-    variants = {"eager": attention_ref, "peer": unavailable(harness)}
-    harness.measure(make_case(harness, variants=variants, gated=()), "forward", rounds=1)
-    table = harness.table(harness.SESSION.rows)
-    head, first, second = table.splitlines()
-    assert "roofline" in head and "launches" not in head and "tiny, 2 heads" in first
-    assert second.endswith("skipped: it needs a GPU")
 
 
 # --- the command and the plug-in ------------------------------------------------------------------

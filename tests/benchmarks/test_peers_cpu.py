@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-import numpy as np
 import peers_cpu
 import peers_cpu_variants
 import pytest
@@ -56,12 +55,6 @@ def test_a_row_for_each_variant_and_batch(run):
     assert rows[0]["times_transformers"] == "1.00" and "threads" in rows[0]["machine"]
 
 
-def test_sorted_texts_and_texts_of_one_length_have_less_padding(run):
-    long = "--variants", STOCK, "--batch-size", "4"
-    assert [row["padding"] for row in run(*long, "--sorted")] == ["0.00"]
-    assert [row["padding"] for row in run(*long, "--length", "9")][1:] == ["0.00"]
-
-
 @pytest.mark.parametrize("task", ["rerank", "tag", "generate", "train"])
 def test_every_task_agrees_with_transformers(run, task, monkeypatch):
     monkeypatch.setattr(peers_cpu_variants, "NEW", 4)
@@ -69,12 +62,6 @@ def test_every_task_agrees_with_transformers(run, task, monkeypatch):
     rows = run("--task", task, *options)
     assert [row["task"] for row in rows] == [task] * 2
     assert all(row["ms"] for row in rows)
-
-
-def test_a_training_has_the_padding_asked_for(run):
-    options = "--task", "train", "--variants", STOCK, "--batch-size", "5", "--length", "11"
-    rows = run(*options, "--padding", "0", "0.5")
-    assert [row["padding"] for row in rows] == ["0.00", "0.45"]
 
 
 def test_a_variant_whose_output_differs_has_no_speed(run, monkeypatch):
@@ -89,13 +76,6 @@ def test_a_variant_whose_output_differs_has_no_speed(run, monkeypatch):
     assert float(rounded["cosine"]) < 1 and not ours["cosine"]
 
 
-def test_the_cosine_is_of_each_token_or_of_all_scores():
-    states, scores = np.eye(3), np.array([[1.0], [2.0], [3.0]])
-    assert peers_cpu.cosine([states, states], [2 * states, states]) == 1
-    assert peers_cpu.cosine([states], [states[::-1]]) == pytest.approx(1 / 3)
-    assert peers_cpu.cosine([scores], [scores[::-1]]) == pytest.approx(10 / 14)
-
-
 def test_a_variant_that_is_not_installed_is_left_out(run, monkeypatch, capsys):
     def missing(given):
         raise ImportError("no module of that name")
@@ -103,20 +83,6 @@ def test_a_variant_that_is_not_installed_is_left_out(run, monkeypatch, capsys):
     plant(monkeypatch, "openvino", missing)
     assert len(run("--variants", STOCK, "openvino")) == 2
     assert "openvino is left out: no module of that name" in capsys.readouterr().out
-
-
-def test_memory_is_that_of_another_process(run):
-    rows = run("--memory", "--variants", STOCK, "--batch-size", "1")
-    assert [row["variant"] for row in rows] == [STOCK]
-    assert 0 < int(rows[0]["imported_mb"]) <= int(rows[0]["peak_mb"])
-
-
-def test_a_pair_has_types(tmp_path):
-    (tmp_path / "pairs.tsv").write_text("0\tone\ttwo words\n1\tthree\tfour\n")
-    samples = peers_cpu.samples_of(tmp_path / "pairs.tsv", None, "rerank")
-    assert [len(sample.ids) for sample in samples] == [3 + 4, 3 + 2]
-    (batch,) = peers_cpu.batches_of(samples, 2, 2, longest=6, task="rerank")
-    assert batch.inputs["token_type_ids"].tolist() == [[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 0]]
 
 
 def test_onnxruntime_gets_the_same_model(tmp_path: Path):

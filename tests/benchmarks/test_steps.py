@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 
 import pytest
@@ -71,19 +70,6 @@ def test_the_gate_in_bf16_refuses_a_wrong_step(scaled_by, monkeypatch):
         check(small("bert", bf16=True))
 
 
-def test_what_is_compiled_says_where_it_is_compared(monkeypatch):
-    path = steps.PATHS["fastplm compiled"]
-    for gpu, full, words in ((False, True, "on a GPU"), (True, False, "--full")):
-        monkeypatch.setattr(steps, "GPU", gpu)
-        monkeypatch.setattr(steps.SESSION, "full", full)
-        with pytest.raises(steps.Unavailable, match=words):
-            check(small("bert"), path)
-        with pytest.raises(steps.Unavailable, match=words):
-            steps.variant(small("bert"), path)(**small("bert").make(CPU))
-    monkeypatch.setattr(steps.SESSION, "full", True)
-    path.check()
-
-
 @every_family
 def test_the_work_is_what_transformers_multiplies(family, monkeypatch):
     """PyTorch's count, if every token is masked, without padding, with all pairs in attention."""
@@ -102,23 +88,6 @@ def test_the_work_is_what_transformers_multiplies(family, monkeypatch):
     assert step.flops == 3 * counted
 
 
-@every_family
-def test_padding_costs_no_work(family):
-    step = small(family, seqlen=128, padding=0.0, vocab=30000)
-    whole, half = step.flops, replace(step, padding=0.5).flops
-    assert half < 0.55 * whole
-    assert replace(step, padding=0.5).tokens <= 0.51 * step.tokens
-
-
-@every_family
-def test_room_is_enough_and_less_than_everything(family):
-    step = small(family, batch=32, seqlen=128, padding=0.3)
-    mask = step.make(CPU)["attention_mask"]
-    room = ROOM._room(step)["unpad"]
-    assert int(mask.sum()) <= room < mask.numel()
-    assert step.tokens >= int(mask.sum())
-
-
 def test_a_hand_written_electra_draws_what_it_judges():
     """The hand-written step's loss with certain draws is that with given replacements."""
     step = small("electra")
@@ -133,26 +102,6 @@ def test_a_hand_written_electra_draws_what_it_judges():
         assert torch.equal(drawn, plain(**inputs, replaced_ids=sevens).loss)
         originals = torch.where(inputs["labels"] == -100, inputs["input_ids"], inputs["labels"])
         assert not torch.equal(drawn, plain(**inputs, replaced_ids=originals).loss)
-
-
-def test_models_of_a_case_are_shared_and_others_dropped():
-    step = small("bert")
-    first = steps.model(step, "eager", CPU)
-    assert steps.model(replace(step, batch=2, padding=0.0), "eager", CPU) is first
-    assert steps.model(replace(step, dropout=0.1), "eager", CPU) is not first
-    weights = copy.deepcopy(first.state_dict())
-    for kind in ("sdpa", "fastplm"):
-        other = steps.model(step, kind, CPU).state_dict()
-        assert all(torch.equal(value, other[name]) for name, value in weights.items())
-
-
-def test_sizes_are_the_published_ones():
-    config = steps.Step("bert-large", 1, 1).config()
-    with torch.device("meta"):
-        model = steps.models.BertForMaskedLM(config)
-    # The 335,141,888 of docs/models.md, less the pooler, plus the head's transform and biases.
-    pooler, head = 1024 * 1024 + 1024, 1024 * 1024 + 1024 + 2 * 1024 + 30522
-    assert sum(p.numel() for p in model.parameters()) == 335_141_888 - pooler + head
 
 
 def test_every_family_has_a_file_and_cases():

@@ -102,32 +102,3 @@ def test_the_machine_code_does_the_work_of_the_tile(reports):
     # ptxas unrolls a loop over columns, the report has the loop over tiles around it.
     unrolled = {"linear_distillation_fwd"}
     assert redundant <= {"attention_stream_bwd_dkdv", "attention_stream_bwd_dq"} | unrolled
-
-
-@pytest.mark.parametrize(
-    "changes, said",
-    [
-        (dict(bound_cycles=2), "more cycles for the same work"),
-        (dict(bound_cycles=2, tile_flops=2, tile_bytes=2), None),  # a tile twice as large
-        (dict(bound_cycles=0.6, tile_flops=0.5, tile_bytes=0.5), "more cycles for the same work"),
-        (dict(tile_bytes=2), "more bytes for the same FLOPs"),
-        (dict(registers=1.1), "more registers"),
-        (dict(spills=1), "spills (spills 0 -> 8)"),
-        (dict(warps_per_sm=0.5), "fewer warps on an SM (warps_per_sm 16 -> 8)"),
-        (dict(hgmma=0), "no HGMMA"),
-        (dict(bound_cycles=0.9, registers=0.9, warps_per_sm=2), None),
-    ],
-)
-def test_what_counts_as_worse(static_report, changes, said):
-    before = dict.fromkeys(static_report.KEY, "1") | dict(
-        tiles="T", warps="8", bound_unit="issue", registers="100", spills="0", hgmma="1",
-        warps_per_sm="16", bound_cycles="500", tile_flops="4096", tile_bytes="1024",
-    )  # fmt: skip
-    after = before | {
-        name: f"{8 * factor if name == 'spills' else float(before[name]) * factor:g}"
-        for name, factor in changes.items()
-    }
-    found = static_report.worse([after], [before])
-    assert [said in line for line in found] == ([True] if said else []), found
-    assert static_report.changed([after], [before])
-    assert not static_report.changed([before], [before])

@@ -170,7 +170,7 @@ CUTS = {
     ),
     "python benchmarks/plots.py": Cut(leaves=("out/images/padding-cpu.png",), slow=True),
     "python benchmarks/static_report.py": Cut(
-        leaves=(f"{RESULTS}/static/kernels.csv", "docs/kernels.md"), slow=True
+        leaves=tuple(f"{RESULTS}/static/kernels.{kind}" for kind in ("csv", "md")), slow=True
     ),
     "python benchmarks/static_report.py --check": Cut(says="0 worse, 0 changed", slow=True),
     "python benchmarks/step_report.py": Cut(
@@ -465,19 +465,3 @@ CHECKS: dict[str, Callable[[list[str]], list[str]]] = {
     "python": check_python,
     "torchrun": check_torchrun,
 }
-
-
-def test_the_checks_refuse():
-    for wrong in (
-        "make nothing",
-        "make gpu-report PITHON=python3",
-        "pytest benchmarks/test_nothing.py",
-        "pytest benchmarks/ --no-such-option",
-        "python benchmarks/nothing.py",
-        "python benchmarks/harness.py bert --no-such-option",
-        "fastplm pretrain --no-such-option",
-        "fastplm pretrain --arch bert-tiny --corpus wiki.txt --steps 3",
-    ):
-        words = wrong.split()
-        with pytest.raises((AssertionError, OSError)):
-            CHECKS[words[0]](words)

@@ -86,16 +86,6 @@ def test_docstrings_become_text(pages):
 
 
 @needs_mkdocs
-def test_no_code_is_cut_off_and_no_name_broken(pages, site):
-    style = (site / "site.css").read_text()
-    assert "white-space: pre-wrap" in style and "word-break: normal" in style
-    assert all(
-        re.search(r'<link rel="stylesheet" href="[./]*site\.css"', p) for p in pages.values()
-    )
-    assert '<code><span class="option">--tokenizer</span> DIR</code>' in pages["pretraining.html"]
-
-
-@needs_mkdocs
 def test_first_page_is_the_readme(pages):
     page = text_of(pages["index.html"])
     assert "Pre-training, fine-tuning, distillation and inference of BERT" in page
@@ -120,33 +110,6 @@ def test_links_of_the_readme_lead_somewhere():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
         assert (ROOT / target).exists(), target
-
-
-def test_the_docstring_extension():
-    pytest.importorskip("griffe", reason="griffe not installed: pip install -e '.[docs]'")
-    spec = importlib.util.spec_from_file_location("_docstrings", ROOT / "docs" / "_docstrings.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    docstring = (
-        "One sentence with <s>, and ``<s>`` as code.\n\n"
-        "Args:\n    key, value: two\n        lines.\n    the others: as elsewhere.\n\n"
-        "Returns:\n    Two things: ``a: b``.\n\n"
-        "Numerics:\n    fp32.\n\n"
-        "Source: somebody 2020,\n    §2.\nReference: ``there``."
-    )
-    tidied = module.tidy(docstring, ["self", "query", "key", "value"])
-    assert [line for line in tidied.split("\n") if line] == [
-        "One sentence with &lt;s>, and ``<s>`` as code.",
-        *("Args:", "    key: two", "        lines.", "    value: two", "        lines."),
-        "    query: as elsewhere.",
-        *("Returns:", "    Two things&#58; ``a: b``."),
-        *("**Numerics**", "fp32."),
-        *("**Source.** somebody 2020,", "§2.", "**Reference.** ``there``."),
-    ]
-    assert "Attributes:" in module.tidy(docstring, None)
-    attributes = "Args:\n    store: tokens.\n\nAttributes:\n    begin, end: rows."
-    tidied = module.tidy(attributes, ["store"])
-    assert tidied.endswith("Attributes:\n    begin: rows.\n    end: rows.")
 
 
 # --- the speeds of BERT's step --------------------------------------------------------------------

@@ -17,7 +17,7 @@ import transformers
 from fastplm import models
 from fastplm.finetune.bart_translation import BartForTranslation
 
-from ..train import test_bart_translation
+from ..finetune import test_bart_translation
 from . import test_electra_joint, test_encoder_decoder
 from .conftest import (
     CLASSES,

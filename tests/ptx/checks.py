@@ -482,34 +482,6 @@ def removed_barriers(check, calls=({},), seeds=range(8), **arguments) -> dict[st
     return {name: places for name, places in found.items() if places}
 
 
-#: Fences around a relaxed atomic that replace its own order.
-AROUND = {
-    "": ("", ""),
-    "fences": ("fence.acq_rel.gpu;", "fence.acq_rel.gpu;"),
-    "old fences": ("membar.gl;", "membar.sys;"),
-    "no fence behind": ("fence.acq_rel.gpu;", ""),
-    "no fence before": ("", "fence.acq_rel.gpu;"),
-    "fences of a block": ("fence.acq_rel.cta;", "membar.cta;"),
-}
-
-
-def last_block(arch, fences, seeds, **options) -> list[bool]:
-    """By seed, whether the sum of the last block to arrive is right."""
-    before, behind = AROUND[fences]
-
-    def edit(text: str) -> str:
-        atom = r"@%p\d+ atom\.global\.gpu\.relaxed[^;]*;"
-        return re.sub(atom, lambda m: f"{before} {m[0]} {behind}", text)
-
-    edit.__name__ = fences
-    edits = {"_last_block_kernel": edit} if fences else {}
-    found = []
-    for seed in seeds:
-        with emulated(arch, seed, edits=edits):
-            found.append(planted.last_block(**options) == 0)
-    return found
-
-
 def every_instruction(arch, slow=False) -> int:
     """Bind every kernel of every compile case. Returns the number of instructions."""
     import importlib

@@ -45,61 +45,6 @@ def _copy_kernel(x_ptr, out_ptr, size, first, BLOCK: tl.constexpr):
     tl.store(out_ptr + first + offs, x, mask=offs < size)
 
 
-@triton.jit
-def _last_block_kernel(
-    x_ptr,
-    partial_ptr,
-    arrivals_ptr,
-    out_ptr,
-    blocks,
-    BLOCK: tl.constexpr,
-    SEM: tl.constexpr,
-    SCOPE: tl.constexpr,
-    BARRIER: tl.constexpr,
-    COUNTS: tl.constexpr,
-):
-    """The program that finishes last adds up what all have stored."""
-    offs = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + tl.program_id(0) * BLOCK + offs)
-    tl.store(partial_ptr + tl.program_id(0) * BLOCK + offs, x * 2)
-    if BARRIER:
-        tl.debug_barrier()
-    arrived = tl.program_id(0)
-    if COUNTS:
-        arrived = tl.atomic_add(arrivals_ptr, 1, sem=SEM, scope=SCOPE)
-    if arrived == blocks - 1:
-        total = tl.zeros([BLOCK], tl.float32)
-        for block in range(0, blocks):
-            total += tl.load(partial_ptr + block * BLOCK + offs)
-        tl.store(out_ptr + offs, total)
-
-
-def last_block(
-    sem: str = "acq_rel", scope: str = "gpu", barrier: bool = True, counts: bool = True
-) -> float:
-    """The largest error of a sum over programs."""
-    torch.manual_seed(0)
-    x = torch.randint(-8, 9, (12, 256)).float()
-    partial, out = torch.full_like(x, 100.0), torch.zeros(256)
-    launch(
-        _last_block_kernel,
-        (12,),
-        _DEVICE,
-        x_ptr=x,
-        partial_ptr=partial,
-        arrivals_ptr=torch.zeros(1, dtype=torch.int32),
-        out_ptr=out,
-        blocks=12,
-        BLOCK=256,
-        SEM=sem,
-        SCOPE=scope,
-        BARRIER=barrier,
-        COUNTS=counts,
-        num_warps=8,
-    )
-    return (out - 2 * x.sum(0)).abs().max().item()
-
-
 def product_and_sum() -> float:
     """The largest error of the product."""
     torch.manual_seed(0)

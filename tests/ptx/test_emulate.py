@@ -57,24 +57,13 @@ def every(*small):
     return [pair if pair in small else pytest.param(*pair, marks=slow) for pair in pairs]
 
 
-@pytest.mark.parametrize(("arch", "dtype"), every((80, "bfloat16")))
-def test_gather_rows(emulate, arch, dtype):
-    emulate("gather_rows", arch=arch, dtype=dtype, width=40)
+WIDTHS = dict(gather_rows=40, maxsim=80, replaced_token_loss=72, embedding_layer_norm=40)
 
 
+@pytest.mark.parametrize("op", WIDTHS)
 @pytest.mark.parametrize(("arch", "dtype"), every((90, "bfloat16")))
-def test_maxsim(emulate, arch, dtype):
-    emulate("maxsim", arch=arch, dtype=dtype, width=80)
-
-
-@pytest.mark.parametrize(("arch", "dtype"), every((90, "bfloat16")))
-def test_replaced_token_loss(emulate, arch, dtype):
-    emulate("replaced_token_loss", arch=arch, dtype=dtype, width=72)
-
-
-@pytest.mark.parametrize(("arch", "dtype"), every((90, "bfloat16")))
-def test_embedding_layer_norm(emulate, arch, dtype):
-    emulate("embedding_layer_norm", arch=arch, dtype=dtype, width=40)
+def test_an_op_of_rows(emulate, op, arch, dtype):
+    emulate(op, arch=arch, dtype=dtype, width=WIDTHS[op])
 
 
 @pytest.mark.parametrize(("arch", "dtype"), every((80, "float32"), (90, "bfloat16")))
@@ -217,30 +206,6 @@ def test_a_copy_that_overwrites_what_a_product_still_reads_is_seen(emulate):
 
 def planted(emulate, arch: int, name: str, schedules) -> list:
     return emulate("planted_kernel", arch=arch, name=name, schedules=schedules)
-
-
-@pytest.mark.parametrize("arch", (80, 90))
-@pytest.mark.parametrize(
-    ("options", "right"),
-    [
-        (dict(), True),
-        (dict(sem="relaxed", fences="fences"), True),
-        (dict(sem="relaxed", fences="old fences"), True),
-        (dict(sem="relaxed"), False),
-        (dict(sem="release"), False),
-        (dict(sem="acquire"), False),
-        (dict(scope="cta"), False),
-        (dict(barrier=False), False),
-        (dict(counts=False), False),
-        (dict(sem="relaxed", fences="no fence behind"), False),
-        (dict(sem="relaxed", fences="no fence before"), False),
-        (dict(sem="relaxed", fences="fences of a block"), False),
-    ],
-)
-def test_the_last_block_needs_an_order_between_blocks(emulate, arch, options, right):
-    """Each program stores and counts itself; the last one reads what all have stored."""
-    found = emulate("last_block", arch=arch, seeds=[0, 1, 2, 3], **dict(fences="") | options)
-    assert all(found) if right else not found[0]
 
 
 def test_what_a_launch_leaves_unwritten_is_no_number(emulate):

@@ -1,6 +1,6 @@
 """The launch configurations, and for which shapes each kernel is chosen.
 
-None was measured on a device yet. They are chosen by the machine code (docs/kernels.md), among the
+None was measured on a device yet. They are chosen by the machine code (static_report.py), among the
 configurations that spill no register in an inner loop under Triton 3.7.1 in any use of the kernel
 (under 3.6.0 the fp32 forward with a bias spills). On sm_90 and sm_120, head dims up to 64 are
 chosen by simulated waits (tools/timeline.py).

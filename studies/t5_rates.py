@@ -1,6 +1,6 @@
 """Does a T5 that is fine-tuned learn to read its source? By optimizer and rate.
 
-    python benchmarks/t5_rates.py RUN --source FILE --target FILE --rows ROWS
+    python studies/t5_rates.py RUN --source FILE --target FILE --rows ROWS
 
 RUN is the folder of a pre-training by ``fastplm pretrain --arch t5-…``. Its model is trained on
 pairs of lines. A row has the loss of held-out pairs, and that with the sources of other pairs: a
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from torch import Tensor
 
 from fastplm.models import T5ForConditionalGeneration
 from fastplm.run.optimizer import Adafactor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from harness import append_row, machine_line
 
 FIELDS = ("date", "machine", "torch", "triton", "commit", "optimizer", "rate", "steps", "seed")

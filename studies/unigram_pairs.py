@@ -1,6 +1,6 @@
 """How many minimal pairs the frequency of tokens alone gets right: a unigram over a tokenizer.
 
-    python benchmarks/unigram_pairs.py DIR [DIR ...] --corpus FILE --data FILE --out FILE.tsv
+    python studies/unigram_pairs.py DIR [DIR ...] --corpus FILE --data FILE --out FILE.tsv
 
 A sentence has the sum of the logarithms of its tokens' shares in the text, each count plus a half,
 as a language model that has learned nothing else. A pair is right if the acceptable sentence has

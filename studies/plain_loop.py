@@ -1,6 +1,6 @@
 """A pre-training by fastplm, and the same one by Transformers' class in a plain loop.
 
-    python benchmarks/plain_loop.py --rows FILE -- --arch bert-tiny --objective mlm --steps 300 …
+    python studies/plain_loop.py --rows FILE -- --arch bert-tiny --objective mlm --steps 300 …
 
 After ``--`` come the options of ``fastplm pretrain``, with an objective of masked words or of the
 next word. Both start from the same weights and see the same batches in the same order: those that
@@ -29,8 +29,10 @@ from torch import nn
 from fastplm.pretrain.run import build, read
 from fastplm.pretrain.settings import PretrainArguments
 from fastplm.pretrain.stream import training_settings
-from fastplm.run.settings import add_settings
+from fastplm.run.options import add_settings
 from fastplm.run.threads import using_threads
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from harness import append_row, machine_line
 
 FIELDS = (

@@ -1,6 +1,6 @@
 """Runs of ``fastplm pretrain`` side by side: one row a run, and their losses in one picture.
 
-    python benchmarks/plateau.py RUN [RUN ...] --out benchmarks/results/studies/plateau
+    python studies/plateau.py RUN [RUN ...] --out studies/results/plateau
 
 A RUN is the folder of a finished run. OUT.tsv has what differs between them, the losses of held-out
 text, whose masks are alike for all, and the step at which the training loss, of the run's own

@@ -1,6 +1,6 @@
 """How far a layer moves what it reads: the distance and the angle of its input and its output.
 
-    python benchmarks/layer_distances.py NAME=MODEL [...] --text FILE --out NAME
+    python studies/layer_distances.py NAME=MODEL [...] --text FILE --out NAME
 
 For each layer of each encoder the mean over the tokens of the first lines of --text, each cut to
 --length tokens: the L2 distance of a token's input and output, the angle between them in degrees,

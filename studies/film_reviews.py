@@ -1,6 +1,6 @@
 """Film reviews, told apart by pre-trained BERTs of which a part has new weights.
 
-    python benchmarks/film_reviews.py MODEL [MODEL ...] --train FILE --eval FILE --rows ROWS
+    python studies/film_reviews.py MODEL [MODEL ...] --train FILE --eval FILE --rows ROWS
 
 Each MODEL, a checkpoint of ``fastplm pretrain``, is fine-tuned by ``fastplm finetune`` as it is and
 with a part of its weights replaced by new ones. A row has the mean accuracy of the seeds and half
@@ -25,6 +25,8 @@ import transformers
 from torch import Tensor
 
 from fastplm.run.settings import whole
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from harness import append_row, machine_line
 
 FIELDS = (

@@ -1,6 +1,6 @@
 """In how many directions the outputs of discriminators vary, and what that does to tagging.
 
-    python benchmarks/collapsed_outputs.py NAME=MODEL [...] --text FILE --train FILE --eval FILE \\
+    python studies/collapsed_outputs.py NAME=MODEL [...] --text FILE --train FILE --eval FILE \\
         --rows ROWS
 
 Each MODEL, the discriminator of a ``fastplm pretrain``, is measured on lines of --text and
@@ -14,6 +14,7 @@ half the width of its 95 % interval.
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Callable
 from itertools import islice
@@ -26,6 +27,8 @@ from film_reviews import FIELDS as _OTHERS
 
 from fastplm.data._files import lines_of
 from fastplm.run.settings import whole
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from harness import append_row, machine_line
 
 FIELDS = (

@@ -1,6 +1,6 @@
 """When does the discriminator of an ELECTRA learn to detect? Its curve in several pre-trainings.
 
-    python benchmarks/electra_plateau.py RUN [RUN ...] --out electra-plateau
+    python studies/electra_plateau.py RUN [RUN ...] --out electra-plateau
 
 A RUN is the folder of a finished ``fastplm pretrain --arch electra-…``. Its *gain* is the share of
 the best constant answer's loss that the discriminator saves, over the training's own replacements.

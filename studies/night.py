@@ -1,6 +1,6 @@
 """What a model learned over the hours of one pre-training: minimal pairs and held-out losses.
 
-    python benchmarks/night.py RUN --pairs blimp.zip --published models_summary.jsonl --out night
+    python studies/night.py RUN --pairs blimp.zip --published models_summary.jsonl --out night
 
 RUN is the folder of a finished ``fastplm pretrain --config overnight``. Each of the states that it
 kept is scored by ``fastplm score --metric minimal-pairs``, unless RUN/pairs has its table already.

@@ -1,6 +1,6 @@
 """How soon a small BERT leaves its plateau, with other tokens in the places that it is asked for.
 
-    python benchmarks/masks_and_plateau.py --rows FILE [--seeds 0 1] -- --corpus FILE --arch ARCH …
+    python studies/masks_and_plateau.py --rows FILE [--seeds 0 1] -- --corpus FILE --arch ARCH …
 
 After ``--`` come the options of ``fastplm pretrain`` for all runs. A share of the tokens that the
 model is asked for becomes [MASK], a share a random token, and the others are left as they are. With
@@ -12,6 +12,7 @@ the run had, beside the losses of a unigram and a bigram on the same text.
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from torch import nn
 from fastplm.pretrain.run import build, read
 from fastplm.pretrain.settings import PretrainArguments
 from fastplm.pretrain.stream import TextRun, Training
-from fastplm.run.settings import add_settings
+from fastplm.run.options import add_settings
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from harness import append_row, machine_line
 
 FIELDS = (
