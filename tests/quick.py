@@ -36,6 +36,7 @@ THOROUGH = (
     "tests/compile/test_triton.py::test_no_spills",
     "tests/compile/test_triton.py::test_products_in_tf32",
     "tests/data/test_sources.py::test_without_the_library",
+    "tests/docs/test_examples.py::test_python_of_a_page",
     "tests/docs/test_site.py",
     "tests/models/test_freeze.py::test_compiled_and_exported",
     "tests/models/test_on_cuda.py",
