@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import errno
 import functools
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import fastplm
-from fastplm.errors import DivergenceError, FastplmError, fail
+from fastplm.errors import DivergenceError, FastplmError, fail, nearest
 from fastplm.run.stdio import lasting_streams
 
 if TYPE_CHECKING:
@@ -278,24 +277,20 @@ class _Parser(argparse.ArgumentParser):
         # The parser of a command names its own options, not the one above it.
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            meant = _perhaps(unknown[0].split("=")[0], self._option_string_actions)
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+            meant = nearest(unknown[0].split("=")[0], self._option_string_actions, "")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}. {meant}".rstrip(". "))
         if "--config" in self._option_string_actions:
-            from fastplm.run.config_file import with_file
+            from fastplm.run.options import with_file
 
             with_file(self, known)
         return known, unknown
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            choices = list(action.choices)
-            text = f"got {value!r}; expected {' | '.join(choices)}{_perhaps(value, choices)}"
-            raise argparse.ArgumentError(action, text)
-
-
-def _perhaps(value: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(value, known, n=1)
-    return f". Did you mean {close[0]}?" if close else ""
+            expected, fix = " | ".join(action.choices), nearest(value, action.choices, "")
+            raise argparse.ArgumentError(
+                action, f"got {value!r}; expected {expected}. {fix}".rstrip(". ")
+            )
 
 
 def _commands() -> Iterator[_Command]:
@@ -355,7 +350,8 @@ def _commands() -> Iterator[_Command]:
 
 def _parser() -> argparse.ArgumentParser:
     from fastplm.pretrain.settings import MINUTES
-    from fastplm.run.settings import NOT_NEGATIVE, add_settings, integer
+    from fastplm.run.options import add_settings
+    from fastplm.run.settings import NOT_NEGATIVE, integer
 
     parser = _Parser(prog="fastplm", description="BERT-era language models, fast and correct.")
     parser.add_argument("--version", action="version", version=f"fastplm {fastplm.__version__}")

@@ -22,7 +22,7 @@ from torch import nn
 from fastplm.pretrain.run import build, read
 from fastplm.pretrain.settings import PretrainArguments
 from fastplm.pretrain.stream import TextRun, Training
-from fastplm.run.settings import add_settings
+from fastplm.run.options import add_settings
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from harness import append_row, machine_line

@@ -29,7 +29,7 @@ from torch import nn
 from fastplm.pretrain.run import build, read
 from fastplm.pretrain.settings import PretrainArguments
 from fastplm.pretrain.stream import training_settings
-from fastplm.run.settings import add_settings
+from fastplm.run.options import add_settings
 from fastplm.run.threads import using_threads
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))

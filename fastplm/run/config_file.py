@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import os
 import shlex
@@ -15,7 +14,7 @@ from typing import Any, ClassVar, NoReturn, Protocol
 
 import yaml  # type: ignore[import-untyped]
 
-from fastplm.errors import FastplmError, fail
+from fastplm.errors import FastplmError, fail, nearest
 from fastplm.run.settings import CALL, Numbers, Settings, takes_several
 
 #: The file of a run's settings in its folder.
@@ -29,57 +28,7 @@ SHIPPED = Path(__file__).parent / "configs"
 _LARGEST = 1 << 20  # bytes
 
 
-class FromFile(argparse.Action):
-    """``--config FILE``: the values of a file, for ``with_file``.
-
-    Args:
-        settings: the class of the command's arguments.
-
-    Raises:
-        ArgumentValueError: the file cannot be read, or holds what is no setting.
-    """
-
-    def __init__(self, *args: Any, settings: type[Settings], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.settings = settings
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: Any, path: Any, option: Any = None
-    ) -> None:
-        command = self.settings.where
-        path = _path_of(command, path)
-
-        def refuse(got: str, expected: str, fix: str) -> NoReturn:
-            fail(command, "config", f"{path}, with {got}", expected, fix)
-
-        given = read(command, path)
-        for name in given:
-            if name.replace("-", "_") in CALL:
-                fix = f"Give --{name.replace('_', '-')} on the command line."
-                refuse(f"the setting {name}", "no setting of one call", fix)
-        found = {"config": path, **values_of(self.settings, given, refuse)}
-        namespace.file = {**getattr(namespace, "file", {}), **found}
-        each: Any
-        for each in (*parser._actions, *parser._mutually_exclusive_groups):
-            names = {action.dest for action in getattr(each, "_group_actions", [each])}
-            each.required = each.required and names.isdisjoint(found)
-
-
-def with_file(parser: argparse.ArgumentParser, namespace: Any) -> None:
-    """Add the values of ``--config`` to those of the command line, which take precedence.
-
-    Of two options that exclude each other the one on the command line takes the place of the one in
-    the file.
-    """
-    found = vars(namespace).pop("file", {})
-    given = {n for n, value in vars(namespace).items() if value is not parser.get_default(n)}
-    for group in parser._mutually_exclusive_groups:
-        names = {action.dest for action in group._group_actions}
-        given |= set() if names.isdisjoint(given) else names
-    vars(namespace).update({n: value for n, value in found.items() if n not in given})
-
-
-def _path_of(command: str, path: str) -> str:
+def path_of(command: str, path: str) -> str:
     """The path of a file, or of one that comes with the library, which has its name."""
     shipped = SHIPPED / command / f"{path}.yaml"
     if os.path.isfile(path):
@@ -87,9 +36,9 @@ def _path_of(command: str, path: str) -> str:
     known = sorted(each.stem for each in shipped.parent.glob("*.yaml"))
     if path in known:
         return str(shipped)
-    if names := difflib.get_close_matches(path, known, n=1):
+    if fix := nearest(path, known, ""):
         got, expected = f"{path!r}, which is no file", "a file of settings, or a name"
-        fail(command, "config", got, expected, f"Did you mean {names[0]}?")
+        fail(command, "config", got, expected, fix)
     return path  # to be read, which says what is wrong
 
 
@@ -102,15 +51,15 @@ class Refuse(Protocol):
 def named(settings: type[Settings], given: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     """What a file gives, by the names of the settings."""
     known: dict[str, tuple[str, Any]] = {}  # the setting of each name, and what alone it means
-    for each in fields(settings):  # type: ignore[arg-type]
+    for each in fields(settings):
         also = {each.name: None, **each.metadata["also"]}
         known |= {name: (each.name, value) for name, value in also.items()}
     found: dict[str, Any] = {}
     for spelling, value in given.items():
         if spelling.replace("-", "_") not in known:
-            close = difflib.get_close_matches(spelling.replace("-", "_"), known, n=1)
-            fix = f"See fastplm {settings.where} --help."
-            fix = f"Did you mean {close[0]}?" if close else fix
+            fix = nearest(
+                spelling.replace("-", "_"), known, f"See fastplm {settings.where} --help."
+            )
             refuse(f"the setting {spelling[:60]!r}", f"settings of {settings.where}", fix)
         name, meant = known[spelling.replace("-", "_")]
         if name in found:
@@ -134,7 +83,7 @@ def values_of(settings: type[Settings], given: Mapping[str, Any], refuse: Refuse
     values = {n: v for n, v in named(settings, given, refuse).items() if v is not None}
     found: dict[str, Any] = {}
     groups: dict[str, str] = {}
-    for each in fields(settings):  # type: ignore[arg-type]
+    for each in fields(settings):
         if each.name in values:
             found[each.name] = _value_of(each, values[each.name], refuse)
             other = groups.setdefault(each.metadata["excludes"] or each.name, each.name)
@@ -163,9 +112,7 @@ def _value_of(each: Field[Any], value: Any, refuse: Refuse) -> Any:
     texts = texts if several else [",".join(texts)]
     for text in texts:
         if choices is not None and text not in choices:
-            close = difflib.get_close_matches(text, choices, n=1)
-            fix = f"Did you mean {close[0]}?" if close else "Choose one of these."
-            refuse(f"{name}: {_shown(text)}", " | ".join(choices), fix)
+            refuse(f"{name}: {_shown(text)}", " | ".join(choices), nearest(text, choices))
     try:
         found = texts if number is None else [number(text) for text in texts]
     except argparse.ArgumentTypeError:

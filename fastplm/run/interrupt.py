@@ -106,7 +106,7 @@ def _watched(left: threading.Event, told: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def saved_when_stopped(trainer: Any) -> Iterator[None]:
+def checkpoint_on_signal(trainer: Any) -> Iterator[None]:
     """In this block a signal ends a training after its step, with a checkpoint; so does time.
 
     Several processes would each end after another step, so there a signal ends them at once.

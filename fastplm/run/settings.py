@@ -56,6 +56,10 @@ class Numbers:
     each: Number
 
     @property
+    def kind(self) -> type:
+        return self.each.kind
+
+    @property
     def expected(self) -> str:
         return f"{self.each.expected}, or several with commas between them"
 
@@ -74,6 +78,10 @@ class NumberOr:
 
     each: Number
     word: str
+
+    @property
+    def kind(self) -> type:
+        return self.each.kind
 
     @property
     def expected(self) -> str:
@@ -100,12 +108,6 @@ def integer(low: int = 1, high: int = 10**9) -> Number:
 CALL = ("resume", "overwrite", "dry_run")
 #: What a setting is that takes a checkpoint: a folder, or a name on the Hugging Face Hub.
 MODEL = "DIR|NAME"
-#: The help of ``--config``.
-CONFIG = (
-    "YAML or JSON file of the options' names and values, as a run writes it (OUT/settings.yaml), "
-    "or the name of one that comes along (fastplm/run/configs); "
-    "an option on the command line takes precedence"
-)
 _LARGEST = sys.float_info.max
 ANY = Number(float, -_LARGEST, _LARGEST, "a number")
 POSITIVE = Number(float, math.nextafter(0, 1), _LARGEST, "a number above 0")
@@ -143,7 +145,7 @@ def setting(
         default: of the field; without one the option is required.
         number: the range of its values.
         choices: its values.
-        metavar: how the help calls its value.
+        metavar: how the help calls its value; by default N of a whole number.
         path: the same of a value that is a path: DIR of a folder, FILE of a file, PATH of either.
         excludes: the name of a group of options of which at most one is given.
         of: the families of architectures that it is for; without any it is for all.
@@ -157,7 +159,7 @@ def setting(
         "help": help,
         "number": number,
         "choices": choices,
-        "metavar": metavar or path,
+        "metavar": metavar or path or ("N" if number and number.kind is int else None),
         "path": path,
         "excludes": excludes,
         "of": of,
@@ -168,63 +170,9 @@ def setting(
     return field(default=default, default_factory=default_factory, metadata=metadata)
 
 
-def option_of(name: str) -> str:
-    """The option of the command line of this name."""
-    return f"--{name.replace('_', '-')}"
-
-
 def takes_several(each: Field[Any]) -> bool:
     """Whether a setting takes several values, with spaces between them."""
     return "Sequence" in str(each.type)
-
-
-def add_settings(parser: argparse.ArgumentParser, arguments: type[Settings]) -> None:
-    """Add the options of each field of a class of arguments, under its topic.
-
-    A parser gives only what it was given, and the defaults ``on_command_line``.
-    """
-    from fastplm.run.config_file import FromFile
-
-    none: Any = {"default": argparse.SUPPRESS, "metavar": "FILE"}
-    parser.add_argument("--config", action=FromFile, settings=arguments, help=CONFIG, **none)
-    topics: dict[str, Any] = {}
-    for title, names in arguments.topics.items():
-        topics |= dict.fromkeys(names, parser.add_argument_group(title))
-    groups: dict[str, Any] = {}
-    needed = []
-    for each in fields(arguments):  # type: ignore[arg-type]
-        known, option = each.metadata, option_of(each.name)
-        topic, group = topics.get(each.name, parser), known["excludes"]
-        if group is not None and group not in groups:
-            groups[group] = topic.add_mutually_exclusive_group()
-        place = groups[group] if group else topic
-        help, default = (
-            known["help"],
-            each.default if known["default"] is None else known["default"],
-        )
-        given: dict[str, Any] = {"action": "store_true"}
-        if each.type != "bool":
-            given = {"type": known["number"], "choices": known["choices"]}
-            given["metavar"] = known["metavar"]
-            given["nargs"] = "+" if takes_several(each) else None
-            given["required"] = known["required"] and group is None
-            given["required"] |= default is MISSING and each.default_factory is MISSING
-            # Without a default of its own an option has none to show: its help says what happens.
-            help += "" if default in (None, "", MISSING) else f" (default: {default})"
-        own: dict[str, Any] = {"dest": each.name, "default": argparse.SUPPRESS}
-        same = [option_of(name) for name, value in known["also"].items() if value is None]
-        place.add_argument(option, *same, help=help, **own, **given)
-        if known["default"] is not None:
-            parser.set_defaults(**{each.name: known["default"]})
-        for name, value in known["also"].items():
-            if value is not None:
-                own |= {"action": "store_const", "const": value}
-                place.add_argument(option_of(name), help=f"the same as {option} {value}", **own)
-        if group is not None:
-            place.required |= known["required"]
-        if known["required"] or given.get("required"):
-            needed.append(f"{option} {known['metavar'] or each.name.upper()}")
-    parser.usage = f"%(prog)s {' '.join(needed)} [option ...]"
 
 
 @dataclass(frozen=True)
@@ -256,19 +204,26 @@ def apart(name: str, other: str, expected: str, fix: str = Rule.fix) -> Rule:
 
 
 def needs(
-    name: str, other: str, values: Sequence[Any], expected: str, *, names_other: bool = False
+    name: str,
+    other: str,
+    values: Sequence[Any],
+    expected: str,
+    *,
+    names_other: bool = False,
+    beside: str = "",
+    fix: str = Rule.fix,
 ) -> Rule:
     """The rule that where a setting is given, another one has one of some values.
 
-    Its error names the first one, or with ``names_other`` the other one, beside its partner.
+    Its error names the first one, or with ``names_other`` the other one, beside its partner, or
+    ``beside`` another setting.
     """
 
     def keeps(args: Any) -> bool:
         return args.is_default(name) or getattr(args, other) in values
 
-    return Rule(
-        *((other, keeps, expected, name) if names_other else (name, keeps, expected, other))
-    )
+    named, partner = (other, name) if names_other else (name, other)
+    return Rule(named, keeps, expected, beside or partner, fix)
 
 
 #: The rule of a command with several seeds, of which each is one of PyTorch and NumPy.
@@ -288,6 +243,7 @@ class Settings:
     with all their values. Both check each value by its declaration, and the rules between them.
     """
 
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     #: The name of the command.
     where: ClassVar[str]
     #: The names of the settings under each title of the help, in its order.
@@ -320,7 +276,7 @@ class Settings:
     def given(self) -> Mapping[str, Any]:
         """The settings that differ from their defaults, as they were given."""
         found = {}
-        for each in fields(self):  # type: ignore[arg-type]
+        for each in fields(self):
             value = getattr(self, each.name)
             default = each.default_factory() if callable(each.default_factory) else each.default
             if value != default:
@@ -380,7 +336,7 @@ class Settings:
 
         found: dict[str, Any] = {}
         given = dict(self.given)
-        for each in fields(self):  # type: ignore[arg-type]
+        for each in fields(self):
             value = getattr(self, each.name)
             if each.metadata["path"] != MODEL or value is None:
                 continue
@@ -394,7 +350,7 @@ class Settings:
     def inputs(self) -> dict[str, Sequence[str | Path]]:
         """The paths that the command reads, by their settings."""
         found: dict[str, Sequence[str | Path]] = {}
-        for each in fields(self):  # type: ignore[arg-type]
+        for each in fields(self):
             value = getattr(self, each.name)
             if each.name not in ("out", "cache") and each.metadata["path"] and value:
                 found[each.name] = value if isinstance(value, list | tuple) else (value,)
@@ -402,7 +358,7 @@ class Settings:
 
     def check_values(self) -> None:
         """Check the range and the choices of each setting."""
-        for each in fields(self):  # type: ignore[arg-type]
+        for each in fields(self):
             given = getattr(self, each.name)
             number, choices = each.metadata["number"], each.metadata["choices"]
             for value in given if isinstance(given, list | tuple) else (given,):
@@ -510,7 +466,9 @@ class _Common:
     )
     log_every: int = setting("steps between logged losses", 10, number=COUNT)
     eval_every: int | None = setting(
-        "also score what is held out every N steps, for a curve", None, number=COUNT, metavar="N"
+        "also score what is held out every N steps, for a curve",
+        None,
+        number=COUNT,
     )
     report_to: str = setting(
         "where losses and scores are logged, as the Trainer of Transformers does it, beside "

@@ -28,7 +28,7 @@ from fastplm.graphs import GraphedStep
 from fastplm.models._base import FastplmModel
 from fastplm.ops.dropout import draws_by_row
 from fastplm.run.folder import last_checkpoint, place_checkpoint, step_of, writing
-from fastplm.run.interrupt import saved_when_stopped
+from fastplm.run.interrupt import checkpoint_on_signal
 
 # After so many steps and seconds, a run without a terminal prints how long it will take.
 _ESTIMATE_STEPS, _ESTIMATE_SECONDS = 3, 5.0
@@ -74,10 +74,10 @@ def trained(
         report_to: one of ``REPORTS``: where the trainer also logs.
 
     Raises:
-        KeyboardInterrupt: a signal has ended the training; see ``saved_when_stopped``.
+        KeyboardInterrupt: a signal has ended the training; see ``checkpoint_on_signal``.
     """
     with _reporting(trainer, report_to, 0 if checkpoint is None else step_of(checkpoint)):
-        with saved_when_stopped(trainer):
+        with checkpoint_on_signal(trainer):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         yield
 

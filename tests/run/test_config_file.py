@@ -276,6 +276,8 @@ def test_settings_that_come_along(file, refused, tmp_path, monkeypatch):
     assert found == parsed(command, *alone, *needed)
     assert kind(**{name: found[name] for name in found if name != "command"}).arch == given["arch"]
     refused([command, "--config", file.stem[:-1], *needed], f"Did you mean {file.stem}?")
+    (tmp_path / "out").mkdir()  # what the command writes there is compared with what it reads
+    refused([command, "--config", file.stem, *needed, "--resume"], "out, which holds no run")
     (tmp_path / file.stem).rmdir()
     (tmp_path / file.stem).write_text("steps: 7\narch: bert-tiny")
     assert parsed(command, "--config", file.stem, *needed)["steps"] == 7

@@ -31,8 +31,7 @@ from fastplm.finetune.run import FinetuningTrainer
 from fastplm.pretrain import run as pretrain
 from fastplm.pretrain.evaluate import evaluate
 from fastplm.pretrain.model import build_model
-from fastplm.pretrain.trainer import PretrainingTrainer
-from fastplm.pretrain.two_stage import TwoStageTrainer
+from fastplm.pretrain.trainer import PretrainingTrainer, TwoStageTrainer
 from fastplm.run import trainer as module
 from fastplm.run.trainer import RunTrainer
 from fastplm.testing import FORWARD_FACTOR, GRADIENT_FACTOR, BudgetExceeded, check_error
