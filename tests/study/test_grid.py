@@ -62,8 +62,8 @@ def test_a_rate_has_both_names(tmp_path):
     judges = {"sentiment": {**GRID["judges"]["sentiment"], "learning_rate": "2e-4"}}
     grid = read_grid(str(written(tmp_path, **shared, variants=variants, judges=judges)))
     assert [grid.variants[name].rates for name in "ab"] == [("0.5",), ("0.25", "0.5")]
-    assert grid.judges["sentiment"].options["learning_rate"] == "2e-4"
-    assert "lr" not in grid.judges["sentiment"].options
+    assert grid.evaluations["sentiment"].options["learning_rate"] == "2e-4"
+    assert "lr" not in grid.evaluations["sentiment"].options
 
 
 def test_a_size_without_a_judge_is_without_its_claims(tmp_path):
