@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import errno
-import functools
 import os
+import pkgutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import fastplm
-from fastplm.errors import DivergenceError, FastplmError, fail
+from fastplm.errors import DivergenceError, FastplmError, fail, nearest
 from fastplm.run.stdio import lasting_streams
 
 if TYPE_CHECKING:
@@ -167,13 +166,13 @@ class _Command:
     """A command that has a class of settings; called with their values, it runs.
 
     Args:
-        parts: returns the function that does the work, of the settings, and the one that makes the
-            text to print of what that returns.
+        settings: the class.
+        work: the function that does the work, of the settings, and gives the text to print.
         several: whether torchrun may start several processes of it.
     """
 
     settings: type[Settings]
-    parts: Callable[[Any], tuple[Callable[[Any], Any], Callable[[Any], str]]]
+    work: Callable[[Any], str]
     help: str
     description: str
     several: bool = False
@@ -188,10 +187,7 @@ class _Command:
 
         logging.disable_progress_bar()  # its bars for the writing of checkpoints would break ours
         try:
-            settings = self.settings(**values)
-            work, text_of = self.parts(settings)
-            done = work(settings)
-            text = text_of(done) if done else ""
+            text = self.work(self.settings(**values))
         finally:
             # A process that ends while its threads run may abort.
             if torch.distributed.is_initialized():
@@ -201,55 +197,42 @@ class _Command:
         return 0
 
 
-def _pretrain(args: Any) -> Any:
-    from fastplm.pretrain import dry_run, report
-    from fastplm.pretrain.run import pretrain
-    from fastplm.pretrain.seeds import summary
+def _call(work: str, text: str = "builtins:str") -> Callable[[Any], str]:
+    """What calls a function of the settings, and another one of what that gives, if it is any.
 
+    Both are named as "module:function", so that a module is imported when its command runs.
+    """
+
+    def call(args: Any) -> str:
+        done = pkgutil.resolve_name(work)(args)
+        return pkgutil.resolve_name(text)(done) if done else ""
+
+    return call
+
+
+def _pretrain(args: Any) -> str:
     if args.dry_run:
-        return dry_run.dry_run, dry_run.summary
-    return pretrain, summary if args.seeds > 1 else report.summary
+        return _call(*(f"fastplm.pretrain.dry_run:{name}" for name in ("dry_run", "summary")))(args)
+    summary = "seeds" if args.seeds > 1 else "report"
+    return _call("fastplm.pretrain.run:pretrain", f"fastplm.pretrain.{summary}:summary")(args)
 
 
-def _distill(args: Any) -> Any:
-    from fastplm.distill.run import distill
-    from fastplm.pretrain.report import summary
-
-    return distill, summary
-
-
-def _finetune(args: Any) -> Any:
+def _finetune(args: Any) -> str:
     from fastplm.data._folder import first_process
     from fastplm.finetune.report import summary
     from fastplm.finetune.run import finetune
 
-    if not first_process():
-        return finetune, lambda metrics: ""
-    return functools.partial(finetune, print_fn=print), summary
+    if first_process():
+        return summary(finetune(args, print))
+    finetune(args)
+    return ""
 
 
-def _classic(args: Any) -> Any:
-    from fastplm.classic.train import classic, summary
-
-    return classic, summary
-
-
-def _embed(args: Any) -> Any:
-    from fastplm.inference.embed import embed_file
-
-    return embed_file, str
-
-
-def _prompt(args: Any) -> Any:
-    from fastplm.inference.prompt import run_prompt
-
-    return run_prompt, str
-
-
-def _score(args: Any) -> Any:
-    from fastplm.inference.score_command import score_file
-
-    return score_file, str
+_classic = _call("fastplm.classic.train:classic", "fastplm.classic.train:summary")
+_embed = _call("fastplm.inference.embed:embed_file")
+_prompt = _call("fastplm.inference.prompt:run_prompt")
+_score = _call("fastplm.inference.score_command:score_file")
+_distill = _call("fastplm.distill.run:distill", "fastplm.pretrain.report:summary")
 
 
 def _demo(**settings: Any) -> int:
@@ -278,8 +261,8 @@ class _Parser(argparse.ArgumentParser):
         # The parser of a command names its own options, not the one above it.
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            meant = _perhaps(unknown[0].split("=")[0], self._option_string_actions)
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+            meant = nearest(unknown[0].split("=")[0], self._option_string_actions, "")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}. {meant}".rstrip(". "))
         if "--config" in self._option_string_actions:
             from fastplm.run.options import with_file
 
@@ -288,14 +271,10 @@ class _Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            choices = list(action.choices)
-            text = f"got {value!r}; expected {' | '.join(choices)}{_perhaps(value, choices)}"
-            raise argparse.ArgumentError(action, text)
-
-
-def _perhaps(value: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(value, known, n=1)
-    return f". Did you mean {close[0]}?" if close else ""
+            expected, fix = " | ".join(action.choices), nearest(value, action.choices, "")
+            raise argparse.ArgumentError(
+                action, f"got {value!r}; expected {expected}. {fix}".rstrip(". ")
+            )
 
 
 def _commands() -> Iterator[_Command]:

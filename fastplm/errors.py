@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import UnionType
 from typing import NoReturn
 
@@ -114,6 +114,12 @@ def check(
     """``fail`` unless ``condition`` holds; for code that is never traced."""
     if not condition:
         fail(where, argument, got, expected, fix, error)
+
+
+def nearest(word: str, known: Iterable[str], otherwise: str = _CHOOSE) -> str:
+    """What to do about a word that is none of those that are known."""
+    close = difflib.get_close_matches(word, [*known], n=1)
+    return f"Did you mean {close[0]}?" if close else otherwise
 
 
 def check_choice(where: str, argument: str, value: object, choices: Sequence[str]) -> None:

@@ -26,7 +26,7 @@ from film_reviews import EXAMPLES, fine_tuned, renew
 from film_reviews import FIELDS as _OTHERS
 
 from fastplm.data._files import lines_of
-from fastplm.run.settings import whole
+from fastplm.run.settings import integer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from harness import append_row, machine_line
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("models", metavar="NAME=MODEL", nargs="+")
     for name in ("text", "train", "eval", "rows"):
         parser.add_argument(f"--{name}", metavar="FILE", required=True, type=Path)
-    parser.add_argument("--seeds", type=whole(2, 1000), default=3)
+    parser.add_argument("--seeds", type=integer(2, 1000), default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)
     lines = list(islice((line for line in lines_of(args.text) if len(line) > _LETTERS), _LINES))

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
-from fastplm.run.settings import whole
+from fastplm.run.settings import integer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from harness import append_row, machine_line
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("models", metavar="MODEL", nargs="+", type=Path)
     for name in ("train", "eval", "rows"):
         parser.add_argument(f"--{name}", metavar="FILE", required=True, type=Path)
-    parser.add_argument("--seeds", type=whole(2, 1000), default=5)
+    parser.add_argument("--seeds", type=integer(2, 1000), default=5)
     args = parser.parse_args()
     torch.set_num_threads(1)
     for number, model in enumerate(args.models):

@@ -21,7 +21,7 @@ import torch
 import transformers
 
 from fastplm.data._files import lines_of
-from fastplm.run.settings import whole
+from fastplm.run.settings import integer
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -72,7 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", metavar="NAME=MODEL", nargs="+")
     parser.add_argument("--text", metavar="FILE", required=True, type=Path)
-    parser.add_argument("--length", metavar="N", type=whole(3, 1 << 16), default=32)
+    parser.add_argument("--length", metavar="N", type=integer(3, 1 << 16), default=32)
     parser.add_argument("--out", metavar="NAME", required=True, type=Path)
     args = parser.parse_args()
     lines = list(islice((line for line in lines_of(args.text) if len(line) > _LETTERS), _LINES))

@@ -53,7 +53,11 @@ class ClassicArguments(Settings):
     batch_size: int | None = setting(
         "sentences of a batch (default: 32; 200 for quick-thoughts)", None, number=integer(2, 2**16)
     )
-    vocab_size: int = setting("words of the vocabulary", 20_000, number=integer(5), metavar="N")
+    vocab_size: int = setting(
+        "words of the vocabulary",
+        20_000,
+        number=integer(5),
+    )
     hidden: int = setting("width of an LSTM or GRU; of word2vec's vectors", 512, number=_WIDTH)
     embedding: int = setting("width of a word's vector inside the model", 128, number=_WIDTH)
     layers: int = setting("layers of ELMo", 2, number=integer(1, 100))

@@ -113,19 +113,16 @@ class DistillArguments(budget.BudgetSettings):
         None,
         number=integer(),
         excludes="student",
-        metavar="N",
     )
     student_hidden: int | None = setting(
         "width of a student whose weights are all new (default: the teacher's)",
         None,
         number=WIDTH,
-        metavar="N",
     )
     student_heads: int | None = setting(
         "attention heads of such a student (default: the teacher's)",
         None,
         number=integer(),
-        metavar="N",
     )
     translation: Sequence[str | Path] | None = setting(
         "multilingual: text files whose lines are the translations of the lines of --corpus, "
@@ -145,7 +142,6 @@ class DistillArguments(budget.BudgetSettings):
         None,
         number=integer(6, 2**22),
         excludes="vocabulary",
-        metavar="N",
     )
     pooling: str = setting(
         "multilingual: a sentence's vector is the mean of its tokens' last hidden states, or the "
@@ -175,14 +171,12 @@ class DistillArguments(budget.BudgetSettings):
         "minilm-v2: the layer of the teacher, counted from 1 (default: the last one)",
         None,
         number=integer(),
-        metavar="N",
     )
     relation_heads: int | None = setting(
         "minilm-v2: parts into which queries, keys and values are split (default: the teacher's "
         "attention heads)",
         None,
         number=integer(),
-        metavar="N",
     )
     block_size: int = common("block_size")
     batch_size: int = common("batch_size")

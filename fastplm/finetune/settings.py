@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from fastplm.run.settings import (
     apart,
     common,
     integer,
+    needs,
     setting,
 )
 
@@ -52,14 +52,6 @@ def _defaults(name: str) -> str:
     (usual, _), *_ = Counter(of_each.values()).most_common(1)
     others = [f"; {task} {value}" for task, value in of_each.items() if value != usual]
     return f"{usual}{''.join(others)}"
-
-
-def _is_usual_or_of_a_mixture(name: str, args: FinetuneArguments) -> bool:
-    return args.is_default(name) or args.is_mixture
-
-
-def _is_of_its_task(name: str, args: FinetuneArguments) -> bool:
-    return args.is_default(name) or not args.is_mixture
 
 
 def _are_different_rates(args: FinetuneArguments) -> bool:
@@ -205,7 +197,9 @@ class FinetuneArguments(Settings):
         "seq2seq: text before each source, such as 'translate English to German: '", ""
     )
     max_target_length: int = setting(
-        "seq2seq: most tokens of a target", 128, number=integer(2), metavar="N"
+        "seq2seq: most tokens of a target",
+        128,
+        number=integer(2),
     )
     beams: int = setting("seq2seq: beams of the search when texts are written", 4, number=integer())
     length_penalty: float = setting(
@@ -221,7 +215,6 @@ class FinetuneArguments(Settings):
         "next ones each time (default: all)",
         None,
         number=COUNT,
-        metavar="N",
     )
     mixture_temperature: float = setting(
         "seq2seq, several tasks in --data: a task's share of an epoch is that of its examples to "
@@ -254,28 +247,24 @@ class FinetuneArguments(Settings):
         "embeddings are then new",
         None,
         number=integer(300),
-        metavar="N",
     )
     source_encoder_layers: int | None = setting(
         "seq2seq: translate with a pre-trained BART from a language it has not seen: a new encoder "
         "of N layers, with a vocabulary of its own, in place of its word embeddings",
         None,
         number=integer(1, 1000),
-        metavar="N",
     )
     source_vocab_size: int | None = setting(
         "with --source-encoder-layers: tokens of that vocabulary, which is trained on the sources "
         "(default: 8000)",
         None,
         number=integer(300),
-        metavar="N",
     )
     source_encoder_steps: int | None = setting(
         "with --source-encoder-layers: first steps, in which most of BART is frozen (default: half "
         "of all)",
         None,
         number=integer(0, 2**40),
-        metavar="N",
     )
     eval_every: int | None = common("eval_every")
     epochs: float = setting(
@@ -328,11 +317,16 @@ class FinetuneArguments(Settings):
         "growing numbers, such as 100,300,1000, give scores for each",
         None,
         number=Numbers(COUNT),
-        metavar="N",
     )
-    max_eval_samples: int | None = setting("score N examples", None, number=COUNT, metavar="N")
+    max_eval_samples: int | None = setting(
+        "score N examples",
+        None,
+        number=COUNT,
+    )
     seeds: int = setting(
-        "number of runs, each with a seed of its own", 1, number=integer(), metavar="N"
+        "number of runs, each with a seed of its own",
+        1,
+        number=integer(),
     )
     seed: int = common("seed", "seed of the first run: of head, order and dropout")
     precision: str = common("precision")
@@ -431,23 +425,13 @@ class FinetuneArguments(Settings):
             "Choose the rate first, in a run of its own.",
         ),
         *(
-            Rule(
-                name,
-                functools.partial(_is_usual_or_of_a_mixture, name),
-                "a .yaml file of several tasks in --data",
-                "data",
-                "Leave it out.",
-            )
+            needs(name, "is_mixture", (True,), expected, beside="data", fix="Leave it out.")
+            for expected in ("a .yaml file of several tasks in --data",)
             for name in ("mixture_cap", "mixture_temperature")
         ),
         *(
-            Rule(
-                name,
-                functools.partial(_is_of_its_task, name),
-                "nothing, as each task in the file of --data has its own",
-                "data",
-                "Write it there.",
-            )
+            needs(name, "is_mixture", (False,), expected, beside="data", fix="Write it there.")
+            for expected in ("nothing, as each task in the file of --data has its own",)
             for name in ("prefix", "targets", "eval_data", "text_columns")
         ),
         apart("teacher", "both_orders", "one order, as the teacher reads one"),

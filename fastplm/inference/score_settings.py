@@ -81,7 +81,6 @@ class ScoreArguments(Settings):
         "bertscore: the layer whose states are compared (default: the last one)",
         None,
         number=integer(0, 1000),
-        metavar="N",
     )
     baseline: str | Path | None = setting(
         "bertscore: file of scores of unrelated texts, as of bert-score, to rescale by",
@@ -112,7 +111,6 @@ class ScoreArguments(Settings):
         "minimal-pairs: score N pairs of each paradigm, the same ones every time",
         None,
         number=integer(),
-        metavar="N",
     )
     published: str | Path | None = setting(
         "minimal-pairs: table of the accuracies of other systems, with a column UID and one for "

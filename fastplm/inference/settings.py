@@ -64,7 +64,6 @@ class EmbedArguments(Settings):
         "layer above them is computed (default: -1)",
         None,
         number=integer(-10_000, 10_000),
-        metavar="N",
     )
     combine: str = setting("what is made of several layers", "concat", choices=COMBINATIONS)
     layer_weights: Sequence[float] | None = setting(
@@ -129,7 +128,6 @@ class PromptArguments(Settings):
         "show N examples of --shots-data before each text, about as many of each label",
         None,
         number=integer(),
-        metavar="N",
     )
     shots_data: str | Path | None = setting(
         "labelled examples from which --shots are chosen", None, path="FILE"
@@ -138,7 +136,9 @@ class PromptArguments(Settings):
     text_columns: Sequence[str] | None = common("text_columns")
     label_column: str | None = common("label_column")
     max_samples: int | None = setting(
-        "score N examples, the same ones every time", None, number=integer(), metavar="N"
+        "score N examples, the same ones every time",
+        None,
+        number=integer(),
     )
     batch_tokens: int = common("batch_tokens")
     bf16: bool = setting("compute in bfloat16", False)

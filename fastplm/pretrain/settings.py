@@ -138,7 +138,6 @@ class PretrainArguments(budget.BudgetSettings):
         "trained on 128 tokens before 512",
         None,
         number=integer(2),
-        metavar="N",
     )
     short_share: float = setting(
         "of --short-block-size: the share of the steps with short blocks (with --two-stage: of the "
@@ -166,7 +165,6 @@ class PretrainArguments(budget.BudgetSettings):
         "OUT/seed-0, OUT/seed-1, ...",
         1,
         number=integer(1, 10_000),
-        metavar="N",
     )
     save_every: int = common("save_every")
     keep_checkpoints: int | str = common("keep_checkpoints")
@@ -174,7 +172,6 @@ class PretrainArguments(budget.BudgetSettings):
         "also keep the states after 1/N, 2/N, ... of the steps, for a curve of scores",
         None,
         number=integer(2, 1000),
-        metavar="N",
     )
     log_every: int = common("log_every")
     eval_every: int | None = common("eval_every")
@@ -272,7 +269,6 @@ class PretrainArguments(budget.BudgetSettings):
         "10 (default: another mask each time); for --objective mlm",
         None,
         number=integer(),
-        metavar="N",
     )
     separators: bool = setting(
         "put the separator token between two documents of a block, as RoBERTa does; without it "

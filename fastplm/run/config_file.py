@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import os
 import shlex
@@ -15,7 +14,7 @@ from typing import Any, ClassVar, NoReturn, Protocol
 
 import yaml  # type: ignore[import-untyped]
 
-from fastplm.errors import FastplmError, fail
+from fastplm.errors import FastplmError, fail, nearest
 from fastplm.run.settings import CALL, Numbers, Settings, takes_several
 
 #: The file of a run's settings in its folder.
@@ -37,9 +36,9 @@ def path_of(command: str, path: str) -> str:
     known = sorted(each.stem for each in shipped.parent.glob("*.yaml"))
     if path in known:
         return str(shipped)
-    if names := difflib.get_close_matches(path, known, n=1):
+    if fix := nearest(path, known, ""):
         got, expected = f"{path!r}, which is no file", "a file of settings, or a name"
-        fail(command, "config", got, expected, f"Did you mean {names[0]}?")
+        fail(command, "config", got, expected, fix)
     return path  # to be read, which says what is wrong
 
 
@@ -52,15 +51,15 @@ class Refuse(Protocol):
 def named(settings: type[Settings], given: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     """What a file gives, by the names of the settings."""
     known: dict[str, tuple[str, Any]] = {}  # the setting of each name, and what alone it means
-    for each in fields(settings):  # type: ignore[arg-type]
+    for each in fields(settings):
         also = {each.name: None, **each.metadata["also"]}
         known |= {name: (each.name, value) for name, value in also.items()}
     found: dict[str, Any] = {}
     for spelling, value in given.items():
         if spelling.replace("-", "_") not in known:
-            close = difflib.get_close_matches(spelling.replace("-", "_"), known, n=1)
-            fix = f"See fastplm {settings.where} --help."
-            fix = f"Did you mean {close[0]}?" if close else fix
+            fix = nearest(
+                spelling.replace("-", "_"), known, f"See fastplm {settings.where} --help."
+            )
             refuse(f"the setting {spelling[:60]!r}", f"settings of {settings.where}", fix)
         name, meant = known[spelling.replace("-", "_")]
         if name in found:
@@ -84,7 +83,7 @@ def values_of(settings: type[Settings], given: Mapping[str, Any], refuse: Refuse
     values = {n: v for n, v in named(settings, given, refuse).items() if v is not None}
     found: dict[str, Any] = {}
     groups: dict[str, str] = {}
-    for each in fields(settings):  # type: ignore[arg-type]
+    for each in fields(settings):
         if each.name in values:
             found[each.name] = _value_of(each, values[each.name], refuse)
             other = groups.setdefault(each.metadata["excludes"] or each.name, each.name)
@@ -113,9 +112,7 @@ def _value_of(each: Field[Any], value: Any, refuse: Refuse) -> Any:
     texts = texts if several else [",".join(texts)]
     for text in texts:
         if choices is not None and text not in choices:
-            close = difflib.get_close_matches(text, choices, n=1)
-            fix = f"Did you mean {close[0]}?" if close else "Choose one of these."
-            refuse(f"{name}: {_shown(text)}", " | ".join(choices), fix)
+            refuse(f"{name}: {_shown(text)}", " | ".join(choices), nearest(text, choices))
     try:
         found = texts if number is None else [number(text) for text in texts]
     except argparse.ArgumentTypeError:

@@ -35,7 +35,7 @@ def add_settings(parser: argparse.ArgumentParser, arguments: type[Settings]) -> 
         topics |= dict.fromkeys(names, parser.add_argument_group(title))
     groups: dict[str, Any] = {}
     needed = []
-    for each in fields(arguments):  # type: ignore[arg-type]
+    for each in fields(arguments):
         known, option = each.metadata, option_of(each.name)
         topic, group = topics.get(each.name, parser), known["excludes"]
         if group is not None and group not in groups:

@@ -56,6 +56,10 @@ class Numbers:
     each: Number
 
     @property
+    def kind(self) -> type:
+        return self.each.kind
+
+    @property
     def expected(self) -> str:
         return f"{self.each.expected}, or several with commas between them"
 
@@ -74,6 +78,10 @@ class NumberOr:
 
     each: Number
     word: str
+
+    @property
+    def kind(self) -> type:
+        return self.each.kind
 
     @property
     def expected(self) -> str:
@@ -137,7 +145,7 @@ def setting(
         default: of the field; without one the option is required.
         number: the range of its values.
         choices: its values.
-        metavar: how the help calls its value.
+        metavar: how the help calls its value; by default N of a whole number.
         path: the same of a value that is a path: DIR of a folder, FILE of a file, PATH of either.
         excludes: the name of a group of options of which at most one is given.
         of: the families of architectures that it is for; without any it is for all.
@@ -151,7 +159,7 @@ def setting(
         "help": help,
         "number": number,
         "choices": choices,
-        "metavar": metavar or path,
+        "metavar": metavar or path or ("N" if number and number.kind is int else None),
         "path": path,
         "excludes": excludes,
         "of": of,
@@ -196,19 +204,26 @@ def apart(name: str, other: str, expected: str, fix: str = Rule.fix) -> Rule:
 
 
 def needs(
-    name: str, other: str, values: Sequence[Any], expected: str, *, names_other: bool = False
+    name: str,
+    other: str,
+    values: Sequence[Any],
+    expected: str,
+    *,
+    names_other: bool = False,
+    beside: str = "",
+    fix: str = Rule.fix,
 ) -> Rule:
     """The rule that where a setting is given, another one has one of some values.
 
-    Its error names the first one, or with ``names_other`` the other one, beside its partner.
+    Its error names the first one, or with ``names_other`` the other one, beside its partner, or
+    ``beside`` another setting.
     """
 
     def keeps(args: Any) -> bool:
         return args.is_default(name) or getattr(args, other) in values
 
-    return Rule(
-        *((other, keeps, expected, name) if names_other else (name, keeps, expected, other))
-    )
+    named, partner = (other, name) if names_other else (name, other)
+    return Rule(named, keeps, expected, beside or partner, fix)
 
 
 #: The rule of a command with several seeds, of which each is one of PyTorch and NumPy.
@@ -228,6 +243,7 @@ class Settings:
     with all their values. Both check each value by its declaration, and the rules between them.
     """
 
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     #: The name of the command.
     where: ClassVar[str]
     #: The names of the settings under each title of the help, in its order.
@@ -260,7 +276,7 @@ class Settings:
     def given(self) -> Mapping[str, Any]:
         """The settings that differ from their defaults, as they were given."""
         found = {}
-        for each in fields(self):  # type: ignore[arg-type]
+        for each in fields(self):
             value = getattr(self, each.name)
             default = each.default_factory() if callable(each.default_factory) else each.default
             if value != default:
@@ -320,7 +336,7 @@ class Settings:
 
         found: dict[str, Any] = {}
         given = dict(self.given)
-        for each in fields(self):  # type: ignore[arg-type]
+        for each in fields(self):
             value = getattr(self, each.name)
             if each.metadata["path"] != MODEL or value is None:
                 continue
@@ -334,7 +350,7 @@ class Settings:
     def inputs(self) -> dict[str, Sequence[str | Path]]:
         """The paths that the command reads, by their settings."""
         found: dict[str, Sequence[str | Path]] = {}
-        for each in fields(self):  # type: ignore[arg-type]
+        for each in fields(self):
             value = getattr(self, each.name)
             if each.name not in ("out", "cache") and each.metadata["path"] and value:
                 found[each.name] = value if isinstance(value, list | tuple) else (value,)
@@ -342,7 +358,7 @@ class Settings:
 
     def check_values(self) -> None:
         """Check the range and the choices of each setting."""
-        for each in fields(self):  # type: ignore[arg-type]
+        for each in fields(self):
             given = getattr(self, each.name)
             number, choices = each.metadata["number"], each.metadata["choices"]
             for value in given if isinstance(given, list | tuple) else (given,):
@@ -450,7 +466,9 @@ class _Common:
     )
     log_every: int = setting("steps between logged losses", 10, number=COUNT)
     eval_every: int | None = setting(
-        "also score what is held out every N steps, for a curve", None, number=COUNT, metavar="N"
+        "also score what is held out every N steps, for a curve",
+        None,
+        number=COUNT,
     )
     report_to: str = setting(
         "where losses and scores are logged, as the Trainer of Transformers does it, beside "

@@ -6,7 +6,6 @@ Every option in it is one of an ordinary command, and its value is read as on th
 from __future__ import annotations
 
 import argparse
-import difflib
 import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any, NoReturn
 
 from fastplm.data.sources import HUB
 from fastplm.distill.settings import DistillArguments
-from fastplm.errors import FastplmError, check, fail
+from fastplm.errors import FastplmError, check, fail, nearest
 from fastplm.finetune.settings import FinetuneArguments
 from fastplm.finetune.tasks import TASKS
 from fastplm.inference.score_settings import ScoreArguments
@@ -171,18 +170,13 @@ def _path_of(study: str) -> Path:
         return STUDIES / f"{study}.yaml"
     if not path.is_file():
         expected = f"a file, or one of the studies {', '.join(known)}"
-        fail("study", "study", repr(study), expected, _nearest(study, known, "Check the path."))
+        fail("study", "study", repr(study), expected, nearest(study, known, "Check the path."))
     return path
-
-
-def _nearest(word: str, known: Iterable[str], otherwise: str) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"Did you mean {close[0]}?" if close else otherwise
 
 
 def names_of(command: str) -> list[str]:
     """The settings of a command, by all their names."""
-    return [n for each in fields(COMMANDS[command]) for n in (each.name, *each.metadata["also"])]  # type: ignore[arg-type]
+    return [n for each in fields(COMMANDS[command]) for n in (each.name, *each.metadata["also"])]
 
 
 def words_of(command: str, options: Options) -> list[str]:
@@ -191,8 +185,7 @@ def words_of(command: str, options: Options) -> list[str]:
     Raises:
         ValueError: a value that no command line can hold.
     """
-    known = {each.name: each for each in fields(COMMANDS[command])}  # type: ignore[arg-type]
-    words: list[str] = []
+    known, words = COMMANDS[command].__dataclass_fields__, []
     for name, value in options.items():
         if value is None or value is False:
             continue
@@ -222,7 +215,7 @@ def settings_of(command: str, options: Options) -> Any:
 def _values_of(command: str, options: Options, refuse: Refuse) -> dict[str, Any]:
     """The values of options, among them all that the command needs."""
     values = values_of(COMMANDS[command], options, refuse)
-    for each in fields(COMMANDS[command]):  # type: ignore[arg-type]
+    for each in fields(COMMANDS[command]):
         if each.metadata["default"] is not None:
             values.setdefault(each.name, each.metadata["default"])
         elif each.name not in values and each.default is each.default_factory is MISSING:
@@ -232,8 +225,7 @@ def _values_of(command: str, options: Options, refuse: Refuse) -> dict[str, Any]
 
 def kind_of_path(command: str, name: str) -> str | None:
     """What an option names: a folder, a file or a checkpoint; None if it is no path."""
-    each = next(each for each in fields(COMMANDS[command]) if each.name == name)  # type: ignore[arg-type]
-    kind: str | None = each.metadata["path"]
+    kind: str | None = COMMANDS[command].__dataclass_fields__[name].metadata["path"]
     return kind
 
 
@@ -259,7 +251,7 @@ class _Reader:
             size = next(iter(sizes), None)
         elif size not in sizes:
             known = f"one of {', '.join(sizes)}" if sizes else "none, as this study has no sizes"
-            fix = _nearest(size, sizes, "Choose one of these.")
+            fix = nearest(size, sizes, "Choose one of these.")
             fail("study", "size", repr(size), known, fix)
         for name, changes in sizes.items():
             self.keys(f"sizes: {name}", self.mapping(name, changes), _TOP[:-1])
@@ -481,7 +473,7 @@ class _Reader:
         """Check a word against those that are valid."""
         known = list(known)
         if name not in known:
-            fix = _nearest(str(name), known, f"Choose {', '.join(known)}.")
+            fix = nearest(str(name), known, f"Choose {', '.join(known)}.")
             self.refuse(f"{where}: {_shown(name)}", "a valid name", fix)
 
     def number(self, found: Mapping[str, Any], name: str, kind: Any) -> int | None:

@@ -53,7 +53,7 @@ def facts_of(command: str, args: Any, models: Mapping[str, Any], folder: Path) -
         folder: of the files that a .yaml file of several tasks names.
     """
     settings: dict[str, Any] = {}
-    for each in fields(COMMANDS[command]):  # type: ignore[arg-type]
+    for each in fields(COMMANDS[command]):
         name = each.name
         if name in _IGNORED or name not in args.given:
             continue
