@@ -42,9 +42,9 @@ class Words:
         self.names = list(names)
         self.ids = {name: index for index, name in enumerate(self.names)}
         first = tuple(self.names[: len(SPECIAL_WORDS)])
-        whole = first == SPECIAL_WORDS and len(self.ids) == len(self.names)
+        right = first == SPECIAL_WORDS and len(self.ids) == len(self.names)
         expected = f"words that begin with {', '.join(SPECIAL_WORDS)}, each of them once"
-        check(whole, "Words", "names", list(first), expected, "Use Words.train.", DataError)
+        check(right, "Words", "names", list(first), expected, "Use Words.train.", DataError)
 
     def __len__(self) -> int:
         return len(self.names)

@@ -170,12 +170,12 @@ class TextScorer(_Column):
     ) -> None:
         where, model = "score", folder_of("score", "model", model)
         self._head = head_of(config_at(where, "model", model))
-        usual = "pseudo-log-likelihood" if self._head == "MaskedLM" else "log-likelihood"
-        self._metric = metric or usual
+        default = "pseudo-log-likelihood" if self._head == "MaskedLM" else "log-likelihood"
+        self._metric = metric or default
         check_choice(where, "metric", self._metric, tuple(_SCORES))
         got, fix = f"{source} with metric {self._metric}", "Leave it out."
-        whole = source is None or self._metric == "log-likelihood"
-        check(whole, where, "source", got, "None, as no source is read", fix)
+        reads = source is None or self._metric == "log-likelihood"
+        check(reads, where, "source", got, "None, as no source is read", fix)
         columns = (column,) if source is None else (column, source)
         both, how = (into, f"{into}_tokens"), (bf16, matmul_precision, threads)
         super().__init__(where, _SCORES[self._metric], model, columns, both, settings, how)

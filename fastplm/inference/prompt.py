@@ -504,8 +504,8 @@ def _run_prompt(args: PromptArguments, out: Path | None) -> str:
     if several:
         spreads = "  ".join(f"{kind} {_spread(values)}" for kind, values in accuracies.items())
         lines.append(f"accuracy of {len(prompts)} templates: {spreads}")
-    usual = np.bincount(right).max() / len(right)
-    lines[-1] += f"  ({len(right):,} texts; the most frequent label: {usual:.4f})"
+    most_frequent = np.bincount(right).max() / len(right)
+    lines[-1] += f"  ({len(right):,} texts; the most frequent label: {most_frequent:.4f})"
     return "\n".join(lines)
 
 

@@ -84,12 +84,12 @@ def score_file(args: ScoreArguments) -> str:
 def _of_texts(args: ScoreArguments) -> tuple[list[Row], Row]:
     """The rows of a table, and the same as JSON."""
     config = config_at("score", "model", args.model)
-    usual = "pseudo-log-likelihood" if head_of(config) == "MaskedLM" else "log-likelihood"
-    metric = args.metric or usual
-    able = {usual, "bertscore"}
+    default = "pseudo-log-likelihood" if head_of(config) == "MaskedLM" else "log-likelihood"
+    metric = args.metric or default
+    able = {default, "bertscore"}
     able |= {"pseudo-log-likelihood"} if config.model_type in _INFILLING else set()
     fix = "Leave the option out."
-    expected = f"{usual}, the one for a {config.model_type} model of this kind"
+    expected = f"{default}, the one for a {config.model_type} model of this kind"
     args.check("metric", metric in able, expected, fix)
     lines = read_lines(args, paired=metric == "log-likelihood" and config.is_encoder_decoder)
     begun = time.perf_counter()

@@ -137,11 +137,11 @@ def describe(cell: Cell, store: Store) -> None:
 def digest() -> str:
     """The hash of the code of the library: another one says that it is another code, not that
     results are others."""
-    whole = hashlib.blake2b(digest_size=8)
+    found = hashlib.blake2b(digest_size=8)
     for path in sorted(_ROOT.rglob("*.py")):
         if path.relative_to(_ROOT).parts[0] not in _ASIDE:
-            whole.update(meaning(path.read_text("utf-8")).encode())
-    return whole.hexdigest()
+            found.update(meaning(path.read_text("utf-8")).encode())
+    return found.hexdigest()
 
 
 def meaning(source: str) -> str:

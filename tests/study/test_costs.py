@@ -25,7 +25,7 @@ def test_a_mixture_depends_on_its_files_and_costs_what_they_hold(place):
         changed(place, before, after)
 
     def found():
-        costs._examples.cache_clear()
+        costs._counted.cache_clear()
         return plan_of().variants["40 %"].evaluations["sentiment", 1.0][0]
 
     old = found()

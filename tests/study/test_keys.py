@@ -21,6 +21,7 @@ def keys(**options):
 
 def test_the_names_of_what_is_hashed(place):
     """Cells that are stored are found by them."""
+    changed(place, "finetune: {", "finetune: {precision: fp32, ")
     planned = plan_of().variants["40 %"]
     training, (score, _) = planned.trainings[0], planned.evaluations["pairs", 1.0]
     start = {"recipe": 1, "version": ".".join(fastplm.__version__.split(".")[:2])}
@@ -96,7 +97,7 @@ def test_names_of_the_hub_stay_names(place, monkeypatch):
     monkeypatch.setattr(
         "fastplm.data.examples.json_lines", lambda path: lines if rows[str(path)] else []
     )
-    costs._examples.cache_clear()
+    costs._counted.cache_clear()
     before = plan_of().variants["40 %"]
     assert "hf:acme/text" in before.trainings[0].words
     rows["hf:acme/tiny"] = "3"

@@ -27,7 +27,7 @@ def test_fine_tuning_must_be_better_than_from_new_weights():
 @pytest.mark.parametrize("chance", [0.5, 0.75, None])
 def test_scores_of_one_answer_to_all_say_nothing(chance):
     """In two balanced classes new weights may be below chance, and 52 % above them."""
-    film = Evaluation("film", "finetune", {}, "model", True, None, None)
+    film = Evaluation("film", "finetune", {"task": "classification"}, "model", True, None, None)
     points = [
         [{"examples": 9, "scores": {"accuracy": values, "f1": [0.1, 0.1]}}] for values in BASE
     ]
@@ -43,7 +43,7 @@ def test_scores_of_one_answer_to_all_say_nothing(chance):
 
 def test_the_mean_over_tasks():
     """As GLUE's, of each seed; minimal pairs and losses are not among them."""
-    film = Evaluation("film", "finetune", {}, "model", True, None, None)
+    film = Evaluation("film", "finetune", {"task": "classification"}, "model", True, None, None)
     grid = SimpleNamespace(
         evaluations={"film": film, "tags": film, "blimp": replace(film, command="score")}
     )
