@@ -23,7 +23,8 @@ import pytest
 from fastplm import cli
 from fastplm.cli import main
 from fastplm.data import _output
-from fastplm.data._output import hold, release, result, whole
+from fastplm.data._folder import acquire_lock, atomic_write, release_lock
+from fastplm.data._output import result
 from fastplm.errors import DataError
 from fastplm.run.folder import claimed
 
@@ -228,12 +229,12 @@ def test_two_at_once(command, overwrite, place, refused):
     if command not in FILES:
         out.mkdir()
         lock = out / "run.lock"
-    handle = hold(lock, _never)
+    handle = acquire_lock(lock, _never)
     options = ["--overwrite"] if overwrite else []
     try:
         refused(argv(command, place, out, *options), f"process {os.getpid()} of", "`out` got")
     finally:
-        release(lock, handle)
+        release_lock(lock, handle)
 
 
 RACE = """
@@ -376,10 +377,10 @@ def test_files_have_the_usual_rights(embedding, tmp_path):
 
 def test_an_error_keeps_what_was_there(tmp_path):
     path = tmp_path / "out.tsv"
-    with whole(path) as part:
+    with atomic_write(path) as part:
         part.write_text("first")
         assert not path.exists()
-    with pytest.raises(ZeroDivisionError), whole(path) as part:
+    with pytest.raises(ZeroDivisionError), atomic_write(path) as part:
         part.write_text("half")
         raise ZeroDivisionError
     assert path.read_text() == "first" and [*tmp_path.iterdir()] == [path]
@@ -432,7 +433,7 @@ def test_names_with_odd_letters(tmp_path):
     path = tmp_path / "a[b]*.tsv"
     other = tmp_path / ".ab.tsv.1.part"
     other.write_text("mine")
-    with _output.results("score", [path], {}, overwrite=False), whole(path) as part:
+    with _output.results("score", [path], {}, overwrite=False), atomic_write(path) as part:
         part.write_text("text")
     assert path.read_text() == "text" and other.exists()
 

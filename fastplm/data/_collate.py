@@ -416,8 +416,13 @@ class TextCollator(Collator):
         """``unpad`` adds nothing before the noise, which changes the lengths."""
         return {}
 
-    def corrupted(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """A batch with its noise and labels, and what ``unpad`` adds to it."""
+    def corrupted(
+        self, batch: dict[str, Any], input_ids: Tensor, lengths: Tensor, labels: Tensor
+    ) -> dict[str, Any]:
+        """The batch of noised rows [B, T], their lengths and labels, and what ``unpad`` adds."""
+        column = torch.arange(input_ids.shape[1], device=input_ids.device)
+        inside = (column < lengths[:, None]).long()
+        batch = batch | {"input_ids": input_ids, "attention_mask": inside, "labels": labels}
         if self.unpad:
             batch["unpad"] = rows_of(batch["attention_mask"])
             batch["decoder_unpad"] = rows = rows_of(batch["labels"] != -100)

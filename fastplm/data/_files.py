@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fastplm.errors import DataError, message
+from fastplm.errors import DataError, fail
 
-_WHERE, _ARGUMENT = "read_documents", "paths"
 _EXPECTED = "text files in UTF-8, or in UTF-16 or UTF-32 with a byte-order mark, or folders of them"
 _AT_ONCE = 1 << 16
 _PACKED_AT_ONCE = 1 << 13  # bytes, which may expand to a thousand times as many
@@ -120,9 +119,11 @@ def check_regular(path: Path) -> os.stat_result:
     return found
 
 
-def refuse(path: Path, got: str, fix: str = "Check the path.") -> NoReturn:
+def refuse(
+    path: str | Path, got: str, fix: str = "Check the path.", expected: str = _EXPECTED
+) -> NoReturn:
     """Raise the error of a path that gives no text."""
-    raise DataError(message(_WHERE, _ARGUMENT, f"{path}, {got}", _EXPECTED, fix))
+    fail("read", "path", f"{path}, {got}", expected, fix, DataError)
 
 
 def _open(path: Path) -> tuple[io.BufferedReader, str]:
@@ -142,53 +143,34 @@ def _open(path: Path) -> tuple[io.BufferedReader, str]:
 
 
 _CONVERT = "Give the text in it, as a text file."
+#: NUL, and what Python reads in the place of a byte that is not UTF-8.
+_NO_TEXT = re.compile("[\0\udc80-\udcff]")
 
 
 def _refuse_contents(path: Path, encoding: str) -> NoReturn:
-    """Say what a file holds that is not text: its kind where that is known, and where it is."""
+    """Say what a file holds that is not text: its kind where that is known, and the line."""
+    if encoding != "utf-8":
+        fix = "Its byte-order mark says so: repair or convert the file."
+        refuse(path, f"which is not {encoding.upper()}, or has NUL in it", fix)
     file, _ = _open(path)
     with file:
         head = file.peek(_HEAD)
-        if encoding == "utf-8":
-            for magic, kind in _BINARY:
-                if re.match(magic, head, re.DOTALL):
-                    refuse(path, f"a binary file: {kind}", _CONVERT)
-        place, line, byte = _first_that_is_no_text(file, encoding)
-    where, name = f"at byte {place:,} (line {line:,})", shlex.quote(str(path))
-    if byte is None:
+        for magic, kind in _BINARY:
+            if re.match(magic, head, re.DOTALL):
+                refuse(path, f"a binary file: {kind}", _CONVERT)
+        lines = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="\n")
+        matches = ((number, _NO_TEXT.search(line)) for number, line in enumerate(lines, 1))
+        number, found = next((number, match[0]) for number, match in matches if match)
+    name = shlex.quote(str(path))
+    if found == "\0":
         odd, even = head[1::2].count(0), head[::2].count(0)
-        likely = {True: "utf-16-le", False: "utf-16-be"}[odd > even]
-        if encoding == "utf-8" and 3 * max(odd, even) > len(head) > 8 * min(odd, even):
+        if 3 * max(odd, even) > len(head) > 8 * min(odd, even):
+            likely = "utf-16-le" if odd > even else "utf-16-be"
             fix = f"If it is {likely.upper()}, convert it: iconv -f {likely} -t utf-8 {name} > NEW"
-            refuse(path, f"a binary file, or UTF-16 without a byte-order mark: NUL {where}", fix)
-        refuse(path, f"a binary file: NUL {where}", _CONVERT)
-    if encoding == "utf-8":
-        fix = f"Convert it: iconv -f <its encoding> -t utf-8 {name} > NEW"
-    else:
-        fix = "Its byte-order mark says so: repair or convert the file."
-    refuse(path, f"which is not {encoding.upper()}: byte 0x{byte:02x} {where}", fix)
-
-
-def _first_that_is_no_text(file: io.BufferedReader, encoding: str) -> tuple[int, int, int | None]:
-    """Where the text of a file ends: byte, line and that byte, None for a NUL."""
-    decoder = codecs.getincrementaldecoder(encoding)()
-    read, line = 0, 1
-    while True:
-        part = file.read(_AT_ONCE)
-        begin = read - len(decoder.getstate()[0])  # some bytes of a letter may be kept from before
-        read += len(part)
-        byte: int | None = None
-        try:
-            text, whole = decoder.decode(part, final=not part), True
-        except UnicodeDecodeError as error:
-            text, whole = error.object[: error.start].decode(encoding), False
-            byte = error.object[error.start]
-        before, nul, _ = text.partition("\0")
-        line += before.count("\n")
-        if nul or not whole:
-            return begin + len(before.encode(encoding)), line, None if nul else byte
-        if not part:
-            return read, line, None
+            refuse(path, "a binary file, or UTF-16 without a byte-order mark", fix)
+        refuse(path, f"a binary file: NUL in line {number:,}", _CONVERT)
+    fix = f"Convert it: iconv -f <its encoding> -t utf-8 {name} > NEW"
+    refuse(path, f"which is not UTF-8: byte 0x{ord(found) - 0xDC00:02x} in line {number:,}", fix)
 
 
 class _DamagedError(Exception):

@@ -1,4 +1,4 @@
-"""Folders of caches and of runs: a manifest of their files, locks, and what is built once."""
+"""What is written to disk: atomic writes, manifests, locks, and caches that are built once."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import errno
 import hashlib
 import json
 import os
+import platform
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from fastplm.errors import DataError, message
 
@@ -47,12 +48,31 @@ def too_many_files(error: OSError) -> bool:
 # --- files that are complete ----------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Gives the name under which a file is written; it gets its own when all of it is on the disk.
+
+    A link stays, and its target is written. Two processes do not write the same file: each locks
+    its folder, or the file (``acquire_lock``).
+    """
+    path = path.resolve()
+    part = path.with_name(f".{path.name}.part")
+    try:
+        yield part
+        with part.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a file that is there completely or not at all."""
-    _write_whole(path, (json.dumps(content, indent=2) + "\n").encode())
+    """Write a dict as JSON, atomically."""
+    with atomic_write(path) as part:
+        part.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
-def seal(folder: Path, names: Iterable[str] | None = None, **facts: Any) -> None:
+def write_manifest(folder: Path, names: Iterable[str] | None = None, **facts: Any) -> None:
     """Write the manifest of a folder, or of ``names`` in it, when the files are on the disk.
 
     It records the ``facts``, too.
@@ -68,13 +88,14 @@ def seal(folder: Path, names: Iterable[str] | None = None, **facts: Any) -> None
         if stat.st_size > _LARGE:
             noted["sample"] = file_hash(path, sampled=True)
         files[path.relative_to(folder).as_posix()] = noted
-    _write_whole(folder / MANIFEST, _manifest(files, facts))
+    with atomic_write(folder / MANIFEST) as part:
+        part.write_bytes(_manifest(files, facts))
 
 
-def damage(folder: Path, *, cache: bool = False, **facts: Any) -> str | None:
-    """What is wrong with a sealed folder, or None.
+def verify(folder: Path, *, cache: bool = False, **facts: Any) -> str | None:
+    """What is wrong with a folder that has a manifest, or None.
 
-    The size of each file is compared, and the hash of its bytes; ``seal`` must have recorded the
+    The size of each file is compared, and the hash of its bytes; the manifest must have the
     ``facts``. A folder of a ``cache`` is read at every start: there a file above 1 GiB whose time
     of change is the recorded one is hashed by 256 pages alone, and no other file may be in it.
     """
@@ -134,15 +155,6 @@ def _manifest(files: dict[str, Any], facts: dict[str, Any]) -> bytes:
     return json.dumps({**facts, "files": files, "digest": digest}, indent=1).encode()
 
 
-def _write_whole(path: Path, content: bytes) -> None:
-    scratch = path.with_name(f".{path.name}")
-    with scratch.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(scratch, path)
-
-
 # --- locks, which end with their process ----------------------------------------------------------
 
 
@@ -172,14 +184,45 @@ def unlock(descriptor: int) -> None:
 @contextlib.contextmanager
 def locked(folder: Path, *, exclusive: bool = True, wait: bool = True) -> Iterator[bool]:
     """Lock a folder, alone or with others that only read it; gives whether that was granted."""
-    if fcntl is None:
+    descriptor = None
+    if fcntl is not None:
+        with contextlib.suppress(PermissionError):  # a folder that cannot be read
+            descriptor = os.open(folder, os.O_RDONLY)
+    if descriptor is None:
         yield False
         return
-    descriptor = os.open(folder, os.O_RDONLY)
     try:
         yield lock(descriptor, exclusive=exclusive, wait=wait) is True
     finally:
         unlock(descriptor)
+
+
+def acquire_lock(path: Path, refuse: Callable[[str], NoReturn]) -> int:
+    """Make and lock a file; gives its descriptor, for ``release_lock``.
+
+    ``refuse``, called with the name of the process that has it, raises the error.
+    """
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        if lock(handle) is False:
+            holder = os.read(handle, 200).decode(errors="replace") or "another one"
+            os.close(handle)
+            refuse(holder)
+        # The process that held the lock may have removed the file after it was opened here.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), os.stat(path)):
+                os.ftruncate(handle, 0)
+                os.write(handle, f"{os.getpid()} of {platform.node()}".encode())
+                return handle
+        os.close(handle)
+
+
+def release_lock(path: Path, handle: int) -> None:
+    """Remove and unlock a file of ``acquire_lock``, which may have been moved to ``path``."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+    with contextlib.suppress(OSError):
+        unlock(handle)
 
 
 # --- folders of a cache -------------------------------------------------------------------------
@@ -195,7 +238,7 @@ def build_once(cache: str | Path, key: str, build: Callable[[Path], None]) -> Pa
 
     A folder gets its name only when it is complete: processes that build the same one at the same
     time, or are killed meanwhile, leave nothing incomplete under that name. A folder that is not
-    complete (see ``damage``) is built again and replaced, and one line on stderr says so. A
+    complete (see ``verify``) is built again and replaced, and one line on stderr says so. A
     complete one is never replaced, so that processes that read it keep it.
 
     Raises:
@@ -204,7 +247,7 @@ def build_once(cache: str | Path, key: str, build: Callable[[Path], None]) -> Pa
     cache, final = Path(cache), Path(cache) / key
     if os.path.lexists(final):
         with locked(cache, exclusive=False):
-            wrong = damage(final, cache=True)
+            wrong = verify(final, cache=True)
         if wrong is None:
             return final
         say(f"fastplm: the cache {final} is damaged ({wrong}): it is built again")
@@ -217,9 +260,9 @@ def build_once(cache: str | Path, key: str, build: Callable[[Path], None]) -> Pa
             building.enter_context(locked(scratch))
         try:
             build(scratch)
-            seal(scratch)
+            write_manifest(scratch)
             with locked(cache):
-                if damage(final, cache=True) is not None:
+                if verify(final, cache=True) is not None:
                     # Moved to the place of the scratch folder, it is removed below.
                     if os.path.lexists(final):
                         os.rename(final, f"{scratch}-old")

@@ -1,16 +1,14 @@
-"""The files and folders that a command writes: none that it reads, each complete or not there."""
+"""Where a command may write: to nothing that it reads, and not where another process writes."""
 
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
-import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from fastplm.data._folder import lock, locked, say, unlock
+from fastplm.data._folder import acquire_lock, atomic_write, release_lock, say
 from fastplm.errors import DataError, fail
 
 #: Settings whose folders are read as texts, so that no result may lie in them.
@@ -46,43 +44,6 @@ def check_apart(where: str, out: Path, inputs: Inputs) -> None:
             fail(where, "out", got, expected, "Choose another --out.", DataError)
 
 
-def hold(path: Path, refuse: Callable[[str], NoReturn]) -> int:
-    """Make and lock a file; gives its descriptor, for ``release``.
-
-    ``refuse``, called with the name of the process that has it, raises the error.
-    """
-    while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        if lock(handle) is False:
-            holder = os.read(handle, 200).decode(errors="replace") or "another one"
-            os.close(handle)
-            refuse(holder)
-        # The process that held the lock may have removed the file after it was opened here.
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(handle), os.stat(path)):
-                os.ftruncate(handle, 0)
-                os.write(handle, f"{os.getpid()} of {platform.node()}".encode())
-                return handle
-        os.close(handle)
-
-
-def release(path: Path, handle: int) -> None:
-    """Remove and unlock a file of ``hold``, which may have been moved to ``path``."""
-    with contextlib.suppress(OSError):
-        path.unlink()
-    with contextlib.suppress(OSError):
-        unlock(handle)
-
-
-@contextlib.contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """In this block no other process claims or moves a folder in ``folder``."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # a folder that cannot be read
-            stack.enter_context(locked(folder))
-        yield
-
-
 @contextlib.contextmanager
 def results(
     where: str, paths: Sequence[Path], inputs: Inputs, *, overwrite: bool
@@ -96,7 +57,7 @@ def results(
         yield
     finally:
         for lock_file, handle in held:
-            release(lock_file, handle)
+            release_lock(lock_file, handle)
 
 
 def _hold_result(where: str, path: Path, overwrite: bool) -> tuple[Path, int]:
@@ -118,34 +79,16 @@ def _hold_result(where: str, path: Path, overwrite: bool) -> tuple[Path, int]:
         refuse(", a device or a pipe", "a file")
     lock_file = real.with_name(f".{real.name}.lock")
     try:
-        handle = hold(lock_file, held_by)
+        handle = acquire_lock(lock_file, held_by)
     except OSError as error:
         refuse(f", in a folder that cannot be written ({error.strerror})", "a file in another one")
-    # Processes that were killed left these.
-    for part in real.parent.glob(f".{glob.escape(real.name)}.*.part"):
-        part.unlink(missing_ok=True)
     return lock_file, handle
 
 
 @contextlib.contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """Gives the name under which a file is written, until all of it is there.
-
-    It is a name of this process alone. A link stays, and its target is written.
-    """
-    path = path.resolve()
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        yield part
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
 def result(path: Path) -> Iterator[Path]:
-    """``whole`` of a file of results; what had its name is renamed when the new one is there."""
-    with whole(path) as part:
+    """``atomic_write`` of results; what had their name is renamed when the new file is there."""
+    with atomic_write(path) as part:
         yield part
         if path.exists():
             make_room(path)

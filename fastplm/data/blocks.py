@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from fastplm.data._folder import MANIFEST, build_once, damage
+from fastplm.data._folder import MANIFEST, build_once, verify
 from fastplm.data._numbers import first_descent, first_outside, map_file, refuse_file, refuse_unread
 from fastplm.data.corpus import check_documents, fingerprint
 from fastplm.errors import TooLittleTextError, UnsupportedError, check
@@ -126,7 +126,7 @@ class TokenStore:
 
     def _read_all(self) -> None:
         # A store that other means wrote has no manifest.
-        if (self.directory / MANIFEST).exists() and (damaged := damage(self.directory, cache=True)):
+        if (self.directory / MANIFEST).exists() and (damaged := verify(self.directory, cache=True)):
             got = f"beside which {damaged}"
             refuse_file(self.directory / MANIFEST, got, "the files that were written")
         for name, boundaries in ("sentences", self.sentences), ("documents", self.documents):

@@ -113,15 +113,8 @@ class DataCollatorForDenoising(TextCollator):
             step=self._epoch,
         )
         self.count_dropped(noised.dropped, "Shorten the samples.")
-        column = torch.arange(noised.input_ids.shape[1], device=text.device)
-        return self.corrupted(
-            batch
-            | {
-                "input_ids": noised.input_ids,
-                "attention_mask": (column < noised.lengths[:, None]).long(),
-                "labels": self._labels(text, lengths[:, None]),
-            }
-        )
+        labels = self._labels(text, lengths[:, None])
+        return self.corrupted(batch, noised.input_ids, noised.lengths, labels)
 
     @classmethod
     def expected_length(cls, tokens: int, **noise: float) -> float:

@@ -450,47 +450,16 @@ def _choices(path: Path, text: str) -> Iterator[Example]:
 # --- files ----------------------------------------------------------------------------------------
 
 
-#: The first bytes of a file compressed by gzip.
-_GZIP = b"\x1f\x8b"
-
-
 def _read(path: Path) -> str:
-    if is_table(path):
-        return "".join(json_lines(path))
-    try:
-        data = path.read_bytes()
-        if data.startswith(_GZIP):
-            return "".join(lines_of(path))
-        text = data.decode("utf-8-sig")
-        # As in ``lines_of``, a "\r" ends a line only in a file without "\n".
-        return text if "\n" in text else text.replace("\r", "\n")
-    except UnicodeDecodeError as error:
-        line = path.read_bytes()[: error.start].count(b"\n") + 1
-        _refuse(f"{path}:{line}", f"no UTF-8 ({error.reason})", "UTF-8 text")
-    except OSError as error:
-        _refuse(str(path), f"a file that cannot be read ({error.strerror})", "a file of examples")
-
-
-class _TwiceError(Exception):
-    """A JSON object has a name twice."""
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):  # Python's json silently keeps the last value
-        raise _TwiceError(next(name for name, n in Counter(n for n, _ in pairs).items() if n > 1))
-    return found
+    return "".join(json_lines(path) if is_table(path) else lines_of(path))
 
 
 def _json(path: Path, text: str, first_line: int | None = None) -> Any:
     try:
-        content = json.loads(text, object_pairs_hook=_object)
+        content = json.loads(text)
         if _HALF_PAIR.search(text):  # valid JSON, but not valid UTF-8
             json.dumps(content, ensure_ascii=False).encode()
         return content
-    except _TwiceError as error:
-        got = f"an object with {str(error)!r} twice"
-        _refuse(f"{path}:{first_line}" if first_line else str(path), got, "each name once")
     except json.JSONDecodeError as error:
         line = (first_line or 1) + error.lineno - 1
         _refuse(f"{path}:{line}", f"no JSON ({error.msg}, column {error.colno})", "JSON")

@@ -18,6 +18,8 @@ _WHERE = "read_pairs"
 _GOOD, _BAD, _PARADIGM, _TERM, _FIELD = (
     *("sentence_good", "sentence_bad", "UID", "linguistics_term", "field"),
 )
+#: Of a damaged zip, one that is encrypted, and a file in it that is no UTF-8.
+_ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, UnicodeDecodeError)
 #: The UID of published rows that are means over others.
 _MEAN = "overall"
 
@@ -76,18 +78,13 @@ def read_pairs(path: str | Path) -> list[MinimalPair]:
     known: dict[str, MinimalPair] = {}
     for pair in pairs:
         first = known.setdefault(pair.paradigm, pair)
-        for name, one, other in (
-            (_TERM, first.term, pair.term),
-            (_FIELD, first.field, pair.field),
-        ):
-            got = f"{pair.where}: {name} {other!r} of the UID {pair.paradigm!r}"
-            _check(one == other, got, f"{one!r}, as in {first.where}")
-        for name, one, other in (
-            (_TERM, pairs[0].term, pair.term),
-            (_FIELD, pairs[0].field, pair.field),
-        ):
-            got = f"{pair.where}: {'a' if other else 'no'} {name!r}"
-            _check(bool(one) == bool(other), got, f"one in all rows or in none ({pairs[0].where})")
+        for name, key in ((_TERM, "term"), (_FIELD, "field")):
+            value, one = getattr(pair, key), getattr(first, key)
+            got = f"{pair.where}: {name} {value!r} of the UID {pair.paradigm!r}"
+            _check(value == one, got, f"{one!r}, as in {first.where}")
+            got = f"{pair.where}: {'a' if value else 'no'} {name!r}"
+            alike = bool(value) == bool(getattr(pairs[0], key))
+            _check(alike, got, f"one in all rows or in none ({pairs[0].where})")
     return pairs
 
 
@@ -144,16 +141,9 @@ def _files(path: Path) -> Iterator[tuple[Path, str]]:
             for name in names:
                 with archive.open(name) as file:
                     yield path / name, io.TextIOWrapper(file, "utf-8-sig").read()
-    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-        fail(
-            _WHERE, "path", f"{path}, a damaged zip ({error})", "a zip", "Copy it again.", DataError
-        )
-    except (RuntimeError, NotImplementedError) as error:  # it is encrypted, say
+    except _ZIP_ERRORS as error:
         got = f"{path}, a zip that cannot be read ({error})"
-        fail(_WHERE, "path", got, "a zip of files", "Unpack it.", DataError)
-    except UnicodeDecodeError as error:
-        got = f"{path}: a file that is no UTF-8 ({error.reason})"
-        fail(_WHERE, "path", got, "UTF-8 text", "Correct the file.", DataError)
+        fail(_WHERE, "path", got, "a zip of UTF-8 files", "Copy it again, or unpack it.", DataError)
 
 
 def _pair(file: Path, line: int, row: dict[str, Any]) -> MinimalPair:

@@ -8,9 +8,10 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from fastplm.errors import DataError, fail, first_line
+from fastplm.data._files import check_regular, refuse
+from fastplm.errors import DataError, first_line
 
 HUB = "hf:"
 _FORMATS = {".parquet": "parquet", ".arrow": "arrow"}
@@ -56,12 +57,11 @@ def _is_label(feature: Any) -> bool:
 
 def _load(path: str) -> Any:
     if importlib.util.find_spec("datasets") is None:
-        _refuse(path, "without the library that reads it", "pip install datasets.")
+        refuse(path, "without the library that reads it", "pip install datasets.", _EXPECTED)
     import datasets
 
     if not path.startswith(HUB):
-        if not os.path.isfile(path):
-            _refuse(path, "a path that does not exist", "Check the path.")
+        check_regular(Path(path))
         with _quietly(path):
             kind = _FORMATS[Path(path).suffix]
             return datasets.load_dataset(kind, data_files=path, split="train").flatten()
@@ -88,8 +88,4 @@ def _quietly(path: str) -> Iterator[None]:
         raise
     except Exception as error:  # of its own, of Arrow, HTTP and the system
         fix = "Check the name, the split and the network, or download it first."
-        _refuse(path, f"which datasets cannot read ({first_line(error):.200})", fix)
-
-
-def _refuse(path: str, got: str, fix: str) -> NoReturn:
-    fail("read", "data", f"{path}, {got}", _EXPECTED, fix, DataError)
+        refuse(path, f"which datasets cannot read ({first_line(error):.200})", fix, _EXPECTED)

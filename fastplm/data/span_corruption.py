@@ -101,15 +101,8 @@ class DataCollatorForSpanCorruption(TextCollator):
             seed=self.seed,
             step=self._epoch,
         )
-        column = torch.arange(corrupted.input_ids.shape[1], device=input_ids.device)
-        return self.corrupted(
-            batch
-            | {
-                "input_ids": corrupted.input_ids,
-                "attention_mask": (column < corrupted.input_lengths[:, None]).long(),
-                "labels": corrupted.labels,
-            }
-        )
+        ids, lengths = corrupted.input_ids, corrupted.input_lengths
+        return self.corrupted(batch, ids, lengths, corrupted.labels)
 
     def _most(self) -> int:
         return _LONGEST  # T5 has no table of positions

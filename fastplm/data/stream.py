@@ -42,12 +42,8 @@ class PretrainingStream(Dataset):
     ) -> None:
         self.dataset, self.seed, self.length, self.copies = dataset, seed, length, copies
         self.size = len(dataset)  # type: ignore[arg-type]
-        where, got, fix = (
-            "PretrainingStream",
-            "no elements",
-            "Give more text or a smaller block size.",
-        )
-        check(self.size > 0, where, "dataset", got, "one or more", fix, TooLittleTextError)
+        where, fix = "PretrainingStream", "Give more text or a smaller block size."
+        check(self.size > 0, where, "dataset", "none", "one or more", fix, TooLittleTextError)
 
     def __len__(self) -> int:
         return self.length

@@ -151,11 +151,12 @@ def longest(args: FinetuneArguments, config: Any, tokenizer: Any) -> int:
 
 def build_model(task: Task, seed: int) -> PreTrainedModel:
     """The model of a task, its head new: that of Transformers, or ours with the same weights."""
-    args = task.args
     set_seed(seed)
-    model = task.new_model()
-    if model is not None:
-        return model
+    return task.make_model(functools.partial(_of_checkpoint, task, seed))
+
+
+def _of_checkpoint(task: Task, seed: int) -> PreTrainedModel:
+    args = task.args
     own = args.features != "last" or args.head != "linear" or args.pooling not in (None, "cls")
     config = read_config(args, **({} if own else task.config))
     set_dropout(config, args.dropout)
@@ -167,7 +168,7 @@ def build_model(task: Task, seed: int) -> PreTrainedModel:
     if own:
         model = _with_features(task, plain, seed)
     else:
-        model = task.adapted(plain if args.library == "transformers" else _ours(args, plain))
+        model = plain if args.library == "transformers" else _ours(args, plain)
     if args.freeze:
         layers = 4 if args.features == "last-four" else 0
         model.frozen = Frozen(model, task.dataset.kept, new_pooler=new_pooler, layers=layers)

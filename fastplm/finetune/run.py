@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fastplm._machine import device_label, in_bf16
-from fastplm.data._folder import MANIFEST, damage, first_process, say, seal, write_json
+from fastplm.data._folder import MANIFEST, first_process, say, verify, write_json, write_manifest
 from fastplm.data._output import move_aside
 from fastplm.errors import DivergenceError
 from fastplm.finetune.data import prepare_task
@@ -133,9 +133,10 @@ class Finetuning(Run):
     def compare(self, before: dict[str, Any]) -> None:
         args, task, record = self.args, self.task, self.record
         same = {n: record[n] for n in record if n != "examples"}
-        # Runs of several points once had no pooling that follows from the model.
-        began = before | {"pooling": before.get("pooling") or args.pooling}
-        check_same("finetune", same, began | {"precision": _precision_of(before)})
+        began = before | {"precision": _precision_of(before)}
+        if args.is_default("pooling") and began.get("pooling") is None:
+            began["pooling"] = args.pooling  # runs of several points once had none of the model's
+        check_same("finetune", same, began)
         files = " and ".join(map(str, filter(None, (args.data, args.eval_data))))
         now = f"{len(task.train)} and {len(task.test)} now"
         got = f"{files}, whose examples have changed since ({now})"
@@ -259,7 +260,7 @@ class Finetuning(Run):
         """The result of a seed that an earlier call trained, if all its files are complete."""
         if not (out / MANIFEST).exists():
             return None
-        wrong = damage(out)
+        wrong = verify(out)
         if wrong is None:
             return json.loads((out / "result.json").read_text("utf-8"))
         self.processes.wait_for_everyone()
@@ -331,7 +332,7 @@ def write_result(out: Path, result: dict[str, Any], *beside: str) -> None:
     with writing("finetune", out):
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / "result.json", result)
-        seal(out, ["result.json", *beside])
+        write_manifest(out, ["result.json", *beside])
 
 
 def _write_predictions(path: Path, file: str | Path, records: list[Any]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
@@ -22,7 +22,7 @@ from fastplm.finetune.tasks._task import Collator, Feature, Task
 from fastplm.models._base import FastplmModel
 from fastplm.run.optimizer import Adafactor
 from fastplm.run.settings import resolve_warmup
-from fastplm.run.trainer import RunTrainer, ScoreEvery, training_arguments
+from fastplm.run.trainer import RunTrainer, training_arguments
 
 
 class FinetuningTrainer(RunTrainer):
@@ -47,8 +47,15 @@ class FinetuningTrainer(RunTrainer):
             set_layer_rates(optimizer, self.model, self.task.args.layer_decay)
         return optimizer
 
-    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Any:
-        return _LengthSampler(self)
+    def get_train_dataloader(self) -> DataLoader:
+        loader = DataLoader(
+            self.train_dataset,
+            self.args.train_batch_size,
+            sampler=_LengthSampler(self),
+            collate_fn=self.data_collator,
+            pin_memory=self.args.dataloader_pin_memory,
+        )
+        return self.accelerator.prepare(loader)
 
     def count(self, batches: list[dict[str, Any]]) -> int:
         return sum(map(self.task.tokens, batches))
@@ -102,9 +109,9 @@ def make_trainer(task: Task, model: PreTrainedModel, seed: int, out: Path) -> Fi
     if args.source_encoder_layers is not None:
         first = args.source_encoder_steps
         trainer.add_callback(TwoSteps(settings.max_steps // 2 if first is None else first))
+    trainer.eval_every = args.eval_every
     if args.eval_every is not None:
-        trainer.judge = lambda: task.evaluate(trainer)[0]
-        trainer.add_callback(ScoreEvery(args.eval_every))
+        trainer.score_fn = lambda: task.evaluate(trainer)[0]
     return trainer
 
 

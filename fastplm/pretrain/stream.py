@@ -17,7 +17,7 @@ import torch
 
 from fastplm import _extension
 from fastplm._machine import device_label
-from fastplm.data._folder import MANIFEST, damage, first_process, say
+from fastplm.data._folder import MANIFEST, first_process, say, verify
 from fastplm.pretrain.data import RunData
 from fastplm.pretrain.settings import COLLAPSED
 from fastplm.run.folder import check_same, checkpoint_to_resume, save_models, step_of, writing
@@ -148,25 +148,21 @@ class TextRun(Run):
             )
 
     def finished(self, before: dict[str, Any]) -> bool:
-        wrong = damage(self.out)
+        wrong = verify(self.out)
         if wrong is not None and (self.out / MANIFEST).is_file():
             say(f"What the finished run wrote is not complete, and is written again: {wrong}.")
         return wrong is None and before["steps"] == self.args.steps
 
     def build(self) -> str:
         from fastplm.pretrain.report import announcement
-        from fastplm.run.trainer import KeepStates, ScoreEvery
 
         self.device = self.settings.device
         self.training = self._build(self.args, self.settings, self.data)
         trainer, count = self.training.trainer, getattr(self.args, "states", None) or 1
         milestones = frozenset(round(self.args.steps * i / count) for i in range(1, count))
-        trainer.states = milestones
-        # The first, as what is logged depends on whether a checkpoint is written.
-        trainer.callback_handler.callbacks.insert(0, KeepStates(milestones))
+        trainer.milestones, trainer.eval_every = milestones, self.args.eval_every
         if self.args.eval_every is not None:
-            trainer.judge = self._numbers
-            trainer.add_callback(ScoreEvery(self.args.eval_every))
+            trainer.score_fn = self._numbers
         starts = [] if self.before is None else self.before["starts"]
         self.record["starts"] = [*starts, self.done]
         said = announcement(self.args, self.settings, self.data, self.training, self.done)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from safetensors import safe_open
 
 from fastplm._checks import is_number
@@ -21,8 +22,6 @@ _PREFIXES = {"module.": "DistributedDataParallel", "_orig_mod.": "torch.compile"
 _MOST_LAYERS = 1000
 #: Models of which Transformers 5 ignores any other kind of positions than absolute ones.
 _ABSOLUTE = ("albert", "bert", "electra", "roberta")
-#: By which a model is divided, or of which it has nothing.
-_SIZES = ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 _LAYER = re.compile(r"\.\d+\.")
 
 #: The model type of ELECTRA's pre-training, whose checkpoints hold two models.
@@ -114,48 +113,56 @@ def _weights_of_joint(
     return {"config": config, "state_dict": getattr(both, name).state_dict()}
 
 
+def _is_small(value: Any) -> bool:
+    return is_number(value) and 0.0 <= value < math.inf
+
+
+#: What Transformers reads from config.json without a look, and fails on later: hours of building,
+#: layers that are left out, or NaN. {names: (whether a value is right, what is expected)}
+_CHECKS: dict[tuple[str, ...], tuple[Callable[[Any], bool], str]] = {
+    ("architectures",): (
+        lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
+        "a list of names of classes",
+    ),
+    ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"): (
+        lambda value: isinstance(value, int) and value > 0,
+        "a whole number above 0",
+    ),
+    ("num_hidden_layers",): (
+        lambda value: value in range(1, _MOST_LAYERS + 1),
+        f"1 to {_MOST_LAYERS}",
+    ),
+    ("initializer_range", "layer_norm_eps", "layer_norm_epsilon"): (
+        _is_small,
+        "a small positive number",
+    ),
+    DROPOUTS: (
+        lambda value: is_number(value) and 0.0 <= value <= 1.0,
+        "a probability from 0 to 1",
+    ),
+    ("chunk_size_feed_forward",): (
+        lambda value: value == 0,
+        "0: the parts save memory alone, and would have to divide the tokens of each batch",
+    ),
+    ("return_dict",): (lambda value: value is True, "true, as a command reads outputs by name"),
+}
+_POSITIONS: dict[tuple[str, ...], tuple[Callable[[Any], bool], str]] = {
+    ("position_embedding_type",): (
+        lambda value: value == "absolute",
+        "absolute, as Transformers 5 has no other and would ignore it",
+    ),
+}
+
+
 def _check_config(where: str, argument: str, path: str | Path, config: Any) -> None:
-    """What Transformers reads from config.json without a look, and fails on later."""
-
-    def check(part: Any, name: str, able: Callable[[Any], bool], expected: str, fix: str) -> None:
-        value = getattr(part, name, None)
-        if value is not None and not able(value):
-            got = f"{path}, whose config.json has {name}: {shown(value)}"
-            fail(where, argument, got, expected, fix, DataError)
-
-    def are_names(value: Any) -> bool:
-        return isinstance(value, list) and all(isinstance(name, str) for name in value)
-
-    def is_rate(value: Any) -> bool:
-        return is_number(value) and 0.0 <= value <= 1.0
-
-    fix = 'Correct it: ["BertForMaskedLM"], say.'
-    check(config, "architectures", are_names, "a list of names of classes", fix)
-    for each in (config, getattr(config, "encoder", None), getattr(config, "decoder", None)):
-        _check_sizes(functools.partial(check, each, fix="Correct it, or convert it."), each)
-        for name in DROPOUTS:
-            check(each, name, is_rate, "a probability from 0 to 1", "Correct it.")
-
-
-def _check_sizes(check: Callable[[str, Callable[[Any], bool], str], None], config: Any) -> None:
-    """Values that lead to hours of building, to layers that are left out, or to NaN."""
-
-    def is_small(value: Any) -> bool:
-        return is_number(value) and 0.0 <= value < math.inf
-
-    for name in _SIZES:
-        check(name, lambda value: isinstance(value, int) and value > 0, "a whole number above 0")
-    check("initializer_range", is_small, "a small positive number")
-    layers = range(1, _MOST_LAYERS + 1)
-    check("num_hidden_layers", lambda value: value in layers, f"1 to {_MOST_LAYERS}")
-    if getattr(config, "model_type", None) in _ABSOLUTE:
-        expected = "absolute, as Transformers 5 has no other and would ignore it"
-        check("position_embedding_type", lambda value: value == "absolute", expected)
-    for name in ("layer_norm_eps", "layer_norm_epsilon"):
-        check(name, is_small, "a small positive number")
-    expected = "0: the parts save memory alone, and would have to divide the tokens of each batch"
-    check("chunk_size_feed_forward", lambda value: value == 0, expected)
-    check("return_dict", lambda value: value is True, "true, as a command reads outputs by name")
+    for part in (config, getattr(config, "encoder", None), getattr(config, "decoder", None)):
+        absolute = getattr(part, "model_type", None) in _ABSOLUTE
+        for names, (able, expected) in (_CHECKS | (_POSITIONS if absolute else {})).items():
+            for name in names:
+                value = getattr(part, name, None)
+                if value is not None and not able(value):
+                    got = f"{path}, whose config.json has {name}: {shown(value)}"
+                    fail(where, argument, got, expected, "Correct it, or convert it.", DataError)
 
 
 def weights_at(
@@ -223,14 +230,19 @@ def weights_at(
     if more is not None:
         what = f"whose file has more layers than its config.json says, such as {more}"
         refuse(what, "Correct the number of layers in config.json.")
-    if model.config.model_type.endswith("t5") and _has_only_the_head_of_t5(Path(path)):
+    types = _types_of_weights(Path(path))
+    embedded = any(name.endswith(("shared.weight", "embed_tokens.weight")) for name in types)
+    if model.config.model_type.endswith("t5") and "lm_head.weight" in types and not embedded:
         # Transformers takes it for the embeddings, too: it cannot tell T5 from T5 1.1, whose head
         # is another table.
         what = "whose file has lm_head.weight, but no embeddings of tokens"
         refuse(what, "Save it again with its shared.weight.")
-    whole = _of_whole_numbers(Path(path))
-    if whole is not None:
-        what = f"whose weight {whole[0]} is of type {whole[1]}"
+    # Not a bias: GPT-2's files may have masks of bytes that are called so.
+    whole = ("I", "U", "BOOL")
+    weights = (name for name in types if name.endswith(".weight"))
+    quantized = next((name for name in weights if types[name].startswith(whole)), None)
+    if quantized is not None:
+        what = f"whose weight {quantized} is of type {types[quantized]}"
         refuse(what, "Save it in fp32, fp16 or bf16: quantized weights need their scales.")
     bad = next((name for name, value in model.named_parameters() if not _is_finite(value)), None)
     if bad is not None:
@@ -239,31 +251,16 @@ def weights_at(
     return model, missing
 
 
-def _has_only_the_head_of_t5(path: Path) -> bool:
-    import torch
-
-    names: set[str] = set()
-    for file in path.glob("*.safetensors"):
-        with safe_open(file, "pt") as weights:
-            names.update(weights.keys())
-    for file in path.glob("pytorch_model*.bin") if not names else ():
-        names.update(torch.load(file, map_location="meta", weights_only=True))
-    embedded = any(name.endswith(("shared.weight", "embed_tokens.weight")) for name in names)
-    return "lm_head.weight" in names and not embedded
-
-
-def _of_whole_numbers(path: Path) -> tuple[str, str] | None:
-    """A weight that a file of safetensors holds in whole numbers, and their type.
-
-    Not a bias: GPT-2's files may have masks of bytes that are called so.
-    """
+def _types_of_weights(path: Path) -> dict[str, str]:
+    """The dtype of each weight in a folder, as safetensors calls it; "" in a file of PyTorch's."""
+    found: dict[str, str] = {}
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, "pt") as weights:
             for name in weights.keys():  # noqa: SIM118 (it is no mapping)
-                kind = weights.get_slice(name).get_dtype()
-                if name.endswith(".weight") and kind[0] in "IUB" and kind != "BF16":
-                    return name, kind
-    return None
+                found[name] = weights.get_slice(name).get_dtype()
+    for file in path.glob("pytorch_model*.bin") if not found else ():
+        found |= dict.fromkeys(torch.load(file, map_location="meta", weights_only=True), "")
+    return found
 
 
 def _load(kind: Any, path: str | Path | None, options: dict[str, Any]) -> Any:

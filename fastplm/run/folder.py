@@ -6,7 +6,6 @@ import errno
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -15,8 +14,18 @@ from typing import Any, NoReturn, TypeVar
 
 from safetensors import SafetensorError
 
-from fastplm.data._folder import MANIFEST, damage, first_process, say, seal, write_json
-from fastplm.data._output import alone_in, check_apart, hold, make_room, release
+from fastplm.data._folder import (
+    MANIFEST,
+    acquire_lock,
+    first_process,
+    locked,
+    release_lock,
+    say,
+    verify,
+    write_json,
+    write_manifest,
+)
+from fastplm.data._output import check_apart, make_room
 from fastplm.errors import DataError, FastplmError, check, fail, first_line, message
 
 #: The file that locks a run's folder, and the one that describes the run.
@@ -73,7 +82,7 @@ def claimed(
     new = not real.exists()
     try:
         real.parent.mkdir(parents=True, exist_ok=True)
-        with alone_in(real.parent):
+        with locked(real.parent):
             real.mkdir(exist_ok=True)
             handle = _lock(where, out)
     except OSError as error:
@@ -87,14 +96,14 @@ def claimed(
         if not there:
             return
         there.clear()
-        with alone_in(real.parent):
+        with locked(real.parent):
             old = make_room(out)
             real.mkdir()
             for name in stay:
                 if (old / name).exists():
                     os.rename(old / name, real / name)
             moved, handle = handle, _lock(where, out)
-        release(old / LOCK, moved)
+        release_lock(old / LOCK, moved)
 
     try:
         if not resume:
@@ -112,7 +121,7 @@ def claimed(
             there = held
         yield begin
     finally:
-        release(real / LOCK, handle)
+        release_lock(real / LOCK, handle)
         if new:
             with suppress(OSError):  # unless there is something in it
                 real.rmdir()
@@ -141,7 +150,7 @@ def _lock(where: str, out: Path) -> int:
         got = f"{out}, where process {holder} writes"
         _refuse_output(where, got, "a folder that no other process uses", fix)
 
-    return hold(out / LOCK, refuse)
+    return acquire_lock(out / LOCK, refuse)
 
 
 def _refuse_output(where: str, got: str, expected: str, fix: str) -> NoReturn:
@@ -181,7 +190,7 @@ def last_checkpoint(out: Path, report: Callable[[str], object] = lambda _: None)
         report: is called with a line for each newer one that is not complete.
     """
     for step, path in reversed(checkpoints(out)):
-        reason = damage(path, step=step)
+        reason = verify(path, step=step)
         if reason is None:
             return path
         report(f"{path} is not complete and is passed over: {reason}.")
@@ -209,20 +218,20 @@ def checkpoint_to_resume(where: str, out: Path) -> Path:
 
 
 def place_checkpoint(
-    scratch: Path, out: Path, step: int, keep: int | None, states: Collection[int] = ()
+    scratch: Path, out: Path, step: int, keep: int | None, milestones: Collection[int] = ()
 ) -> None:
-    """Seal a checkpoint and move it to its name; then remove all but the newest ``keep``.
+    """Write a checkpoint's manifest, and rename it; then remove all but the newest ``keep``.
 
-    None keeps all. The checkpoints of the steps ``states`` stay, and do not count.
+    None keeps all. The checkpoints of the ``milestones`` stay, and do not count.
 
     Checkpoints of later steps, which were not complete when the run was resumed, are removed too.
     """
     final = out / f"checkpoint-{step}"
-    seal(scratch, step=step)
+    write_manifest(scratch, step=step)
     shutil.rmtree(final, ignore_errors=True)
     os.rename(scratch, final)
     _sync_folder(out)
-    before = [path for at, path in checkpoints(out) if at < step and at not in states]
+    before = [path for at, path in checkpoints(out) if at < step and at not in milestones]
     after = [path for at, path in checkpoints(out) if at > step]
     old = [] if keep is None else before[: max(0, len(before) + 1 - keep)]
     for path in (*old, *after):
@@ -314,8 +323,6 @@ def check_same(where: str, run: dict[str, Any], before: dict[str, Any]) -> None:
 
 #: A file where a folder is to be, and the other way round.
 _IN_THE_WAY = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY)
-#: How a model is called on the Hugging Face Hub.
-_ON_THE_HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
 def is_of_a_connection(error: Exception) -> bool:
@@ -356,11 +363,8 @@ def loaded(
         raise
     except Exception as error:
         # Libraries would look for a model of this name elsewhere, and say so.
-        there = os.path.exists(path)
-        got = f"{path} ({_first_line(error) if there else 'no such file or folder'})"
-        fix = "Check the path, and whether the files are complete."
-        if not there and _ON_THE_HUB.fullmatch(str(path)):
-            fix = f"Check the path; of a model of the Hub: hf download {path} --local-dir FOLDER."
+        reason = _first_line(error) if os.path.exists(path) else "no such file or folder"
+        got, fix = f"{path} ({reason})", "Check the path, and whether the files are complete."
         raise DataError(message(where, argument, got, expected, fix)) from error
 
 

@@ -50,11 +50,8 @@ def folder_of(where: str, argument: str, value: str | Path, *, weights: bool = T
     except Exception as error:  # of its own, of HTTP and of the system
         got = f"{str(value)!r}, which is no folder, and cannot be had from the Hugging Face Hub"
         reason = first_line(error).split(". ")[0]
-        expected, fix = (
-            "a folder, or a name on the Hub",
-            "Check it; without a network, get the model ",
-        )
-        fix += "into the cache first (hf download NAME)."
+        expected = "a folder, or a name on the Hub"
+        fix = "Check it; without a network, get the model into the cache first (hf download NAME)."
         fail(where, argument, f"{got} ({reason:.200})", expected, fix, DataError)
     say(f"{argument}: {name_of(found) or found}, in the cache of the Hugging Face Hub")
     return Path(found)

@@ -106,10 +106,13 @@ def _watched(left: threading.Event, told: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def saved_when_stopped(trainer: Any) -> Iterator[None]:
+def checkpoint_on_signal(trainer: Any) -> Iterator[None]:
     """In this block a signal ends a training after its step, with a checkpoint; so does time.
 
     Several processes would each end after another step, so there a signal ends them at once.
+
+    Transformers' own ``enable_jit_checkpoint`` is not used: it knows SIGTERM alone, and it may save
+    between a backward and its update, from where a resumed run draws other random numbers.
 
     Raises:
         KeyboardInterrupt: a signal has ended the training, that of this number.

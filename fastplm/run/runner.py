@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fastplm.data._folder import MANIFEST, damage, first_process, say, seal, write_json
+from fastplm.data._folder import MANIFEST, first_process, say, verify, write_json, write_manifest
 from fastplm.run.config_file import write_settings
 from fastplm.run.folder import RECORD, check_same, claimed, read_record, write_hashed, writing
 from fastplm.run.report import settings_of
@@ -55,7 +55,7 @@ class Run:
 
     def finished(self, before: dict[str, Any]) -> bool:
         """Whether nothing is left to do of a resumed run."""
-        return damage(self.out) is None
+        return verify(self.out) is None
 
     def build(self) -> str:
         """Make the model and its trainer, which is the last that may fail before it is written.
@@ -114,7 +114,7 @@ class Run:
     def finish(self, metrics: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
         """Write ``metrics.json``, and the manifest, by which the run is a finished one."""
         write_json(self.out / "metrics.json", metrics)
-        seal(self.out, [*names, "metrics.json", RECORD])
+        write_manifest(self.out, [*names, "metrics.json", RECORD])
         return metrics
 
 

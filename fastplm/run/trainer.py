@@ -28,7 +28,7 @@ from fastplm.graphs import GraphedStep
 from fastplm.models._base import FastplmModel
 from fastplm.ops.dropout import draws_by_row
 from fastplm.run.folder import last_checkpoint, place_checkpoint, step_of, writing
-from fastplm.run.interrupt import saved_when_stopped
+from fastplm.run.interrupt import checkpoint_on_signal
 
 # After so many steps and seconds, a run without a terminal prints how long it will take.
 _ESTIMATE_STEPS, _ESTIMATE_SECONDS = 3, 5.0
@@ -74,10 +74,10 @@ def trained(
         report_to: one of ``REPORTS``: where the trainer also logs.
 
     Raises:
-        KeyboardInterrupt: a signal has ended the training; see ``saved_when_stopped``.
+        KeyboardInterrupt: a signal has ended the training; see ``checkpoint_on_signal``.
     """
     with _reporting(trainer, report_to, 0 if checkpoint is None else step_of(checkpoint)):
-        with saved_when_stopped(trainer):
+        with checkpoint_on_signal(trainer):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         yield
 
@@ -123,20 +123,16 @@ def _reporting(trainer: RunTrainer, name: str, done: int) -> Iterator[None]:
 @contextlib.contextmanager
 def _drawing(seed: int, step: int) -> Iterator[None]:
     """Seed PyTorch's generator of the CPU by seed and step; restore its state after the block."""
-    generator = torch.default_generator
-    state = generator.get_state()
     number = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=8).digest()
-    generator.manual_seed(int.from_bytes(number, "little") >> 1)
-    try:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int.from_bytes(number, "little") >> 1)
         yield
-    finally:
-        generator.set_state(state)
 
 
 class RunTrainer(Trainer):
     """Trainer of a run that may be killed, run out of disk or diverge at any moment.
 
-    - A checkpoint is written to a scratch folder, sealed with a manifest and renamed when all
+    - A checkpoint is written to a scratch folder, given a manifest and renamed when all
       processes are done. Only then is an older one removed.
     - The run stops at a loss, gradient or weight that is not finite, before it gets into a
       checkpoint. On the CPU it stops in that step. On a GPU it stops a step or two later, as the
@@ -155,9 +151,11 @@ class RunTrainer(Trainer):
     #: The name of the command, for error messages.
     where: str
     #: What scores the model in ``evaluate``, in the place of an ``eval_dataset``.
-    judge: Callable[[], dict[str, float]] | None = None
-    #: The steps whose checkpoints are kept beside the newest ones, see ``KeepStates``.
-    states: Collection[int] = ()
+    score_fn: Callable[[], dict[str, float]] | None = None
+    #: Steps after which a checkpoint is written, and kept beside the newest ones.
+    milestones: Collection[int] = ()
+    #: After each such number of steps ``evaluate`` is called.
+    eval_every: int | None = None
     #: The ``num_items_in_batch`` of a step whose batches have no labels.
     items: Tensor | None = None
     #: Whether steps are replayed as CUDA graphs, see ``GraphedStep``.
@@ -171,13 +169,12 @@ class RunTrainer(Trainer):
             # With several GPUs Trainer would split a batch by rows, but not its flat positions.
             self.args._n_gpu = 1
         self.remove_callback(PrinterCallback)
-        self.add_callback(LogWhereSaved())
+        self.add_callback(Schedule(self))
         self.add_callback(Progress())
         self._finite = FiniteCheck(self.args.device)
         self._window_began = 0.0
         self._window_step = 0
         self._window_tokens: Tensor | int = 0
-        self._scratch: str | None = None
         self._graphed: GraphedStep | None = None
 
     @property
@@ -191,6 +188,14 @@ class RunTrainer(Trainer):
         entries = (entry for entry in self.state.log_history if "seconds" in entry)
         tokens = sum(entry["tokens_per_second"] * entry["seconds"] for entry in entries)
         return tokens / max(self.train_seconds, 1e-9)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        # Else Transformers says at a resume that all names but one of a tied weight are missing.
+        handle = self.model.register_load_state_dict_post_hook(_tied_are_not_missing)
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            handle.remove()
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
@@ -256,9 +261,15 @@ class RunTrainer(Trainer):
         return super().training_step(model, inputs, num_items_in_batch), self.found
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
+        # Private, as no hook of Transformers is given the norm: ``on_pre_optimizer_step`` comes
+        # after the clipping, and a second norm is another pass over all gradients.
         if self._graphed is not None and self._graphed.able:
-            return self._graphed.clip()
-        return super()._clip_grad_norm(model)
+            norm = self._graphed.clip()
+        else:
+            norm = super()._clip_grad_norm(model)
+        if type(norm) is Tensor:  # a DTensor is checked when it is logged
+            self._check_finite("the norm of the gradient", norm.to(self.args.device))
+        return norm
 
     def draws_by_sample(self, inputs: dict[str, Any]) -> bool:
         """Whether all dropout of the model depends on the samples of this batch.
@@ -274,12 +285,6 @@ class RunTrainer(Trainer):
             and trained._has_our_attention()
             and draws_by_row(next(self.model.parameters()).new_empty(0))
         )
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        norm = super()._get_grad_norm(model, grad_norm)
-        if type(norm) is Tensor:  # a DTensor is checked when it is logged
-            self._check_finite("the norm of the gradient", norm.to(self.args.device))
-        return norm
 
     def _check_finite(self, name: str, value: Tensor) -> None:
         self._finite.add(name, value.detach(), self.state.global_step + 1)
@@ -337,15 +342,15 @@ class RunTrainer(Trainer):
                 self._diverged(self.state.global_step, f"the {name} of held-out text is not finite")
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Score the model, by ``judge`` if there is one, and log the scores.
+        """Score the model, by ``score_fn`` if there is one, and log the scores.
 
         It takes no time of the training, and draws none of its random numbers.
         """
         devices = [] if self.args.device.type == "cpu" else [self.args.device]
         with self.outside_window(), torch.random.fork_rng(devices):
-            if self.judge is None:
+            if self.score_fn is None:
                 return super().evaluate(*args, **kwargs)
-            scores = self.judge()
+            scores = self.score_fn()
         self.control.should_evaluate = False  # as Transformers' own evaluate does
         self.model.train()
         self.log({f"eval_{name}": value for name, value in scores.items()})
@@ -362,29 +367,9 @@ class RunTrainer(Trainer):
         if self._window_began:
             self._window_began += time.perf_counter() - began
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        scheduler: Any = self.lr_scheduler
-        if checkpoint is not None and hasattr(scheduler, "lr_lambdas"):
-            # The learning rate follows the schedule of this run, which may now be longer.
-            rates = [
-                base * factor(scheduler.last_epoch)
-                for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-            ]
-            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
-            scheduler._last_lr = rates
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        # A checkpoint holds tied parameters under one of their names; the others are not missing.
-        tied = self.model.all_tied_weights_keys
-        missing = [name for name in load_result.missing_keys if name not in tied]
-        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return self._scratch or super()._get_output_dir(trial)
-
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        # Private, as no hook of Transformers comes before a checkpoint is written: until
+        # ``on_save`` it would lie under its name half written, and older ones would be gone.
         began, step = time.perf_counter(), self.state.global_step
         if not all_finite(self.model):
             self._diverged(step, "a weight is not finite")
@@ -393,7 +378,7 @@ class RunTrainer(Trainer):
         if self.args.should_save:
             shutil.rmtree(scratch, ignore_errors=True)
         self.accelerator.wait_for_everyone()
-        self._scratch = str(scratch)
+        self.args.output_dir = str(scratch)
         try:
             with writing(self.where, output):
                 super()._save_checkpoint(model, trial)
@@ -401,13 +386,19 @@ class RunTrainer(Trainer):
                 if self.args.should_save:
                     keep = self.args.save_total_limit
                     made = scratch / f"checkpoint-{step}"
-                    place_checkpoint(made, output, step, keep, self.states)
+                    place_checkpoint(made, output, step, keep, self.milestones)
         finally:
-            self._scratch = None
+            self.args.output_dir = str(output)
             if self.args.should_save:
                 shutil.rmtree(scratch, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         self._window_began += time.perf_counter() - began
+
+
+def _tied_are_not_missing(model: Any, keys: Any) -> None:
+    """A checkpoint holds tied parameters under one of their names."""
+    missing: list[str] = keys.missing_keys
+    missing[:] = [name for name in missing if name not in model.all_tied_weights_keys]
 
 
 def why_not_finite(model: nn.Module) -> str:
@@ -468,37 +459,34 @@ class FiniteCheck:
         return known
 
 
-class LogWhereSaved(TrainerCallback):
-    """Logs the loss at each checkpoint and at the last step, whatever ``logging_steps`` is.
+class Schedule(TrainerCallback):
+    """After which steps a run logs, scores the model and writes a checkpoint, beside its arguments.
 
-    So no logged mean covers steps before and after a step from which a run may be resumed.
+    The loss is logged at each checkpoint and at the last step, whatever ``logging_steps`` is, so no
+    logged mean covers steps before and after a step from which a run may be resumed. At the last
+    step the run itself takes the scores.
     """
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step >= state.max_steps or state.global_step % args.save_steps == 0:
-            control.should_log = True
+    def __init__(self, trainer: RunTrainer) -> None:
+        self.trainer = trainer
 
-
-class ScoreEvery(TrainerCallback):
-    """Scores the model every ``steps`` steps, but not at the last one: the run itself does that."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % self.steps == 0 and state.global_step < state.max_steps:
-            control.should_log = control.should_evaluate = True
-
-
-class KeepStates(TrainerCallback):
-    """Has a checkpoint written after each of these steps."""
-
-    def __init__(self, steps: Collection[int]) -> None:
-        self.steps = steps
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # After a resume the learning rate follows this run's schedule, which may be longer.
+        rates = kwargs["lr_scheduler"]
+        if state.global_step and hasattr(rates, "lr_lambdas"):
+            each = zip(rates.base_lrs, rates.lr_lambdas, strict=True)
+            rates._last_lr = [base * factor(rates.last_epoch) for base, factor in each]
+            for group, rate in zip(kwargs["optimizer"].param_groups, rates._last_lr, strict=True):
+                group["lr"] = rate
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step in self.steps:
+        step, every, last = state.global_step, self.trainer.eval_every, state.max_steps
+        if step in self.trainer.milestones:
             control.should_save = control.should_log = True
+        if every is not None and step % every == 0 and step < last:
+            control.should_evaluate = control.should_log = True
+        if step % args.save_steps == 0 or step >= last:
+            control.should_log = True
 
 
 class Progress(TrainerCallback):

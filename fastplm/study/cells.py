@@ -41,7 +41,7 @@ class Model:
         folder: of it.
         cell: that writes it, or None.
         name: of the folder inside that cell.
-        part: of a milestone of ELECTRA's training, which holds two models, the evaluated one.
+        part: of a milestone of ELECTRA's training, which has two models, the evaluated one.
     """
 
     folder: str

@@ -8,8 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fastplm.data._folder import default_cache, say
-from fastplm.data._output import hold, release, whole
+from fastplm.data._folder import (
+    acquire_lock,
+    atomic_write,
+    default_cache,
+    release_lock,
+    say,
+)
 from fastplm.errors import DataError, check, fail
 from fastplm.run.folder import LOCK
 from fastplm.run.report import block, counted, drawn
@@ -65,7 +70,7 @@ def study(
     try:
         out.mkdir(parents=True, exist_ok=True)
         store.folder.mkdir(parents=True, exist_ok=True)
-        handle = hold(out / LOCK, lambda holder: _refuse(out, holder))
+        handle = acquire_lock(out / LOCK, lambda holder: _refuse(out, holder))
     except OSError as error:
         got, fix = f"{error.filename} ({error.strerror})", "Choose another --out or --cells."
         fail("study", "out", got, "folders that can be written", fix, DataError)
@@ -77,7 +82,7 @@ def study(
         say(f"fastplm study: interrupted; {kept}")
         raise
     finally:
-        release(out / LOCK, handle)
+        release_lock(out / LOCK, handle)
 
 
 def _cores() -> int:
@@ -117,7 +122,7 @@ def _written(grid: Grid, plan: Plan, store: Store, folder: Path) -> str:
     path = folder / "picture.png"
 
     def make() -> None:
-        with whole(path) as part:
+        with atomic_write(path) as part:
             draw(part, found)
 
     picture = drawn(path, make)

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fastplm.data._output import whole
+from fastplm.data._folder import atomic_write
 from fastplm.run.report import tsv
 from fastplm.study.claims import Comparison
 from fastplm.study.held_out import CLEAR_NATS
@@ -33,7 +33,7 @@ def write_tables(out: Path, results: Results, claims: Sequence[Comparison], pict
         "study.md": page(results, claims, picture),
     }
     for name, text in files.items():
-        with whole(out / name) as part:
+        with atomic_write(out / name) as part:
             part.write_text(text, encoding="utf-8")
 
 

@@ -222,7 +222,7 @@ for op in compile_kernels.kernel_modules():
 def test_the_first_launch_of_each_kernel_has_no_fault_on_hopper(run_reports):
     """What ``make test`` compiles; all launches on all architectures follow."""
     found = run_reports("-c", ONCE)
-    assert len({r.kernel for r in found}) == len(found) >= 50
+    assert {r.op for r in found} == set(kernel_modules())
     assert not [f"{r.kernel}: {problem}" for r in found for problem in r.problems()]
 
 

@@ -96,15 +96,6 @@ def test_originals_are_recovered(blocks, tokenizer):
     assert torch.equal(original, torch.stack([sample["input_ids"] for sample in samples]))
 
 
-def test_electra_masks_all_that_it_chooses(blocks, tokenizer):
-    collator = DataCollatorForMaskedTokens(
-        tokenizer, mask_replace_prob=1.0, random_replace_prob=0.0
-    )
-    batch = collator([blocks[i] for i in range(8)])
-    chosen = batch["labels"].ne(-100)
-    assert (batch["input_ids"][chosen] == tokenizer.mask_token_id).all()
-
-
 @pytest.mark.parametrize("kind", ["blocks", "pairs"])
 def test_workers_and_batch_size_change_nothing(kind, request, tokenizer):
     dataset = request.getfixturevalue(kind)
@@ -294,30 +285,16 @@ def plain_model(family, tokenizer):
 
     import fastplm.hf  # noqa: F401 (registers the attention)
 
-    sizes = dict(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    off = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    model_class, config = {
-        "bert": lambda: (transformers.BertForMaskedLM, transformers.BertConfig(**sizes)),
-        "roberta": lambda: (transformers.RobertaForMaskedLM, transformers.RobertaConfig(**sizes)),
-        "albert": lambda: (transformers.AlbertForMaskedLM, transformers.AlbertConfig(**sizes)),
-        "gpt2": lambda: (
-            transformers.GPT2LMHeadModel,
-            transformers.GPT2Config(
-                vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=2, use_cache=False, **off
-            ),
-        ),
-    }[family]()
+    off = {f"{name}_pdrop": 0.0 for name in ("resid", "embd", "attn")}
+    off |= {f"{name}_dropout_prob": 0.0 for name in ("hidden", "attention_probs")}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 64, "pad_token_id": tokenizer.pad_token_id, "use_cache": False}
+    config = transformers.AutoConfig.for_model(family, vocab_size=len(tokenizer), **sizes, **off)
+    kind = "CausalLM" if family == "gpt2" else "MaskedLM"
     torch.manual_seed(0)
-    return model_class._from_config(config, attn_implementation="fastplm")
+    return getattr(transformers, f"AutoModelFor{kind}").from_config(
+        config, attn_implementation="fastplm"
+    )
 
 
 @pytest.mark.parametrize("block_size", (None, 48))
@@ -489,24 +466,16 @@ IDS = {"input_ids": [5, 6]}
     ("samples", "error", "words"),
     (
         ([], DataError, "`samples` got none"),
-        ([{"tokens": [1]}], DataError, "expected a dict with input_ids"),
-        ([[1, 2]], DataError, "`samples` got list in sample 0"),
         ([IDS, [1, 2]], DataError, "`samples` got list in sample 1"),
         ([IDS, {"labels": [1, 2]}], DataError, "`samples` got dict in sample 1"),
         ([IDS | {"token_type_ids": [0]}], ArgumentValueError, "`token_type_ids` got 1 values"),
         ([IDS | {"sample_index": 3}, IDS], DataError, "`sample_index` got nothing in sample 1"),
         ([IDS, IDS | {"sample_index": 3}], DataError, "`sample_index` got a value in sample 1"),
-        ([IDS | {"next_sentence_label": 0}, IDS], DataError, "`next_sentence_label` got nothing"),
-        ([IDS, IDS | {"token_type_ids": [0, 0]}], DataError, "`token_type_ids` got a value"),
-        ([IDS | {"special_tokens_mask": [0, 0]}, IDS], DataError, "`special_tokens_mask` got no"),
-        ([{"input_ids": [[5, 6]]}], DataError, "`input_ids` got shape (1, 2) in sample 0"),
         ([IDS, {"input_ids": torch.ones(1, 2).long()}], DataError, "got shape (1, 2) in sample 1"),
-        ([{"input_ids": 5}], DataError, "got shape () in sample 0"),
         ([{"input_ids": np.array([[5, 6]])}], DataError, "return_tensors=None, or squeeze"),
         ([IDS | {"attention_mask": [[1, 1]]}], DataError, "`attention_mask` got shape (1, 2)"),
         ([IDS, {"input_ids": [5, 6.5]}], DataError, "`input_ids` got a list in sample 1"),
         ([{"input_ids": torch.ones(2)}], DataError, "`input_ids` got a torch.float32 in sample 0"),
-        ([{"input_ids": np.ones(2)}], DataError, "`input_ids` got a float64 in sample 0"),
         ([{"input_ids": [2**63]}], DataError, "at most 64 bits"),
         ([IDS, {"input_ids": [5] * 9}], ArgumentValueError, "a sample of 9 tokens; expected at"),
         ([IDS | {"sequence_lengths": [1, 1]}], ArgumentValueError, "`sequence_lengths` got"),
@@ -529,15 +498,9 @@ def test_keys_that_no_collator_reads_may_differ(tokenizer):
     ("settings", "error", "words"),
     (
         ({"mlm_probability": 0.0}, ArgumentValueError, "`mlm_probability` got 0.0"),
-        ({"mlm_probability": 15}, ArgumentValueError, "`mlm_probability` got 15"),
         ({"random_replace_prob": 0.5}, ArgumentValueError, "`random_replace_prob` got 0.5"),
-        ({"sampling": "all"}, ArgumentValueError, "`sampling` got 'all'"),
-        ({"unit": "line"}, ArgumentValueError, "`unit` got 'line'"),
-        ({"unit": "ngram", "max_ngram": 1}, ArgumentValueError, "`max_ngram` got 1"),
-        ({"max_predictions": 0}, ArgumentValueError, "`max_predictions` got 0"),
         ({"max_predictions": 1.5}, ArgumentTypeError, "`max_predictions`"),
         ({"block_size": 0}, ArgumentValueError, "`block_size` got 0"),
-        ({"block_size": 0, "packed": True}, ArgumentValueError, "`block_size` got 0"),
         ({"position_offset": -1}, ArgumentValueError, "`position_offset` got -1"),
     ),
 )

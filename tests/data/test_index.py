@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import errno
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from fastplm.cli import _line_of
 from fastplm.data import _numbers, index
 from fastplm.errors import ArgumentValueError, DataError
 
@@ -177,3 +181,17 @@ def test_memory_maps_in_and_out(tmp_path):
     stored = np.fromfile(tmp_path / "out.bin", dtype=np.int64).reshape(3, -1)
     assert stored.tolist() == chunks.tolist()
     assert stored.tolist() == index.sentence_chunks(sentences, documents, 12).tolist()
+
+
+def test_too_many_open_files_say_nothing_about_a_folder(tmp_path, monkeypatch):
+    path = tmp_path / "tokens.bin"
+    np.arange(4).tofile(path)
+
+    def memmap(*_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    monkeypatch.setattr(np, "memmap", memmap)
+    with pytest.raises(OSError) as caught:
+        _numbers.map_file(path, np.int64)
+    line = _line_of(caught.value)
+    assert line.startswith("this process has too many open files, at ") and "ulimit -n" in line

@@ -121,13 +121,3 @@ def test_parts_of_a_store(numbered):
 def test_refuses(numbered):
     with pytest.raises(ArgumentValueError, match="3 or more"):
         PackedDocuments(numbered, 2, **SPECIAL)
-
-
-def test_a_packing_that_was_cut_off_is_made_again(numbered, capsys):
-    expected = [tokens.tolist() for tokens in sequences_of(PackedDocuments(numbered, 32))]
-    file = next(numbered.directory.glob("packed-32-*")) / "length.bin"
-    file.write_bytes(file.read_bytes()[:-8])
-    again = [tokens.tolist() for tokens in sequences_of(PackedDocuments(numbered, 32))]
-    assert again == expected
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "is damaged (length.bin has" in line

@@ -190,16 +190,6 @@ def test_chunks_are_computed_once_and_pickled_by_path(numbered, monkeypatch):
         SentenceChunks(numbered.split(0.5)[0], BLOCK)
 
 
-@pytest.mark.parametrize("cut", [8, 24, 2400])
-def test_runs_that_were_cut_off_are_found_again(numbered, cut, capsys):
-    expected = SentenceChunks(numbered, BLOCK).end.copy()
-    (file,) = numbered.directory.glob("chunks-*/chunks.bin")
-    file.write_bytes(file.read_bytes()[:-cut])
-    assert np.array_equal(SentenceChunks(numbered, BLOCK).end, expected)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"{file.parent} is damaged (chunks.bin has " in line
-
-
 def test_documents_of_one_token(store_of):
     store = store_of(np.arange(9), np.arange(10), np.arange(10))
     with pytest.raises(DataError, match="documents of one token"):

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
@@ -13,7 +12,7 @@ from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, PreTrainedT
 from fastplm import cli
 from fastplm.data import blocks, load_tokenizer, tokenize, train_tokenizer
 from fastplm.data.tokenizer import KINDS, for_words
-from fastplm.errors import DataError
+from fastplm.errors import ArgumentTypeError, ArgumentValueError, DataError
 
 
 def test_special_tokens_and_round_trip(tokenizer, documents, tmp_path):
@@ -114,27 +113,6 @@ def test_vocabulary_is_the_same_in_every_process(tmp_path):
     assert len(outputs.pop().splitlines()) == len(KINDS)
 
 
-LOADING = """
-import sys
-from transformers import AutoTokenizer
-for directory in sys.argv[1:]:
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    text = f"anna reads {tokenizer.mask_token or '<extra_id_0>'} the red boat."
-    print(type(tokenizer).__name__, len(tokenizer), tokenizer(text).input_ids)
-"""
-
-
-@pytest.mark.slow
-def test_transformers_loads_them_without_us(documents, tmp_path):
-    expected = ""
-    for kind, name in zip(KINDS, ("BertTokenizer", "RobertaTokenizer", "T5Tokenizer"), strict=True):
-        tokenizer = train_tokenizer(documents, 300, tmp_path / "cache", kind)
-        tokenizer.save_pretrained(tmp_path / kind)
-        text = f"anna reads {tokenizer.mask_token or '<extra_id_0>'} the red boat."
-        expected += f"{name} {len(tokenizer)} {tokenizer(text).input_ids}\n"
-    assert _run(LOADING, *(str(tmp_path / kind) for kind in KINDS)) == expected
-
-
 def _run(script, *arguments, **environment):
     return subprocess.run(
         [sys.executable, "-c", script, *arguments],
@@ -196,6 +174,37 @@ def test_vocabulary_smaller_than_the_alphabet(documents, tmp_path, kind, size):
     with pytest.raises(DataError, match="alphabet"):
         train_tokenizer(documents, size, tmp_path, kind)
     assert not any(path.name[0] != "." for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "documents, size, kind, error, words",
+    [
+        (iter(["a"]), 300, "wordpiece", ArgumentTypeError, "Pass a list"),
+        (["a"], 10**12, "wordpiece", ArgumentValueError, "1 to 10,000,000"),
+        (["a"], "300", "wordpiece", ArgumentValueError, "got '300'"),
+        (["a"], 300, "bpe", ArgumentValueError, "bytelevel"),
+    ],
+)
+def test_what_cannot_be_trained(documents, size, kind, error, words, tmp_path):
+    with pytest.raises(error, match=words):
+        train_tokenizer(documents, size, tmp_path, kind)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("data", [b"", b"null", b'{"a": 1', b"\xff\0"], ids=repr)
+def test_damaged_files(name, data, tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError) as error:
+        load_tokenizer(tmp_path)
+    assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_folders_without_a_tokenizer(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    for path in (tmp_path / "missing", tmp_path / "file", tmp_path):
+        with pytest.raises(DataError, match="that tokenizer.save_pretrained wrote.*Check the path"):
+            load_tokenizer(path)
 
 
 def test_smallest_vocabularies(tmp_path):
@@ -344,20 +353,6 @@ def test_the_class_that_config_json_names(kind, model, saved, tmp_path, capsys):
 def test_our_own_files_are_obeyed(kind, saved, tmp_path, capsys):
     load_tokenizer(saved(kind, tmp_path), needs=())
     assert not capsys.readouterr().err
-
-
-#: Loads the folder that ``load_tokenizer`` has read, or one that the command itself has written.
-OTHERS = ("data/tokenizer.py", "finetune/models.py", "pretrain/demo.py")
-
-
-def test_every_command_loads_its_tokenizer_by_load_tokenizer():
-    folder = Path(blocks.__file__).parents[1]
-    found = {
-        str(path.relative_to(folder))
-        for path in folder.rglob("*.py")
-        if "AutoTokenizer.from_pretrained(" in path.read_text()
-    }
-    assert found <= {*OTHERS}
 
 
 @pytest.mark.parametrize("command", ["embed", "score", "prompt", "finetune"])

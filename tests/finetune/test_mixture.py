@@ -166,5 +166,5 @@ def test_settings_that_do_not_fit_a_mixture(arguments, folder, tmp_path):
     path, name = folder / "copy.tsv", "`eval_data` got .*copy.tsv, the file of --data"
     with pytest.raises(ArgumentValueError, match=name):
         prepare_task(arguments(f"a: {{data: {path}, eval_data: {path}}}\nb: {{data: {path}}}"))
-    with pytest.raises(DataError, match="missing.tsv: a file that cannot be read"):
+    with pytest.raises(DataError, match="missing.tsv, a path that does not exist"):
         prepare_task(arguments(f"a: {{data: {tmp_path}/missing.tsv}}\nb: {{data: {path}}}"))

@@ -36,5 +36,5 @@ def test_labels_are_announced(arguments, tmp_path, capsys):
     )
     assert "labels 'no' (20) and 'No' (2) differ only in case" in said
     assert "Warning: 'nan' (2) may stand for labels that are missing" in said
-    finetune(arguments("regression", "scores", steps=1))
+    finetune(arguments("regression", out="scores", steps=1))
     assert "\nlabels" not in capsys.readouterr().err

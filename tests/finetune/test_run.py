@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fastplm import _machine, cli
+from fastplm.data.examples import Example
 from fastplm.errors import ArgumentValueError, DataError, DivergenceError
 from fastplm.finetune import run as module
 from fastplm.finetune.data import prepare_task
@@ -54,6 +55,33 @@ def test_from_file_to_score(task, arguments, files, tmp_path, capsys):
         _, loading = auto.from_pretrained(result["model"], output_loading_info=True)
         assert not loading["missing_keys"] and not loading["unexpected_keys"]
     transformers.AutoTokenizer.from_pretrained(result["model"])
+    check_predictions(task, files[task], out, prepare_task(arguments(task)).test)
+
+
+def check_predictions(task: str, path: Path, out: Path, examples: list[Example]) -> None:
+    """Each prediction of a run leads back to its line of the file."""
+    text = (out / "seed-0" / "predictions.json").read_text(encoding="utf-8")
+    found = json.loads(text)
+    assert found["file"] == str(path)
+    records = found["predictions"]
+    assert len(records) == COUNT // 10 == text.count("\n") - 3
+    lines = path.read_text(encoding="utf-8-sig").splitlines()
+    for record, example in zip(records, examples, strict=True):
+        assert record["texts"] == list(example.texts)
+        assert type(record["prediction"]) is type(record["label"])
+        if task == "qa":
+            assert record["label"] == [words for _, words in example.target]
+            assert f"question {record['id']}" in example.where
+            continue
+        begin = record["line"] - 1
+        if task == "choice":
+            assert str(record["texts"][0]) in lines[begin] and record["label"] == example.target
+        elif task == "tagging":
+            tagged = list(map("\t".join, zip(record["texts"], record["label"], strict=True)))
+            assert lines[begin : begin + len(tagged)] == tagged
+        else:
+            values = set(re.split("[\t,]", lines[begin].replace('"', "")))
+            assert values == {*record["texts"], str(record["label"])}
 
 
 @pytest.mark.parametrize("family", LETTERS)
@@ -82,15 +110,8 @@ def test_a_gpt_that_transformers_loads(family, task, arguments):
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["classification", "tagging"])
 def test_learns(task, arguments, files):
-    args = arguments(
-        task,
-        eval_data=copied(files[task]),
-        steps=40,
-        batch_size=16,
-        learning_rate=3e-3,
-        dropout=0.0,
-    )
-    metrics = finetune(args)
+    options = {"steps": 40, "batch_size": 16, "learning_rate": 3e-3, "dropout": 0.0}
+    metrics = finetune(arguments(task, eval_data=copied(files[task]), **options))
     assert metrics["chance"] < metrics["scores"]["accuracy"]["mean"] == 1
 
 
@@ -107,12 +128,8 @@ def test_the_precision(precision, there, expected, arguments, monkeypatch, capsy
     """By default that of the machine; a run that is resumed keeps the one with which it began."""
     monkeypatch.setattr(_machine, "hardware_has_bf16", lambda: there)
     seen = set()
-
-    def spy(module, args, output):
-        seen.add(output.dtype)
-
     handle = torch.nn.modules.module.register_module_forward_hook(
-        lambda m, a, o: spy(m, a, o) if isinstance(m, torch.nn.Linear) else None
+        lambda m, a, o: seen.add(o.dtype) if isinstance(m, torch.nn.Linear) else None
     )
     try:
         args = arguments("classification", precision=precision, steps=1)
@@ -207,6 +224,8 @@ def test_one_answer_for_all_is_said(arguments, tmp_path, capsys, monkeypatch):
         patched.setattr(Classification, "score", constant)
         metrics = finetune(args, printed.append)
     assert metrics["most_frequent_label"] == {"label": "bad", "accuracy": 0.75}
+    predictions = json.loads((tmp_path / "out" / "seed-0" / "predictions.json").read_text())
+    assert predictions["file"] == str(args.eval_data)
     (result,) = metrics["seeds"]
     assert result["most_frequent_prediction"] == {"prediction": "good", "share": 1.0}
     assert json.loads((tmp_path / "out" / "seed-0" / "result.json").read_text()) == result
@@ -220,42 +239,14 @@ def test_one_answer_for_all_is_said(arguments, tmp_path, capsys, monkeypatch):
     assert f"Warning: {expected}" in said and said.count("Warning") == 1
 
 
-@pytest.mark.parametrize("held_out", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("task", FILES)
-def test_predictions_lead_back_to_the_file(task, held_out, arguments, files, tmp_path):
-    path = files[task]
-    if not held_out:
-        path = copied(path)
-    args = arguments(task, steps=1, **({} if held_out else {"eval_data": path}))
-    finetune(args)
-    text = (tmp_path / "out" / "seed-0" / "predictions.json").read_text(encoding="utf-8")
-    found = json.loads(text)
-    assert found["file"] == str(path)
-    records = found["predictions"]
-    assert len(records) == COUNT // (10 if held_out else 1) == text.count("\n") - 3
-    lines = path.read_text(encoding="utf-8-sig").splitlines()
-    prepared = prepare_task(args)
-    for record, example in zip(records, prepared.test, strict=True):
-        assert record["texts"] == list(example.texts)
-        assert type(record["prediction"]) is type(record["label"])
-        if task == "qa":
-            assert record["label"] == [words for _, words in example.target]
-            assert f"question {record['id']}" in example.where
-            continue
-        line = lines[record["line"] - 1]
-        if task == "choice":
-            assert str(record["texts"][0]) in line and record["label"] == example.target
-        elif task == "tagging":
-            tagged = [
-                f"{word}\t{tag}" for word, tag in zip(record["texts"], record["label"], strict=True)
-            ]
-            assert lines[record["line"] - 1 : record["line"] - 1 + len(tagged)] == tagged
-        else:
-            values = set(re.split("[\t,]", line.replace('"', "")))
-            assert values == {*record["texts"], str(record["label"])}
-
-
 # --- resumed --------------------------------------------------------------------------------------
+
+
+def test_other_settings_are_another_run(arguments):
+    finetune(arguments("classification", steps=1))
+    for name, value in {"pooling": "mean", "learning_rate": 1.0, "steps": 2}.items():
+        with pytest.raises(ArgumentValueError, match=f"`{name}` got .*, as in the run that is re"):
+            finetune(arguments("classification", **{"steps": 1, name: value}, resume=True))
 
 
 _HEAD = {"freeze": True, "features": "mix", "head": "bilstm", "learning_rate": 1e-2}
@@ -297,7 +288,7 @@ def test_resume_within_a_seed(start, arguments, writing, monkeypatch):
 @pytest.mark.slow
 def test_resume_after_the_last_step_of_a_seed(arguments, monkeypatch):
     """The run was killed after its last step, in the middle of an epoch: resuming adds no step."""
-    whole = finetune(arguments("tagging", "whole"))
+    whole = finetune(arguments("tagging", out="whole"))
     evaluate, step, steps = Tagging.evaluate, FinetuningTrainer.training_step, []
 
     def killed(*args):
@@ -310,9 +301,9 @@ def test_resume_after_the_last_step_of_a_seed(arguments, monkeypatch):
     monkeypatch.setattr(FinetuningTrainer, "training_step", counted)
     monkeypatch.setattr(Tagging, "evaluate", killed)
     with pytest.raises(KeyboardInterrupt):
-        finetune(arguments("tagging", "parts"))
+        finetune(arguments("tagging", out="parts"))
     monkeypatch.setattr(Tagging, "evaluate", evaluate)
-    (parts,) = finetune(arguments("tagging", "parts", resume=True))["seeds"]
+    (parts,) = finetune(arguments("tagging", out="parts", resume=True))["seeds"]
     assert steps == [0, 1, 2] and parts["steps"] == 3
     assert [parts[name] for name in ("loss", "scores")] == [
         whole["seeds"][0][name] for name in ("loss", "scores")
@@ -323,7 +314,7 @@ def test_resume_after_the_last_step_of_a_seed(arguments, monkeypatch):
 def test_a_curve_over_numbers_of_examples(arguments, files, tmp_path, monkeypatch, capsys):
     """The run is killed at the second of three numbers and resumed; each set contains the one
     before."""
-    whole = finetune(arguments("pair", "whole", max_samples=20))
+    whole = finetune(arguments("pair", out="whole", max_samples=20))
     out = tmp_path / "out"
     args = arguments("pair", max_samples=[10, 20, 30], seeds=2)
     train, sizes = module.train_seed, []
@@ -340,9 +331,7 @@ def test_a_curve_over_numbers_of_examples(arguments, files, tmp_path, monkeypatc
     assert {path.name for path in out.glob("*/seed-*")} == {"seed-0", "seed-1"}
     with pytest.raises(DataError, match="continue that run with --resume"):
         finetune(args)
-    words = (
-        f"finetune --task pair --model {args.model} --data {files['pair']} --out {out} --seeds 2"
-    )
+    words = f"finetune --task pair --model {args.model} --data {args.data} --out {out} --seeds 2"
     words += " --steps 3 --batch-size 4 --learning-rate 1e-3 --log-every 1 --resume"
     capsys.readouterr()
     assert cli.main([*words.split(), "--max-samples", "10,20,30"]) == 0

@@ -150,3 +150,11 @@ def test_a_dry_run_of_a_budget(settings, tmp_path, bert, monkeypatch):
     assert f"1e+09 FLOPs pay for {steps} steps" in figures["rows"]["budget"]
     assert figures["rows"]["seeds"] == "2 runs; the figures are of one"
     assert not (tmp_path / "out").exists()
+
+
+def test_units_that_fit():
+    assert [dry_run._duration(x) for x in (2e-5, 0.4, 1.06, 75, 21132, 1e6)] == [
+        *("0.02 ms", "400 ms", "1.06 s", "1.25 minutes", "5.87 hours", "11.6 days")
+    ]
+    sizes = [dry_run._bytes(x) for x in (0, 1 << 20, 279_000_000, 80 << 30)]
+    assert sizes == ["0.00 KiB", "1.00 MiB", "266 MiB", "80.0 GiB"]

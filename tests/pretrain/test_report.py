@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from matplotlib.figure import Figure
 
+from fastplm.data._folder import verify
 from fastplm.pretrain import report
 from fastplm.pretrain.settings import PretrainArguments
 
@@ -32,3 +33,32 @@ def test_the_picture_has_held_out_text(tmp_path, monkeypatch):
         lines = [axis.get_lines() for axis in figure.axes]
         assert [[line.get_label() for line in each] for each in lines] == panels
     assert shown[0].axes[0].get_lines()[1].get_xydata().tolist() == [[2.0, 2.5]]
+
+
+def test_a_picture_that_fails(run, tmp_path, monkeypatch, capsys):
+    def draw(path, *_):
+        path.write_bytes(b"half of a picture")
+        raise ValueError("'nosuch' is not a valid value for backend\nsupported are many")
+
+    monkeypatch.setattr(report, "_draw_losses", draw)
+    metrics = run(tmp_path / "out", steps=1)
+    shown = capsys.readouterr()
+    assert "loss.png was not drawn, as matplotlib failed: 'nosuch' is not" in shown.err
+    assert "none was drawn" in shown.out and "many" not in shown.err
+    assert metrics["picture"] is None and verify(tmp_path / "out") is None
+    assert not (tmp_path / "out" / "loss.png").exists()
+
+
+def test_the_summary_says_what_its_two_kinds_of_figures_are(tmp_path):
+    metrics = {
+        "history": [{"loss": 2.0}],
+        "held_out": {"balanced_accuracy": 0.5, "words": {"balanced_accuracy": 0.75}},
+        **dict(parameters=1, precision="fp32", tokens_per_second=1.0, train_seconds=1.0),
+        **dict(models={}, picture="loss.png"),
+    }
+    shown = report.summary(metrics)
+    assert "held out: balanced accuracy            0.5000" in shown
+    assert "held out, by share: balanced accuracy  0.7500" in shown
+    assert "\n(by share " in shown and "above 0.5)" in shown
+    del metrics["held_out"]["words"]
+    assert "by share" not in report.summary(metrics)

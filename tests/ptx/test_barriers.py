@@ -39,7 +39,7 @@ def test_every_planted_bug_on_the_page_has_its_test():
     tests = Path(__file__).parents[1]
     page = (tests.parent / "docs" / "instruments.md").read_text()
     rows = re.findall(r"`(test_\w+\.py)::(test_\w+)`", page)
-    assert len(rows) > 20
+    assert len(rows) > 15
     for file, name in rows:
         (path,) = (path for lane in ("compile", "ptx") for path in (tests / lane).glob(file))
         functions = {

@@ -1,4 +1,4 @@
-"""A run whose process is killed, whose disk fills and whose files are damaged, at random.
+"""A run whose process is killed, at a known step and at random ones.
 
 After each fault the run continues with ``--resume``: it ends with exactly the losses of a run
 without a fault, or one line says what is lost and what to do. Each test prints the counts.
@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import random
 import re
-import resource
 import shutil
-import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 
@@ -52,8 +48,6 @@ KINDS = {
     "quick-thoughts": f"{CLASSIC} quick-thoughts",
 }
 every_kind = pytest.mark.parametrize("training", KINDS, indirect=True)
-#: One run for each way to read texts and to keep results.
-some_kinds = pytest.mark.parametrize("training", list(KINDS)[:5], indirect=True)
 
 
 class Training:
@@ -152,26 +146,6 @@ def outcome(kind, out, capsys, argv=None):
     return "one line: " + re.sub(r"\S*/\S*", "…", lines[0].removeprefix("fastplm: error: "))[:90]
 
 
-def spoil(path, draw):
-    """Damages one file in a way in which disks or people damage files."""
-    data = path.read_bytes()
-    way = draw.choice(["cut", "flip", "flip", "zeros", "delete", "empty"])
-    place = draw.randrange(len(data)) if data else 0
-    if way == "delete":
-        path.unlink()
-    elif way == "empty" or not data:
-        path.write_bytes(b"")
-    elif way == "cut":
-        path.write_bytes(data[:place])
-    elif way == "zeros":
-        path.write_bytes(data[:place] + bytes(len(data) - place))
-    else:
-        spoilt = bytearray(data)
-        spoilt[place] ^= 1 << draw.randrange(8)
-        path.write_bytes(spoilt)
-    return way
-
-
 def report(capsys, name, counts):
     with capsys.disabled():
         print(f"\n{name}")
@@ -186,33 +160,6 @@ def test_killed_in_a_known_step(training, tmp_path, capsys):
     assert not (tmp_path / "out" / "metrics.json").exists()
     assert max(path.name for path in (tmp_path / "out").rglob("checkpoint-*")) == "checkpoint-4"
     assert outcome(training, tmp_path / "out", capsys) == "the same curve"
-
-
-@some_kinds
-@pytest.mark.parametrize(
-    "state, damaged, faults",
-    [("stopped", "out", 45), ("whole", "out", 15), ("stopped", "cache", 40)],
-)
-def test_damaged_files(training, state, damaged, faults, tmp_path, capsys, request):
-    if damaged == "cache" and not training.has_cache:
-        pytest.skip("this kind of run has no cache")
-    draw, counts = random.Random(state + damaged), Counter()
-    folder, faults = getattr(training, state), training.faults(faults)
-    for number in range(faults):
-        work = tmp_path / str(number)
-        for name in "out", "cache":
-            source = folder if name == "out" else folder.parent / name
-            if source.is_dir():
-                shutil.copytree(source, work / name)
-        files = (path for path in (work / damaged).rglob("*") if path.is_file())
-        path = draw.choice(sorted(path for path in files if path.name != "run.lock"))
-        way = spoil(path, draw)
-        try:
-            counts[outcome(training, work / "out", capsys)] += 1
-        except Exception as error:
-            raise AssertionError(f"after {way} {path.relative_to(work)}") from error
-        shutil.rmtree(work)
-    report(capsys, f"{request.node.name}: {faults} faults", counts)
 
 
 @every_kind
@@ -271,79 +218,6 @@ def test_killed(training, tmp_path, capsys, request):
             counts[f"  then {outcome(training, out, capsys, argv)}"] += 1
         shutil.rmtree(tmp_path / str(number - 1))
     report(capsys, f"{request.node.name}, {killed} kills", counts)
-
-
-@some_kinds
-def test_a_disk_that_fills(training, tmp_path, capsys, request):
-    """Writes to a small mounted disk fail; without the right to mount, a limit of file sizes fails
-    them."""
-    draw, counts, faults = random.Random("disk"), Counter(), training.faults(20)
-    needed = sum(path.stat().st_size for path in training.stopped.rglob("*") if path.is_file())
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={5 * needed}", "tmpfs", str(disk)]
-    mounted = subprocess.run(mount, capture_output=True).returncode == 0
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        for number in range(faults):
-            work = disk / str(number)
-            out = work / "out"
-            work.mkdir()
-            cache = training.stopped.parent / "cache"
-            if cache.is_dir():
-                os.symlink(shutil.copytree(cache, tmp_path / f"cache{number}"), work / "cache")
-            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-            if mounted:
-                free = shutil.disk_usage(disk).free
-                ballast = disk / "ballast"
-                ballast.write_bytes(bytes(max(0, free - draw.randrange(4 * needed))))
-            else:
-                size = draw.randrange(needed // 2)
-                resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-            try:
-                first = outcome(training, out, capsys, training.argv(out))
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-            if mounted:
-                ballast.unlink()
-            counts[first] += 1
-            if first.startswith("one line"):
-                again = outcome(training, out, capsys) if out.exists() else "one line"
-                if again.startswith("one line"):
-                    argv = training.argv(out, overwrite=True)
-                    again = f"from its beginning, {outcome(training, out, capsys, argv)}"
-                counts[f"  then {again}"] += 1
-            shutil.rmtree(work)
-            for old in disk.glob("*.old-*"):
-                shutil.rmtree(old)
-    finally:
-        if mounted:
-            subprocess.run(["umount", str(disk)], check=True)
-    report(capsys, f"{request.node.name} ({'disk' if mounted else 'size of files'})", counts)
-
-
-BUSY = """
-import hashlib, sys
-from fastplm.run.interrupt import interruptible
-with interruptible(["pretrain"], sys.argv[1]):
-    print("busy", flush=True)
-    hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 28)  # minutes, and it looks at no signal
-"""
-
-
-def test_interrupted_where_python_cannot_answer(tmp_path):
-    words = [sys.executable, "-c", BUSY, str(tmp_path)]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout.readline() == "busy\n"
-        time.sleep(0.5)
-        began = time.perf_counter()
-        process.send_signal(signal.SIGINT)
-        _, shown = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 130 and shown.startswith("fastplm: interrupted")
-    assert shown.count("\n") == 1 and time.perf_counter() - began < 30
 
 
 #: Code that Python runs when it starts: this rank's process fails when it makes its model.

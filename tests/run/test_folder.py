@@ -16,15 +16,10 @@ import transformers
 
 from fastplm.cli import main
 from fastplm.data import _folder
-from fastplm.data._folder import build_once, damage, seal
-from fastplm.data.examples import Example
-from fastplm.errors import ArgumentValueError, DataError
-from fastplm.finetune.data import hold_out, prepare_task
-from fastplm.finetune.settings import FinetuneArguments
+from fastplm.data._folder import build_once, verify, write_manifest
+from fastplm.errors import DataError
 from fastplm.run import folder as module
-from fastplm.run import threads as threads_module
-from fastplm.run.folder import claimed, last_checkpoint, read_record
-from fastplm.run.report import counted
+from fastplm.run.folder import claimed, last_checkpoint, read_record, writing
 from fastplm.run.trainer import FiniteCheck
 
 
@@ -256,9 +251,9 @@ def test_the_last_good_checkpoint_stays_until_the_next_is_there(run, tmp_path, m
     seen = []
     place = module.place_checkpoint
 
-    def looked_at(scratch, out, step, keep):
-        seen.append((step, [at for at, path in module.checkpoints(out) if damage(path) is None]))
-        place(scratch, out, step, keep)
+    def looked_at(scratch, out, step, *args):
+        seen.append((step, [at for at, path in module.checkpoints(out) if verify(path) is None]))
+        place(scratch, out, step, *args)
 
     monkeypatch.setattr("fastplm.run.trainer.place_checkpoint", looked_at)
     out = tmp_path / "out"
@@ -279,7 +274,7 @@ def test_later_checkpoints_go_when_an_earlier_one_is_placed(tmp_path):
         (tmp_path / f"checkpoint-{step}").mkdir()
     module.place_checkpoint(_made(tmp_path / "scratch"), tmp_path, 6, keep=2)
     assert [step for step, _ in module.checkpoints(tmp_path)] == [4, 6]
-    assert damage(tmp_path / "checkpoint-6", step=6) is None
+    assert verify(tmp_path / "checkpoint-6", step=6) is None
 
 
 def test_a_damaged_tokenizer_is_written_again(stopped, bert, run):
@@ -302,7 +297,7 @@ def full(*_, **__):
         "torch.save",
         "transformers.modeling_utils.safe_save_file",
         "transformers.trainer_callback.TrainerState.save_to_json",
-        "fastplm.data._folder._write_whole",
+        "fastplm.data._folder.atomic_write",
     ],
 )
 def test_a_full_disk(target, bert, arguments, run, tmp_path, monkeypatch, refused, curve):
@@ -324,6 +319,23 @@ def test_a_full_disk(target, bert, arguments, run, tmp_path, monkeypatch, refuse
         return
     run(out, resume=True)
     assert curve(out) == curve(bert)
+
+
+def test_a_lost_process_is_no_full_disk(tmp_path):
+    """A checkpoint waits for all processes while it is written."""
+    error = RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]")
+    with pytest.raises(RuntimeError, match="gloo") as raised, writing("pretrain", tmp_path):
+        raise error
+    assert raised.value is error
+    with pytest.raises(DataError, match="cannot be written"), writing("pretrain", tmp_path):
+        raise RuntimeError("PytorchStreamWriter failed")
+
+
+def test_a_file_in_the_place_of_a_folder(tmp_path):
+    (tmp_path / "model").write_text("")
+    with pytest.raises(DataError, match="expected nothing in the way, which .*model is. Move it"):
+        with writing("pretrain", tmp_path):
+            (tmp_path / "model").mkdir()
 
 
 # --- a training that diverges ---------------------------------------------------------------------
@@ -418,7 +430,7 @@ def test_what_a_finished_run_wrote_is_written_again(copied, bert, run, capsys):
     shown = capsys.readouterr().err
     assert "is written again: model/model.safetensors has other content" in shown
     assert content(copied / "model") == content(bert / "model")
-    assert damage(copied) is None
+    assert verify(copied) is None
 
 
 @pytest.mark.slow
@@ -541,137 +553,6 @@ def test_the_settings_of_a_finetuning_go_on(labelled, tmp_path, refused):
     refused(labelled(out, "--resume"), "run.json")
 
 
-def _example(label, number, group=None):
-    group = number if group is None else group
-    return Example((f"text {number}",), label, group, f"file:{number}")
-
-
-def test_each_label_is_held_out_alike():
-    labels = ["common"] * 80 + ["usual"] * 20 + ["rare"]
-    examples = [_example(label, number) for number, label in enumerate(labels)]
-    rest, held = hold_out(examples, 0.1, lambda example: (example.target,))
-    found = [example.target for example in held]
-    assert found.count("common") == 8 and found.count("usual") == 2 and "rare" not in found
-    assert sorted((*rest, *held), key=lambda e: e.group) == examples
-    tags = [
-        _example(("A", "B") if number % 2 else ("A", f"C{number}"), number) for number in range(9)
-    ]
-    rest, held = hold_out(tags, 0.5, lambda example: example.target)
-    assert {tag for e in held for tag in e.target} <= {tag for e in rest for tag in e.target}
-    with pytest.raises(DataError, match="the only one with its label.*--eval-data"):
-        hold_out([_example(str(i), i) for i in range(9)], 0.1, lambda example: (example.target,))
-
-
-def test_the_argument_at_fault_is_named(bert, tmp_path):
-    path = tmp_path / "data.tsv"
-
-    def prepare(rows, **options):
-        path.write_text("\n".join(("text\tlabel", *(f"a {i}\t{r}" for i, r in enumerate(rows)))))
-        given = {"task": "classification", "model": bert / "model", "out": tmp_path / "out"}
-        return prepare_task(FinetuneArguments(data=path, max_length=16, **given, **options).plan())
-
-    rare = [*"xy" * 20, *(f"rare{i}" for i in range(9))]
-    task = prepare(rare)
-    assert len(task.names) == 11 and task.names == prepare(rare, max_samples=30).names
-    with pytest.raises(ArgumentValueError, match="`max_samples` got 1.*Raise it"):
-        prepare(rare, max_samples=1)
-    with pytest.raises(ArgumentValueError, match="`threshold` got 99.*0 to 1;|`threshold` got 99"):
-        prepare([0, 1] * 20, threshold=99)
-    with pytest.raises(DataError, match="`data` got .*one label alone.*Correct the file"):
-        prepare(["x"] * 20)
-    other = tmp_path / "other.tsv"
-    other.write_text("text\tlabel\na\tz\n")
-    with pytest.raises(DataError, match="`eval_data` got .*other.tsv:2: the label 'z'"):
-        prepare(rare, eval_data=other)
-
-
-# --- what is said ---------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_announcement(run, corpus, tmp_path, capsys):
-    run(tmp_path / "first", steps=1)  # fills the cache, if no other test has
-    capsys.readouterr()
-    run(tmp_path / "out", steps=2)
-    shown = capsys.readouterr().err
-    block, _, lines = shown.partition("\nstep 1/2")
-    rows = {line.split()[0]: line for line in block.splitlines()}
-    assert str(corpus) in rows["corpus"] and "150 documents" in rows["corpus"]
-    assert "6,264 tokens" in rows["corpus"] and "found in" in rows["corpus"]
-    assert "312 tokens (5.0%)" in rows["held"]
-    assert "116 tokens instead of 120, as this text gives no more" in rows["vocabulary"]
-    assert "bert-tiny (Turc et al. 2019), mlm+nsp" in rows["model"]
-    assert "FLOP a token" in rows["model"]
-    assert rows["learning"].endswith("0.001 with adamw, as given")
-    assert "steps 1 to 2, 4 samples of 32 tokens" in rows["training"]
-    assert "fp32, as --precision says" in rows["precision"]
-    assert f"{counted(torch.get_num_threads(), 'thread')}, 1 process" in rows["device"]
-    assert "eager" in rows["backends"] and str(tmp_path / "out") in rows["results"]
-    assert " gone 0:0" in lines and " to go 0:0" in lines
-
-
-@pytest.mark.parametrize("threads, times, said", [(2, (5, 9), 0), (2, (9, 5), 1), (1, (), 0)])
-def test_busy_cores(threads, times, said, monkeypatch):
-    used = []
-
-    def milliseconds():
-        used.append(torch.get_num_threads())
-        return float(times[len(used) - 1])
-
-    monkeypatch.setattr(threads_module, "_milliseconds", milliseconds)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        line = threads_module.busy_cores()
-        assert torch.get_num_threads() == threads
-    finally:
-        torch.set_num_threads(before)
-    assert used == ([threads, 1] if times else [])
-    assert bool(line) == bool(said) and (not said or "--threads 1" in line)
-
-
-@pytest.mark.slow
-def test_threads(run, tmp_path, monkeypatch):
-    from transformers import Trainer
-
-    seen, step = set(), Trainer.training_step
-
-    def spied(self, *args, **kwargs):
-        seen.add(torch.get_num_threads())
-        return step(self, *args, **kwargs)
-
-    monkeypatch.setattr(Trainer, "training_step", spied)
-    before = torch.get_num_threads()
-    run(tmp_path / "out", steps=1, threads=3)
-    assert seen == {3} and torch.get_num_threads() == before
-    assert read_record("pretrain", tmp_path / "out")["threads"] == 3
-
-
-@pytest.mark.slow
-def test_interrupted(arguments, tmp_path, monkeypatch, capsys):
-    from transformers import Trainer
-
-    out, step, at = tmp_path / "my out", Trainer.training_step, 1
-
-    def interrupted(self, *args, **kwargs):
-        if self.state.global_step == at:
-            raise KeyboardInterrupt
-        return step(self, *args, **kwargs)
-
-    monkeypatch.setattr(Trainer, "training_step", interrupted)
-    assert main(arguments(out)) == 130
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert "there is no checkpoint yet" in line and line.endswith("--overwrite")
-    assert main(arguments(out)) == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert "a run that has no checkpoint yet" in line and "--resume" not in line
-    at = 3
-    assert main(arguments(out, overwrite=True)) == 130
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.endswith("--resume") and "--overwrite" not in line
-    assert "Continue with: fastplm pretrain --arch bert-tiny" in line and f"'{out}'" in line
-
-
 def test_an_error_of_the_program_keeps_its_traceback(arguments, tmp_path, monkeypatch):
     monkeypatch.setattr("fastplm.pretrain.run.make_model", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -683,13 +564,13 @@ def test_an_error_of_the_program_keeps_its_traceback(arguments, tmp_path, monkey
         main(arguments(tmp_path / "three"))
 
 
-def test_seal(tmp_path):
+def test_manifest(tmp_path):
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "file").write_text("1")
     (tmp_path / "beside").write_text("2")
-    seal(tmp_path, ["inner"], step=3)
-    assert damage(tmp_path, step=3) is None and "step 3" in damage(tmp_path, step=4)
+    write_manifest(tmp_path, ["inner"], step=3)
+    assert verify(tmp_path, step=3) is None and "step 3" in verify(tmp_path, step=4)
     (tmp_path / "beside").write_text("3")
-    assert damage(tmp_path) is None
+    assert verify(tmp_path) is None
     (tmp_path / "inner" / "file").write_text("4")
-    assert damage(tmp_path) == "inner/file has other contents"
+    assert verify(tmp_path) == "inner/file has other contents"

@@ -177,9 +177,7 @@ STATES = {
 @pytest.mark.parametrize(
     "command, leave", [(command, leave) for command, states in STATES.items() for leave in states]
 )
-@pytest.mark.parametrize(
-    "out", ["out", "my 'out'", "--x", "ö…", "a\nb\t\x1b[1m", os.fsdecode(b"\xff")]
-)
+@pytest.mark.parametrize("out", ODD_NAMES)
 def test_what_is_printed_runs_as_printed(command, leave, out, ended):
     """With the same settings, and the option that what was left needs."""
     words = [*WORDS[command].split(), f"--out={out}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -24,11 +25,15 @@ from transformers import (
 import fastplm.hf
 from fastplm import models
 from fastplm.data import DataCollatorForCausalTokens, DataCollatorForMaskedTokens
+from fastplm.distill.run import DistillationTrainer
 from fastplm.errors import ArgumentTypeError
+from fastplm.finetune.run import FinetuningTrainer
+from fastplm.pretrain import run as pretrain
 from fastplm.pretrain.evaluate import evaluate
 from fastplm.pretrain.model import build_model
-from fastplm.pretrain.trainer import PretrainingTrainer
+from fastplm.pretrain.trainer import PretrainingTrainer, TwoStageTrainer
 from fastplm.run import trainer as module
+from fastplm.run.trainer import RunTrainer
 from fastplm.testing import FORWARD_FACTOR, GRADIENT_FACTOR, BudgetExceeded, check_error
 
 VOCAB, LENGTH, STEPS = 37, 12, 3
@@ -391,3 +396,36 @@ def test_packed_rows_have_the_loss_of_padded_ones(trained, tokenizer, kind):
     held_out = [evaluate(model, text(), collator, 3) for collator in (padded, packed)]
     assert held_out[0]["samples"] == held_out[1]["samples"] == len(LENGTHS)
     hold("mlm_loss", held_out[1]["mlm_loss"], torch.tensor(held_out[0]["mlm_loss"]).double())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "value, words", [(float("nan"), "the weight {} holds NaN"), (3e38, "is 3e+38 in {}")]
+)
+def test_weights_that_are_no_numbers(value, words, refused, arguments, tmp_path, monkeypatch):
+    make, name = pretrain.make_model, "bert.encoder.layer.1.output.dense.weight"
+
+    def spoilt(*args):
+        model = make(*args)
+        model.get_parameter(name).data.fill_(value)
+        return model
+
+    monkeypatch.setattr(pretrain, "make_model", spoilt)
+    line = refused(arguments(tmp_path / "out"), "at step 1", words.format(name), code=3)
+    assert "learning rate" not in line
+
+
+# --- Transformers ---------------------------------------------------------------------------------
+
+
+def test_a_private_method_of_transformers_is_overridden_for_a_reason():
+    """Any release may change it, so a comment says why no public hook will do."""
+    classes, private = [RunTrainer], {}
+    for cls in classes:
+        classes += cls.__subclasses__()
+        for name, value in vars(cls).items():
+            if name.startswith("_") and not name.startswith("__") and hasattr(Trainer, name):
+                private[name] = inspect.getsource(value)
+    assert {DistillationTrainer, FinetuningTrainer, TwoStageTrainer} <= set(classes)
+    assert private.keys() == {"_clip_grad_norm", "_save_checkpoint"}
+    assert all("# Private, as no hook of Transformers" in source for source in private.values())

@@ -79,7 +79,7 @@ TASKS = {
     ),
     "nsp": Entry(
         "segments.NextSentence",
-        "whether the second one is a random one",
+        "whether the second of two is of another document",
         _SEGMENTS,
         running_text=True,
     ),

@@ -6,7 +6,7 @@ import copy
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import transformers
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fastplm.data.examples import Example
-from fastplm.errors import DataError, message, shown
+from fastplm.errors import DataError, fail, shown
 from fastplm.finetune.frozen import Kept
 from fastplm.finetune.labels import doubtful_labels, essence
 from fastplm.finetune.losses import divergence, with_language_model, with_teacher
@@ -112,6 +112,8 @@ class Task:
         self.train, self.test = train, test
         self.known = train if known is None else known
         self.tokenizer = tokenizer
+        #: The tokenizers to save with the model: {subfolder of the model's folder: tokenizer}.
+        self.tokenizers = {"": tokenizer}
         self.limit = max_length
         self.prepare()
 
@@ -161,18 +163,9 @@ class Task:
         """The fields to set in the model's configuration."""
         return {}
 
-    @property
-    def tokenizers(self) -> dict[str, Any]:
-        """The tokenizers to save with the model: {subfolder of the model's folder: tokenizer}."""
-        return {"": self.tokenizer}
-
-    def new_model(self) -> Any:
-        """A model made of several checkpoints; None if the model comes from a single one."""
-        return None
-
-    def adapted(self, model: Any) -> Any:
-        """Change the model of a checkpoint as the task needs it, and return it."""
-        return model
+    def make_model(self, of_checkpoint: Callable[[], Any]) -> Any:
+        """The model: as it is loaded from its checkpoint, or one that is made in another way."""
+        return of_checkpoint()
 
     # --- training ---------------------------------------------------------------------------------
 
@@ -372,7 +365,7 @@ class Labelled(Task):
             if alike:  # two spellings that may look the same on a screen
                 other = f"which is written otherwise than {ascii(alike[0])}"
                 got = f"the {self.label} {ascii(label)}, {other}"
-            raise data_error(example.where, got, expected, "eval_data")
+            refuse(example.where, got, expected, "eval_data")
 
     def label_counts(self, examples: list[Example]) -> Counter:
         return self.counts(map(self.right, examples))
@@ -429,10 +422,9 @@ def features_of(encoded: Any, indices: Iterable[int] | None = None) -> list[Feat
     return [{name: encoded[name][index] for name in names} for index in indices]
 
 
-def data_error(where: str, got: str, expected: str, argument: str = "data") -> DataError:
-    """The error of an example, which ``where`` names."""
-    text = message("finetune", argument, f"{where}: {got}", expected, "Correct the file.")
-    return DataError(text)
+def refuse(where: str, got: str, expected: str, argument: str = "data") -> NoReturn:
+    """Raise the error of an example, which ``where`` names."""
+    fail("finetune", argument, f"{where}: {got}", expected, "Correct the file.", DataError)
 
 
 def _most_frequent(counts: Counter) -> tuple[Any, float]:

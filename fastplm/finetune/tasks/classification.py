@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from fastplm.data.examples import Example, read_table
-from fastplm.errors import ArgumentValueError, DataError, message
+from fastplm.errors import DataError, fail
 from fastplm.finetune.labels import number
 from fastplm.finetune.losses import in_both_orders
 from fastplm.finetune.metrics import accuracy, f1, matthews
@@ -22,8 +22,8 @@ from fastplm.finetune.tasks._task import (
     Logits,
     Scored,
     Task,
-    data_error,
     features_of,
+    refuse,
 )
 
 #: The largest absolute value of a score: its square is still finite in fp32.
@@ -107,15 +107,13 @@ class Classification(SequenceTask, Labelled):
         expected = "two classes at least"
         if len({*self.targets(self.known)}) > 1:
             got = f"{len(self.train)}, and these examples have one label alone"
-            error = message("finetune", "max_samples", got, expected, "Raise it.")
-        elif self.threshold is not None:
-            scores = [score for e in self.known if (score := number(e.target)) is not None]
+            fail("finetune", "max_samples", got, expected, "Raise it.")
+        if self.threshold is not None:
+            scores = [score_of(example) for example in self.known]
             got = f"{self.threshold:g}, and all labels are on one side of it"
             expected += f"; the labels are {min(scores):g} to {max(scores):g}"
-            error = message("finetune", "threshold", got, expected, "Choose one in between.")
-        else:
-            raise data_error(self.train[0].where, "one label alone", expected)
-        raise ArgumentValueError(error)
+            fail("finetune", "threshold", got, expected, "Choose one in between.")
+        refuse(self.train[0].where, "one label alone", expected)
 
     @classmethod
     def labels(cls, examples: list[Example], args: FinetuneArguments) -> Labels:
@@ -176,5 +174,5 @@ def score_of(example: Example) -> float:
     score = number(example.target)
     if score is None or abs(score) > _MOST_SCORE:
         expected = 'a number, such as 1200.5: finite, up to 1e18, and without "_" or ","'
-        raise data_error(example.where, f"the label {example.target!r}", expected)
+        refuse(example.where, f"the label {example.target!r}", expected)
     return score

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastplm.data.examples import Example
 from fastplm.finetune.metrics import pearson, ranks
-from fastplm.finetune.tasks._task import Logits, Scored, data_error
+from fastplm.finetune.tasks._task import Logits, Scored, refuse
 from fastplm.finetune.tasks.classification import SequenceTask, score_of
 
 
@@ -31,7 +31,7 @@ class Regression(SequenceTask):
         got = f"True with one text ({self.train[0].where})"
         self.args.check("both_orders", able, "two texts an example", fix, got)
         if len(set(self.targets(self.train))) == 1:
-            raise data_error(self.train[0].where, "one score alone", "two different ones at least")
+            refuse(self.train[0].where, "one score alone", "two different ones at least")
 
     @property
     def config(self) -> dict[str, Any]:

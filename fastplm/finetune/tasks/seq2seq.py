@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from fastplm.data import load_tokenizer, train_tokenizer
 from fastplm.data._folder import default_cache, say
 from fastplm.data.examples import Example, read_sources
 from fastplm.errors import DataError
+from fastplm.finetune.bart_translation import BartForTranslation
 from fastplm.finetune.metrics import text_scores
 from fastplm.finetune.mixture import indices_of_parts
 from fastplm.finetune.settings import FinetuneArguments
@@ -33,6 +34,7 @@ from fastplm.finetune.tasks._task import (
     batches_of,
     features_of,
 )
+from fastplm.finetune.warm_start import warm_started
 from fastplm.models._base import most_positions
 from fastplm.nn._rows import IGNORE_INDEX
 from fastplm.run.checkpoint import config_at
@@ -87,6 +89,9 @@ class Seq2Seq(Task):
             args.check("model", self.family == "bart", "a BART", "Choose another.", got)
             sources = [example.texts[0] for example in self.train]
             self.tokenizer = _trained(sources, args.source_vocab_size or _SOURCE_VOCABULARY)
+        self.tokenizers = {"": self.tokenizer}
+        if self.target_tokenizer is not self.tokenizer:
+            self.tokenizers[TARGET_TOKENIZER] = self.target_tokenizer
         # Whether the decoder starts with a token that the tokenizer puts before each text, as
         # BERT's [CLS]: the labels then begin after it.
         self.starts = args.encoder is not None or self.family == "encoder-decoder"
@@ -110,12 +115,6 @@ class Seq2Seq(Task):
         if found.pad_token is None:
             found.pad_token = found.eos_token
         return found
-
-    @property
-    def tokenizers(self) -> dict[str, Any]:
-        if self.target_tokenizer is self.tokenizer:
-            return super().tokenizers
-        return {**super().tokenizers, TARGET_TOKENIZER: self.target_tokenizer}
 
     @property
     def end(self) -> int:
@@ -282,20 +281,13 @@ class Seq2Seq(Task):
                 record["label"] = [example.target, *example.others]
         return records
 
-    def new_model(self) -> Any:
-        if self.args.encoder is None:
-            return None
-        from fastplm.finetune.warm_start import warm_started
-
-        return warm_started(self.args, self.target_tokenizer, self.start, self.end)
-
-    def adapted(self, model: Any) -> Any:
-        layers = self.args.source_encoder_layers
+    def make_model(self, of_checkpoint: Callable[[], Any]) -> Any:
+        if self.args.encoder is not None:
+            return warm_started(self.args, self.target_tokenizer, self.start, self.end)
+        model, layers = of_checkpoint(), self.args.source_encoder_layers
         if layers is None:
             return model
         size, padding = len(self.tokenizer), self.tokenizer.pad_token_id
-        from fastplm.finetune.bart_translation import BartForTranslation
-
         return BartForTranslation.from_bart(model, size, layers, padding)
 
 

@@ -17,8 +17,8 @@ from fastplm.finetune.tasks._task import (
     Labels,
     Logits,
     Scored,
-    data_error,
     features_of,
+    refuse,
 )
 from fastplm.nn._rows import IGNORE_INDEX
 
@@ -76,7 +76,7 @@ class Tagging(Labelled):
             notes.append(places)
         if not any(notes):
             got = f"words of which the tokenizer makes no token, such as {examples[0].texts[0]!r}"
-            raise data_error(examples[0].where, got, "words that this model knows")
+            refuse(examples[0].where, got, "words that this model knows")
         return features, notes
 
     def distance(self, ours: Tensor, theirs: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
