@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import errno
-import functools
 import os
+import pkgutil
 import signal
 import sys
 import time
@@ -166,13 +166,13 @@ class _Command:
     """A command that has a class of settings; called with their values, it runs.
 
     Args:
-        parts: returns the function that does the work, of the settings, and the one that makes the
-            text to print of what that returns.
+        settings: the class.
+        work: the function that does the work, of the settings, and gives the text to print.
         several: whether torchrun may start several processes of it.
     """
 
     settings: type[Settings]
-    parts: Callable[[Any], tuple[Callable[[Any], Any], Callable[[Any], str]]]
+    work: Callable[[Any], str]
     help: str
     description: str
     several: bool = False
@@ -187,10 +187,7 @@ class _Command:
 
         logging.disable_progress_bar()  # its bars for the writing of checkpoints would break ours
         try:
-            settings = self.settings(**values)
-            work, text_of = self.parts(settings)
-            done = work(settings)
-            text = text_of(done) if done else ""
+            text = self.work(self.settings(**values))
         finally:
             # A process that ends while its threads run may abort.
             if torch.distributed.is_initialized():
@@ -200,55 +197,42 @@ class _Command:
         return 0
 
 
-def _pretrain(args: Any) -> Any:
-    from fastplm.pretrain import dry_run, report
-    from fastplm.pretrain.run import pretrain
-    from fastplm.pretrain.seeds import summary
+def _call(work: str, text: str = "builtins:str") -> Callable[[Any], str]:
+    """What calls a function of the settings, and another one of what that gives, if it is any.
 
+    Both are named as "module:function", so that a module is imported when its command runs.
+    """
+
+    def call(args: Any) -> str:
+        done = pkgutil.resolve_name(work)(args)
+        return pkgutil.resolve_name(text)(done) if done else ""
+
+    return call
+
+
+def _pretrain(args: Any) -> str:
     if args.dry_run:
-        return dry_run.dry_run, dry_run.summary
-    return pretrain, summary if args.seeds > 1 else report.summary
+        return _call(*(f"fastplm.pretrain.dry_run:{name}" for name in ("dry_run", "summary")))(args)
+    summary = "seeds" if args.seeds > 1 else "report"
+    return _call("fastplm.pretrain.run:pretrain", f"fastplm.pretrain.{summary}:summary")(args)
 
 
-def _distill(args: Any) -> Any:
-    from fastplm.distill.run import distill
-    from fastplm.pretrain.report import summary
-
-    return distill, summary
-
-
-def _finetune(args: Any) -> Any:
+def _finetune(args: Any) -> str:
     from fastplm.data._folder import first_process
     from fastplm.finetune.report import summary
     from fastplm.finetune.run import finetune
 
-    if not first_process():
-        return finetune, lambda metrics: ""
-    return functools.partial(finetune, print_fn=print), summary
+    if first_process():
+        return summary(finetune(args, print))
+    finetune(args)
+    return ""
 
 
-def _classic(args: Any) -> Any:
-    from fastplm.classic.train import classic, summary
-
-    return classic, summary
-
-
-def _embed(args: Any) -> Any:
-    from fastplm.inference.embed import embed_file
-
-    return embed_file, str
-
-
-def _prompt(args: Any) -> Any:
-    from fastplm.inference.prompt import run_prompt
-
-    return run_prompt, str
-
-
-def _score(args: Any) -> Any:
-    from fastplm.inference.score_command import score_file
-
-    return score_file, str
+_classic = _call("fastplm.classic.train:classic", "fastplm.classic.train:summary")
+_embed = _call("fastplm.inference.embed:embed_file")
+_prompt = _call("fastplm.inference.prompt:run_prompt")
+_score = _call("fastplm.inference.score_command:score_file")
+_distill = _call("fastplm.distill.run:distill", "fastplm.pretrain.report:summary")
 
 
 def _demo(**settings: Any) -> int:

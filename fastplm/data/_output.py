@@ -72,7 +72,7 @@ def _hold_result(where: str, path: Path, overwrite: bool) -> tuple[Path, int]:
 
     real = path.resolve()
     if os.path.lexists(path) and not overwrite:
-        refuse(", which exists", "a new file", f"{_OTHER} or rename it with --overwrite.")
+        refuse(", which exists", "a new file", f"{_OTHER} or move it aside with --overwrite.")
     if not real.parent.is_dir() or real.is_dir():
         refuse("", "a file in an existing folder", "Make the folder, or choose another file.")
     if real.exists() and not real.is_file():

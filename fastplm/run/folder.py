@@ -139,7 +139,7 @@ def _refuse_what_is_there(
     elif RECORD in there:
         what = "a run that has no checkpoint yet"
     if overwrite is not None:
-        instead += ", or rename it with --overwrite"
+        instead += ", or move the folder aside with --overwrite"
     fix = f"Choose another --out{instead}."
     _refuse_output(where, f"{out}, which holds {what}", "an empty or new folder", fix)
 

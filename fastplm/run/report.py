@@ -61,7 +61,8 @@ def precision(args: Any) -> str:
     bf16 = in_bf16(args.precision)
     name = "bf16" if bf16 else "fp32"
     if args.precision != "auto":
-        return f"{name}, as --precision says"
+        why = "the run began" if args.is_default("precision") else "--precision says"
+        return f"{name}, as {why}"
     return f"{name}: this hardware {'multiplies' if bf16 else 'has no'} bf16"
 
 
