@@ -35,10 +35,10 @@ THOROUGH = (
     "tests/docs/test_site.py",
     "tests/ops/test_linear.py::test_the_ends_of_slices",
     "tests/ops/test_linear_distillation.py::test_compiled",
-    "tests/pretrain/test_run.py::test_killed_and_resumed",
+    "tests/pretrain/test_stream.py::test_killed_and_resumed",
     "tests/run/test_messages.py::test_a_backend_that_is_none",
     "tests/run/test_messages.py::test_an_empty_variable_is_unset",
-    "tests/study/test_study.py::test_a_cell_by_itself",
+    "tests/study/test_cell.py::test_a_cell_by_itself",
 )
 
 

@@ -85,7 +85,7 @@ def evaluate(
         with _kept_rows(masked) as rows:
             outputs = model(**batch, **ones)
         if rows:
-            add("correct_tokens", _correct(masked, rows[0], batch))
+            add("mlm_accuracy", _correct(masked, rows[0], batch))
         if outputs.get("encoder_last_hidden_state") is not None:
             encoded.append(_unit_sum(outputs["encoder_last_hidden_state"]))
             add("missing_share", _missing(batch))
@@ -115,17 +115,13 @@ def evaluate(
             result[name] = sums[name] / sums[count]
 
     add_mean(token_loss, "labels")
-    if "correct_tokens" in sums and sums["labels"] > 0:
-        result["mlm_accuracy"] = sums["correct_tokens"] / sums["labels"]
+    add_mean("mlm_accuracy", "labels")
     if "discriminator_mlm_loss" in sums:
         predicted = "tokens" if module.config.objective == "all_tokens_mlm" else "labels"
         add_mean("discriminator_mlm_loss", predicted)
         add_mean("discriminator_chosen_loss", "labels")
     if encoded:
-        # The mean cosine of two tokens, ``(|sum u|^2 - n) / (n (n - 1))``, of all ``_unit_sum``.
-        *total, count = torch.stack(encoded).sum(0).tolist()
-        square = math.fsum(value * value for value in total)
-        result["encoder_similarity"] = (square - count) / max(count * (count - 1), 1.0)
+        result["encoder_similarity"] = _similarity(encoded)
         add_mean("missing_share", "labels")
     if sums.get("total", 0) > 0:
         add_mean("rtd_loss", "total")
@@ -190,6 +186,13 @@ def _kept_rows(model: Any) -> Iterator[list[torch.Tensor]]:
         yield rows
     finally:
         handle.remove()
+
+
+def _similarity(sums: list[torch.Tensor]) -> float:
+    """The mean cosine of two tokens, ``(|sum u|^2 - n) / (n (n - 1))``, of all ``_unit_sum``."""
+    *total, count = torch.stack(sums).sum(0).tolist()
+    square = math.fsum(value * value for value in total)
+    return (square - count) / max(count * (count - 1), 1.0)
 
 
 def _correct(model: Any, rows: torch.Tensor, batch: dict[str, torch.Tensor]) -> int:
