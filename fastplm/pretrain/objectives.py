@@ -75,6 +75,9 @@ class Objective:
     has_separators: ClassVar[bool] = False
     has_static_masks: ClassVar[bool] = False
     has_short_blocks: ClassVar[bool] = False
+    #: Whether a sample is a pair of segments, and whether ELECTRA's two models learn together.
+    has_pairs: ClassVar[bool] = False
+    is_joint: ClassVar[bool] = False
     #: Whether an encoder gets a causal mask.
     causal: ClassVar[bool] = False
     #: Whether a checkpoint of the encoder will do to begin with, whatever its heads.
@@ -255,6 +258,7 @@ class ReplacedTokens(MaskedTokens):
     models = {"electra": "ElectraForJointPreTraining"}
     shares = (1.0, 0.0)
     has_static_masks = new_heads = False
+    is_joint = True
     folder = "discriminator"
     version = 1
 
@@ -271,6 +275,7 @@ class SentenceOrder(MaskedTokens):
     models = {"bert": "BertForPreTraining", "albert": "AlbertForPreTraining"}
     special = 3
     has_separators = has_static_masks = False
+    has_pairs = True
     version = 2
     #: The class of ``fastplm.data`` of its pairs, and the documents that a pair needs.
     pairs: ClassVar[str] = "SentenceOrderPairs"

@@ -282,8 +282,7 @@ def configuration(
             classifier_dropout_prob=dropout,  # of the head for the order of segments, too
         )
     electra = transformers.ElectraConfig(**encoder)
-    joint_training = kind.models["electra"] == "ElectraForJointPreTraining"
-    return _joint(chosen, electra, joint or {}) if joint_training else electra
+    return _joint(chosen, electra, joint or {}) if kind.is_joint else electra
 
 
 def _gpt(chosen: Preset, common: _Ids, block_size: int, dropout: float, attention: float) -> Any:

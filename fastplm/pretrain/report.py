@@ -14,7 +14,7 @@ from fastplm._machine import device_label
 from fastplm.data import NextSentencePairs, TextFiles
 from fastplm.pretrain.blocks import ShortPairs
 from fastplm.pretrain.model import flops_a_step
-from fastplm.pretrain.objectives import Objective, SentenceOrder
+from fastplm.pretrain.objectives import Objective
 from fastplm.run.budget import described
 from fastplm.run.report import block, counted, drawn, precision
 
@@ -80,7 +80,7 @@ def rows_of_model(
         what = f"; {counted(len(new), 'weight')} of new heads, such as {new[0]}" if new else ""
         rows["begun with"] = f"the weights of {plan.start_from}{what}"
     if plan.short_block_size is not None:
-        kind = "short pairs" if isinstance(objective, SentenceOrder) else "pieces of blocks"
+        kind = "short pairs" if objective.has_pairs else "pieces of blocks"
         pieces = f"{kind}, {plan.short_block_size} tokens each"
         steps = " and ".join(f"{len(part):,}" for part in plan.short_steps)
         of = " of the two stages" if plan.two_stage else ""

@@ -14,7 +14,7 @@ from fastplm.models import (
     ELECTRA_SECOND_STAGES,
     ELECTRA_SHARINGS,
 )
-from fastplm.pretrain.objectives import MASKING, NAMES, NOISES, learned_as, names_of
+from fastplm.pretrain.objectives import MASKING, NAMES, NOISES, Objective, learned_as, names_of
 from fastplm.pretrain.presets import (
     FAMILIES,
     OPTIMIZERS,
@@ -364,17 +364,17 @@ class PretrainArguments(budget.BudgetSettings):
             "separators",
             "objective",
             names_of("has_separators"),
-            "mlm or rtd, whose blocks may be of several documents",
+            f"{' or '.join(names_of('has_separators'))}, whose blocks may be of several documents",
         ),
         needs(
             "short_block_size",
             "objective",
             names_of("has_short_blocks"),
-            "mlm with or without nsp or sop, rtd or clm",
+            f"{' or '.join(names_of('has_short_blocks'))}",
         ),
         Rule(
             "short_block_size",
-            lambda args: "+" not in args.objective or (args.short_block_size or 5) >= 5,
+            lambda args: not args.learns.has_pairs or (args.short_block_size or 5) >= 5,
             "5 or more with {args.objective}: two segments and what is around them",
             "objective",
             "Raise it.",
@@ -459,7 +459,8 @@ class PretrainArguments(budget.BudgetSettings):
             "static_masks",
             "objective",
             names_of("has_static_masks"),
-            "no --static-masks, or --objective mlm, whose blocks are the same in every epoch",
+            f"no --static-masks, or --objective {' or '.join(names_of('has_static_masks'))}, whose "
+            "blocks are the same in every epoch",
         ),
         budget.SAMPLES,
         Rule(
@@ -512,11 +513,10 @@ class PretrainPlan(Plan, PretrainArguments):
         if self.attention_dropout is not None:
             attention = self.attention_dropout
         sharing = "none" if self.two_stage else "embeddings"
-        joint = named.family == "electra" and objective == "rtd"
         plan = plan.changed(
             unit=self.unit or (family.unit if objective in MASKING else None),
             attention_dropout=plan.dropout if named.family == "t5" else attention,
-            electra_sharing=self.electra_sharing or (sharing if joint else None),
+            electra_sharing=self.electra_sharing or (sharing if plan.learns.is_joint else None),
         )
         if self.lr is None:
             peak = usual_peak(plan.preset, plan.optimizer)
@@ -537,10 +537,15 @@ class PretrainPlan(Plan, PretrainArguments):
             able, fix = self.preset.family in of, "Leave the option out, or choose another --arch."
             expected = " or ".join(f"an architecture of the family {name}" for name in of)
             self.check(each.name, able, expected, fix, f"{value} with {self.arch}")
-            able = of != ("electra",) or self.objective == "rtd"
+            able = of != ("electra",) or self.learns.is_joint
             fix = "Leave one of the two options out."
             expected = "the objective rtd, as another one has no generator"
             self.check(each.name, able, expected, fix, f"{value} with objective {self.objective}")
+
+    @property
+    def learns(self) -> type[Objective]:
+        """The objective, as this family of architectures learns it."""
+        return learned_as(self.objective, self.preset.family)
 
     @property
     def preset(self) -> Preset:

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fastplm.data.denoising import DataCollatorForDenoising, sentence_ends
 from fastplm.errors import ArgumentValueError, DataError
+from fastplm.pretrain.objectives import NOISES
 from fastplm.reference.bart_noise import bart_noise_ref
 
 ROLES = dict(bos_token="<s>", pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
@@ -52,6 +53,19 @@ def test_the_batch_is_that_of_the_op(tokenizer, samples):
     for row, sample in zip(batch["labels"].tolist(), samples[30:36], strict=True):
         ids = sample["input_ids"]
         assert row == ids + [-100] * (len(row) - len(ids))
+
+
+@pytest.mark.parametrize("name", NOISES)
+def test_each_noise_reaches_the_text(tokenizer, samples, name):
+    setting, share = NOISES[name]
+    none = {each: 0.0 for each, _ in NOISES.values()}
+
+    def noised(**given):
+        batch = DataCollatorForDenoising(tokenizer, seed=5, **given)(samples[30:36])
+        return batch["input_ids"], batch["labels"].masked_fill(batch["labels"] == -100, 1)
+
+    assert torch.equal(*noised(**none))
+    assert not torch.equal(noised(**none | {setting: share})[0], noised(**none)[0])
 
 
 @pytest.mark.parametrize("tokens", [6, 98])

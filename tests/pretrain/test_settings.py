@@ -21,7 +21,7 @@ from fastplm.pretrain.settings import PretrainArguments
         ({"short_block_size": 4, "objective": "mlm+nsp"}, "expected 5 or more with mlm+nsp"),
         (
             {"short_block_size": 16, "objective": "denoise", "arch": "bart-tiny"},
-            "expected mlm with or without nsp or sop, rtd or clm",
+            "expected mlm+nsp or mlm+sop or mlm or clm or rtd",
         ),
     ],
 )
