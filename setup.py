@@ -17,26 +17,11 @@ import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 
 PACKAGES = [
-    "fastplm",
-    "fastplm.reference",
-    "fastplm.ops",
-    "fastplm.nn",
-    "fastplm.models",
-    "fastplm.data",
-    "fastplm.run",
-    "fastplm.pretrain",
-    "fastplm.finetune",
-    "fastplm.distill",
-    "fastplm.classic",
-    "fastplm.inference",
-    "fastplm.study",
-    "fastplm.triton_kernels",
-    "fastplm.triton_kernels.attention",
-    "fastplm.triton_kernels.linear_cross_entropy",
-    "fastplm.triton_kernels.linear_distillation",
+    *find_packages(include=("fastplm", "fastplm.*")),
+    *(f"fastplm.{name}" for name in find_packages(include=("triton_kernels", "triton_kernels.*"))),
 ]
 # 2.11, in the encoding of torch/headeronly/version.h: one binary serves every later torch.
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"
