@@ -83,13 +83,13 @@ def test_wrong_zips(tmp_path):
     twice = _lines([_ROWS[0]])
     with pytest.raises(DataError, match=r"the UID 'sv' in .*a\.jsonl and in .*b\.jsonl"):
         read_pairs(zipped(**{"a.jsonl": twice, "b.jsonl": twice}))
-    with pytest.raises(DataError, match="no UTF-8"):
+    with pytest.raises(DataError, match="cannot be read .*utf-8"):
         read_pairs(zipped(**{"a.jsonl": b"\xff\xfe"}))
     path = zipped(**{"a.jsonl": twice * 100})
     damaged = bytearray(path.read_bytes())
     damaged[60:70] = b"x" * 10
     path.write_bytes(damaged)
-    with pytest.raises(DataError, match="a damaged zip"):
+    with pytest.raises(DataError, match="cannot be read"):
         read_pairs(path)
     with pytest.raises(DataError, match="does not exist"):
         read_pairs(tmp_path / "none.zip")

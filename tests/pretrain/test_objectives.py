@@ -501,7 +501,7 @@ def test_shares_of_masks(bert, options, shares):
     ).plan()
     assert args.mask_shares == shares
     tokenizer = load_tokenizer(bert / "tokenizer")
-    objective = objective_of(args, tokenizer)
+    objective = MaskedTokens(tokenizer, args.block_size, 0, objective_of(args, tokenizer).noise)
     collator = objective.collator()
     names = ("mlm_probability", "mask_replace_prob", "random_replace_prob")
     assert tuple(getattr(collator, name) for name in names) == shares

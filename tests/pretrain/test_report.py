@@ -36,11 +36,11 @@ def test_the_picture_has_held_out_text(tmp_path, monkeypatch):
 
 
 def test_a_picture_that_fails(run, tmp_path, monkeypatch, capsys):
-    def draw(path, *_):
+    def draw(figure, path, **_):
         path.write_bytes(b"half of a picture")
         raise ValueError("'nosuch' is not a valid value for backend\nsupported are many")
 
-    monkeypatch.setattr(report, "_draw_losses", draw)
+    monkeypatch.setattr(Figure, "savefig", draw)
     metrics = run(tmp_path / "out", steps=1)
     shown = capsys.readouterr()
     assert "loss.png was not drawn, as matplotlib failed: 'nosuch' is not" in shown.err
