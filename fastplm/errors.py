@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import UnionType
 from typing import NoReturn
 
@@ -114,6 +116,19 @@ def check(
     """``fail`` unless ``condition`` holds; for code that is never traced."""
     if not condition:
         fail(where, argument, got, expected, fix, error)
+
+
+@contextmanager
+def about(where: str, argument: str) -> Iterator[None]:
+    """In this block an error of a function that reads a path names the argument that it is of."""
+    try:
+        yield
+    except FastplmError as error:
+        found = re.match(r"(\w+): `(?:directory|paths?|store)` got ", str(error))
+        if found is None or found[1] == where:
+            raise
+        text = f"{where}: `{argument}` got {str(error)[found.end() :]}"
+        raise type(error)(text) from error
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str = _CHOOSE) -> str:

@@ -364,8 +364,9 @@ def python(folder: str) -> list[Path]:
     return sorted((ROOT / folder).rglob("*.py"))
 
 
-def test_packages_are_listed_by_name():
-    assert "find_packages" not in (ROOT / "setup.py").read_text()
+def test_every_folder_of_code_is_a_package_and_tests_are_none():
+    for folder in ("fastplm", "triton_kernels"):
+        assert all((path.parent / "__init__.py").is_file() for path in python(folder))
     assert not list((ROOT / "tests").rglob("__init__.py"))
 
 
@@ -376,3 +377,13 @@ def test_no_message_advises_a_package_of_others():
             if path.suffix in (".py", ".md"):
                 advised = re.findall(r"pip install[^`\n]*\bfastplm\b", path.read_text("utf-8"))
                 assert not advised, f"{path}: {advised}"
+
+
+def test_the_newest_transformers_that_is_installed_is_one_that_was_tested():
+    from packaging.requirements import Requirement
+
+    from fastplm._explain import TESTED
+
+    text = (ROOT / "pyproject.toml").read_text()
+    wanted = Requirement(re.search(r'"(transformers[^"]*)"', text)[1]).specifier
+    assert wanted == TESTED["transformers"]

@@ -13,7 +13,7 @@ from fastplm.classic.sentences import QuickThoughtsModel, SkipThoughtsModel, Tho
 from fastplm.classic.settings import ClassicArguments
 from fastplm.classic.words import PAD, Sentences, Words
 from fastplm.data.corpus import fingerprint, read_documents
-from fastplm.errors import DataError, TooLittleTextError, message
+from fastplm.errors import DataError, TooLittleTextError, about, message
 from fastplm.run.folder import checkpoint_to_resume, save_models, writing
 from fastplm.run.report import block, curve, settings_of, versions
 from fastplm.run.runner import Run
@@ -52,8 +52,9 @@ class _Classic(Run):
     args: ClassicArguments
 
     def read(self) -> dict[str, Any]:
-        self.documents = read_documents(self.args.corpus)
-        self.sentences = Sentences(self.documents, self.args.max_length)
+        with about(self.args.where, "corpus"):
+            self.documents = read_documents(self.args.corpus)
+            self.sentences = Sentences(self.documents, self.args.max_length)
         return {"text": fingerprint(self.documents)}
 
 

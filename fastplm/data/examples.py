@@ -259,18 +259,18 @@ def _columns(
     label_column: str | None,
 ) -> list[str]:
     """The names of the text columns, followed by that of the label column."""
-    either = " or ".join(map(str, counts))
+    either = f"{' or '.join(map(str, counts))} column{'' if counts == (1,) else 's'}"
     if text_columns is None:
         usual = [group for count in counts for group in _USUAL[count]]
         text_columns = _usual(path, names, usual, f"{either} of texts", "--text-columns")
     if label_column is None:
         usual = [(name,) for name in _LABELS]
-        (label_column,) = _usual(path, names, usual, "one of labels", "--label-column")
+        (label_column,) = _usual(path, names, usual, "a column of labels", "--label-column")
     for name in (*text_columns, label_column):
         if name not in names:
             _refuse(f"{path}:1", f"columns {names}", f"one named {name!r}")
     fits, fix = len(text_columns) in counts, "Choose the task with that number of texts."
-    check(fits, _WHERE, "text_columns", list(text_columns), f"{either} of them", fix)
+    check(fits, _WHERE, "text_columns", list(text_columns), either, fix)
     for argument, same, got in (
         ("label_column", label_column in text_columns, f"{label_column!r}, a column of texts, too"),
         ("text_columns", len({*text_columns}) < len(text_columns), f"{list(text_columns)}"),
@@ -289,7 +289,8 @@ def _usual(
     found = next((group for group in groups if {*group} <= {*lower}), None)
     if found is None:
         got = f"columns {names}" if names else "nothing"
-        _refuse(f"{path}:1", got, expected, f"Name {option}.")
+        known = " | ".join(" and ".join(group) for group in groups)
+        _refuse(f"{path}:1", got, f"{expected}: {known}", f"Name {option}.")
     columns = []
     for usual in found:
         same = [name for name, known in zip(names, lower, strict=True) if known == usual]

@@ -26,6 +26,7 @@ from fastplm.distill.models import (
 )
 from fastplm.distill.objectives import KINDS, Distillation
 from fastplm.distill.settings import UNCOUNTED, DistillArguments
+from fastplm.errors import about
 from fastplm.pretrain.data import HELD_OUT, HELD_OUT_SAMPLES, RunData, open_corpus, read_text
 from fastplm.pretrain.objectives import CausalTokens, MaskedTokens, Objective, ReplacedTokens
 from fastplm.pretrain.stream import TextRun, Training, trainer_of
@@ -80,9 +81,10 @@ class Distilling:
     ) -> tuple[DistillArguments, RunData]:
         """The teacher and the student, which are checked, and the text."""
         self.teacher = load_model(plan, "teacher")
-        self.teacher_tokenizer = load_tokenizer(
-            plan.teacher, ("eos",) if is_causal(self.teacher.config) else ("pad", "cls", "sep")
-        )
+        with about(plan.where, "teacher"):
+            self.teacher_tokenizer = load_tokenizer(
+                plan.teacher, ("eos",) if is_causal(self.teacher.config) else ("pad", "cls", "sep")
+            )
         known = self.teacher.get_input_embeddings().num_embeddings
         check_vocabulary_fits(plan, "teacher", len(self.teacher_tokenizer), known)
         parallel = plan.recipe == "multilingual"
@@ -94,7 +96,8 @@ class Distilling:
                 self._flops_a_token(plan) * plan.samples_a_step * plan.block_size
             )
         if not parallel:
-            with settings.main_process_first(desc="preparing the data"):
+            preparing = settings.main_process_first(desc="preparing the data")
+            with preparing, about(plan.where, "corpus"):
                 documents, kind = open_corpus(plan.corpus, plan.cache), _kind(plan, self.teacher)
                 tokenizer = load_tokenizer(plan.teacher, kind.needs)
                 objective = kind(tokenizer, plan.block_size, plan.seed)
@@ -110,7 +113,8 @@ class Distilling:
 
     def _read_pairs(self, plan: DistillArguments, settings: TrainingArguments) -> RunData:
         assert plan.translation is not None
-        with settings.main_process_first(desc="preparing the data"):
+        preparing = settings.main_process_first(desc="preparing the data")
+        with preparing, about(plan.where, "corpus"):
             lines = parallel_lines(plan.corpus, plan.translation)
             given = plan.student if plan.tokenizer is None else plan.tokenizer
             if plan.vocab_size is not None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 from fastplm.data.examples import Example, subset
-from fastplm.errors import DataError, check
+from fastplm.errors import DataError, about, check
 from fastplm.finetune.mixture import marked, read_parts
 from fastplm.finetune.models import check_model, longest, pooling_of, read_config, read_tokenizer
 from fastplm.finetune.settings import FinetuneArguments
@@ -56,13 +56,15 @@ def _divided(
     if train:
         return train, test, train
     _check_other_files(args)
-    train = known = kind.read(args, args.data, args.targets, length)
+    with about(args.where, "data"):
+        train = known = kind.read(args, args.data, args.targets, length)
     if args.own_head:
         test = known
     elif args.eval_data is None:
         train, test = hold_out(train, _HELD_OUT, kind.labels(train, args))
     else:
-        test = kind.read(args, args.eval_data, args.eval_targets, length)
+        with about(args.where, "eval_data"):
+            test = kind.read(args, args.eval_data, args.eval_targets, length)
     test = subset(test, args.max_eval_samples)
     return test if args.own_head else train, test, known
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, set_seed
 import fastplm.models
 from fastplm.data import load_tokenizer
 from fastplm.data.tokenizer import for_words
-from fastplm.errors import DataError
+from fastplm.errors import DataError, about
 from fastplm.finetune.features import (
     FeaturesConfig,
     FeaturesForSequenceClassification,
@@ -86,7 +86,8 @@ def _reads_left_to_right(config: Any) -> bool:
 
 def read_tokenizer(args: FinetuneArguments) -> Any:
     """The tokenizer of the checkpoint, which can pad and keeps two texts apart."""
-    tokenizer: Any = load_tokenizer(args.checkpoint, needs=())
+    with about(args.where, "model"):
+        tokenizer: Any = load_tokenizer(args.checkpoint, needs=())
     inputs = task_class(args.task).inputs
     if inputs == "words" and hasattr(tokenizer, "add_prefix_space"):
         # A class that is saved keeps this, and not what ``for_words`` does to others.

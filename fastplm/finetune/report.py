@@ -20,7 +20,8 @@ def announcement(run: Finetuning) -> str:
     """What is printed before the first step."""
     args, task, device = run.args, run.task, run.device
     held_out = "" if args.eval_data is not None else ", held out of the same file"
-    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    cpu = device.type == "cpu"
+    threads = f", {counted(torch.get_num_threads(), 'thread')}" if cpu else ""
     counts, to_judge = task.label_counts(task.train), task.label_counts(task.test)
     train = f"{len(task.train):,} examples ({len(task.dataset):,} features) to train on, "
     if args.own_head:
@@ -61,7 +62,7 @@ def scores_of(task: Task, result: dict[str, Any]) -> str:
         scores += f"  source gain {result['source']['gain']:.4f}"
     if result["loss"] is None:
         return scores
-    return f"{scores}  loss {result['loss']:.4f}  {result['train_seconds']:.1f} s"
+    return f"{scores}  training loss {result['loss']:.4f}  {result['train_seconds']:.1f} s"
 
 
 def _source(args: FinetuneArguments) -> str:

@@ -94,8 +94,9 @@ class FinetuneArguments(Settings):
         choices=tuple(TASKS),
     )
     data: str | Path = setting(
-        "file of examples to train on; text, as pretrain reads it, for sop and nsp; for seq2seq "
-        "perhaps a .yaml file of several tasks, each with its data and prefix",
+        "file of examples to train on, also .parquet, .arrow, or hf:NAME of a data set on the "
+        "Hugging Face Hub; text, as pretrain reads it, for sop and nsp; for seq2seq perhaps a "
+        ".yaml file of several tasks, each with its data and prefix",
         path="FILE",
     )
     out: str | Path = common("out")

@@ -16,7 +16,7 @@ from fastplm._machine import device_label
 from fastplm.data import _output, load_tokenizer
 from fastplm.data._folder import say
 from fastplm.data.tokenizer import for_words
-from fastplm.errors import DataError
+from fastplm.errors import DataError, about
 from fastplm.inference._encoder import Encoder
 from fastplm.models._freeze import freeze_parts
 from fastplm.run.checkpoint import config_at, weights_at
@@ -64,7 +64,8 @@ def load_encoder(
     tokenizer is for texts that are split into words.
     """
     config_at(where, "model", folder)  # before the tokenizer, which reads it, too
-    tokenizer: Any = load_tokenizer(folder, needs=())
+    with about(where, "model"):
+        tokenizer: Any = load_tokenizer(folder, needs=())
     tokenizer = for_words(where, tokenizer) if split else tokenizer
     expected = "a checkpoint with its config.json and all weights"
     model = _load(where, folder, "AutoModel", expected, bf16, lambda _, name: "pooler." in name)

@@ -20,7 +20,7 @@ from torch import Tensor
 from fastplm._checks import check_int
 from fastplm.data._files import lines_of
 from fastplm.data._output import make_room, reserve, result
-from fastplm.errors import DataError, check, check_choice, fail
+from fastplm.errors import DataError, about, check, check_choice, fail
 from fastplm.inference._batches import Tokens, batches, limit_of, offsets_of, progress_bar
 from fastplm.inference._checkpoint import (
     announce,
@@ -245,7 +245,8 @@ def _embed_file(args: EmbedArguments, out: Path, of_words: Path) -> str:
     options["normalize"] |= args.normalize
     options["max_length"] = args.max_length or known["max_length"]
     layers = options["layers"] = args.layers or (-1,)
-    texts = [line.rstrip("\n") for line in lines_of(Path(args.data))]
+    with about(_WHERE, "data"):
+        texts = [line.rstrip("\n") for line in lines_of(Path(args.data))]
     some = any(text.strip() for text in texts)
     args.check("data", some, "a file with texts", "Check it.", error=DataError)
     split = args.words is not None

@@ -30,6 +30,7 @@ from fastplm.data.examples import Example, read_table, subset
 from fastplm.errors import (
     ArgumentTypeError,
     DataError,
+    about,
     check,
     check_choice,
     check_type,
@@ -472,7 +473,8 @@ def _run_prompt(args: PromptArguments, out: Path | None) -> str:
         known = [(e.texts, e.target) for e in shots]
         prompts = [replace(prompt, examples=known) for prompt in prompts]
     several, names = len(prompts) > 1, list(prompts[0].labels)
-    tokenizer: Any = load_tokenizer(args.model, needs=())
+    with about(_WHERE, "model"):
+        tokenizer: Any = load_tokenizer(args.model, needs=())
     head = head_of(config_at(_WHERE, "model", args.model))
     model = load_model(_WHERE, args.model, head, bf16=args.bf16)
     shown = f"{args.prompt}: {len(names)} labels, {len(prompts[0].examples)} examples shown"
@@ -518,7 +520,8 @@ def _spread(values: list[float]) -> str:
 def _examples(args: PromptArguments, path: str | Path, prompt: Prompt) -> list[Example]:
     """The examples of a file; an error if a label is not one of the prompt."""
     columns = (args.text_columns, args.label_column)
-    examples = read_table(path, *columns, counts=(len(prompt.fields),))
+    with about(_WHERE, "data"):
+        examples = read_table(path, *columns, counts=(len(prompt.fields),))
     expected = f"one of the prompt, {', '.join(prompt.labels)}"
     fix = "Add it to the labels of the prompt."
     for example in examples:

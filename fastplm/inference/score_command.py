@@ -16,7 +16,7 @@ from fastplm.data._files import lines_of
 from fastplm.data._folder import say
 from fastplm.data._output import result
 from fastplm.data.minimal_pairs import read_pairs, read_published, some_of_each
-from fastplm.errors import DataError
+from fastplm.errors import DataError, about
 from fastplm.inference._batches import progress_bar
 from fastplm.inference._checkpoint import (
     announce,
@@ -130,7 +130,9 @@ def read_lines(args: ScoreArguments, *, paired: bool) -> list[Line]:
     """
     lines: list[Line] = []
     blank = 0
-    for number, line in enumerate(lines_of(Path(args.data)), 1):
+    with about("score", "data"):
+        all_lines = [*lines_of(Path(args.data))]
+    for number, line in enumerate(all_lines, 1):
         text = line.rstrip("\n")
         if not text.strip():
             blank += 1
@@ -159,7 +161,8 @@ def _likelihood(args: ScoreArguments, lines: list[Line], config: Any, *, pseudo:
     args.check("method", pseudo or args.method is None, expected, fix)
     args.check("bos", causal and not pseudo or not args.bos, "a GPT or GPT-2", fix, "another model")
     needs = ("mask",) if pseudo and causal else ()  # T5 has a sentinel
-    tokenizer: Any = load_tokenizer(args.model, needs=needs)
+    with about("score", "model"):
+        tokenizer: Any = load_tokenizer(args.model, needs=needs)
     model = load_model("score", args.model, head_of(config))
     announce(args, model, counted(len(lines), "text"))
     texts = [line.text for line in lines]
@@ -228,7 +231,8 @@ def _of_pairs(args: ScoreArguments, picture: Path | None) -> tuple[list[Row], Ro
     expected = f"nothing with {args.model}, a checkpoint of one model"
     args.check("part", joint or args.part is None, expected, fix)
     config = config_at("score", "model", args.model, part=args.part)
-    pairs = some_of_each(read_pairs(args.data), args.max_pairs)
+    with about("score", "data"):
+        pairs = some_of_each(read_pairs(args.data), args.max_pairs)
     published = {} if args.published is None else read_published(args.published)
     taken = [name for name in next(iter(published.values()), {}) if name in Accuracy._fields]
     got, fix = f"{args.published}, with a column {', '.join(taken)}", "Rename it."
@@ -237,7 +241,8 @@ def _of_pairs(args: ScoreArguments, picture: Path | None) -> tuple[list[Row], Ro
     there = not published or any(pair.paradigm in published for pair in pairs)
     got, fix = f"{args.published}, with no UID of {args.data}", "Check both files."
     args.check("published", there, "rows for the same paradigms", fix, got, DataError)
-    tokenizer: Any = load_tokenizer(args.model, needs=())
+    with about("score", "model"):
+        tokenizer: Any = load_tokenizer(args.model, needs=())
     discriminates = (config.architectures or [""])[0] == "ElectraForPreTraining"
     head = "PreTraining" if discriminates else head_of(config)
     model = load_model("score", args.model, head, part=args.part)

@@ -154,8 +154,8 @@ def _results(call: Call) -> tuple[Tensor, Tensor]:
 # --- the gradient: each row gets that of its match, and of all rows whose match it is -------------
 
 
-def _gradients(grad: Tensor, saved: Saved, backend: str) -> tuple[Tensor, Tensor]:
-    """By the rows of ``ops.gather_rows``'s ``backend``."""
+def _gradients(grad: Tensor, saved: Saved, backend: str | None) -> tuple[Tensor, Tensor]:
+    """By the rows of ``ops.gather_rows``'s ``backend``; None: by PyTorch's own indexing."""
     query, key, index, normalize = saved
     queries = query.shape[0]
     alone = index < 0
@@ -167,9 +167,15 @@ def _gradients(grad: Tensor, saved: Saved, backend: str) -> tuple[Tensor, Tensor
         rows.mul_(scale)
     match = torch.cat([index[:queries] + queries, index[queries:]]).masked_fill_(alone, -1)
     weight = grad.masked_fill(alone, 0.0)[:, None]
-    gather = GATHER_ROWS.backends[backend]
-    total = gather.forward(GATHER_ROWS.call(rows, match)) * weight
-    total += gather.backward(rows * weight, GATHER_ROWS.saved.build((match, rows.shape[0])))
+    if backend is None:
+        place, there = match.clamp(min=0), ~alone[:, None]
+        total = torch.where(there, rows.index_select(0, place), 0.0) * weight
+        # Not ``index_add_``, whose sums on a GPU are in no order.
+        total.index_put_((place,), torch.where(there, rows * weight, 0.0), accumulate=True)
+    else:
+        gather = GATHER_ROWS.backends[backend]
+        total = gather.forward(GATHER_ROWS.call(rows, match)) * weight
+        total += gather.backward(rows * weight, GATHER_ROWS.saved.build((match, rows.shape[0])))
     if normalize:
         along = (rows * total).sum(1, keepdim=True).masked_fill_(norm < NORM_EPS, 0.0)
         total = total.sub_(rows.mul_(along)).mul_(scale)
@@ -278,7 +284,7 @@ def _torch_backward(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor]:
     lacks = "cpp" not in GATHER_ROWS.backends or GATHER_ROWS.backends["cpp"].rejects(
         (saved.query,), forced=False
     )
-    return _gradients(grad, saved, "torch" if lacks else "cpp")
+    return _gradients(grad, saved, None if lacks else "cpp")
 
 
 # --- backend "triton" -----------------------------------------------------------------------------

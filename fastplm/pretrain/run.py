@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastplm.data import load_tokenizer, train_tokenizer
-from fastplm.errors import DataError
+from fastplm.errors import DataError, about
 from fastplm.pretrain.blocks import ShortFirst
 from fastplm.pretrain.data import RunData, count_tokens, in_cache, open_corpus, read_text
 from fastplm.pretrain.model import flops_a_step, make_model
@@ -54,7 +54,8 @@ def read(
     """
     with settings.main_process_first(desc="preparing the data"):
         if documents is None:
-            documents = open_corpus(plan.corpus, plan.cache)
+            with about(plan.where, "corpus"):
+                documents = open_corpus(plan.corpus, plan.cache)
         there = in_cache(plan.cache)
         tokenizer = _tokenizer(plan, checkpoint, documents)
         kind = f"{FAMILIES[plan.preset.family].tokenizer}-"
@@ -62,7 +63,8 @@ def read(
         if plan.steps is None:
             plan = plan.with_flops(flops_a_step(plan, tokenizer))
         objective = objective_of(plan, tokenizer)
-        data = read_text(documents, objective, plan.cache, plan.steps * plan.samples_a_step)
+        with about(plan.where, "corpus"):
+            data = read_text(documents, objective, plan.cache, plan.steps * plan.samples_a_step)
         if plan.short_block_size is not None:
             short = objective.short_first(data.samples, data.store, plan.short_samples)
             data = replace(data, samples=short)
@@ -82,9 +84,11 @@ def _tokenizer(
         plan.check("start_from", there, expected, "Check the path.", got, DataError)
     given = (plan.start_from or plan.tokenizer) if checkpoint is None else checkpoint
     if given is not None:
-        return load_tokenizer(given, learned_as(plan.objective, family).needs)
+        with about(plan.where, "tokenizer" if plan.start_from is None else "start_from"):
+            return load_tokenizer(given, learned_as(plan.objective, family).needs)
     assert plan.vocab_size is not None
-    return train_tokenizer(documents, plan.vocab_size, plan.cache, FAMILIES[family].tokenizer)
+    with about(plan.where, "corpus"):
+        return train_tokenizer(documents, plan.vocab_size, plan.cache, FAMILIES[family].tokenizer)
 
 
 def build(

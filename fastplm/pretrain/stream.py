@@ -21,7 +21,7 @@ from fastplm.data._folder import MANIFEST, first_process, say, verify
 from fastplm.pretrain.data import RunData
 from fastplm.pretrain.settings import COLLAPSED
 from fastplm.run.folder import check_same, checkpoint_to_resume, save_models, step_of, writing
-from fastplm.run.report import settings_of
+from fastplm.run.report import counted, settings_of
 from fastplm.run.runner import Run
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class TextRun(Run):
         args.check("cache", record["held_out"] == before["held_out"], expected, fix, got)
         if record["threads"] != before["threads"]:
             say(
-                f"The run began with {before['threads']} threads and continues with "
+                f"The run began with {counted(before['threads'], 'thread')} and continues with "
                 f"{record['threads']}: the last digits of its losses may differ "
                 f"(--threads {before['threads']})."
             )

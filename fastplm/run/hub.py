@@ -32,6 +32,10 @@ def folder_of(where: str, argument: str, value: str | Path, *, weights: bool = T
         DataError: it is no folder, and neither in the cache nor to be had from the Hub.
     """
     match = _NAME.fullmatch(str(value))
+    if (Path(value) / "run.json").is_file():
+        inside = sorted(Path(value).glob("**/config.json"), key=lambda path: len(path.parts))
+        fix = f"Give {inside[0].parent}." if inside else "It has no model yet."
+        fail(where, argument, f"{value}, the folder of a run", "that of a model", fix, DataError)
     if match is None or Path(value).exists():
         return Path(value)
     from huggingface_hub import snapshot_download

@@ -260,6 +260,10 @@ class Settings:
         """The same settings, each with its value: an object of a subclass, a ``Plan``."""
         plan: Any = object.__new__(_plan_of(type(self)))
         vars(plan).update(vars(self), given=self.given)
+        for each in fields(plan):  # one value may stand for a sequence of it
+            value = getattr(plan, each.name)
+            if "Sequence" in str(each.type) and isinstance(value, str | Path):
+                vars(plan)[each.name] = [value]
         return plan.resolved()
 
     def resolved(self) -> Self:
@@ -363,7 +367,8 @@ class Settings:
             number, choices = each.metadata["number"], each.metadata["choices"]
             for value in given if isinstance(given, list | tuple) else (given,):
                 if value is not None and number is not None:
-                    held = number.holds(value)
+                    held = not isinstance(value, str) or isinstance(number, NumberOr)
+                    held = held and number.holds(value)
                     self.check(each.name, held, number.expected, "Change it.", value)
                 if value is not None and choices is not None:
                     check_choice(self.where, each.name, value, tuple(choices))
@@ -437,7 +442,8 @@ class _Common:
     """The settings that several commands have, each declared once; ``common`` takes one."""
 
     corpus: Sequence[str | Path] = setting(
-        "text files, plain or compressed, or folders of .txt files; documents are separated by "
+        "text files, plain or compressed, or folders of .txt files; or JSON lines, .parquet, "
+        ".arrow, or hf:NAME of a data set on the Hugging Face Hub; documents are separated by "
         "blank lines, by WikiText titles or, without either, by line ends; 'embedded' is the "
         "English documentation inside Python",
         path="PATH",

@@ -47,7 +47,7 @@ def fp32_products(precision: str) -> Iterator[None]:
 
 
 def busy_cores() -> str:
-    """A warning if several threads are hardly faster than one, else an empty string."""
+    """A warning if several threads are hardly faster than one, or slower; else an empty string."""
     threads = torch.get_num_threads()
     if threads == 1:
         return ""
@@ -56,8 +56,9 @@ def busy_cores() -> str:
         one = _milliseconds()
     if many < _BUSY * one:
         return ""
+    compared = "slower" if many > one else "hardly faster"
     return (
-        f"The {threads} threads of this process are hardly faster than one (a product takes "
+        f"The {threads} threads of this process are {compared} than one (a product takes "
         f"{many:.1f} ms against {one:.1f}): other programs use the cores, and threads wait for "
         "each other. With --threads 1 steps may be several times as fast."
     )

@@ -252,3 +252,11 @@ def test_upstream_gradients_of_rows_without_a_match_do_not_matter(device, backen
         grads.append(torch.autograd.grad(match[::2], tensors, upstream))
     assert all(map(torch.equal, *grads))
     assert all(grad.isfinite().all() for grad in grads[0])
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_the_gradient_without_compiled_code(monkeypatch, normalize):
+    from fastplm._registry import OPS
+
+    monkeypatch.delitem(OPS["gather_rows"].backends, "cpp")
+    check("torch", make("cpu", [9, 70, 0], [5, 65, 3], dtype=torch.float32), normalize=normalize)

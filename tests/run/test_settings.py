@@ -9,7 +9,7 @@ import pytest
 from fastplm import cli
 from fastplm.errors import ArgumentValueError
 from fastplm.pretrain.settings import PretrainArguments
-from fastplm.run.settings import Plan, resolve_warmup
+from fastplm.run.settings import Number, Plan, resolve_warmup
 
 _RUN = {"corpus": ["text"], "steps": 40, "out": "out"}
 NEEDED = {
@@ -87,3 +87,60 @@ def test_a_plan_of_a_pre_training_is_one_of_its_values():
     plan = PretrainArguments(**NEEDED["pretrain"], batch_size=8).plan()
     again = dataclasses.replace(plan, steps=80)
     assert (again.lr, again.warmup) == (plan.lr, 4) and not again.is_default("lr")
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_one_value_stands_for_a_sequence_of_it_and_a_text_for_no_number(kind):
+    given = NEEDED[kind.where]
+    for each in dataclasses.fields(kind):
+        if "Sequence" in str(each.type) and each.name in given:
+            plan = kind(**given | {each.name: given[each.name][0]}).plan()
+            assert getattr(plan, each.name) == given[each.name]
+            assert plan.inputs()[each.name] == given[each.name]
+        elif type(each.metadata["number"]) is Number:
+            with pytest.raises(ArgumentValueError, match=f"`{each.name}` got 3; expected"):
+                kind(**given | {each.name: "3"})
+
+
+#: Words with a file that is not there, or no model, and the setting that the error names.
+WRONG_PATHS = {
+    "pretrain --arch bert-tiny --corpus NONE --steps 1 --out OUT": "corpus",
+    "pretrain --arch bert-tiny --corpus SHORT --steps 1 --out OUT": "corpus",
+    "pretrain --arch bert-tiny --corpus SHORT --tokenizer EMPTY --steps 1 --out OUT": "tokenizer",
+    "distill --recipe minilm --teacher EMPTY --corpus SHORT --steps 1 --out OUT": "teacher",
+    "distill --recipe minilm --teacher MODEL --corpus NONE --steps 1 --block-size 9 --out OUT": (
+        "corpus"
+    ),
+    "classic --system quick-thoughts --corpus NONE --out OUT": "corpus",
+    "finetune --task classification --model EMPTY --data SHORT --out OUT": "model",
+    "finetune --task classification --model RUN --data SHORT --out OUT": "model",
+    "finetune --task classification --model MODEL --data NONE --out OUT": "data",
+    "finetune --task classification --model MODEL --data SHORT --out OUT": "data",
+    "embed --model MODEL --data NONE --out OUT.npy": "data",
+    "embed --model EMPTY --data SHORT --out OUT.npy": "model",
+    "score --model MODEL --data NONE": "data",
+    "score --metric minimal-pairs --model MODEL --data NONE": "data",
+    "prompt --model MODEL --prompt PROMPT --data NONE": "data",
+}
+
+
+@pytest.mark.parametrize("words", WRONG_PATHS)
+def test_an_error_names_the_setting_whose_path_is_wrong(words, checkpoint, tmp_path, capsys):
+    (tmp_path / "SHORT").write_text("a b\n")
+    (tmp_path / "PROMPT").write_text(
+        '{"template": "{text} {label}", "labels": {"x": ["a"], "y": ["b"]}}'
+    )
+    (tmp_path / "EMPTY").mkdir()
+    (tmp_path / "RUN" / "model").mkdir(parents=True)
+    for file in ("run.json", "model/config.json"):
+        (tmp_path / "RUN" / file).write_text("{}")
+    paths = {
+        "MODEL": checkpoint,
+        **{n: tmp_path / n for n in "NONE OUT SHORT EMPTY RUN PROMPT".split()},
+    }
+    argv = [str(paths.get(word, word)) for word in words.split()]
+    assert cli.main(argv) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith(f"fastplm: error: {argv[0]}: `{WRONG_PATHS[words]}` got "), line
+    if "RUN" in words:
+        assert f"Give {tmp_path / 'RUN' / 'model'}." in line
