@@ -50,7 +50,7 @@ MALFORMED = {
     ],
     pairs: [
         ("a,b,c\n1,2,3\n", r":1: columns \['a', 'b', 'c'\].*--text-columns"),
-        ("text,label\na,b\n", "2 of texts"),
+        ("text,label\na,b\n", "2 columns of texts: sentence1 and sentence2"),
         ('{"text1": "a", "text2": true, "label": 1}', r":1: the bool True"),
     ],
     read_questions: [
@@ -74,7 +74,7 @@ MALFORMED = {
         (qa().replace('"answer_start": 4', '"answer_start": 5'), "character 5"),
     ],
     scored: [
-        ("a\tlabel\na\t.5\n", "2 or 1 of texts"),
+        ("a\tlabel\na\t.5\n", "2 or 1 columns of texts"),
     ],
     read_tagged: [
         ("a\tX\n\nb\tY\nword\n", r":4: 'word'"),

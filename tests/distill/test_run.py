@@ -267,7 +267,7 @@ def places(bert, electra, word_tokenizer, tmp_path_factory):
             {"student_layers": None, "student": "other words"},
             ["`student` got", "the vocabulary of the teacher"],
         ),
-        ({"teacher": "run"}, ["`teacher` got", "config.json"]),
+        ({"teacher": "run"}, ["`teacher` got", "the folder of a run"]),
         ({"teacher": "headless"}, ["`teacher` got", "lacks", "cls.predictions", "need no head"]),
         ({"recipe": "electra", "generator": "generator"}, ["`teacher` got", "family bert"]),
         ({"teacher": "causal"}, ["`teacher` got", "which reads from left to right"]),

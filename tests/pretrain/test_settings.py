@@ -99,7 +99,7 @@ REFUSED = [
     ("two words.\n\nand three more.", {}, "tokens of one block"),
     ("two words.\n\nand three more.", {"no_nsp": True}, "tokens of one block"),
     ("= One =\n" + "\n".join(["The river follows. A teacher opens."] * 50), {}, "--no-nsp"),
-    (None, {"vocab_size": None, "tokenizer": "."}, "`directory`", "tokenizer"),
+    (None, {"vocab_size": None, "tokenizer": "."}, "`tokenizer`", "save_pretrained"),
     (None, {"warmup": 99}, "warmup", "0 to 6"),
     (None, {"lr": 0}, "--lr", "above 0"),
     (None, {"dropout": 1.0}, "--dropout", "below 1"),
