@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
+import transformers
 import transformers.pytorch_utils
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, activations
@@ -40,6 +41,11 @@ DROP_INS: dict[type, type] = {
     nn.RMSNorm: RMSNorm,
 }
 
+#: What Transformers calls the argument and the output for a cache: "past_key_values" before 5.24.
+_OLD_CACHE = "past_key_values"
+_OF_BERT = inspect.signature(transformers.BertModel.forward).parameters
+CACHE = "cache" if "cache" in _OF_BERT else _OLD_CACHE
+
 #: How position embeddings are called in models of Transformers.
 _POSITION_TABLES = ("position_embeddings", "position_embedding", "embed_positions", "wpe")
 #: Families whose first position is the row after that of padding, as in RoBERTa.
@@ -56,7 +62,7 @@ _POSITIONS = ("max_position_embeddings", "max_encoder_position_embeddings", "max
 _OF_SOME_PARENTS = (
     "encoder_attention_mask",
     "encoder_hidden_states",
-    "past_key_values",
+    CACHE,
     "use_cache",
 )
 
@@ -159,6 +165,25 @@ def _by_position(forward: Callable, parent: Callable) -> Callable:
         parameters=[*theirs, *options, *others], return_annotation=signature.return_annotation
     )
     return by_position
+
+
+def takes_cache(forward: Callable) -> Any:
+    """Decorator of a ``forward`` with an argument ``past_key_values``: callers say ``CACHE``."""
+    if CACHE == _OLD_CACHE:
+        return forward
+
+    @functools.wraps(forward)
+    def renamed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if CACHE in kwargs:
+            kwargs[_OLD_CACHE] = kwargs.pop(CACHE)
+        return forward(self, *args, **kwargs)
+
+    signature = inspect.signature(forward)
+    parameters = signature.parameters.values()
+    renamed.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[p.replace(name=CACHE) if p.name == _OLD_CACHE else p for p in parameters]
+    )
+    return renamed
 
 
 @drop_in
@@ -489,7 +514,7 @@ def check_length(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     given = kwargs.get("inputs_embeds") if given is None else given
     most = most_positions(model.config)
     if most is not None and isinstance(given, Tensor) and given.dim() > 1:
-        _check_room(type(model).__name__, most, given.shape[1], kwargs.get("past_key_values"))
+        _check_room(type(model).__name__, most, given.shape[1], kwargs.get(CACHE))
 
 
 def looks_positions_up(model: nn.Module) -> bool:

@@ -22,11 +22,13 @@ from fastplm._checks import check_shape
 from fastplm._modes import is_eager, is_exporting, is_fake, values_are_known
 from fastplm.hf import of_batch
 from fastplm.models._base import (
+    CACHE,
     FastplmModel,
     caches,
     check_batch,
     check_positions,
     keeps_padding,
+    takes_cache,
     wants_output,
 )
 from fastplm.models._functions import is_none
@@ -67,7 +69,7 @@ from fastplm.ops.embedding_layer_norm import OP as EMBEDDINGS
 # If the head reads a larger share of the rows than this, the last layer computes all rows.
 _WORTH_CUTTING = 0.75
 EMBEDDING_TABLES = ("word_embeddings", "position_embeddings", "token_type_embeddings")
-_OF_DECODERS = ("encoder_hidden_states", "encoder_attention_mask", "past_key_values")
+_OF_DECODERS = ("encoder_hidden_states", "encoder_attention_mask", CACHE)
 
 
 class EncoderModel(FastplmModel):
@@ -95,6 +97,7 @@ class EncoderModel(FastplmModel):
     encoder: Any
     pooler: Any
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
@@ -144,7 +147,7 @@ class EncoderModel(FastplmModel):
             longest = self._positions_taken(input_ids, given)
             check_positions(type(self).__name__, self._position_table(), longest, past_key_values)
         use_cache = caches(use_cache, past_key_values) if self._is_causal() else use_cache
-        cache = {"past_key_values": past_key_values, "use_cache": use_cache}
+        cache = {CACHE: past_key_values, "use_cache": use_cache}
         kwargs |= {name: value for name, value in cache.items() if value is not None}
         row_plan, first, attention_mask = self._plan_rows(
             *(given, masks, unpad, output_rows, extra_rows, encoder_rows),
@@ -184,7 +187,7 @@ class EncoderModel(FastplmModel):
 
     def _embedded(self, **inputs: Any) -> Tensor:
         """What the first layer reads, [1 or B, T, E]."""
-        return self.embeddings(**inputs, past_key_values_length=0)
+        return self.embeddings(**inputs)
 
     def _position_table(self) -> nn.Module | None:
         return getattr(self.embeddings, "position_embeddings", None)
@@ -264,7 +267,7 @@ class EncoderModel(FastplmModel):
         if reason is not None:
             return reason
         use_cache = kwargs.get("use_cache", getattr(self.config, "use_cache", False))
-        if "past_key_values" in kwargs or (self._is_causal() and use_cache):
+        if CACHE in kwargs or (self._is_causal() and use_cache):
             return "cache"
         sizes = (vars(layer).get("chunk_size_feed_forward") for layer in self._layers())
         if self.config.chunk_size_feed_forward or any(sizes):  # rows must be a multiple of it
@@ -307,7 +310,7 @@ class EncoderModel(FastplmModel):
         The positions are None if all rows are computed, and nothing depends on which they are.
         """
         (batch, seqlen), offsets = given.shape[:2], kwargs.get("cu_seq_lens_q")
-        mask, full = self._mask_of(given, masks[0], kwargs.get("past_key_values"), unpad)
+        mask, full = self._mask_of(given, masks[0], kwargs.get(CACHE), unpad)
         # In a compiled program, dropout of hidden states does not depend on the samples.
         drops = self.training and (sample_index is not None or is_eager(given))
         row_plan, padding_reason, first = Rows(), None, None

@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderC
 from fastplm import _extension
 from fastplm._backends import is_recorded, requested, takes_notes
 from fastplm._rules import ALONE, aspect, slower
-from fastplm.models._base import Conv1D
+from fastplm.models._base import CACHE, Conv1D
 from fastplm.models._layer import activation_of
 from fastplm.models._watch import LINEAR, Facts, Plans, facts_of, plan_in, require, tensors, thaw
 from fastplm.models.gpt2 import GPT2Block
@@ -134,12 +134,11 @@ def t5_layer_call(
     encoder_hidden_states: Any = None,
     encoder_attention_mask: Any = None,
     encoder_decoder_position_bias: Any = None,
-    past_key_values: Any = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor, Any] | None:
     """The same of a ``T5Block`` of a decoder. ``position_bias`` is [1, H, 1, T + 1], or None in the
     layer that has its table."""
-    plan, bias = plan_in(block), position_bias
+    plan, bias, past_key_values = plan_in(block), position_bias, others.pop(CACHE, None)
     if type(past_key_values) is not EncoderDecoderCache or encoder_hidden_states is None:
         return None
     if not (bias is None or type(bias) is Tensor and bias.dim() == 4):

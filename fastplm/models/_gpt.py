@@ -15,7 +15,7 @@ from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor
 from fastplm._modes import values_are_known
 from fastplm.errors import fail
 from fastplm.hf import as_booleans
-from fastplm.models._base import FastplmModel, wants_output
+from fastplm.models._base import CACHE, FastplmModel, wants_output
 from fastplm.models._encoder import EncoderModel
 from fastplm.models._heads import (
     LabelledRows,
@@ -32,7 +32,7 @@ from fastplm.nn._rows import as_normalizer, as_tokens, batch_share
 
 _logger = logging.get_logger(__name__)
 #: What a head returns of its backbone; there is no cross-attention.
-_BESIDE = ("past_key_values", "hidden_states", "attentions")
+_BESIDE = (CACHE, "hidden_states", "attentions")
 
 
 class CausalModel(EncoderModel):

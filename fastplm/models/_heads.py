@@ -18,7 +18,7 @@ from fastplm import ops
 from fastplm._backends import note
 from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor
 from fastplm.errors import check_choice, fail
-from fastplm.models._base import FastplmModel, TiedLookup, check_parts
+from fastplm.models._base import CACHE, FastplmModel, TiedLookup, check_parts
 from fastplm.models._ragged import (
     Batches,
     either,
@@ -42,10 +42,13 @@ _GIVEN = ("inputs_embeds", "input_ids")
 REDUCTIONS = ("mean", "none")
 
 #: Arguments of a decoder's backbone. All others are passed on to the user's loss function.
-_INPUTS = """
+_INPUTS = (
+    """
     input_ids attention_mask token_type_ids position_ids inputs_embeds encoder_hidden_states
-    encoder_attention_mask past_key_values use_cache extra_rows
+    encoder_attention_mask use_cache extra_rows
 """.split()
+    + [CACHE]
+)
 
 #: (the layers before the projection to the vocabulary, or None; the projection). A head that the
 #: user has changed is (None, head): it is called as one module and returns logits.
@@ -477,9 +480,8 @@ class CausalLM(LanguageModel):
         return CausalLMOutputWithCrossAttentions(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.get("past_key_values"),
             cross_attentions=outputs.get("cross_attentions"),
-            **recorded(outputs),
+            **{CACHE: outputs.get(CACHE), **recorded(outputs)},
         )
 
 

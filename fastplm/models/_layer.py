@@ -40,7 +40,7 @@ from fastplm._modes import is_eager, is_fake
 from fastplm._registry import Op
 from fastplm.hf import NAME, ROWS
 from fastplm.models import _functions
-from fastplm.models._base import Conv1D, GELUTanh, NewGELUActivation, wants_output
+from fastplm.models._base import CACHE, Conv1D, GELUTanh, NewGELUActivation, wants_output
 from fastplm.models._functions import NO_DROPOUT, RELU, Drawn
 from fastplm.models._ragged import LastRows, Rows
 from fastplm.nn import Dropout, Linear
@@ -548,7 +548,7 @@ def feed(
 # --- a stack whose norms come first ---------------------------------------------------------------
 
 _OUTPUTS = ("output_hidden_states", "output_attentions")
-_ASIDE = {*_OUTPUTS, "use_cache", "return_dict"}
+_ASIDE = {*_OUTPUTS, "use_cache", "return_dict", CACHE}
 
 
 class Blocks:
@@ -564,12 +564,12 @@ class Blocks:
     #: The last hidden state [..., T, E] by these layers; None if the parent's forward must run.
     _run: Callable[..., Tensor | None]
 
-    def forward(self: Any, *, past_key_values: Any = None, **inputs: Any) -> Any:
-        made = self._ready(inputs) if past_key_values is None else None
+    def forward(self: Any, **inputs: Any) -> Any:
+        made = self._ready(inputs) if inputs.get(CACHE) is None else None
         given = {name: one for name, one in inputs.items() if name not in _ASIDE}
         out = None if made is None else self._run(made, **given)
         if out is None:
-            return super().forward(past_key_values=past_key_values, **inputs)  # type: ignore[misc]
+            return super().forward(**inputs)  # type: ignore[misc]
         return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=out.to(self.dtype))
 
     def _ready(self: Any, inputs: dict[str, Any]) -> list[Ready] | None:

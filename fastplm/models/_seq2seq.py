@@ -22,6 +22,7 @@ from fastplm._checks import check_shape, check_tensor
 from fastplm._modes import is_eager, values_can_be_read
 from fastplm.hf import of_batch
 from fastplm.models._base import (
+    CACHE,
     FastplmModel,
     TiedLookup,
     caches,
@@ -30,6 +31,7 @@ from fastplm.models._base import (
     check_parts,
     check_positions,
     keeps_padding,
+    takes_cache,
     wants_output,
 )
 from fastplm.models._encoder import cross_inputs
@@ -115,7 +117,7 @@ def encoded(
 def both_sides(encoder_outputs: Any, outputs: Any) -> dict[str, Any]:
     """The fields of an encoder-decoder's output, except last hidden state, loss and logits."""
     return {
-        "past_key_values": outputs.get("past_key_values"),
+        CACHE: outputs.get(CACHE),
         "decoder_hidden_states": outputs.hidden_states,
         "decoder_attentions": outputs.attentions,
         "cross_attentions": outputs.get("cross_attentions"),
@@ -192,6 +194,7 @@ class Stack(FastplmModel):
         """The parent's forward on packed rows [1, N, E]."""
         return super().forward(**inputs)  # type: ignore[misc]
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
@@ -224,7 +227,7 @@ class Stack(FastplmModel):
         caching: dict[str, Any] = {}
         if self._takes_cache:
             use_cache = caches(use_cache, past_key_values)
-            caching = dict(past_key_values=past_key_values, use_cache=use_cache)
+            caching = {CACHE: past_key_values, "use_cache": use_cache}
         masks, offsets = (attention_mask, encoder_attention_mask), kwargs.get("cu_seq_lens_q")
         check_batch(self, given, input_ids, masks, sample_index, offsets, output_rows)
         (batch, seqlen), where = given.shape[:2], type(self).__name__
@@ -236,7 +239,7 @@ class Stack(FastplmModel):
         kwargs["return_dict"] = True
 
         # --- which rows are computed ---
-        packed, padding_reason = None, self._keeps_padding(masks, kwargs, **caching)
+        packed, padding_reason = None, self._keeps_padding(masks, kwargs, *caching.values())
         if padding_reason is None:
             if output_rows is not None:
                 read_rows = mask_at(output_rows, batch, seqlen)
@@ -294,6 +297,7 @@ class EncoderDecoder(FastplmModel):
     def _default_decoder_ids(self, input_ids: Tensor | None) -> Tensor | None:
         return None
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
@@ -353,7 +357,6 @@ class EncoderDecoder(FastplmModel):
             encoder_hidden_states=states,
             encoder_attention_mask=attention_mask,
             inputs_embeds=decoder_inputs_embeds,
-            past_key_values=past_key_values,
             use_cache=use_cache,
             unpad=False if decoder_unpad is None and unpad is False else decoder_unpad,
             output_rows=output_rows,
@@ -361,7 +364,7 @@ class EncoderDecoder(FastplmModel):
             extra_rows=extra_rows,
             encoder_rows=rows,
             lookup=None if lookup is None else partial(lookup, self.decoder.embed_tokens),
-            **kwargs,
+            **{CACHE: past_key_values, **kwargs},
         )
         return Seq2SeqModelOutput(
             last_hidden_state=outputs.last_hidden_state, **both_sides(encoder_outputs, outputs)

@@ -20,7 +20,7 @@ from transformers.models.bart import modeling_bart
 from transformers.utils.output_capturing import capture_outputs
 
 from fastplm.errors import UnsupportedError, fail
-from fastplm.models._base import joined
+from fastplm.models._base import CACHE, joined, takes_cache
 from fastplm.models._heads import CausalLM
 from fastplm.models._layer import (
     Attention,
@@ -73,6 +73,7 @@ class _Layer(SetsDropoutRows):
         feed_forward = FeedForward(modules["fc1"], activation, end, dropout=between)
         return Layer(tuple(blocks), feed_forward, self.training)
 
+    @takes_cache
     def forward(
         self: Any,
         hidden_states: Tensor,
@@ -92,7 +93,7 @@ class _Layer(SetsDropoutRows):
                 made, hidden_states, attention_mask, None, kwargs, cross_attention_args
             )
         if past_key_values is not None:
-            kwargs["past_key_values"] = past_key_values
+            kwargs[CACHE] = past_key_values
         attended, _ = self.self_attn(hidden_states, attention_mask=attention_mask, **kwargs)
         hidden = self.self_attn_layer_norm(hidden_states + self._dropped(attended))
         if encoder_hidden_states is not None:

@@ -23,6 +23,7 @@ from fastplm._modes import values_can_be_read
 from fastplm.errors import fail
 from fastplm.hf import IS_CHOSEN, NAME, attention_of
 from fastplm.models._base import (
+    CACHE,
     FastplmModel,
     choosing,
     own_configs,
@@ -235,7 +236,7 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
             return self._by_parent(inputs, num_items_in_batch, reduction)
 
         encoder_outputs = inputs.pop("encoder_outputs", None)
-        past_key_values = inputs.pop("past_key_values", None)
+        past_key_values = inputs.pop(CACHE, None)
         to_encoder = {k: v for k, v in inputs.items() if not k.startswith("decoder_")}
         del to_encoder["attention_mask"]
         to_decoder = {
@@ -273,7 +274,6 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
         outputs = decoder(
             encoder_hidden_states=states,
             encoder_attention_mask=attention_mask,
-            past_key_values=past_key_values,
             use_cache=bool(use_cache),
             shift_labels=labels,
             loss_positions=loss_positions,
@@ -281,7 +281,7 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
             reduction=reduction,
             output_logits=output_logits,
             return_dict=True,
-            **to_decoder,
+            **{CACHE: past_key_values, **to_decoder},
         )
         logits, both = outputs.logits, both_sides(encoder_outputs, outputs)
         return Seq2SeqLMOutput(loss=outputs.loss, logits=logits, **both)

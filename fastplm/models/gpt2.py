@@ -12,7 +12,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from transformers.models.gpt2 import modeling_gpt2
 
 from fastplm.hf import ROWS, WITH_WEIGHTS
-from fastplm.models._base import check_parts, drop_in, wants_output
+from fastplm.models._base import CACHE, check_parts, drop_in, takes_cache, wants_output
 from fastplm.models._gpt import CausalModel, DoubleHeads, LastTokenClassification
 from fastplm.models._heads import CausalLM, QuestionAnswering, TokenClassification
 from fastplm.models._layer import (
@@ -54,6 +54,7 @@ class GPT2Attention(modeling_gpt2.GPT2Attention):
 class GPT2Block(SetsDropoutRows, modeling_gpt2.GPT2Block):
     """A layer that passes the arguments of attention on to its cross-attention too."""
 
+    @takes_cache
     def forward(
         self,
         hidden_states: Any,
@@ -120,7 +121,7 @@ class _Blocks(Blocks):
         if attention_mask is not None and attention_mask.dim() < 4:
             attention_mask = attention_mask.view(inputs_embeds.shape[0], -1)
         causal = dict(attention_mask=attention_mask, position_ids=position_ids)
-        mask = create_causal_mask(**given, **causal, past_key_values=None)
+        mask = create_causal_mask(**given, **causal, **{CACHE: None})
         states, mask_of_states = encoder_hidden_states, None
         if states is not None:
             of_states = dict(attention_mask=encoder_attention_mask, encoder_hidden_states=states)

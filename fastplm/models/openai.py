@@ -11,7 +11,7 @@ from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOut
 from transformers.models.openai import modeling_openai
 
 from fastplm.hf import PACKED, check_unfused, fastplm_attention_forward
-from fastplm.models._base import drop_in, wants_output
+from fastplm.models._base import CACHE, drop_in, wants_output
 from fastplm.models._gpt import CausalModel, DoubleHeads, LastTokenClassification
 from fastplm.models._heads import CausalLM
 from fastplm.models._layer import Attention as AttentionBlock
@@ -184,7 +184,7 @@ class OpenAIGPTModel(CausalModel, _FusedLayers, transformers.OpenAIGPTModel):
     def forward(self, **inputs: Any) -> Any:
         """Like the parent, with the additional arguments of ``BertModel``."""
         # The model has no cache, but generate() passes one.
-        inputs.pop("past_key_values", None)
+        inputs.pop(CACHE, None)
         return super().forward(**{**inputs, "use_cache": False})
 
     def _has_our_attention(self) -> bool:

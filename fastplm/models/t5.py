@@ -23,7 +23,15 @@ from transformers.models.t5 import modeling_t5
 
 from fastplm import ops
 from fastplm.hf import NAME, NO_BIAS, says_only_keys
-from fastplm.models._base import FastplmModel, check_parts, drop_in, joined, wants_output
+from fastplm.models._base import (
+    CACHE,
+    FastplmModel,
+    check_parts,
+    drop_in,
+    joined,
+    takes_cache,
+    wants_output,
+)
 from fastplm.models._heads import TokenClassification
 from fastplm.models._layer import (
     Attention,
@@ -85,6 +93,7 @@ T5DenseGatedActDense = joined(_Dense, modeling_t5.T5DenseGatedActDense)
 class T5Attention(modeling_t5.T5Attention):
     """Attention that passes on the table of the position bias [buckets, H] instead of the bias."""
 
+    @takes_cache
     def forward(
         self,
         hidden_states: Tensor,
@@ -188,7 +197,7 @@ class _Blocks(Blocks):
             return None
         given = dict(config=self.config, inputs_embeds=inputs_embeds)
         if self.config.is_decoder:
-            mask = create_causal_mask(**given, attention_mask=attention_mask, past_key_values=None)
+            mask = create_causal_mask(**given, attention_mask=attention_mask, **{CACHE: None})
         else:
             mask = create_bidirectional_mask(**given, attention_mask=attention_mask)
         states, mask_of_states = encoder_hidden_states if self.is_decoder else None, None
@@ -230,7 +239,7 @@ class T5Stack(Stack, _Blocks, modeling_t5.T5Stack):
         """
         if self.is_decoder and decoder_unpad is not None:
             inputs["unpad"] = decoder_unpad
-        if inputs.get("past_key_values") is None:  # else all have the dense bias of the parent
+        if inputs.get(CACHE) is None:  # else all have the dense bias of the parent
             layers = (layer for block in self.block for layer in getattr(block, "layer", ()))
             inner = (module for layer in layers for module in layer.children())
             check_parts(self, *(m for m in inner if isinstance(m, modeling_t5.T5Attention)))
