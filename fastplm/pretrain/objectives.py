@@ -213,6 +213,9 @@ class MaskedTokens(Objective):
         "roberta": "RobertaForMaskedLM",
         "albert": "AlbertForMaskedLM",
         "electra": "ElectraForMaskedLM",
+        "distilbert": "DistilBertForMaskedLM",
+        "xlm-roberta": "XLMRobertaForMaskedLM",
+        "modernbert": "ModernBertForMaskedLM",
     }
     token_loss = "mlm_loss"
     collator_class = "DataCollatorForMaskedTokens"

@@ -12,7 +12,10 @@ ELECTRA of Clark et al. 2020 (arXiv 2003.10555), table 6; GPT of Radford et al. 
 of Radford et al. 2019, table 2 and §2.3, which names no rate: those of GPT-3's models of the same
 size and batch (Brown et al. 2020, arXiv 2005.14165, table 2.1); T5 of Raffel et al. 2020 (arXiv
 1910.10683), §3.1; BART of Lewis et al. 2020 (arXiv 1910.13461), §2 and §5, which follows RoBERTa
-and names no rate: RoBERTa's. docs/pretraining.md, "Presets", says what differs.
+and names no rate: RoBERTa's; DistilBERT of Sanh et al. 2019 (arXiv 1910.01108), §3, rate of its
+released code; XLM-R of Conneau et al. 2020 (arXiv 1911.02116), §4, which names no rate: RoBERTa's;
+ModernBERT of Warner et al. 2024 (arXiv 2412.13663), §2 and table 3. docs/pretraining.md, "Presets", says
+what differs.
 """
 
 from __future__ import annotations
@@ -35,11 +38,12 @@ class Preset:
     Args:
         family: a key of ``FAMILIES``.
         layers, hidden, heads: of the encoder, and of the decoder where there is one (ELECTRA: of
-            the discriminator). The feed-forward layer has four times the width.
+            the discriminator).
         learning_rate: the peak of the published run.
         batch_size: the samples of a step that the rate is published for.
         source: of shape and rate; empty for those of fastplm's own.
         optimizer: that of the published run.
+        inner: width of the feed-forward layer, four times ``hidden`` by default.
         embedding: width of the embeddings, ``hidden`` by default.
         sharing: what the layers of an ALBERT share, see ``fastplm.models.albert``.
         generator: ELECTRA's generator has this share of the discriminator's width and heads.
@@ -56,6 +60,7 @@ class Preset:
     batch_size: int = 32
     source: str = ""
     optimizer: str = "adamw"
+    inner: int | None = None
     embedding: int | None = None
     sharing: str = "all"
     generator: float = 1.0
@@ -91,6 +96,9 @@ FAMILIES: Mapping[str, Family] = {
     "gpt2": Family("bytelevel", 50257, "clm"),
     "t5": Family("unigram", 32128, "spans"),
     "bart": Family("bytelevel", 50265, "denoise"),
+    "distilbert": Family("wordpiece", 30522, "mlm"),
+    "xlm-roberta": Family("bytelevel", 250002, "mlm"),
+    "modernbert": Family("bytelevel", 50368, "mlm"),
 }
 OPTIMIZERS = ("adamw", "lamb", "adafactor")
 
@@ -132,6 +140,10 @@ _LAMB: dict[str, Any] = {"optimizer": "lamb", "embedding": 128}
 _NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0}
 _LEWIS = "Lewis et al. 2020; rate of Liu et al. 2019"
 _RADFORD = "Radford et al. 2019; rate of Brown et al. 2020"
+_SANH = "Sanh et al. 2019; rate of its code"
+_CONNEAU = "Conneau et al. 2020; rate of Liu et al. 2019"
+# GeGLU has three weights in the place of two, so a narrower layer has as many.
+_WARNER: dict[str, Any] = {"mlm_probability": 0.3, **_NO_DROPOUT}
 
 PRESETS = {
     **_published("Turc et al. 2019", "bert", _TURC, 1e-4, 256),
@@ -163,6 +175,35 @@ PRESETS = {
     "bart-mini": Preset("bart", 4, 256, 4, 6e-4),
     **_published(_LEWIS, "bart", {"base": (6, 768, 12)}, 6e-4, 8000),
     **_published(_LEWIS, "bart", {"large": (12, 1024, 16)}, 4e-4, 8000),
+    "distilbert-tiny": Preset("distilbert", 2, 128, 2, 1e-3, initializer_range=_NARROW),
+    "distilbert-mini": Preset("distilbert", 4, 256, 4, 6e-4),
+    **_published(_SANH, "distilbert", {"base": (6, 768, 12)}, 5e-4, 4000),
+    "xlm-roberta-tiny": Preset("xlm-roberta", 2, 128, 2, 1e-3, initializer_range=_NARROW),
+    "xlm-roberta-mini": Preset("xlm-roberta", 4, 256, 4, 6e-4),
+    **_published(_CONNEAU, "xlm-roberta", _BASE, 6e-4, 8192),
+    **_published(_CONNEAU, "xlm-roberta", _LARGE, 4e-4, 8192),
+    "modernbert-tiny": Preset(
+        "modernbert", 3, 128, 2, 1e-3, inner=192, initializer_range=_NARROW, **_WARNER
+    ),
+    "modernbert-mini": Preset("modernbert", 6, 256, 4, 6e-4, inner=384, **_WARNER),
+    **_published(
+        "Warner et al. 2024",
+        "modernbert",
+        {"base": (22, 768, 12)},
+        8e-4,
+        4608,
+        inner=1152,
+        **_WARNER,
+    ),
+    **_published(
+        "Warner et al. 2024",
+        "modernbert",
+        {"large": (28, 1024, 16)},
+        5e-4,
+        4928,
+        inner=2624,
+        **_WARNER,
+    ),
 }
 
 
@@ -257,7 +298,7 @@ def configuration(
         "num_hidden_layers": chosen.layers,
         "hidden_size": chosen.hidden,
         "num_attention_heads": chosen.heads,
-        "intermediate_size": 4 * chosen.hidden,
+        "intermediate_size": chosen.inner or 4 * chosen.hidden,
         "initializer_range": chosen.initializer_range,
         "hidden_dropout_prob": dropout,
         "attention_probs_dropout_prob": attention_dropout,
@@ -269,10 +310,12 @@ def configuration(
         encoder |= {"is_decoder": True, "use_cache": False}
     if chosen.family == "bert":
         return transformers.BertConfig(**encoder)
-    if chosen.family == "roberta":
+    if chosen.family in ("roberta", "xlm-roberta"):
         # Positions are counted from the id of the padding on; there is one type of segment.
         encoder["max_position_embeddings"] += common["pad_token_id"] + 1
-        return transformers.RobertaConfig(**encoder, type_vocab_size=1, layer_norm_eps=1e-5)
+        first = chosen.family == "roberta"
+        like = transformers.RobertaConfig if first else transformers.XLMRobertaConfig
+        return like(**encoder, type_vocab_size=1, layer_norm_eps=1e-5)
     encoder["embedding_size"] = chosen.embedding or chosen.hidden
     if chosen.family == "albert":
         return transformers.AlbertConfig(
@@ -338,8 +381,50 @@ def _bart(chosen: Preset, common: _Ids, block_size: int, dropout: float, attenti
     )
 
 
+def _distilbert(
+    chosen: Preset, common: _Ids, block_size: int, dropout: float, attention: float
+) -> Any:
+    import transformers
+
+    return transformers.DistilBertConfig(
+        **common,
+        n_layers=chosen.layers,
+        dim=chosen.hidden,
+        n_heads=chosen.heads,
+        hidden_dim=chosen.inner or 4 * chosen.hidden,
+        max_position_embeddings=max(512, block_size),
+        initializer_range=chosen.initializer_range,
+        dropout=dropout,
+        attention_dropout=attention,
+    )
+
+
+def _modernbert(
+    chosen: Preset, common: _Ids, block_size: int, dropout: float, attention: float
+) -> Any:
+    import transformers
+
+    return transformers.ModernBertConfig(
+        **common,
+        cls_token_id=common["bos_token_id"],
+        sep_token_id=common["eos_token_id"],
+        num_hidden_layers=chosen.layers,
+        hidden_size=chosen.hidden,
+        num_attention_heads=chosen.heads,
+        intermediate_size=chosen.inner or 4 * chosen.hidden,
+        max_position_embeddings=max(8192, block_size),
+        initializer_range=chosen.initializer_range,
+        embedding_dropout=dropout,
+        mlp_dropout=dropout,
+        attention_dropout=attention,
+    )
+
+
 #: The families whose configurations name the sizes in another way than BERT's.
-_OTHER_NAMES = {"gpt": _gpt, "gpt2": _gpt, "t5": _t5, "bart": _bart}
+_OTHER_NAMES = {
+    **{"gpt": _gpt, "gpt2": _gpt, "t5": _t5, "bart": _bart},
+    **{"distilbert": _distilbert, "modernbert": _modernbert},
+}
 
 
 def _joint(
@@ -367,7 +452,7 @@ _ALSO = {"bos": "cls", "eos": "sep"}
 def _special_ids(family: str, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, int]:
     """The ids of special tokens under the names that the configurations have for them."""
     usual = _USUAL_IDS[FAMILIES[family].tokenizer]
-    if family in ("bert", "electra"):  # whose configurations name the padding alone
+    if family in ("bert", "electra", "distilbert"):  # whose configurations name the padding alone
         usual = {"pad": usual["pad"]}
     if tokenizer is None:
         return {f"{role}_token_id": value for role, value in usual.items()}

@@ -32,6 +32,7 @@ _LANGUAGE_MODELS = ("score", "prompt")
 DROPOUTS = (
     *("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob"),
     *("classifier_dropout", "dropout", "dropout_rate", "attention_dropout", "activation_dropout"),
+    *("embedding_dropout", "mlp_dropout", "qa_dropout", "seq_classif_dropout"),
     *("summary_last_dropout", "summary_first_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"),
 )
 

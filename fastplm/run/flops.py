@@ -19,6 +19,8 @@ from typing import Any
 
 #: The share of the tokens that masked models predict.
 MASKED = 0.15
+#: Families whose feed-forward has a third product, for its gate.
+_GATED = ("modernbert",)
 # A frozen model has a forward alone.
 _TRAINED, _FROZEN = 6, 2
 
@@ -33,9 +35,9 @@ def training_flops(
     """The FLOPs of forward and backward of a batch.
 
     Args:
-        config: of a BERT, RoBERTa, ALBERT, ELECTRA, GPT, GPT-2, T5 or BART, or
-            ``ElectraJointConfig``; with two stages it is the mean of both. An encoder whose
-            ``is_decoder`` is True reads from left to right, and predicts each token.
+        config: of one of the families of ``fastplm pretrain``, or ``ElectraJointConfig``; with two
+            stages it is the mean of both. An encoder whose ``is_decoder`` is True reads from left
+            to right, and predicts each token.
         lengths: tokens of each sequence, padding left out.
         target_lengths: of the decoder's, where there is one.
         masked: the share of the tokens that a masked model predicts.
@@ -86,8 +88,23 @@ def _encoder(config: Any, lengths: Sequence[int]) -> int:
     rows, width = sum(lengths), config.hidden_size
     embedded = getattr(config, "embedding_size", width)
     pairs = _triangles(lengths) if getattr(config, "is_decoder", False) else _squares(lengths)
-    layers = _layers(config.num_hidden_layers, width, config.intermediate_size, rows, pairs)
+    inner = getattr(config, "hidden_dim", None) or config.intermediate_size  # DistilBERT's name
+    if config.model_type in _GATED:
+        inner = inner * 3 // 2
+    layers = _layers(config.num_hidden_layers, width, inner, rows, pairs)
+    for kind in getattr(config, "layer_types", None) or ():
+        if kind == "sliding_attention":
+            layers -= 2 * width * (pairs - _near(lengths, config.sliding_window))
     return layers + (rows * embedded * width if embedded != width else 0)
+
+
+def _near(lengths: Sequence[int], window: int) -> int:
+    """The pairs that are at most a window apart."""
+    pairs = 0
+    for length in lengths:
+        reach = max(min(window, length - 1), 0)
+        pairs += length * (2 * reach + 1) - reach * (reach + 1)
+    return pairs
 
 
 def _head(config: Any, rows: int) -> int:

@@ -50,7 +50,8 @@ def test_electra_sizes(arch, expected, generator):
 
 # Published models, without their heads: google/bert_uncased_L-*_H-*, bert-base-uncased and
 # bert-large-uncased, roberta-base and -large, albert-{base,large,xlarge,xxlarge}-v1, gpt2 and
-# gpt2-medium, t5-small, t5-base, facebook/bart-base and -large. Each has the configuration of
+# gpt2-medium, t5-small, t5-base, facebook/bart-base and -large, distilbert-base-uncased,
+# xlm-roberta-base and -large, ModernBERT-base and -large. Each has the configuration of
 # Transformers that is the published one, except the fields named.
 SIZES = [
     ("bert-tiny", 4_385_920, transformers.BertConfig, (2, 128, 2)),
@@ -72,6 +73,11 @@ SIZES = [
     ("t5-base", 222_903_552, transformers.T5Config, None),
     ("bart-base", 139_420_416, transformers.BartConfig, None),
     ("bart-large", 406_291_456, transformers.BartConfig, ()),
+    ("distilbert-base", 66_362_880, transformers.DistilBertConfig, ()),
+    ("xlm-roberta-base", 278_043_648, transformers.XLMRobertaConfig, ()),
+    ("xlm-roberta-large", 559_890_432, transformers.XLMRobertaConfig, (24, 1024, 16)),
+    ("modernbert-base", 149_014_272, transformers.ModernBertConfig, ()),
+    ("modernbert-large", 394_781_696, transformers.ModernBertConfig, None),
 ]
 
 
@@ -90,6 +96,8 @@ def test_sizes(arch, expected, parent, sizes):
             changed["intermediate_size"] = 4 * sizes[1]
         if parent is transformers.RobertaConfig:  # its defaults are BERT's
             changed |= {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}
+        if parent is transformers.XLMRobertaConfig:
+            changed |= {"vocab_size": 250002, "max_position_embeddings": 514, "type_vocab_size": 1}
         assert parameters(transformers.AutoModel.from_config(parent(**changed))) == expected
 
 
