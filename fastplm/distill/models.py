@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 #: The files of a model and its tokenizer.
 _READ = ("*.safetensors", "*.bin", "*.json", "*.txt", "*.model")
 # `bert.encoder.layer.3.output.dense.weight`, `transformer.h.3.…`,
-# `albert.encoder.albert_layer_groups.3.…`: the list of layers, the index and the rest.
-_LAYER = re.compile(r"(.*encoder\.layer|.*\bh|.*albert_layer_groups)\.(\d+)\.(.*)")
+# `albert.encoder.albert_layer_groups.3.…`, `distilbert.transformer.layer.3.…`, `model.layers.3.…`:
+# the list of layers, the index and the rest.
+_LAYER = re.compile(r"(.*er\.layer|.*\bh|.*albert_layer_groups|.*\blayers)\.(\d+)\.(.*)")
 
 
 # --- students -------------------------------------------------------------------------------------
@@ -51,7 +52,11 @@ def make_student(
     count = args.student_layers or max(1, layers // 2)
     expected = f"1 to {layers}, the layers of the teacher"
     args.check("student_layers", count <= layers, expected, "Lower it.", count)
+    choose = uniform_layers if args.recipe == "tinybert" else spread_layers
+    chosen = choose(count, layers)
     config.num_hidden_layers = count
+    if (types := getattr(config, "layer_types", None)) is not None:  # windows of ModernBERT
+        config.layer_types = [types[index] for index in chosen]
     groups = getattr(config, "num_hidden_groups", None)  # ALBERT's
     if groups is not None:
         config.num_hidden_groups = min(groups, count)
@@ -62,8 +67,6 @@ def make_student(
     options = _without_pooler(type(teacher))
     student = type(teacher)._from_config(config, **options)
     if not new:
-        choose = uniform_layers if args.recipe == "tinybert" else spread_layers
-        chosen = choose(count, layers)
         if groups is not None:
             chosen = spread_layers(config.num_hidden_groups, groups)
         copy_weights(student, teacher, chosen)
@@ -184,7 +187,8 @@ def _class_for(args: DistillArguments, argument: str, config: Any) -> Any:
     expected = "an encoder that reads in both directions"
     args.check(argument, reads_both, expected, fix, got, DataError)
     head = "ForMaskedLM" if argument == "generator" else method.head
-    return getattr(fastplm.models, family.capitalize() + head)
+    auto = getattr(fastplm.models, "AutoModel" + head.removeprefix("Model"))
+    return auto._model_mapping[type(config)]
 
 
 def _without_pooler(kind: Any) -> dict[str, bool]:

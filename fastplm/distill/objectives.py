@@ -42,7 +42,10 @@ from fastplm.run.losses import shifts_labels
 if TYPE_CHECKING:
     from fastplm.distill.settings import DistillArguments
 
-ENCODERS, DECODERS = ("bert", "roberta", "albert", "electra"), ("gpt2",)
+#: Encoders whose layers are BERT's, those whose outputs alone are read, and decoders.
+ENCODERS = ("bert", "roberta", "albert", "electra", "xlm-roberta")
+ALL_ENCODERS = (*ENCODERS, "distilbert", "modernbert", "deberta-v2")
+DECODERS = ("gpt2",)
 #: Losses by name, each with its weight.
 Parts = Mapping[str, tuple[float | None, Tensor]]
 
@@ -183,7 +186,7 @@ class VocabularyDistillation(Distillation):
     Source: Sanh et al. 2019 (arXiv 1910.01108); Hinton et al. 2015 (arXiv 1503.02531), §2.
     """
 
-    families, head, labelled = (*ENCODERS, *DECODERS), "ForMaskedLM", True
+    families, head, labelled = (*ALL_ENCODERS, *DECODERS), "ForMaskedLM", True
 
     def add_modules(self) -> None:
         self.projection = projection(self.student, self.teacher)
@@ -540,6 +543,8 @@ class SentenceDistillation(Distillation):
 
     Source: Reimers and Gurevych 2020 (arXiv 2004.09813), §3.
     """
+
+    families = ALL_ENCODERS
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         pooling, index = self.settings.pooling, batch.sample_index

@@ -14,8 +14,8 @@ size and batch (Brown et al. 2020, arXiv 2005.14165, table 2.1); T5 of Raffel et
 1910.10683), §3.1; BART of Lewis et al. 2020 (arXiv 1910.13461), §2 and §5, which follows RoBERTa
 and names no rate: RoBERTa's; DistilBERT of Sanh et al. 2019 (arXiv 1910.01108), §3, rate of its
 released code; XLM-R of Conneau et al. 2020 (arXiv 1911.02116), §4, which names no rate: RoBERTa's;
-ModernBERT of Warner et al. 2024 (arXiv 2412.13663), §2 and table 3. docs/pretraining.md, "Presets", says
-what differs.
+ModernBERT of Warner et al. 2024 (arXiv 2412.13663), §2 and table 3. docs/pretraining.md says, under
+"Presets", what differs.
 """
 
 from __future__ import annotations
