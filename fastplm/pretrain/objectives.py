@@ -215,6 +215,7 @@ class MaskedTokens(Objective):
         "electra": "ElectraForMaskedLM",
         "distilbert": "DistilBertForMaskedLM",
         "xlm-roberta": "XLMRobertaForMaskedLM",
+        "roberta-prelayernorm": "RobertaPreLayerNormForMaskedLM",
         "modernbert": "ModernBertForMaskedLM",
     }
     token_loss = "mlm_loss"

@@ -98,6 +98,7 @@ FAMILIES: Mapping[str, Family] = {
     "bart": Family("bytelevel", 50265, "denoise"),
     "distilbert": Family("wordpiece", 30522, "mlm"),
     "xlm-roberta": Family("bytelevel", 250002, "mlm"),
+    "roberta-prelayernorm": Family("bytelevel", 50265, "mlm"),
     "modernbert": Family("bytelevel", 50368, "mlm"),
 }
 OPTIMIZERS = ("adamw", "lamb", "adafactor")
@@ -110,6 +111,12 @@ def learned_by(family: str) -> tuple[str, ...]:
 
 
 _Ids = dict[str, int]
+#: The families that are RoBERTa in all but a few modules, and their configurations.
+_ROBERTAS = {
+    "roberta": "RobertaConfig",
+    "xlm-roberta": "XLMRobertaConfig",
+    "roberta-prelayernorm": "RobertaPreLayerNormConfig",
+}
 # 0.02 suits a width of a thousand; with it, layers of width 128 have almost no effect at first.
 _NARROW = 0.06
 
@@ -182,6 +189,10 @@ PRESETS = {
     "xlm-roberta-mini": Preset("xlm-roberta", 4, 256, 4, 6e-4),
     **_published(_CONNEAU, "xlm-roberta", _BASE, 6e-4, 8192),
     **_published(_CONNEAU, "xlm-roberta", _LARGE, 4e-4, 8192),
+    "roberta-prelayernorm-tiny": Preset(
+        "roberta-prelayernorm", 2, 128, 2, 1e-3, initializer_range=_NARROW
+    ),
+    "roberta-prelayernorm-mini": Preset("roberta-prelayernorm", 4, 256, 4, 6e-4),
     "modernbert-tiny": Preset(
         "modernbert", 3, 128, 2, 1e-3, inner=192, initializer_range=_NARROW, **_WARNER
     ),
@@ -304,18 +315,17 @@ def configuration(
         "attention_probs_dropout_prob": attention_dropout,
         "max_position_embeddings": max(512, block_size),
     }
-    kind = learned_as(objective or FAMILIES[chosen.family].objective, chosen.family)
-    if kind.causal:
+    learned = learned_as(objective or FAMILIES[chosen.family].objective, chosen.family)
+    if learned.causal:
         # With a cache in every forward, padding would be computed.
         encoder |= {"is_decoder": True, "use_cache": False}
     if chosen.family == "bert":
         return transformers.BertConfig(**encoder)
-    if chosen.family in ("roberta", "xlm-roberta"):
+    if chosen.family in _ROBERTAS:
         # Positions are counted from the id of the padding on; there is one type of segment.
         encoder["max_position_embeddings"] += common["pad_token_id"] + 1
-        first = chosen.family == "roberta"
-        like = transformers.RobertaConfig if first else transformers.XLMRobertaConfig
-        return like(**encoder, type_vocab_size=1, layer_norm_eps=1e-5)
+        kind = getattr(transformers, _ROBERTAS[chosen.family])
+        return kind(**encoder, type_vocab_size=1, layer_norm_eps=1e-5)
     encoder["embedding_size"] = chosen.embedding or chosen.hidden
     if chosen.family == "albert":
         return transformers.AlbertConfig(
@@ -325,7 +335,7 @@ def configuration(
             classifier_dropout_prob=dropout,  # of the head for the order of segments, too
         )
     electra = transformers.ElectraConfig(**encoder)
-    return _joint(chosen, electra, joint or {}) if kind.is_joint else electra
+    return _joint(chosen, electra, joint or {}) if learned.is_joint else electra
 
 
 def _gpt(chosen: Preset, common: _Ids, block_size: int, dropout: float, attention: float) -> Any:
