@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fastplm.models.encoder_decoder import *
     from fastplm.models.ernie import *
     from fastplm.models.gpt2 import *
+    from fastplm.models.mpnet import *
     from fastplm.models.openai import *
     from fastplm.models.roberta import *
     from fastplm.models.t5 import *
@@ -79,6 +80,10 @@ _NAMES = {
     "gpt2": """
         GPT2DoubleHeadsModel GPT2ForQuestionAnswering GPT2ForSequenceClassification
         GPT2ForTokenClassification GPT2LMHeadModel GPT2Model
+    """,
+    "mpnet": """
+        MPNetForMaskedLM MPNetForMultipleChoice MPNetForQuestionAnswering
+        MPNetForSequenceClassification MPNetForTokenClassification MPNetModel
     """,
     "openai": """
         OpenAIGPTDoubleHeadsModel OpenAIGPTForSequenceClassification OpenAIGPTLMHeadModel

@@ -238,6 +238,7 @@ class Rows(_Movable):
     layers: dict[int, Any] = field(default_factory=dict)  # see ``_layer.of_one_forward``
     seeds: Tensor | None = None  # int64 [layers, 5], of dropout; see ``draw_seeds``
     number_of_layer: int | None = None  # where the layers have no ``layer_idx``
+    order: dict[int, int] = field(default_factory=dict)  # their numbers, by the ``id`` of a layer
     is_cut: bool = False  # whether the queries of an attention are ``last``
 
     def number(
