@@ -10,13 +10,19 @@ if TYPE_CHECKING:
     from fastplm.models.auto import *
     from fastplm.models.bart import *
     from fastplm.models.bert import *
+    from fastplm.models.camembert import *
+    from fastplm.models.data2vec import *
+    from fastplm.models.distilbert import *
     from fastplm.models.electra import *
     from fastplm.models.electra_joint import *
     from fastplm.models.encoder_decoder import *
+    from fastplm.models.ernie import *
     from fastplm.models.gpt2 import *
+    from fastplm.models.mpnet import *
     from fastplm.models.openai import *
     from fastplm.models.roberta import *
     from fastplm.models.t5 import *
+    from fastplm.models.xlm_roberta import *
 
 #: The choices of ``ElectraJointConfig``; the settings of a command read them without Transformers.
 ELECTRA_OBJECTIVES = ("rtd", "rtd_masked", "replace_mlm", "all_tokens_mlm")
@@ -45,6 +51,20 @@ _NAMES = {
         BertForQuestionAnswering BertForSequenceClassification BertForTokenClassification
         BertLMHeadModel BertModel
     """,
+    "camembert": """
+        CamembertForCausalLM CamembertForMaskedLM CamembertForMultipleChoice
+        CamembertForQuestionAnswering CamembertForSequenceClassification
+        CamembertForTokenClassification CamembertModel
+    """,
+    "data2vec": """
+        Data2VecTextForCausalLM Data2VecTextForMaskedLM Data2VecTextForMultipleChoice
+        Data2VecTextForQuestionAnswering Data2VecTextForSequenceClassification
+        Data2VecTextForTokenClassification Data2VecTextModel
+    """,
+    "distilbert": """
+        DistilBertForMaskedLM DistilBertForMultipleChoice DistilBertForQuestionAnswering
+        DistilBertForSequenceClassification DistilBertForTokenClassification DistilBertModel
+    """,
     "electra": """
         ElectraForCausalLM ElectraForMaskedLM ElectraForMultipleChoice ElectraForPreTraining
         ElectraForQuestionAnswering ElectraForSequenceClassification
@@ -52,9 +72,18 @@ _NAMES = {
     """,
     "electra_joint": "ElectraForJointPreTraining ElectraJointConfig ElectraJointOutput",
     "encoder_decoder": "EncoderDecoderModel",
+    "ernie": """
+        ErnieForCausalLM ErnieForMaskedLM ErnieForMultipleChoice
+        ErnieForNextSentencePrediction ErnieForPreTraining ErnieForQuestionAnswering
+        ErnieForSequenceClassification ErnieForTokenClassification ErnieModel
+    """,
     "gpt2": """
         GPT2DoubleHeadsModel GPT2ForQuestionAnswering GPT2ForSequenceClassification
         GPT2ForTokenClassification GPT2LMHeadModel GPT2Model
+    """,
+    "mpnet": """
+        MPNetForMaskedLM MPNetForMultipleChoice MPNetForQuestionAnswering
+        MPNetForSequenceClassification MPNetForTokenClassification MPNetModel
     """,
     "openai": """
         OpenAIGPTDoubleHeadsModel OpenAIGPTForSequenceClassification OpenAIGPTLMHeadModel
@@ -68,6 +97,11 @@ _NAMES = {
     "t5": """
         T5EncoderModel T5ForConditionalGeneration T5ForQuestionAnswering
         T5ForSequenceClassification T5ForTokenClassification T5Model
+    """,
+    "xlm_roberta": """
+        XLMRobertaForCausalLM XLMRobertaForMaskedLM XLMRobertaForMultipleChoice
+        XLMRobertaForQuestionAnswering XLMRobertaForSequenceClassification
+        XLMRobertaForTokenClassification XLMRobertaModel
     """,
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}

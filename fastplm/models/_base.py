@@ -63,6 +63,7 @@ _OF_SOME_PARENTS = (
     "encoder_attention_mask",
     "encoder_hidden_states",
     CACHE,
+    "token_type_ids",
     "use_cache",
 )
 
@@ -114,7 +115,7 @@ def joined(*bases: Any, **attributes: Any) -> Any:
 
     It stands for the class statement of a module inside of a model, if that has no methods.
     """
-    attributes["__module__"] = sys._getframe(1).f_globals["__name__"]
+    attributes.setdefault("__module__", sys._getframe(1).f_globals["__name__"])
     made = types.new_class(bases[-1].__name__, bases, {}, lambda body: body.update(attributes))
     return made if issubclass(made, FastplmModel) else drop_in(documented(made))
 

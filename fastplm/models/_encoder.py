@@ -27,6 +27,7 @@ from fastplm.models._base import (
     caches,
     check_batch,
     check_positions,
+    joined,
     keeps_padding,
     takes_cache,
     wants_output,
@@ -66,6 +67,8 @@ from fastplm.nn._rows import are_plain, is_plain, kind_of
 from fastplm.nn.dropout import on_rows, rows_now
 from fastplm.ops.embedding_layer_norm import OP as EMBEDDINGS
 
+# The classes of a layer's modules that hold others.
+_PARTS = ("Attention", "SelfAttention", "SelfOutput", "Intermediate", "Output")
 # If the head reads a larger share of the rows than this, the last layer computes all rows.
 _WORTH_CUTTING = 0.75
 EMBEDDING_TABLES = ("word_embeddings", "position_embeddings", "token_type_embeddings")
@@ -93,6 +96,10 @@ class EncoderModel(FastplmModel):
     _summary = "with fused attention, computing only tokens."
     #: What the parent returns, of a family whose layers one call may run (``_frozen_encoder``).
     _output: type[ModelOutput] | None = None
+    #: Further inputs of the parent that have a value for each token, [B, T, …].
+    _of_tokens: tuple[str, ...] = ()
+    #: Whether attention depends on distances. Then masked rows between tokens must be computed.
+    contiguous = False
     embeddings: Any
     encoder: Any
     pooler: Any
@@ -161,6 +168,7 @@ class EncoderModel(FastplmModel):
             input_ids, token_type_ids = packed.pack(input_ids), packed.pack(token_type_ids)
             position_ids = packed.pack(position_ids)
             inputs_embeds = packed.pack_rows(inputs_embeds)
+            kwargs |= {name: packed.pack(kwargs.get(name)) for name in self._of_tokens}
         states, row_plan.cross = cross_inputs(*cross_attention_args, packed)
         row_plan.layers = of_one_forward(self._layers(), given, self.dtype)
         if row_plan.layers_need_it:
@@ -168,8 +176,10 @@ class EncoderModel(FastplmModel):
         if lookup is not None and inputs_embeds is None and past_key_values is None:
             inputs_embeds = self._looked_up(lookup, input_ids, position_ids)
             input_ids = input_ids if inputs_embeds is None else None
-        inputs: dict[str, Any] = dict(input_ids=input_ids, token_type_ids=token_type_ids)
-        inputs.update(position_ids=position_ids, inputs_embeds=inputs_embeds)
+        inputs: dict[str, Any] = dict(input_ids=input_ids, position_ids=position_ids)
+        inputs["inputs_embeds"] = inputs_embeds
+        if token_type_ids is not None:  # which some families do not have
+            inputs["token_type_ids"] = token_type_ids
         outputs = None
         if not states and (attention_mask is None or packed is not None):
             outputs = self._layers_in_one_call(given, inputs, row_plan, masks, kwargs)
@@ -220,7 +230,7 @@ class EncoderModel(FastplmModel):
         return getattr(getattr(self, "encoder", None), "layer", ())
 
     def _is_causal(self) -> bool:
-        return bool(self.config.is_decoder)
+        return bool(getattr(self.config, "is_decoder", False))
 
     def _looked_up(
         self, lookup: Callable[..., Any], ids: Tensor | None, position_ids: Tensor | None
@@ -249,7 +259,7 @@ class EncoderModel(FastplmModel):
 
     def _last_layer(self) -> int | None:
         """The index of the last layer; None if it must compute all rows. All layers are ours."""
-        if self._is_causal():
+        if self._is_causal() or self.contiguous:
             return None
         indices: Any = self._layer_numbers()
         alone = indices and indices.count(indices[-1]) == 1
@@ -324,7 +334,7 @@ class EncoderModel(FastplmModel):
             if self._pools() and (rows is not None or not _are_tokens(mask, 0)):
                 needed = either(needed, mask_at(first, batch, seqlen))
             extra_rows = either(extra_rows, needed)
-            row_plan.packed, full = unpadded(mask, extra_rows, unpad, dtype=self.dtype)
+            row_plan.packed, full = unpadded(mask, extra_rows, unpad, self.contiguous, self.dtype)
             seen = None if full else mask
             if row_plan.packed is None and encoder_rows is not None:
                 row_plan.packed = RaggedBatch.whole(given, seen)
@@ -333,7 +343,11 @@ class EncoderModel(FastplmModel):
         note(lambda: rows_computed(self, (batch, seqlen), mask, row_plan, padding_reason))
         if self.training and padding_reason in NUMBERED_REASONS:
             row_plan.number(given, sample_index, offsets, drops and know_their_rows(self._layers()))
-            row_plan.draw_seeds(self, given, self._layer_numbers)
+            layers, numbers = list(self._layers()), self._layer_numbers
+            if layers and not any(getattr(one, "_is_numbered", True) for one in layers):
+                row_plan.order = {id(one): at for at, one in enumerate(layers)}
+                numbers = lambda: [*row_plan.order.values()]  # noqa: E731
+            row_plan.draw_seeds(self, given, numbers)
         if row_plan.packed is not None:
             mask = row_plan.packed.key_mask_row()
             return row_plan, first, self._no_mask(given) if mask is None else mask
@@ -428,15 +442,6 @@ def cross_inputs(
     return given, encoder_rows
 
 
-def wrapper_classes(module: Any, prefix: str) -> tuple[type, ...]:
-    """The classes of a layer's modules that hold others, from the Python module of a family; the
-    functions of ``_layer`` stand for them from now on."""
-    parts = ("Attention", "SelfAttention", "SelfOutput", "Intermediate", "Output")
-    kinds = tuple(getattr(module, prefix + part) for part in parts)
-    stand_for(*kinds)
-    return kinds
-
-
 class EncoderEmbeddings:
     """Mixin of the embeddings: three lookups, their norm and dropout in one kernel on a GPU."""
 
@@ -516,14 +521,18 @@ class EncoderLayer(SetsDropoutRows):
     """Mixin of a layer of BERT: it runs as ``_layer`` says, and the last may compute few rows."""
 
     #: The classes of the modules around those of a ``Layer``, as Transformers made them, and the
-    #: method that calls those of the feed-forward.
+    #: method that calls those of the feed-forward, if there is one.
     _around: tuple[type, ...] = ()
-    _feed_forward_method = "feed_forward_chunk"
+    _feed_forward_method: str | None = "feed_forward_chunk"
+    #: Whether its attention has a ``layer_idx``.
+    _is_numbered = True
 
     def forward(
         self: Any, hidden_states: Tensor, attention_mask: Any = None, *others: Any, **kwargs: Any
     ) -> Tensor:
         rows: Rows | None = kwargs.get("rows")
+        if rows is not None and rows.order:
+            rows = kwargs["rows"] = rows.for_layer(rows.order[id(self)])
         last = None if rows is None or rows.last is None else self._last(rows)
         if all(map(is_none, (*others, *map(kwargs.get, _OF_DECODERS)))):
             made = ready_layer(self, rows, hidden_states)
@@ -539,7 +548,13 @@ class EncoderLayer(SetsDropoutRows):
         return rows.last if rows.last.layer == self._index() else None
 
     def _index(self: Any) -> int:
-        return self._modules["attention"]._modules["self"].layer_idx
+        """What tells the layer from others: its number, or else its ``id``."""
+        return self._attends()[-1].layer_idx if self._is_numbered else id(self)
+
+    def _attends(self: Any) -> tuple[Any, ...]:
+        """The modules down to that which attends, the first of ``_around``; None if one lacks."""
+        attention = self._modules.get("attention")
+        return attention, None if attention is None else attention._modules.get("self")
 
     def _parts(self: Any, no_hooks: bool = True) -> Layer | None:
         """The modules that run; None if what is around them is not as it was made, or has hooks."""
@@ -564,15 +579,17 @@ class EncoderLayer(SetsDropoutRows):
 
     def attends_as_made(self: Any) -> bool:
         """Whether its attention is what Transformers made, which supports packed rows."""
-        attention = self._modules.get("attention")
-        within = None if attention is None else attention._modules.get("self")
-        kinds = self._around[:2]  # ALBERT's attention is one module
-        both = (attention, within)[: len(kinds)]
-        return tuple(map(type, both)) == kinds or tuple(map(kind_of, both)) == kinds
+        modules = self._attends()
+        kinds = self._around[: len(modules)]
+        return tuple(map(type, modules)) == kinds or tuple(map(kind_of, modules)) == kinds
 
-    def _is_known(self: Any, around: tuple[Any, ...], no_hooks: bool = True) -> bool:
-        """Whether the layer and the modules around those that run are as they were made."""
-        held, method = vars(self), getattr(type(self), self._feed_forward_method, None)
+    def _is_known(
+        self: Any, around: tuple[Any, ...], no_hooks: bool = True, feeds: Any = None
+    ) -> bool:
+        """Whether the layer and the modules around those that run are as they were made; ``feeds``
+        has the method of the feed-forward, if the layer has it not."""
+        name, feeds = self._feed_forward_method, self if feeds is None else feeds
+        method = None if name is None else getattr(type(feeds), name, None)
         return (
             (
                 tuple(map(type, around)) == self._around
@@ -580,7 +597,29 @@ class EncoderLayer(SetsDropoutRows):
             )
             and (not no_hooks or are_plain(around, *self._around))
             and nothing_hides_modules(self, *around)
-            and not held["chunk_size_feed_forward"]
-            and self._feed_forward_method not in held
-            and getattr(method, "__module__", "").startswith("transformers.models.")
+            and (name is None or not vars(feeds)["chunk_size_feed_forward"])
+            and name not in vars(feeds)
+            and (
+                name is None or getattr(method, "__module__", "").startswith("transformers.models.")
+            )
         )
+
+
+def layer_like_bert(theirs: Any, prefix: str, module: str) -> Any:
+    """The drop-in class of a layer, of a family whose classes are called as BERT's.
+
+    Args:
+        theirs: the Python module of the family in Transformers.
+        prefix: of its classes.
+        module: the name of the Python module that gets the class.
+    """
+    kinds = tuple(getattr(theirs, prefix + part) for part in _PARTS)
+    stand_for(*kinds)
+    return joined(EncoderLayer, getattr(theirs, f"{prefix}Layer"), _around=kinds, __module__=module)
+
+
+def like_bert(theirs: Any, prefix: str, module: str) -> tuple[Any, Any]:
+    """The drop-in classes of embeddings and layer; the arguments are those above."""
+    layer = layer_like_bert(theirs, prefix, module)
+    embeddings = getattr(theirs, f"{prefix}Embeddings")
+    return joined(EncoderEmbeddings, embeddings, __module__=module), layer

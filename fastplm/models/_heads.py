@@ -29,8 +29,10 @@ from fastplm.models._ragged import (
 )
 from fastplm.nn._rows import (
     IGNORE_INDEX,
+    are_plain,
     as_tokens,
     batch_share,
+    kind_of,
     labels_at,
     vocabulary_loss,
 )
@@ -53,6 +55,11 @@ _INPUTS = (
 #: (the layers before the projection to the vocabulary, or None; the projection). A head that the
 #: user has changed is (None, head): it is called as one module and returns logits.
 Head = tuple[Callable[[Tensor], Tensor] | None, Any]
+
+
+def as_made(head: nn.Module) -> bool:
+    """Whether a head is one of Transformers', and has no hooks."""
+    return are_plain((head,)) and kind_of(head).__module__.startswith("transformers.models.")
 
 
 def shape_of(inputs: dict[str, Any], prefix: str = "") -> torch.Size | None:

@@ -193,12 +193,12 @@ class RaggedBatch(_Movable):
         return replace(self, positions=positions, key_mask=key_mask) if unused else self
 
     def pack(self, values: Tensor | None) -> Any:
-        """[B or 1, T] integers -> [1, N]; unused slots get an arbitrary value. None stays None."""
+        """[B or 1, T, …] -> [1, N, …]; unused slots get an arbitrary value. None stays None."""
         if values is None:
             return None
-        if values.shape != (self.batch, self.seqlen):
-            values = values.expand(self.batch, self.seqlen)
-        return values_at(values.flatten(), self.positions)[None]
+        if values.shape[:2] != (self.batch, self.seqlen):
+            values = values.expand(self.batch, self.seqlen, *values.shape[2:])
+        return values_at(values.flatten(0, 1), self.positions)[None]
 
     def pack_rows(self, rows: Tensor | None) -> Any:
         """[B, T, E] -> [1, N, E], zeros in unused slots. None stays None."""
@@ -238,6 +238,7 @@ class Rows(_Movable):
     layers: dict[int, Any] = field(default_factory=dict)  # see ``_layer.of_one_forward``
     seeds: Tensor | None = None  # int64 [layers, 5], of dropout; see ``draw_seeds``
     number_of_layer: int | None = None  # where the layers have no ``layer_idx``
+    order: dict[int, int] = field(default_factory=dict)  # their numbers, by the ``id`` of a layer
     is_cut: bool = False  # whether the queries of an attention are ``last``
 
     def number(

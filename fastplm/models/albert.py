@@ -171,6 +171,9 @@ class AlbertLayer(EncoderLayer, GradientCheckpointingLayer, modeling_albert.Albe
     def _last(self, rows: Rows) -> LastRows | None:
         return rows.last  # the calls before it get no such rows
 
+    def _attends(self) -> tuple[Any, ...]:
+        return (self._modules.get("attention"),)
+
     def _parts(self, no_hooks: bool = True) -> Layer | None:
         attention: Any = self._modules["attention"]
         if not self._is_known((attention,), no_hooks):

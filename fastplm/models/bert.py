@@ -13,15 +13,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 from transformers.models.bert import modeling_bert
 
 from fastplm.models import _encoder, _heads
-from fastplm.models._base import joined
-from fastplm.nn._rows import is_plain
 
-BertEmbeddings = joined(_encoder.EncoderEmbeddings, modeling_bert.BertEmbeddings)
-BertLayer = joined(
-    _encoder.EncoderLayer,
-    modeling_bert.BertLayer,
-    _around=_encoder.wrapper_classes(modeling_bert, "Bert"),
-)
+BertEmbeddings, BertLayer = _encoder.like_bert(modeling_bert, "Bert", __name__)
 
 
 class BertModel(_encoder.EncoderModel, transformers.BertModel):
@@ -29,24 +22,37 @@ class BertModel(_encoder.EncoderModel, transformers.BertModel):
 
 
 def _split(head: Any) -> _heads.Head:
-    if not is_plain(head, modeling_bert.BertLMPredictionHead):
-        return None, head
-    return head.transform, head.decoder
+    return (head.transform, head.decoder) if _heads.as_made(head) else (None, head)
 
 
-class _LanguageModelHead:
-    """Shared by the two heads that predict tokens alone."""
+class PredictionHead:
+    """Mixin of the heads that predict tokens alone."""
 
     def _head(self: Any) -> _heads.Head:
-        if not is_plain(self.cls, modeling_bert.BertOnlyMLMHead):
-            return None, self.cls
-        return _split(self.cls.predictions)
+        return _split(self.cls.predictions) if _heads.as_made(self.cls) else (None, self.cls)
 
 
-class BertForMaskedLM(_LanguageModelHead, _heads.MaskedLM, transformers.BertForMaskedLM): ...
+class PreTraining(_heads.SequencePairPreTraining):
+    """Mixin of the two heads of pre-training."""
+
+    _summary = "whose MLM head computes only labelled tokens."
+    _pair_label, _pair_logits = "next_sentence_label", "seq_relationship_logits"
+    cls: Any
+
+    def _changed(self) -> nn.Module | None:
+        return None if _heads.as_made(self.cls) else self.cls
+
+    def _head(self) -> _heads.Head:
+        return _split(self.cls.predictions) if self._changed() is None else (None, nn.Identity())
+
+    def _pair_head(self) -> nn.Module:
+        return self.cls.seq_relationship if self._changed() is None else nn.Identity()
 
 
-class BertLMHeadModel(_LanguageModelHead, _heads.CausalLM, transformers.BertLMHeadModel): ...
+class BertForMaskedLM(PredictionHead, _heads.MaskedLM, transformers.BertForMaskedLM): ...
+
+
+class BertLMHeadModel(PredictionHead, _heads.CausalLM, transformers.BertLMHeadModel): ...
 
 
 class BertForSequenceClassification(
@@ -70,20 +76,10 @@ class BertForTokenClassification(
 class BertForQuestionAnswering(_heads.QuestionAnswering, transformers.BertForQuestionAnswering): ...
 
 
-class BertForPreTraining(_heads.SequencePairPreTraining, transformers.BertForPreTraining):
+class BertForPreTraining(PreTraining, transformers.BertForPreTraining):
     """``transformers.BertForPreTraining`` whose MLM head computes only labelled tokens.
 
     Source: Devlin et al. 2018 (arXiv 1810.04805), §3.1.
     """
 
     _output = modeling_bert.BertForPreTrainingOutput
-    _pair_label, _pair_logits = "next_sentence_label", "seq_relationship_logits"
-
-    def _changed(self) -> nn.Module | None:
-        return None if is_plain(self.cls, modeling_bert.BertPreTrainingHeads) else self.cls
-
-    def _head(self) -> _heads.Head:
-        return _split(self.cls.predictions) if self._changed() is None else (None, nn.Identity())
-
-    def _pair_head(self) -> nn.Module:
-        return self.cls.seq_relationship if self._changed() is None else nn.Identity()

@@ -18,17 +18,12 @@ from transformers.utils.generic import can_return_tuple
 from fastplm._checks import check_shape, check_tensor
 from fastplm.hf import of_batch
 from fastplm.models import _encoder, _heads
-from fastplm.models._base import FastplmModel, check_parts, joined
+from fastplm.models._base import FastplmModel, check_parts
 from fastplm.models._ragged import backbone_unpad, unpadded
 from fastplm.nn._rows import IGNORE_INDEX, batch_share, is_plain
 from fastplm.nn.rtd_head import rtd_loss
 
-ElectraEmbeddings = joined(_encoder.EncoderEmbeddings, modeling_electra.ElectraEmbeddings)
-ElectraLayer = joined(
-    _encoder.EncoderLayer,
-    modeling_electra.ElectraLayer,
-    _around=_encoder.wrapper_classes(modeling_electra, "Electra"),
-)
+ElectraEmbeddings, ElectraLayer = _encoder.like_bert(modeling_electra, "Electra", __name__)
 
 
 class ElectraModel(_encoder.EncoderModel, transformers.ElectraModel):

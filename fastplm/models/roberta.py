@@ -1,9 +1,10 @@
-"""RoBERTa: drop-in for the classes of the same names in Transformers."""
+"""RoBERTa: drop-in for the classes of the same names in Transformers, shared by its relatives."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
@@ -11,25 +12,13 @@ from transformers.models.roberta import modeling_roberta
 
 from fastplm._modes import values_are_known
 from fastplm.models import _encoder, _heads
-from fastplm.models._base import joined
-from fastplm.nn._rows import is_plain
 
-RobertaEmbeddings = joined(_encoder.EncoderEmbeddings, modeling_roberta.RobertaEmbeddings)
-RobertaLayer = joined(
-    _encoder.EncoderLayer,
-    modeling_roberta.RobertaLayer,
-    _around=_encoder.wrapper_classes(modeling_roberta, "Roberta"),
-)
+RobertaEmbeddings, RobertaLayer = _encoder.like_bert(modeling_roberta, "Roberta", __name__)
 
 
-class RobertaModel(_encoder.EncoderModel, transformers.RobertaModel):
-    """``transformers.RobertaModel`` with fused attention, computing only tokens.
-
-    Position ids are those of the parent's padded batch: they start at ``pad_token_id + 1`` and
-    count the ids that are not ``pad_token_id``, whatever the mask is.
-
-    Source: Liu et al. 2019 (arXiv 1907.11692).
-    """
+class Backbone(_encoder.EncoderModel):
+    """Mixin of a backbone whose positions are those of RoBERTa, in the parent's padded batch: they
+    start at ``padding_idx + 1`` and count the ids that are not padding, whatever the mask is."""
 
     _output = BaseModelOutputWithPoolingAndCrossAttentions
 
@@ -44,28 +33,38 @@ class RobertaModel(_encoder.EncoderModel, transformers.RobertaModel):
         return int((input_ids != table.padding_idx).sum(1).max())
 
     def _positions(self, input_ids: Tensor | None, given: Tensor) -> Tensor:
-        table = self.embeddings
+        first = self.embeddings.padding_idx + 1
         if input_ids is None:
-            return table.create_position_ids_from_inputs_embeds(given, table.padding_idx)
-        return table.create_position_ids_from_input_ids(input_ids, table.padding_idx)
+            return torch.arange(first, first + given.shape[1], device=given.device)[None]
+        count = getattr(self.embeddings, "create_position_ids_from_input_ids", None)
+        if count is not None:
+            return count(input_ids, first - 1)
+        tokens = (input_ids != first - 1).int()
+        return (tokens.cumsum(1).to(tokens) * tokens).long() + (first - 1)
 
 
-class _LanguageModelHead:
-    """Shared by the two heads that predict tokens."""
+class LMHead:
+    """Mixin of the heads that predict tokens."""
 
     def _head(self: Any) -> _heads.Head:
-        if not is_plain(self.lm_head, modeling_roberta.RobertaLMHead):
-            return None, self.lm_head
-        return self._transform, self.lm_head.decoder
+        head = self.lm_head
+        return (self._transform, head.decoder) if _heads.as_made(head) else (None, head)
 
     def _transform(self: Any, rows: Tensor) -> Tensor:
         return self.lm_head.layer_norm(nn.functional.gelu(self.lm_head.dense(rows)))
 
 
-class RobertaForMaskedLM(_LanguageModelHead, _heads.MaskedLM, transformers.RobertaForMaskedLM): ...
+class RobertaModel(Backbone, transformers.RobertaModel):
+    """``transformers.RobertaModel`` with fused attention, computing only tokens.
+
+    Source: Liu et al. 2019 (arXiv 1907.11692).
+    """
 
 
-class RobertaForCausalLM(_LanguageModelHead, _heads.CausalLM, transformers.RobertaForCausalLM): ...
+class RobertaForMaskedLM(LMHead, _heads.MaskedLM, transformers.RobertaForMaskedLM): ...
+
+
+class RobertaForCausalLM(LMHead, _heads.CausalLM, transformers.RobertaForCausalLM): ...
 
 
 class RobertaForSequenceClassification(
