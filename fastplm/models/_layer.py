@@ -595,7 +595,7 @@ def feed(
     return out.view(hidden.shape), None if residual is None else sum.view(hidden.shape)
 
 
-# --- a stack whose norms come first ---------------------------------------------------------------
+# --- a stack ------------------------------------------------------------------------------------
 
 OUTPUTS = ("output_hidden_states", "output_attentions")
 _ASIDE = {*OUTPUTS, "use_cache", "return_dict"}
