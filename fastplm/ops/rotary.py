@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple
+from functools import partial
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,8 +60,8 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
         query: [B, H, T, D], fp64, fp32, fp16 or bf16; D is even, any strides whose last is 1 (a
             view of packed projections or of [B, T, H, D] is not copied).
         key: [B, G, T, D], dtype and device of ``query``; its number of heads may be another.
-        cos, sin: [B or 1, T, D], of any of these dtypes, as a rotary embedding of Transformers
-            makes them. Their second half repeats the first and is not read. They have no gradient.
+        cos, sin: [C, T, D], C = B or 1, of any of these dtypes, as a rotary embedding of
+            Transformers makes them. Their second half repeats the first and is not read. They have no gradient.
 
     Returns:
         (query, key), rotated, in their dtype; their memory is [B, T, H, D], as that of a
@@ -105,7 +106,7 @@ def rotate_(heads: Tensor, cos: Tensor, sin: Tensor, backend: str, inverse: bool
 
 def _rotate_in_place(heads: Tensor, cos: Tensor, sin: Tensor, inverse: bool, backend: str) -> None:
     none = heads[:, :0]
-    _ROTATE[backend](heads, none, cos, sin, inverse, heads, none)
+    _rotate(backend, Call(heads, none, cos, sin), inverse, (heads, none))
 
 
 _IN_PLACE = define(
@@ -119,41 +120,39 @@ _IN_PLACE = define(
 # --- backends -------------------------------------------------------------------------------------
 
 
-def _eagerly(
-    query: Tensor,
-    key: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    inverse: bool,
-    out_query: Tensor,
-    out_key: Tensor,
-) -> None:
-    rotated = rotary_ref(query, key, cos, -sin if inverse else sin)
-    for out, one in zip((out_query, out_key), rotated, strict=True):
-        out.copy_(one)
+def _rotate(backend: str, call: Call, inverse: bool, outs: tuple[Tensor, Tensor]) -> None:
+    if outs[0].numel() + outs[1].numel() == 0:
+        return
+    if backend == "cpp":
+        torch.ops.fastplm_C.rotary(*call, inverse, *outs)
+    else:
+        kernels("rotary").rotary(*call, inverse, *outs)
 
 
-#: ``rotate(query, key, cos, sin, inverse, out_query, out_key)`` of each backend.
-_ROTATE: dict[str, Callable[..., None]] = {"cpp": _eagerly, "triton": _eagerly}
+_CSRC_REJECTS = csrc_rejects("rotary", fp64=False)
 
 
-def _forward(rotate: Callable[..., None]) -> Callable[[Call], tuple[Tensor, Tensor]]:
-    def run(call: Call) -> tuple[Tensor, Tensor]:
-        outs = empty_like_projection(call.query), empty_like_projection(call.key)
-        rotate(*OP.arguments.laid_out(call), False, *outs)
-        return outs
+def _of_angles(
+    rejects: Callable[..., str | None],
+) -> Callable[..., str | None]:
+    def reason(call: Call, *, forced: bool) -> str | None:
+        if call.cos.dtype is torch.float64:
+            return "float64: the kernels take fp32, fp16 and bf16"
+        return rejects(call, forced=forced)
 
-    return run
+    return reason
 
 
-def _backward(rotate: Callable[..., None]) -> Callable[[Tensor, Saved], tuple[Tensor, Tensor]]:
-    def run(grad: Tensor, saved: Saved) -> tuple[Tensor, Tensor]:
-        outs = _fake_backward(grad, saved)
-        call = OP.arguments.laid_out(_as_call(grad, saved))
-        rotate(*call, True, *outs)
-        return outs
+def _forward(call: Call, backend: str) -> tuple[Tensor, Tensor]:
+    outs = empty_like_projection(call.query), empty_like_projection(call.key)
+    _rotate(backend, OP.arguments.laid_out(call), False, outs)
+    return outs
 
-    return run
+
+def _backward(grad: Tensor, saved: Saved, backend: str) -> tuple[Tensor, Tensor]:
+    outs = _fake_backward(grad, saved)
+    _rotate(backend, OP.arguments.laid_out(_as_call(grad, saved)), True, outs)
+    return outs
 
 
 # --- registration ---------------------------------------------------------------------------------
@@ -199,3 +198,10 @@ OP = Op(
     fake_backward=_fake_backward,
     second=_second,
 )
+for _name, _rejects in (("cpp", _CSRC_REJECTS), ("triton", triton_rejects)):
+    OP.backend(
+        _name,
+        forward=partial(_forward, backend=_name),
+        backward=partial(_backward, backend=_name),
+        rejects=_of_angles(_rejects),
+    )
