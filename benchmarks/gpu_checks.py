@@ -35,6 +35,7 @@ from fastplm.reference.linear_distillation import (
 from fastplm.reference.mask_tokens import mask_tokens_ref
 from fastplm.reference.maxsim import maxsim_ref
 from fastplm.reference.replaced_token_loss import replaced_token_loss_ref
+from fastplm.reference.rotary import rotary_ref
 from fastplm.testing import assert_within_budget
 
 Inputs = dict[str, Any]
@@ -372,6 +373,20 @@ def gelu_checks() -> Iterator[Check]:
         yield Check("bias_gelu", branch, "triton", inputs, *functions, ("input", "bias"))
 
 
+def rotary_checks() -> Iterator[Check]:
+    def make(where: Where, heads: int, dim: int) -> Inputs:
+        batch, length = (1, 9) if where.small else (2, 513)
+        turns = torch.randn(1, length, dim // 2, device=where.device).repeat(1, 1, 2)
+        query, key = (where.draw(batch, one, length, dim) for one in (heads, heads // 2))
+        return dict(query=query, key=key, cos=turns.cos(), sin=turns.sin())
+
+    functions = [lambda f=f, **given: torch.cat(f(**given), 1) for f in (ops.rotary, rotary_ref)]
+    for heads, dim in ((12, 64), (4, 128), (6, 40)):
+        inputs = lambda where, h=heads, d=dim: make(where, h, d)  # noqa: E731
+        branch = f"H={heads} D={dim}"
+        yield Check("rotary", branch, "triton", inputs, *functions, ("query", "key"))
+
+
 def embedding_checks() -> Iterator[Check]:
     def make(where: Where) -> Inputs:
         rows, width, vocab = (9, 40, 50) if where.small else (1024, 768, 999)
@@ -492,6 +507,7 @@ OPS: dict[str, Callable[[], Iterator[Check]]] = {
     "linear_cross_entropy": loss_checks,
     "dropout_add_layer_norm": norm_checks,
     "bias_gelu": gelu_checks,
+    "rotary": rotary_checks,
     "embedding_layer_norm": embedding_checks,
     "gather_rows": row_checks,
     "replaced_token_loss": detection_checks,

@@ -268,6 +268,12 @@ def fastplm_attention_forward(
         and key.shape[:2] == query.shape[:2]
     )
     relative_bias = None
+    if not fused and lengths is not None and query.shape[1] % key.shape[1] == 0:
+        # Packed rows have no other way: each head gets the keys and values of its group.
+        key, value = (
+            one.repeat_interleave(query.shape[1] // key.shape[1], 1) for one in (key, value)
+        )
+        fused = not weights_too and key.shape == value.shape
     if fused and position_bias is not None:
         relative_bias, fused = _relative_bias(module, query, key, position_bias)
     if not fused:

@@ -305,13 +305,16 @@ class KeptDouble(TorchFunctionMode):
     """Inside, ``Tensor.float()`` converts to fp64, so gold results are never rounded to fp32.
 
     Otherwise a loss would round them by ``logits.float()``, or by ``labels.float()``: with fp32
-    labels PyTorch computes in fp32.
+    labels PyTorch computes in fp32. A softmax that is asked for in fp32 is in fp64, too.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
         if func is torch.Tensor.float:
             func = torch.Tensor.double
-        return func(*args, **(kwargs or {}))
+        elif func is torch.nn.functional.softmax and kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.promote_types(args[0].dtype, torch.float32)
+        return func(*args, **kwargs)
 
 
 def rerounded(model: torch.nn.Module, count: int = 4) -> Iterator[torch.nn.Module]:

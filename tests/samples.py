@@ -309,6 +309,12 @@ def noised(size: int, dtype: torch.dtype) -> dict[str, Any]:
     )
 
 
+def turned(size: int, dtype: torch.dtype) -> dict[str, Any]:
+    angles = torch.randn(2, size, 8).repeat(1, 1, 2)
+    heads = dict(query=floats(2, 3, size, 16)(dtype), key=floats(2, 2, size, 16)(dtype))
+    return heads | dict(cos=angles.cos(), sin=angles.sin())
+
+
 # --- all of them ----------------------------------------------------------------------------------
 
 QKV = ("query", "key", "value")
@@ -357,6 +363,7 @@ def _samples() -> dict[str, Sample]:
         ("rms_norm", ops.rms_norm, normalized, WEIGHTS[:2]),
         ("gelu", ops.gelu, activated, ("input",)),
         ("bias_gelu", ops.bias_gelu, activated_with_bias, ("input", "bias")),
+        ("rotary", ops.rotary, turned, QKV[:1]),
         ("dropout", ops.dropout, dropped, ("input",)),
         ("dropout, rows", ops.dropout, dropped_rows, ("input",)),
         ("dropout_add_layer_norm, rms", ops.dropout_add_rms_norm, added, ADDED[:3]),
@@ -392,7 +399,7 @@ IN_16_BITS = (
     "linear",
 )
 #: These have a second gradient; the others refuse it.
-TWICE = ("linear", "rms_norm", "gelu", "bias_gelu", "dropout_add_layer_norm", "dropout")
+TWICE = ("linear", "rms_norm", "gelu", "bias_gelu", "dropout_add_layer_norm", "dropout", "rotary")
 
 
 #: Backends that take few calls of an op. The op's own tests run them.

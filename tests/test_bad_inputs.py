@@ -39,6 +39,7 @@ def ends(*values):
 TOKENS = torch.arange(5, 17).view(2, 6)
 FLAT = torch.arange(5, 14)
 ROWS = zeros(4, 8)
+ANGLES = zeros(1, 5, 16)
 NO_INT = (1.5, "1", None, True)
 SEEDS = (*NO_INT, HUGE, -HUGE - 1, ids(1), torch.tensor(1.0), ids(0, dtype=INT)[0])
 SHARES = (-0.1, 1.1, NAN, INF, "0.1", None)
@@ -255,6 +256,15 @@ OPS = {
             "input": (zeros(4, 0), torch.tensor(1.0)),
             "bias": (zeros(7), zeros(1, 8)),
             "approximate": ("exact", None),
+        },
+    ),
+    "rotary": (
+        dict(query=zeros(1, 2, 5, 16), key=zeros(1, 2, 5, 16), cos=ANGLES, sin=ANGLES),
+        {
+            "query": (zeros(5, 16),),
+            "key": (zeros(1, 2, 4, 16),),
+            "cos": (zeros(5, 16), zeros(1, 5, 16).requires_grad_()),
+            "sin": (zeros(1, 5, 8), zeros(1, 4, 16), zeros(1, 5, 16).requires_grad_()),
         },
     ),
     "dropout": (

@@ -17,12 +17,18 @@ if TYPE_CHECKING:
     from fastplm.models.electra_joint import *
     from fastplm.models.encoder_decoder import *
     from fastplm.models.ernie import *
+    from fastplm.models.esm import *
+    from fastplm.models.eurobert import *
     from fastplm.models.gpt2 import *
+    from fastplm.models.modernbert import *
     from fastplm.models.mpnet import *
+    from fastplm.models.nomic_bert import *
     from fastplm.models.openai import *
     from fastplm.models.roberta import *
+    from fastplm.models.roberta_prelayernorm import *
     from fastplm.models.t5 import *
     from fastplm.models.xlm_roberta import *
+    from fastplm.models.xlm_roberta_xl import *
 
 #: The choices of ``ElectraJointConfig``; the settings of a command read them without Transformers.
 ELECTRA_OBJECTIVES = ("rtd", "rtd_masked", "replace_mlm", "all_tokens_mlm")
@@ -77,6 +83,13 @@ _NAMES = {
         ErnieForNextSentencePrediction ErnieForPreTraining ErnieForQuestionAnswering
         ErnieForSequenceClassification ErnieForTokenClassification ErnieModel
     """,
+    "esm": """
+        EsmForMaskedLM EsmForSequenceClassification EsmForTokenClassification EsmModel
+    """,
+    "eurobert": """
+        EuroBertForMaskedLM EuroBertForSequenceClassification EuroBertForTokenClassification
+        EuroBertModel
+    """,
     "gpt2": """
         GPT2DoubleHeadsModel GPT2ForQuestionAnswering GPT2ForSequenceClassification
         GPT2ForTokenClassification GPT2LMHeadModel GPT2Model
@@ -84,6 +97,14 @@ _NAMES = {
     "mpnet": """
         MPNetForMaskedLM MPNetForMultipleChoice MPNetForQuestionAnswering
         MPNetForSequenceClassification MPNetForTokenClassification MPNetModel
+    """,
+    "modernbert": """
+        ModernBertForMaskedLM ModernBertForMultipleChoice ModernBertForQuestionAnswering
+        ModernBertForSequenceClassification ModernBertForTokenClassification ModernBertModel
+    """,
+    "nomic_bert": """
+        NomicBertForMaskedLM NomicBertForSequenceClassification NomicBertForTokenClassification
+        NomicBertModel
     """,
     "openai": """
         OpenAIGPTDoubleHeadsModel OpenAIGPTForSequenceClassification OpenAIGPTLMHeadModel
@@ -94,6 +115,12 @@ _NAMES = {
         RobertaForQuestionAnswering RobertaForSequenceClassification
         RobertaForTokenClassification RobertaModel
     """,
+    "roberta_prelayernorm": """
+        RobertaPreLayerNormForCausalLM RobertaPreLayerNormForMaskedLM
+        RobertaPreLayerNormForMultipleChoice RobertaPreLayerNormForQuestionAnswering
+        RobertaPreLayerNormForSequenceClassification RobertaPreLayerNormForTokenClassification
+        RobertaPreLayerNormModel
+    """,
     "t5": """
         T5EncoderModel T5ForConditionalGeneration T5ForQuestionAnswering
         T5ForSequenceClassification T5ForTokenClassification T5Model
@@ -102,6 +129,11 @@ _NAMES = {
         XLMRobertaForCausalLM XLMRobertaForMaskedLM XLMRobertaForMultipleChoice
         XLMRobertaForQuestionAnswering XLMRobertaForSequenceClassification
         XLMRobertaForTokenClassification XLMRobertaModel
+    """,
+    "xlm_roberta_xl": """
+        XLMRobertaXLForCausalLM XLMRobertaXLForMaskedLM XLMRobertaXLForMultipleChoice
+        XLMRobertaXLForQuestionAnswering XLMRobertaXLForSequenceClassification
+        XLMRobertaXLForTokenClassification XLMRobertaXLModel
     """,
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}

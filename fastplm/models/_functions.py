@@ -27,7 +27,7 @@ from fastplm.ops.dropout_add_layer_norm import Saved as SavedNorm
 from fastplm.ops.linear import product
 from fastplm.reference.dropout import dropout_scale, dropout_threshold
 
-RELU = "relu"
+RELU, SILU = "relu", "silu"
 is_none = partial(operator.is_, None)
 _dtype_of = operator.attrgetter("dtype")
 
@@ -156,15 +156,16 @@ class _Join(torch.autograd.Function):
         norm_bias: Tensor | None,
         drawn: Drawn,
         eps: float,
+        is_rms: bool,
         backend: str,
         turned: bool,
     ) -> tuple[Tensor, Tensor]:
         """x [N, K], residual [N, E], and the weight that the product reads; -> (norm [N, E], sum).
 
-        Without ``norm_bias`` the norm is T5's.
+        ``is_rms``: the norm is T5's, not a layer norm.
         """
         added = _multiply(x, read.t()), residual, norm_weight, norm_bias, bias
-        how = drawn.seed, *drawn.numbers, drawn.p, eps, norm_bias is None
+        how = drawn.seed, *drawn.numbers, drawn.p, eps, is_rms
         out, sum = NORM.forward_only(Norm(*added, *how), backend)
         ctx.save_for_backward(x, read, sum, norm_weight, norm_bias, bias)
         ctx.how, ctx.backend, ctx.dtype, ctx.turned = how, backend, weight.dtype, turned
@@ -175,7 +176,7 @@ class _Join(torch.autograd.Function):
     @once_differentiable(NORM.name)
     def backward(ctx: Any, saved: Any, grad: Tensor | None, grad_sum: Tensor | None) -> Any:
         x, read, sum, *norm = saved
-        of_input, _, _, of_weight, of_bias, *of_norm, _, _, _, _ = ctx.needs_input_grad
+        of_input, _, _, of_weight, of_bias, *of_norm, _, _, _, _, _ = ctx.needs_input_grad
         grad = torch.zeros_like(sum) if grad is None else grad.contiguous()
         grad_sum = None if grad_sum is None else grad_sum.contiguous()
         drops = ctx.how[3] > 0.0
@@ -194,7 +195,7 @@ class _Join(torch.autograd.Function):
             bias if of_bias else None,
             norm_weight if of_norm[0] else None,
             norm_bias if of_norm[1] else None,
-            *[None] * 4,
+            *[None] * 5,
         )
 
 
@@ -211,15 +212,23 @@ class _Expand(torch.autograd.Function):
         backend: str,
         bias: Tensor | None,
         turned: bool,
+        gated: bool,
         count: int,
         *given: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """x [N, E]; ``count`` weights [F, E] that products read, and those of which they are
-        copies; -> (what the second product reads [N, F], ``x`` as the residual)."""
+        copies; -> (what the second product reads [N, F], ``x`` as the residual).
+
+        ``gated``: one weight [2 F, E] gives what is activated and, beside it, its factor.
+        """
         read, parameters = given[:count], given[count:]
         first, *factor = [_multiply(x, one.t()) for one in read]
+        if gated:
+            first, *factor = [half.contiguous() for half in first.chunk(2, 1)]
         if activation == RELU:
             active = first.relu_()
+        elif activation == SILU:
+            active = torch.nn.functional.silu(first)
         else:
             active = BIAS_GELU.forward_only(BiasGelu(first, bias, activation), backend)
         out, choice = active * factor[0] if factor else active, None
@@ -228,7 +237,7 @@ class _Expand(torch.autograd.Function):
         # The output of a ReLU says where its input is positive.
         between = (out,) if activation == RELU and not factor else (first, bias, choice)
         ctx.save_for_backward(x, *read, *between, *factor, *([active] if factor else []))
-        ctx.others, ctx.turned = (activation, drawn, backend), turned
+        ctx.others, ctx.turned, ctx.gated = (activation, drawn, backend), turned, gated
         ctx.dtypes = [*map(_dtype_of, parameters)]
         ctx.set_materialize_grads(False)
         return out, x.view_as(x)
@@ -241,7 +250,7 @@ class _Expand(torch.autograd.Function):
         read, between = saved[:count], saved[count:]
         found: list[Any] = [None] * count
         if grad is None:
-            return of_x, *[None] * (6 + 2 * count)
+            return of_x, *[None] * (7 + 2 * count)
         if len(between) == 1:
             # The backward of ReLU and dropout in one call: of an ELU whose lower part is 0, scaled.
             grads = [torch.ops.aten.elu_backward(grad, 0, _scale(drawn, grad), 0, True, *between)]
@@ -251,16 +260,19 @@ class _Expand(torch.autograd.Function):
             grads = [grad * one for one in gated] or [grad]
             if activation == RELU:
                 grads[0] = torch.ops.aten.threshold_backward(grads[0], first, 0)
+            elif activation == SILU:
+                grads[0] = torch.ops.aten.silu_backward(grads[0], first)
             else:
                 saved_gelu = SavedGelu(first, bias, activation, needs[4])
                 grads[0], of_bias = BIAS_GELU.backward_only(grads[0], saved_gelu, backend)
+        grads = [torch.cat(grads, 1)] if ctx.gated else grads
         for at, (one, weight) in enumerate(zip(grads, read, strict=True)):
-            if needs[7 + count + at]:
+            if needs[8 + count + at]:
                 found[at] = _of_weight(one, x, ctx.dtypes[at], ctx.turned)
             if needs[0]:
                 of_x = _add_product(of_x, one, weight)
         of_bias = of_bias if needs[4] else None
-        return of_x, None, None, None, of_bias, None, None, *[None] * count, *found
+        return of_x, None, None, None, of_bias, None, None, None, *[None] * count, *found
 
 
 def _drop(x: Tensor, drawn: Drawn) -> tuple[Tensor, Tensor]:

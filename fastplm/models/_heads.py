@@ -564,6 +564,14 @@ class SequenceClassification(ScaledLoss):
         set_output_rows(self, inputs, "first")
 
 
+class PooledClassification(SequenceClassification):
+    """Mixin of ``…ForSequenceClassification`` whose configuration says what its head reads."""
+
+    def _select_rows(self, inputs: dict[str, Any], labels: Tensor | None) -> None:
+        first = self.config.classifier_pooling in ("cls", "bos")
+        set_output_rows(self, inputs, "first" if first else None)
+
+
 class MultipleChoice(SequenceClassification):
     """Mixin of ``…ForMultipleChoice``: sequence classification on inputs [B, choices, T]."""
 

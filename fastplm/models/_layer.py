@@ -9,7 +9,8 @@
              -> norm(r + dropout(W h + b))              ``join``
 
 If norms come after the residual (BERT, BART), the residual r is x, then y. If they come before
-(T5, GPT-2), r is the sum z of the block before, and the norm in ``join`` is that of the next block.
+(T5, GPT-2, ModernBERT), r is the sum z of the block before, and the norm in ``join`` is that of the
+next block.
 
 Autograd adds no gradients of residuals: each function hands that of its residual to the previous,
 which adds to it by the product or the norm that computes its own. Under autocast to bf16, products,
@@ -41,7 +42,7 @@ from fastplm._registry import Op
 from fastplm.hf import NAME, ROWS
 from fastplm.models import _functions
 from fastplm.models._base import CACHE, Conv1D, GELUTanh, NewGELUActivation, wants_output
-from fastplm.models._functions import NO_DROPOUT, RELU, Drawn
+from fastplm.models._functions import NO_DROPOUT, RELU, SILU, Drawn
 from fastplm.models._ragged import LastRows, Rows
 from fastplm.nn import Dropout, Linear
 from fastplm.nn._rows import are_plain, kind_of
@@ -55,9 +56,12 @@ from fastplm.ops.dropout_add_layer_norm import Call as Norm
 
 _has_global_hook = torch.nn.modules.module._has_any_global_hook
 PARAMETER = (nn.Parameter, FakeTensor)
+#: The argument with which Transformers passes (cos, sin) of rotary positions, [1 or B, T, D], on.
+ANGLES = "position_embeddings"
 #: Their weights are turned: [K, M] instead of [M, K].
 _CONV1D = (Conv1D, transformers.pytorch_utils.Conv1D)
 _TANH = (NewGELUActivation, transformers.activations.NewGELUActivation, GELUTanh)
+_SILU = (nn.SiLU, transformers.activations.SiLUActivation)
 _LINEAR, _DROPOUT = (Linear, nn.Linear), (Dropout, nn.Dropout)
 
 
@@ -83,7 +87,7 @@ class Join(NamedTuple):
         return (
             _are_alike((dense,))
             and are_plain((norm,), rms or nn.LayerNorm)
-            and read_their_parameters((norm,), biased=rms is None)
+            and read_their_parameters((norm,), norm._parameters.get("bias") is not None)
             and norm._parameters["weight"].shape
             == (dense._parameters["weight"].shape[isinstance(dense, _CONV1D)],)
             and (isinstance(dropout, float) or are_plain((dropout,), *_DROPOUT))
@@ -105,6 +109,7 @@ class Attention(NamedTuple):
     dropout: Any  # of its probabilities: a module, or a probability
     projections: tuple[Any, ...]  # of query, key and value; two or all may be one product
     join: Join
+    scaling: float | None = None  # None = that of the module
 
 
 class FeedForward(NamedTuple):
@@ -115,16 +120,20 @@ class FeedForward(NamedTuple):
     outer: Join
     factor: Any = None  # the product by which a gated layer multiplies the activation
     dropout: Any = 0.0  # between the products
+    gated: bool = False  # whether that product is the second half of the inner one
 
     def by_modules(self, x: Tensor, training: bool) -> Tensor:
         """What the outer product reads."""
-        active, drop = self.inner(x), self.dropout
+        active, drop, factor = self.inner(x), self.dropout, None
+        if self.gated:
+            active, factor = active.chunk(2, -1)
         if activation_of(self.activation) == "tanh":  # all models share the module, a slow one
             active = gelu(active, "tanh")
         else:
             active = self.activation(active)
         if self.factor is not None:
-            active = active * self.factor(x)
+            factor = self.factor(x)
+        active = active if factor is None else active * factor
         return dropout(active, drop, training) if isinstance(drop, float) else drop(active)
 
 
@@ -216,7 +225,7 @@ def nothing_hides_modules(*modules: Any) -> bool:
 #: Classes whose modules these functions stand for, and their methods ``forward`` as they were made.
 _STANDS_FOR: dict[Any, Any] = {
     kind: kind.forward
-    for kind in (*_LINEAR, *_CONV1D, *_DROPOUT, nn.LayerNorm, GELUActivation, *_TANH)
+    for kind in (*_LINEAR, *_CONV1D, *_DROPOUT, nn.LayerNorm, GELUActivation, *_SILU, *_TANH)
 }
 
 
@@ -252,16 +261,19 @@ def _expands(block: FeedForward, training: bool) -> str | None:
             return None
     elif training and drop:
         return None
-    adds_bias = activation != RELU and block.factor is None  # no kernel of the others adds one
+    # The kernels of the others add no bias.
+    adds_bias = activation not in (RELU, SILU) and block.factor is None and not block.gated
     return activation if adds_bias or block.inner._parameters.get("bias") is None else None
 
 
 def activation_of(activation: Any) -> str | None:
-    """A GELU, as ``ops.gelu`` calls it, or ``RELU``; None for another activation."""
-    if not are_plain((activation,), GELUActivation, nn.ReLU, *_TANH):
+    """A GELU, as ``ops.gelu`` calls it, ``RELU`` or ``SILU``; None for another activation."""
+    if not are_plain((activation,), GELUActivation, nn.ReLU, *_SILU, *_TANH):
         return None
     if isinstance(activation, GELUActivation):
         return "none" if activation.act is torch.nn.functional.gelu else None
+    if isinstance(activation, _SILU):
+        return SILU
     return RELU if isinstance(activation, nn.ReLU) else "tanh"
 
 
@@ -442,11 +454,7 @@ def run_layer(
     def run(hidden: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> Tensor:
         if dtype is not None and hidden.dtype is not dtype:
             hidden = hidden.to(dtype)
-        states = None
-        if last is not None:
-            hidden, states, mask = last.attention_inputs(hidden)
-            kwargs = {ROWS: replace(kwargs[ROWS], is_cut=True)}
-        hidden, *_ = attend(made, 0, hidden, None, states, mask, first, numbers, kwargs)
+        hidden, *_ = attend(made, 0, hidden, None, None, mask, first, numbers, kwargs, last)
         if cross_attention_args[0] is not None:
             hidden, *_ = attend(
                 made, 1, hidden, None, *cross_attention_args, second, numbers, kwargs
@@ -466,6 +474,7 @@ def attend(
     seed: Tensor | None,
     numbers: Any,
     kwargs: dict[str, Any],
+    last: LastRows | None = None,
 ) -> tuple[Tensor, Any, Any]:
     """A block of attention: hidden [..., E] -> (the norm of a sum [..., E], the sum, the states).
 
@@ -473,10 +482,24 @@ def attend(
         residual: [..., E] if norms come first; None = ``hidden``, and no sum is returned.
         states: what key and value are of, [..., E]; None = ``hidden``. The next layer gets those
             that are returned, so that gradients are added by products.
-        mask, kwargs: what the attention interface gets.
+        mask, kwargs: what the attention interface gets, and as ``position_embeddings`` (cos, sin)
+            of rotary positions.
         seed, numbers: of the dropout of hidden states.
+        last: the queries to compute, if not all: -> [1, P, E].
     """
     block, form, copies = made.layer.attentions[index], made.form, made.copies
+    turn, joined = kwargs.get(ANGLES), len(block.projections) == 1
+    if turn is not None:
+        kwargs = {name: one for name, one in kwargs.items() if name != ANGLES}
+    if last is not None:
+        kwargs = {ROWS: replace(kwargs[ROWS], is_cut=True)}
+        residual = None if residual is None else last.rows(residual)
+        if turn is not None:
+            turn = [one.expand(*hidden.shape[:-1], -1).flatten(0, 1)[None] for one in turn]
+        if joined:
+            hidden, mask = hidden.flatten(0, -2)[None], last.attention_mask()
+        else:
+            hidden, states, mask = last.attention_inputs(hidden)
     shape, width = hidden.shape[:-1], hidden.shape[-1]
     keys = shape if states is None else states.shape[:-1]
     given = hidden.reshape(-1, width)
@@ -494,6 +517,11 @@ def attend(
         one.view(*where, one.shape[-1] // block.head_size, block.head_size).transpose(1, 2)
         for one, where in zip(heads, (shape, keys, keys), strict=True)
     ]
+    if last is not None and joined:
+        hidden, given = last.rows(hidden), last.rows(given).squeeze(0)
+        query = last.rows(query.transpose(1, 2), 2).transpose(1, 2)
+    if turn is not None:
+        query, key = rotated(query, key, *turn, last)
     module = block.module
     drop: Any = block.dropout
     training = module.training
@@ -501,17 +529,38 @@ def attend(
         drop, training = drop.p, drop.training
     dropout = drop if training else 0.0
     context, _ = ALL_ATTENTION_FUNCTIONS[NAME](
-        module, query, key, value, mask, dropout=dropout, scaling=module.scaling, **kwargs
+        *(module, query, key, value, mask),
+        dropout=dropout,
+        scaling=module.scaling if block.scaling is None else block.scaling,
+        **kwargs,
     )
     context = context.flatten(-2)
     training = made.layer.training
     if not made.joins[index]:
         before = hidden if residual is None else residual
-        return *block.join.by_modules(context, before, training), states
+        out, sum = block.join.by_modules(context, before, training)
+        return out, None if residual is None else sum, states
     drawn = _drawn(block.join.dropout, training, seed, numbers, context)
     before = given if residual is None else residual.reshape(given.shape)
     out, sum = join(context.flatten(0, -2), before, block.join, drawn, copies, form)
     return out.view(hidden.shape), None if residual is None else sum.view(hidden.shape), states
+
+
+def rotated(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, last: LastRows | None
+) -> tuple[Tensor, Tensor]:
+    """Query and key [B, H, T, D] turned by their positions, of ``cos`` and ``sin`` [1 or B, T, D].
+
+    ``last``: which of the rows the queries are.
+    """
+
+    def of(x: Tensor, *angles: Tensor) -> Tensor:
+        cos, sin = (one.unsqueeze(1).to(x.dtype) for one in angles)
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat((-second, first), -1) * sin
+
+    angles = (cos, sin) if last is None else (last.rows(cos), last.rows(sin))
+    return of(query, *angles), of(key, cos, sin)
 
 
 def _projected(modules: tuple[Any, ...], hidden: Tensor, states: Tensor) -> list[Tensor]:
@@ -534,7 +583,8 @@ def feed(
     block, training, copies = made.layer.feed_forward, made.layer.training, made.copies
     if made.activation is None:
         before = hidden if residual is None else residual
-        return block.outer.by_modules(block.by_modules(hidden, training), before, training)
+        out, sum = block.outer.by_modules(block.by_modules(hidden, training), before, training)
+        return out, None if residual is None else sum
     drop, within = block.dropout, NO_DROPOUT
     if not isinstance(drop, float) and drop.training:
         within = Drawn(drop.p, None, numbers or _NO_ROW_NUMBERS)
@@ -545,16 +595,15 @@ def feed(
     return out.view(hidden.shape), None if residual is None else sum.view(hidden.shape)
 
 
-# --- a stack whose norms come first ---------------------------------------------------------------
+# --- a stack ------------------------------------------------------------------------------------
 
-_OUTPUTS = ("output_hidden_states", "output_attentions")
-_ASIDE = {*_OUTPUTS, "use_cache", "return_dict", CACHE}
+OUTPUTS = ("output_hidden_states", "output_attentions")
+_ASIDE = {*OUTPUTS, "use_cache", "return_dict", CACHE}
 
 
 class Blocks:
-    """Mixin between the two forwards of a stack whose norms come first: its blocks run as this file
-    says, if all modules around those of a ``Layer`` are what they were made as; else the parent's
-    forward."""
+    """Mixin between the two forwards of a stack: its blocks run as this file says, if all modules
+    around those of a ``Layer`` are what they were made as; else the parent's forward."""
 
     #: The class of the blocks. Their ``_parts_up_to`` gets the norm that follows them, and whether
     #: they attend to an encoder; it returns None if what is around the modules is of another class.
@@ -570,17 +619,26 @@ class Blocks:
         out = None if made is None else self._run(made, **given)
         if out is None:
             return super().forward(**inputs)  # type: ignore[misc]
-        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=out.to(self.dtype))
+        return self._returned(out.to(self.dtype))
+
+    def _returned(self, hidden: Tensor) -> Any:
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden)
 
     def _ready(self: Any, inputs: dict[str, Any]) -> list[Ready] | None:
         ids: Any = inputs.get("input_ids")
         given, uses = inputs.get("inputs_embeds"), inputs.get("use_cache")
         uses = self.config.use_cache if uses is None else uses
-        asked = any(wants_output(self, name, inputs) for name in _OUTPUTS)
+        asked = any(wants_output(self, name, inputs) for name in OUTPUTS)
         if asked or uses or (ids is None) == (given is None) or torch.compiler.is_compiling():
             return None
-        crossed, norm = inputs.get("encoder_hidden_states") is not None, self._norm()
-        layers: list[Layer] = []
+        layers = self._described(inputs.get("encoder_hidden_states") is not None)
+        if layers is None:
+            return None
+        return all_ready(layers, ids.new_empty(0, dtype=self.dtype) if given is None else given)
+
+    def _described(self: Any, crossed: bool) -> list[Layer] | None:
+        """The layers; None if what is around their modules is not as it was made, or has hooks."""
+        norm, layers = self._norm(), []
         for block in reversed([*self._layers()]):
             known = kind_of(block) is self._block
             layer = block._parts_up_to(norm, crossed) if known else None
@@ -590,9 +648,7 @@ class Blocks:
                 return None
             layers.insert(0, layer)
             norm = layer.norm
-        if not layers:
-            return None
-        return all_ready(layers, ids.new_empty(0, dtype=self.dtype) if given is None else given)
+        return layers or None
 
 
 def run_blocks(
@@ -605,8 +661,9 @@ def run_blocks(
     of_states: Any = None,
     table: Tensor | None = None,
     biased: Callable[[Tensor], dict[str, Any]] | None = None,
+    of_layers: Sequence[dict[str, Any]] | None = None,
 ) -> Tensor:
-    """Layers whose norms come first: hidden [..., E] -> the norm of the last sum.
+    """The layers of a stack: hidden [..., E] -> the norm of the last sum.
 
     Args:
         blocks: the modules of the layers, which may be checkpointed.
@@ -614,33 +671,46 @@ def run_blocks(
         cross_attention_args: the states of an encoder, and their mask, for the second attention.
         of_states: what else that attention gets.
         table: a tensor that all layers share, of which ``biased`` makes what else the first gets.
+        of_layers: what else that of each layer gets.
     """
     if made[0].form.no_grad and torch.is_grad_enabled():
         with torch.no_grad():
-            given = kwargs, cross_attention_args, of_states, table, biased
+            given = kwargs, cross_attention_args, of_states, table, biased, of_layers
             return run_blocks(made, blocks, hidden, mask, *given)
     rows: Rows | None = kwargs.get(ROWS)
-    numbers = None if rows is None else rows.numbers
-    dtype = made[0].form.dtype
-    hidden = hidden if dtype is None else hidden.to(dtype)
-    normed, (states, mask_of_states) = made[0].layer.norm(hidden), cross_attention_args
-    normed = normed if dtype is None else normed.to(dtype)
+    dtype, norm = made[0].form.dtype, made[0].layer.norm
+    normed = hidden = hidden if dtype is None else hidden.to(dtype)
+    states, mask_of_states = cross_attention_args
+    if norm is None:  # norms come last: the residual is what a block reads
+        hidden = None  # type: ignore[assignment]
+    else:
+        normed = norm(hidden)
+        normed = normed if dtype is None else normed.to(dtype)
 
-    def run(one: Ready, normed: Any, hidden: Any, states: Any, table: Any) -> tuple[Any, ...]:
+    def run(
+        at: int, last: Any, numbers: Any, normed: Any, hidden: Any, states: Any, table: Any
+    ) -> tuple[Any, ...]:
+        one, given, seeds = made[at], kwargs, None
         module = one.layer.attentions[0].module
-        first, second, end = (None if rows is None else rows.seeds_of(module)) or _NO_SEEDS
-        given = kwargs if biased is None else kwargs | biased(table)
-        normed, hidden, _ = attend(one, 0, normed, hidden, None, mask, first, numbers, given)
+        if rows is not None:
+            own = rows.for_layer(at) if getattr(module, "layer_idx", None) is None else rows
+            given, seeds = given | {ROWS: own}, own.seeds_of(module)
+        first, second, end = seeds or _NO_SEEDS
+        given = given if biased is None else given | biased(table)
+        given = given if of_layers is None else given | of_layers[at]
+        normed, hidden, _ = attend(one, 0, normed, hidden, None, mask, first, numbers, given, last)
         if states is not None:
             others = mask_of_states, second, numbers, of_states
             normed, hidden, states = attend(one, 1, normed, hidden, states, *others)
         return *feed(one, normed, hidden, end, numbers), states
 
-    for one, block in zip(made, blocks, strict=True):
+    for at, block in enumerate(blocks):
+        last = None if rows is None or at + 1 < len(made) else rows.last
+        numbers = None if rows is None else rows.numbers_of(last)
         call = partial(on_rows, numbers, run)
         if block.training and block.gradient_checkpointing:
             call = partial(block._gradient_checkpointing_func, call)
-        normed, hidden, states = call(one, normed, hidden, states, table)
+        normed, hidden, states = call(at, last, numbers, normed, hidden, states, table)
     return normed
 
 
@@ -688,7 +758,8 @@ def join(
     read = copies.get(id(weight), weight)
     return _functions.join(
         *(x, residual, read.t() if turned else read, weight, dense["bias"]),
-        *(norm["weight"], norm.get("bias"), drawn, eps, form.backend, turned),
+        *(norm["weight"], norm.get("bias"), drawn, eps, end.rms is not None),
+        *(form.backend, turned),
     )
 
 
@@ -704,5 +775,5 @@ def expand(
         weights.append(weight)
     return _functions.expand(
         *(x, activation, drawn, form.backend, block.inner._parameters["bias"]),
-        *(turned, len(weights), *read, *weights),
+        *(turned, block.gated, len(weights), *read, *weights),
     )

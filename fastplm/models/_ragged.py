@@ -363,9 +363,17 @@ class LastRows(_Movable):
     def attention_inputs(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """(what queries [1, P, E], keys and values [1, N, E] are of, the mask) of an attention, of
         the layer's input [..., E]. It is called like cross-attention."""
-        states = hidden_states.flatten(0, -2)
-        mask = None if self.key_mask is None else made_for_one_forward(self.key_mask[None])
-        return ops.gather_rows(states, self.source)[None], states[None], mask
+        states = hidden_states.flatten(0, -2)[None]
+        return self.rows(hidden_states), states, self.attention_mask()
+
+    def attention_mask(self) -> Tensor | None:
+        return None if self.key_mask is None else made_for_one_forward(self.key_mask[None])
+
+    def rows(self, hidden_states: Tensor, dims: int = 1) -> Tensor:
+        """These rows of what all rows have, [..., E] -> [1, P, E]; a row may have more ``dims``."""
+        states = hidden_states.flatten(0, -1 - dims)
+        rows = ops.gather_rows(states.flatten(1), self.source)
+        return rows.view(1, -1, *states.shape[1:])
 
 
 def numbers_of_rows(

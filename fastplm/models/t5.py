@@ -54,18 +54,21 @@ from fastplm.nn._rows import kind_of
 from fastplm.ops.rms_norm import OP as RMS_NORM
 
 
-@drop_in
-class T5LayerNorm(modeling_t5.T5LayerNorm):
-    """One op instead of the parent's six, on a CPU, and on CUDA if the dtypes are equal."""
+class RMSNorm:
+    """Mixin of T5's norm: one op instead of the parent's six, on a CPU, and on CUDA if the dtypes
+    are equal."""
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
         weight, eps = self.weight, self.variance_epsilon
         out = RMS_NORM.layer(hidden_states, weight, eps)
         if out is not None:
             return out
         if hidden_states.is_cuda and hidden_states.dtype is weight.dtype:
             return F.rms_norm(hidden_states, weight.shape, weight, eps)
-        return super().forward(hidden_states)
+        return super().forward(hidden_states)  # type: ignore[misc]
+
+
+T5LayerNorm = joined(RMSNorm, modeling_t5.T5LayerNorm)
 
 
 def _is_under_autocast(x: Tensor) -> bool:

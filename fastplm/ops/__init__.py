@@ -22,6 +22,7 @@ from fastplm.ops.mask_tokens import mask_tokens
 from fastplm.ops.maxsim import maxsim
 from fastplm.ops.replaced_token_loss import replaced_token_loss
 from fastplm.ops.rms_norm import rms_norm
+from fastplm.ops.rotary import rotary
 from fastplm.reference.attention import T5RelativeBias
 from fastplm.reference.bart_noise import NoisedText
 from fastplm.reference.corrupt_spans import CorruptedSpans
@@ -64,6 +65,7 @@ __all__ = [
     "quantize_int8",
     "replaced_token_loss",
     "rms_norm",
+    "rotary",
     "span_corruption_fit",
     "span_corruption_lengths",
 ]

@@ -36,7 +36,7 @@ WIDTHS = {
             for op, width in itertools.product(
                 (
                     *("attention", "bias_gelu", "dropout", "dropout_add_layer_norm", "gelu"),
-                    *("linear", "linear_int8", "replaced_token_loss", "rms_norm"),
+                    *("linear", "linear_int8", "replaced_token_loss", "rms_norm", "rotary"),
                 ),
                 ("default", "avx2", "avx512"),
             )

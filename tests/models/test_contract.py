@@ -188,10 +188,12 @@ def test_a_mask_of_ones_or_of_booleans_equals_the_parent(hold_drop_in, padding):
     hold_drop_in(models.BertForMaskedLM, config_of("BertForMaskedLM"), padding)
 
 
+#: ESM's parent multiplies embeddings by the mask.
+TAKE_FULL_MASKS = [name for name in LANGUAGE_MODELS.values() if name != "EsmForMaskedLM"]
+
+
 @pytest.mark.parametrize("form", ["one for all heads", "of each head", "without heads"])
-@pytest.mark.parametrize(
-    "name", [name for family, name in LANGUAGE_MODELS.items() if family != "openai"]
-)
+@pytest.mark.parametrize("name", [n for n in TAKE_FULL_MASKS if n[:6] != "OpenAI"])
 def test_a_mask_of_every_token_for_every_token_equals_the_parents(hold, name, form):
     """With such a mask padding cannot be left out. Google's BERT has masks [B, F, T], without H."""
     inputs = inputs_of(name, config_of(name), None)
@@ -678,7 +680,7 @@ def _loss_at(parent, inputs, positions):
     return torch.nn.functional.cross_entropy(rows, targets, reduction="none")
 
 
-@pytest.mark.parametrize("name", LANGUAGE_MODELS.values())
+@pytest.mark.parametrize("name", TAKE_FULL_MASKS)
 def test_full_masks_are_read_by_what_they_mean_or_refused(name):
     model, _ = pair(name)
     ids = torch.randint(4, 37, (2, LENGTH))
@@ -709,6 +711,8 @@ def test_full_masks_are_read_by_what_they_mean_or_refused(name):
 @every_class
 def test_one_mask_may_be_that_of_all_sequences(name, padding):
     """With labels in training, with labels in evaluation, and without them."""
+    if name == "XLMRobertaXLForTokenClassification":
+        pytest.skip("the parent's loss takes no such mask")
     config = config_of(name)
     model = getattr(models, name)(config)
     mask = PADDINGS[padding][1:2]
@@ -756,7 +760,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", FLOATS[1:], ids=str)
-@pytest.mark.parametrize("name", [*LANGUAGE_MODELS.values(), *DECODERS, "BartForCausalLM"])
+@pytest.mark.parametrize("name", [*TAKE_FULL_MASKS, *DECODERS, "BartForCausalLM"])
 def test_an_additive_mask_of_another_dtype_is_converted(name, dtype):
     """Also numbers below the lowest of the model's dtype, where a query sees no key."""
     model = pair(name)[0].to(dtype)

@@ -33,6 +33,7 @@ from fastplm.reference.linear_distillation import (  # noqa: E402
 )
 from fastplm.reference.maxsim import maxsim_ref  # noqa: E402
 from fastplm.reference.replaced_token_loss import replaced_token_loss_ref  # noqa: E402
+from fastplm.reference.rotary import rotary_ref  # noqa: E402
 from fastplm.testing import BudgetExceeded, ProductsInTF32, assert_within_budget  # noqa: E402
 from ptx.emulate import emulated  # noqa: E402
 from ptx.machine import Schedule  # noqa: E402
@@ -216,6 +217,16 @@ def bias_gelu(arch, dtype, width, approximate="none", rows=70, seeds=(0, 1)) -> 
     function = functools.partial(ops.bias_gelu, approximate=approximate)
     reference = functools.partial(bias_gelu_ref, approximate=approximate)
     return hold(arch, function, reference, inputs, ["input", "bias"], seeds)
+
+
+def rotary(arch, dtype, dim, heads=(5, 2), length=70, seeds=(0, 1)) -> list[str]:
+    """Both results are read; the second half of the angles repeats the first."""
+    angles = torch.randn(1, length, dim // 2).repeat(1, 1, 2)
+    names = dict(zip(("query", "key"), heads, strict=True))
+    inputs = {name: drawn(dtype, 2, one, length, dim) for name, one in names.items()}
+    inputs |= dict(cos=angles.cos(), sin=angles.sin())
+    functions = [lambda f=f, **given: torch.cat(f(**given), 1) for f in (ops.rotary, rotary_ref)]
+    return hold(arch, *functions, inputs, [*names], seeds)
 
 
 def dropout_add_layer_norm(

@@ -67,6 +67,11 @@ def test_an_op_of_rows(emulate, op, arch, dtype):
 
 
 @pytest.mark.parametrize(("arch", "dtype"), every((80, "float32"), (90, "bfloat16")))
+def test_rotary(emulate, arch, dtype):
+    emulate("rotary", arch=arch, dtype=dtype, dim=40)
+
+
+@pytest.mark.parametrize(("arch", "dtype"), every((80, "float32"), (90, "bfloat16")))
 @pytest.mark.parametrize("approximate", ("none", "tanh"))
 def test_bias_gelu(emulate, arch, dtype, approximate):
     emulate("bias_gelu", arch=arch, dtype=dtype, width=72, approximate=approximate)

@@ -1,0 +1,84 @@
+"""ModernBERT: drop-in for the classes of the same names in Transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.models.modernbert import modeling_modernbert as theirs
+
+from fastplm.models import _described, _heads
+from fastplm.models._layer import ANGLES
+
+ModernBertEncoderLayer = _described.layer(
+    *(theirs, "ModernBert", "EncoderLayer", "Attention MLP"),
+    _described.Names(
+        attention="attn",
+        projections=("attn.Wqkv",),
+        context="attn.Wo",
+        context_dropout="attn.out_drop",
+        norms=("attn_norm", "mlp_norm"),
+        inner="mlp.Wi",
+        activation="mlp.act",
+        outer="mlp.Wo",
+        dropout="mlp.drop",
+        gated=True,
+        probability="attention_dropout",
+    ),
+)
+
+
+class ModernBertModel(_described.Encoder, transformers.ModernBertModel):
+    """``transformers.ModernBertModel`` with fused attention, computing only tokens.
+
+    Source: Warner et al. 2024 (arXiv 2412.13663).
+    """
+
+    _block, _last_norm, _output = ModernBertEncoderLayer, "final_norm", BaseModelOutput
+    _rotary, contiguous = "rotary_emb", True  # a window counts the rows in holes of the mask
+
+    def _embedded(
+        self, input_ids: Tensor | None, inputs_embeds: Tensor | None, **others: Any
+    ) -> Tensor:
+        return self.embeddings(input_ids, inputs_embeds)
+
+    def _of_layers(self: Any, hidden: Tensor, position_ids: Tensor) -> list[dict[str, Any]]:
+        kinds = [layer.attention_type for layer in self.layers]
+        angles = {kind: self.rotary_emb(hidden, position_ids, kind) for kind in {*kinds}}
+        windows = [layer.attn.sliding_window for layer in self.layers]
+        return [
+            {ANGLES: angles[kind], "sliding_window": window}
+            for kind, window in zip(kinds, windows, strict=True)
+        ]
+
+    def _last_layer(self: Any) -> int | None:
+        """None if the last layer has a window: it counts the queries before a row."""
+        window = len(self.layers) and getattr(self.layers[-1].attn, "sliding_window", None)
+        return super()._last_layer() if window is None else None
+
+
+class ModernBertForMaskedLM(_heads.MaskedLM, transformers.ModernBertForMaskedLM):
+    def _head(self) -> _heads.Head:
+        return self.head, self.decoder
+
+
+class ModernBertForSequenceClassification(
+    _heads.PooledClassification, transformers.ModernBertForSequenceClassification
+): ...
+
+
+class ModernBertForMultipleChoice(_heads.MultipleChoice, transformers.ModernBertForMultipleChoice):
+    def _select_rows(self, inputs: dict[str, Any], labels: Tensor | None) -> None:
+        _heads.set_output_rows(self, inputs, None)  # the first token may be after padding
+
+
+class ModernBertForTokenClassification(
+    _heads.TokenClassification, transformers.ModernBertForTokenClassification
+): ...
+
+
+class ModernBertForQuestionAnswering(
+    _heads.QuestionAnswering, transformers.ModernBertForQuestionAnswering
+): ...
