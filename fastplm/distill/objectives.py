@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 #: Encoders whose layers are BERT's, those whose outputs alone are read, and decoders.
 ENCODERS = ("bert", "roberta", "albert", "electra", "xlm-roberta")
-ALL_ENCODERS = (*ENCODERS, "distilbert", "modernbert", "deberta-v2")
+ALL_ENCODERS = (*ENCODERS, "roberta-prelayernorm", "distilbert", "modernbert", "deberta-v2")
 DECODERS = ("gpt2",)
 #: Losses by name, each with its weight.
 Parts = Mapping[str, tuple[float | None, Tensor]]
