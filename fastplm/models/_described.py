@@ -188,7 +188,9 @@ class Encoder(_encoder.EncoderModel, Blocks):
         return _at(self, self._last_norm) if self._last_norm else None
 
     def _layer_numbers(self) -> list[Any]:
-        return list(range(len(self._layers())))
+        attentions = (_at(one, one._names.attention) for one in self._layers())
+        numbers = [getattr(one, "layer_idx", None) for one in attentions]
+        return [at if number is None else number for at, number in enumerate(numbers)]
 
     def _layers_are_ours(self) -> bool:
         return all(
@@ -221,7 +223,7 @@ class Encoder(_encoder.EncoderModel, Blocks):
         if layers is None or given is None or None not in both:
             return None
         made = ready(layers, given.new_empty(0, dtype=self.dtype))
-        return None if None in made else made
+        return None if None in made else made  # type: ignore[return-value]
 
     def _run(
         self: Any,

@@ -43,10 +43,8 @@ NUMBERED_REASONS = (None, "packed")
 #: Devices where each draw of a seed is a launch: ``Rows.draw_seeds`` draws all at once there.
 ONE_DRAW = ("cuda",)
 #: How configurations call the dropout of attention, and that of hidden states in a layer.
-DROPOUTS = (
-    *("attention_probs_dropout_prob", "attn_pdrop", "attention_dropout", "dropout_rate"),
-    *("hidden_dropout_prob", "resid_pdrop", "dropout"),
-)
+OF_ATTENTION = ("attention_probs_dropout_prob", "attn_pdrop", "attention_dropout", "dropout_rate")
+DROPOUTS = (*OF_ATTENTION, "hidden_dropout_prob", "resid_pdrop", "dropout")
 #: The type of a model's argument ``unpad``; see ``unpadded``.
 Unpad: TypeAlias = "bool | int | Counted | RaggedBatch | None"
 

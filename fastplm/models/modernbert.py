@@ -39,10 +39,8 @@ class ModernBertModel(_described.Encoder, transformers.ModernBertModel):
     _block, _last_norm, _output = ModernBertEncoderLayer, "final_norm", BaseModelOutput
     _rotary, contiguous = "rotary_emb", True  # a window counts the rows in holes of the mask
 
-    def _embedded(
-        self, input_ids: Tensor | None, inputs_embeds: Tensor | None, **others: Any
-    ) -> Tensor:
-        return self.embeddings(input_ids, inputs_embeds)
+    def _embedded(self, **inputs: Any) -> Tensor:
+        return self.embeddings(inputs["input_ids"], inputs["inputs_embeds"])
 
     def _of_layers(self: Any, hidden: Tensor, position_ids: Tensor) -> list[dict[str, Any]]:
         kinds = [layer.attention_type for layer in self.layers]

@@ -511,9 +511,13 @@ _ESM = dict(
     emb_layer_norm_before=True,
 )
 _EURO = dict(num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2, mask_token_id=3)
+_EURO |= dict(tie_word_embeddings=True, attention_dropout=0.0)
 _MODERN = dict(
     layer_types=["full_attention", "full_attention"],
     local_attention=4,
+    attention_dropout=0.0,
+    embedding_dropout=0.0,
+    mlp_dropout=0.0,
     pad_token_id=0,
     bos_token_id=None,
     eos_token_id=None,
