@@ -34,6 +34,7 @@ PADDING_REASONS = {
     "noise": "NEFTune, whose noise depends on the length of the batch",
     "chunks": "chunk_size_feed_forward",
     "layers": "a layer or attention of your own, which may use several rows",
+    "inputs": "inputs that do not belong to single tokens",
     "traced": "a trace (torch.compile, an export) or a CUDA graph reads no masks; there, unpad=N "
     "or a collator with unpad=True sets a number of rows",
     "asked": "unpad=False, or a head that reads padding",
