@@ -338,7 +338,7 @@ def _unfused(
     """Run ``fastplm_attention_forward`` for a call that the fused op does not support."""
     dead = None
     if mask is not None and mask.is_floating_point():
-        mask = _in_dtype_of(query, mask)
+        mask = in_dtype_of(query, mask)
     if mask is None or mask.dim() != 4:
         mask, dead = _complete_mask(query, key, mask, causal, always=weights_too)
     weights = None
@@ -407,7 +407,7 @@ def _boolean(mask: Tensor | None) -> Tensor | None:
     return ~hidden if bool((hidden | (mask == 0)).all()) else None
 
 
-def _in_dtype_of(query: Tensor, mask: Tensor) -> Tensor:
+def in_dtype_of(query: Tensor, mask: Tensor) -> Tensor:
     """An additive mask in the dtype of the scores, whose lowest number stands for lower ones.
 
     They would be -inf, and a query without any key NaN.

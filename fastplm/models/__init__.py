@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fastplm.models.eurobert import *
     from fastplm.models.gpt2 import *
     from fastplm.models.modernbert import *
+    from fastplm.models.mpnet import *
     from fastplm.models.nomic_bert import *
     from fastplm.models.openai import *
     from fastplm.models.roberta import *
@@ -92,6 +93,10 @@ _NAMES = {
     "gpt2": """
         GPT2DoubleHeadsModel GPT2ForQuestionAnswering GPT2ForSequenceClassification
         GPT2ForTokenClassification GPT2LMHeadModel GPT2Model
+    """,
+    "mpnet": """
+        MPNetForMaskedLM MPNetForMultipleChoice MPNetForQuestionAnswering
+        MPNetForSequenceClassification MPNetForTokenClassification MPNetModel
     """,
     "modernbert": """
         ModernBertForMaskedLM ModernBertForMultipleChoice ModernBertForQuestionAnswering

@@ -341,7 +341,11 @@ class EncoderModel(FastplmModel):
         note(lambda: rows_computed(self, (batch, seqlen), mask, row_plan, padding_reason))
         if self.training and padding_reason in NUMBERED_REASONS:
             row_plan.number(given, sample_index, offsets, drops and know_their_rows(self._layers()))
-            row_plan.draw_seeds(self, given, self._layer_numbers)
+            layers, numbers = list(self._layers()), self._layer_numbers
+            if layers and not any(getattr(one, "_is_numbered", True) for one in layers):
+                row_plan.order = {id(one): at for at, one in enumerate(layers)}
+                numbers = lambda: [*row_plan.order.values()]  # noqa: E731
+            row_plan.draw_seeds(self, given, numbers)
         if row_plan.packed is not None:
             mask = row_plan.packed.key_mask_row()
             return row_plan, first, self._no_mask(given) if mask is None else mask
@@ -515,14 +519,18 @@ class EncoderLayer(SetsDropoutRows):
     """Mixin of a layer of BERT: it runs as ``_layer`` says, and the last may compute few rows."""
 
     #: The classes of the modules around those of a ``Layer``, as Transformers made them, and the
-    #: method that calls those of the feed-forward.
+    #: method that calls those of the feed-forward, if there is one.
     _around: tuple[type, ...] = ()
-    _feed_forward_method = "feed_forward_chunk"
+    _feed_forward_method: str | None = "feed_forward_chunk"
+    #: Whether its attention has a ``layer_idx``.
+    _is_numbered = True
 
     def forward(
         self: Any, hidden_states: Tensor, attention_mask: Any = None, *others: Any, **kwargs: Any
     ) -> Tensor:
         rows: Rows | None = kwargs.get("rows")
+        if rows is not None and rows.order:
+            rows = kwargs["rows"] = rows.for_layer(rows.order[id(self)])
         last = None if rows is None or rows.last is None else self._last(rows)
         if all(map(is_none, (*others, *map(kwargs.get, _OF_DECODERS)))):
             made = ready_layer(self, rows, hidden_states)
@@ -538,9 +546,8 @@ class EncoderLayer(SetsDropoutRows):
         return rows.last if rows.last.layer == self._index() else None
 
     def _index(self: Any) -> int:
-        """What tells the layer from others: its number, or one that is no layer's number."""
-        number = getattr(self._attends()[-1], "layer_idx", None)
-        return id(self) if number is None else number
+        """What tells the layer from others: its number, or else its ``id``."""
+        return self._attends()[-1].layer_idx if self._is_numbered else id(self)
 
     def _attends(self: Any) -> tuple[Any, ...]:
         """The modules down to that which attends, the first of ``_around``; None if one lacks."""
@@ -579,8 +586,8 @@ class EncoderLayer(SetsDropoutRows):
     ) -> bool:
         """Whether the layer and the modules around those that run are as they were made; ``feeds``
         has the method of the feed-forward, if the layer has it not."""
-        feeds = self if feeds is None else feeds
-        held, method = vars(feeds), getattr(type(feeds), self._feed_forward_method, None)
+        name, feeds = self._feed_forward_method, self if feeds is None else feeds
+        method = None if name is None else getattr(type(feeds), name, None)
         return (
             (
                 tuple(map(type, around)) == self._around
@@ -588,9 +595,11 @@ class EncoderLayer(SetsDropoutRows):
             )
             and (not no_hooks or are_plain(around, *self._around))
             and nothing_hides_modules(self, *around)
-            and not held["chunk_size_feed_forward"]
-            and self._feed_forward_method not in held
-            and getattr(method, "__module__", "").startswith("transformers.models.")
+            and (name is None or not vars(feeds)["chunk_size_feed_forward"])
+            and name not in vars(feeds)
+            and (
+                name is None or getattr(method, "__module__", "").startswith("transformers.models.")
+            )
         )
 
 

@@ -34,6 +34,7 @@ PADDING_REASONS = {
     "noise": "NEFTune, whose noise depends on the length of the batch",
     "chunks": "chunk_size_feed_forward",
     "layers": "a layer or attention of your own, which may use several rows",
+    "inputs": "inputs that do not belong to single tokens",
     "traced": "a trace (torch.compile, an export) or a CUDA graph reads no masks; there, unpad=N "
     "or a collator with unpad=True sets a number of rows",
     "asked": "unpad=False, or a head that reads padding",
@@ -236,6 +237,7 @@ class Rows(_Movable):
     layers: dict[int, Any] = field(default_factory=dict)  # see ``_layer.of_one_forward``
     seeds: Tensor | None = None  # int64 [layers, 5], of dropout; see ``draw_seeds``
     number_of_layer: int | None = None  # where the layers have no ``layer_idx``
+    order: dict[int, int] = field(default_factory=dict)  # their numbers, by the ``id`` of a layer
     is_cut: bool = False  # whether the queries of an attention are ``last``
 
     def number(

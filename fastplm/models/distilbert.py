@@ -10,17 +10,19 @@ from __future__ import annotations
 from typing import Any
 
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.distilbert import modeling_distilbert
 
 from fastplm.models import _encoder, _heads
 from fastplm.models._base import joined
 from fastplm.models._layer import Attention, FeedForward, Join, Layer, stand_for
+from fastplm.nn._rows import is_plain
 
 
 class _Layer(_encoder.EncoderLayer):
     _around = (modeling_distilbert.DistilBertSelfAttention, modeling_distilbert.FFN)
     _feed_forward_method = "ff_chunk"
+    _is_numbered = False
 
     def _attends(self: Any) -> tuple[Any, ...]:
         return (self._modules.get("attention"),)
@@ -50,6 +52,12 @@ class DistilBertModel(_encoder.EncoderModel, transformers.DistilBertModel):
 
 
 class DistilBertForMaskedLM(_heads.MaskedLM, transformers.DistilBertForMaskedLM):
+    def _compute(self, labels: Tensor | None, inputs: Any, *how: Any) -> Any:
+        if labels is None or is_plain(self.mlm_loss_fct, nn.CrossEntropyLoss):
+            return super()._compute(labels, inputs, *how)
+        outputs, _, logits = super()._compute(None, inputs, None, True, None)
+        return outputs, self.mlm_loss_fct(logits.flatten(0, 1), labels.flatten()), logits
+
     def _head(self) -> _heads.Head:
         return self._transform, self.vocab_projector
 

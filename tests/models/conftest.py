@@ -255,7 +255,7 @@ def inputs_of(name: str, config: Any, mask: Tensor | None) -> dict[str, Any]:
     if name == "ElectraForPreTraining":
         inputs["labels"] = (torch.rand(ROWS, LENGTH) < 0.3).long().masked_fill(~seen, -100)
     pairs = torch.tensor([0, 1, 1, 0]).masked_fill(~alive, -100)
-    if name == "BertForPreTraining":
+    if name in ("BertForPreTraining", "ErnieForPreTraining"):
         inputs["next_sentence_label"] = pairs
     if name == "AlbertForPreTraining":
         inputs["sentence_order_label"] = pairs
@@ -524,6 +524,19 @@ _MODERN = dict(
     cls_token_id=None,
     sep_token_id=None,
 )
+_DISTILBERT = dict(
+    vocab_size=37,
+    n_layers=2,
+    n_heads=2,
+    dim=16,
+    hidden_dim=24,
+    max_position_embeddings=20,
+    initializer_range=0.3,
+    dropout=0.0,
+    attention_dropout=0.0,
+    qa_dropout=0.0,
+    seq_classif_dropout=0.0,
+)
 _GPT = dict(
     vocab_size=37,
     n_embd=16,
@@ -570,30 +583,47 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "albert": ("AlbertConfig", _ENCODER | dict(embedding_size=8, classifier_dropout_prob=0.0)),
     "bart": ("BartConfig", _BART),
     "bert": ("BertConfig", _ENCODER),
+    "distilbert": ("DistilBertConfig", _DISTILBERT),
     "electra": ("ElectraConfig", _ENCODER | dict(embedding_size=8, summary_last_dropout=0.0)),
     "esm": ("EsmConfig", _ENCODER | _ESM),
     "eurobert": ("EuroBertConfig", _SIZES | _EURO),
     "gpt2": ("GPT2Config", _GPT | dict(n_inner=24, classifier_dropout=0.0)),
     "modernbert": ("ModernBertConfig", _SIZES | _MODERN),
     "nomic_bert": ("NomicBertConfig", _ENCODER),
+    "mpnet": ("MPNetConfig", _ENCODER),
     "openai": ("OpenAIGPTConfig", _GPT),
     "roberta": ("RobertaConfig", _ENCODER),
     "roberta_prelayernorm": ("RobertaPreLayerNormConfig", _ENCODER),
     "t5": ("T5Config", _T5),
+}
+#: Families that have another's layers and classes: ``test_clones`` tests them.
+CLONES: dict[str, tuple[str, dict[str, Any]]] = {
+    "camembert": ("CamembertConfig", _ENCODER),
+    "data2vec": ("Data2VecTextConfig", _ENCODER),
+    "ernie": ("ErnieConfig", _ENCODER | dict(use_task_id=True)),
+    "xlm_roberta": ("XLMRobertaConfig", _ENCODER),
     "xlm_roberta_xl": ("XLMRobertaXLConfig", _ENCODER),
 }
 #: The prefix of each family's class names.
 PREFIXES = {family: family.capitalize() for family in FAMILIES}
-PREFIXES |= {"gpt2": "GPT2", "openai": "OpenAIGPT"}
+PREFIXES |= {"gpt2": "GPT2", "openai": "OpenAIGPT", "distilbert": "DistilBert", "mpnet": "MPNet"}
 PREFIXES |= {"eurobert": "EuroBert", "modernbert": "ModernBert", "nomic_bert": "NomicBert"}
-PREFIXES |= {"roberta_prelayernorm": "RobertaPreLayerNorm", "xlm_roberta_xl": "XLMRobertaXL"}
+PREFIXES["roberta_prelayernorm"] = "RobertaPreLayerNorm"
+CLONED_PREFIXES = dict(camembert="Camembert", data2vec="Data2VecText", ernie="Ernie")
+CLONED_PREFIXES |= dict(xlm_roberta="XLMRoberta", xlm_roberta_xl="XLMRobertaXL")
+
+
+def _classes(prefixes: dict[str, str]) -> dict[str, str]:
+    return {
+        name: family
+        for name in models.__all__
+        for family, prefix in prefixes.items()
+        if name.startswith(prefix) and hasattr(transformers, name)
+    }
+
+
 #: Every class, and its family.
-CLASSES = {
-    name: family
-    for name in models.__all__
-    for family, prefix in PREFIXES.items()
-    if name.startswith(prefix) and hasattr(transformers, name)
-}
+CLASSES, CLONED = _classes(PREFIXES), _classes(CLONED_PREFIXES)
 _HEADS = {"gpt2": "LMHeadModel", "openai": "LMHeadModel"}
 _HEADS |= {"bart": "ForConditionalGeneration", "t5": "ForConditionalGeneration"}
 #: The language model of each family.
@@ -606,16 +636,16 @@ every_class = pytest.mark.parametrize("name", CLASSES)
 
 def small_config(family: str, **changed: Any) -> Any:
     """A new configuration of a family, small enough for any test."""
-    name, given = FAMILIES[family]
+    name, given = (FAMILIES | CLONES)[family]
     return getattr(transformers, name)(**{**given, **changed})
 
 
 def config_of(name: str, **changed: Any) -> Any:
     """A small configuration for the class of this name."""
-    config = small_config(CLASSES[name], **changed)
-    if name.endswith(("BertLMHeadModel", "ForCausalLM")) and hasattr(config, "is_decoder"):
+    config = small_config((CLASSES | CLONED)[name], **changed)
+    if name.endswith(("CausalLM", "LMHeadModel")) and hasattr(config, "hidden_dropout_prob"):
         config.is_decoder = True
-    if CLASSES[name] == "gpt2":
+    if CLASSES.get(name) == "gpt2":
         # With a cache the parent computes the padded batch, which is not tested here.
         config.use_cache = False
     return with_classes(name, config)

@@ -19,6 +19,8 @@ from fastplm.testing import KeptDouble, check_in_fp64
 
 from .conftest import (
     CLASSES,
+    CLONED,
+    CLONES,
     FAMILIES,
     LABELS,
     LANGUAGE_MODELS,
@@ -51,7 +53,8 @@ def takes_flat_labels(name):
 def test_every_family_has_its_classes():
     found = [name for name in models.__all__ if hasattr(getattr(models, name), "forward")]
     others = {"ElectraForJointPreTraining", "EncoderDecoderModel"}
-    assert set(CLASSES) == set(found) - others and set(CLASSES.values()) == set(FAMILIES)
+    assert set(CLASSES | CLONED) == set(found) - others
+    assert set(CLASSES.values()) == set(FAMILIES) and set(CLONED.values()) == set(CLONES)
 
 
 @pytest.mark.parametrize("padding", ["none", "right", "left", "dead row"])
@@ -79,6 +82,8 @@ def test_the_kernels_are_as_accurate_as_the_parent(hold_drop_in, family, dtype):
 def test_a_capacity_or_padding_left_in_changes_nothing(hold_drop_in, name, padding, unpad):
     """24 tokens of a sequence or choice are packed into 30 rows."""
     rows = 90 if unpad and name.endswith("DoubleHeadsModel") else unpad
+    if rows and name == "MPNetModel" and padding == "left":
+        pytest.skip("the pooler reads the first row, and those between keep their distances")
     ours, config = getattr(models, name), config_of(name)
     hold_drop_in(ours, config, padding, unpad=rows)
     if name.removesuffix("Model") in PREFIXES.values() and unpad:
@@ -209,7 +214,8 @@ def test_a_mask_of_every_token_for_every_token_equals_the_parents(hold, name, fo
     with record_decisions() as decisions:
         run(model)
     dense = [one for one in decisions if one.op == "attention" and "bool[" in one.arguments]
-    assert len(dense) == 2, "both layers are fused"
+    fused = 0 if name.startswith("MPNet") else 2  # whose own attention runs then
+    assert len(dense) == fused, "both layers are fused"
     hold(model, parent, run, parent_run)
 
 
@@ -705,8 +711,6 @@ def test_full_masks_are_read_by_what_they_mean_or_refused(name):
 @every_class
 def test_one_mask_may_be_that_of_all_sequences(name, padding):
     """With labels in training, with labels in evaluation, and without them."""
-    if name == "XLMRobertaXLForTokenClassification":
-        pytest.skip("the parent's loss takes no such mask")
     config = config_of(name)
     model = getattr(models, name)(config)
     mask = PADDINGS[padding][1:2]

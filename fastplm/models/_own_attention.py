@@ -1,0 +1,205 @@
+"""Families whose attention computes its scores itself, and knows neither names nor packed rows.
+
+Their models run as Transformers wrote them, on packed rows and with a mask that masks nothing.
+While they do, a context holds what their attention needs. Where the context is empty, as with a
+cache, the parent's attention runs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastplm.hf import NAME, PACKED, as_booleans, fastplm_attention_forward, in_dtype_of
+from fastplm.models._base import FastplmModel
+from fastplm.models._encoder import EncoderLayer
+from fastplm.models._layer import ready_layer, run_layer
+from fastplm.models._ragged import Rows, SetsDropoutRows
+from fastplm.nn.dropout import on_rows
+
+
+class Now(NamedTuple):
+    """What the layers of a model that runs get."""
+
+    rows: Rows
+    keys: Tensor | None  # bool [B, T] or [1, N]; None = all may be attended to
+    keys_of_encoder: Tensor | None
+    others: dict[str, Any]  # for self-attention: whether it is causal, the bias
+
+
+_NOW: ContextVar[Now | None] = ContextVar("_NOW", default=None)
+_MORE: ContextVar[dict[str, Any]] = ContextVar("_MORE", default={})  # noqa: B039
+_STATES = "encoder_hidden_states"
+
+
+def runs() -> bool:
+    """Whether a model runs with this context."""
+    return _NOW.get() is not None
+
+
+def within(now: Now | None, function: Callable, *args: Any, **kwargs: Any) -> Any:
+    token = _NOW.set(now)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _NOW.reset(token)
+
+
+class PassesOn:
+    """Mixin between the two forwards of a head, whose parent passes only what it knows on to the
+    model without head: the rest reaches that by a context, too."""
+
+    def forward(self, **inputs: Any) -> Any:
+        theirs = super().forward  # type: ignore[misc]
+        known = inspect.signature(theirs).parameters
+        token = _MORE.set({name: inputs.pop(name) for name in [*inputs] if name not in known})
+        try:
+            return theirs(**inputs)
+        finally:
+            _MORE.reset(token)
+
+
+class GetsMore:
+    """Mixin before the two forwards of a model, which may have such a head."""
+
+    def forward(self, **inputs: Any) -> Any:
+        more = _MORE.get()
+        token = _MORE.set({})
+        try:
+            return super().forward(**inputs, **more)  # type: ignore[misc]
+        finally:
+            _MORE.reset(token)
+
+
+class OnRows(FastplmModel):
+    """Mixin between the two forwards of a model: it fills the context, where it can."""
+
+    _is_causal: Callable[[], bool]
+    _keeps_padding: Callable[..., str | None]
+
+    def forward(
+        self,
+        *,
+        attention_mask: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        rows: Rows | None = None,
+        **inputs: Any,
+    ) -> Any:
+        if attention_mask is not None and attention_mask.dim() == 5:  # it masks nothing
+            attention_mask = None
+        masks, forward = (attention_mask, encoder_attention_mask), super().forward  # type: ignore
+        packed = {name: inputs.pop(name) for name in PACKED if name in inputs}
+        if self._keeps_padding(masks, inputs) is not None:
+            if encoder_attention_mask is not None:
+                inputs["encoder_attention_mask"] = encoder_attention_mask
+            return forward(attention_mask=self._mask_of_parent(attention_mask), **inputs)
+        keys, others = (None if mask is None else mask.bool() for mask in masks)
+        now = Now(rows or Rows(), keys, others, self._of_attention() | packed)
+        # A mask with four dimensions is passed on unchanged.
+        nothing = torch.zeros((1, 1, 1, 1), dtype=self.dtype, device=self.device)  # type: ignore
+        if inputs.get("encoder_hidden_states") is not None:
+            inputs["encoder_attention_mask"] = nothing
+        return within(now, forward, attention_mask=nothing, **inputs)
+
+    def _mask_of_parent(self, mask: Tensor | None) -> Tensor | None:
+        """A mask that is added to the scores, unless the parent makes one."""
+        if self.config._attn_implementation != NAME:
+            return mask
+        added = torch.zeros((1, 1, 1, 1), dtype=self.dtype, device=self.device)  # type: ignore
+        if mask is None or mask.dim() == 4 and mask.is_floating_point():
+            return added if mask is None else in_dtype_of(added, mask)
+        keys = mask.bool() if mask.dim() == 2 else as_booleans(type(self).__name__, mask)
+        while keys.dim() < 4:
+            keys = keys[:, None]
+        return added.masked_fill(~keys, torch.finfo(self.dtype).min)
+
+    def _of_attention(self) -> dict[str, Any]:
+        """What else self-attention gets in all layers."""
+        return {"is_causal": self._is_causal()}
+
+
+class _Own:
+    """Mixin of a module that may get the states of an encoder."""
+
+    #: Where they are among the arguments of the parent's forward.
+    _place: int | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for base in cls.__mro__:
+            if base.__module__.startswith("transformers.models."):
+                names = list(inspect.signature(base.forward).parameters)  # type: ignore[attr-defined]
+                cls._place = names.index(_STATES) - 1 if _STATES in names else None
+                return
+
+    def _states(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        if self._place is not None and len(args) > self._place:
+            return args[self._place]
+        return kwargs.get(_STATES)
+
+
+class OwnAttention(_Own):
+    """Mixin of a module with query, key and value: in the context it calls fastplm's attention."""
+
+    _projections: tuple[str, ...] = ("query", "key", "value")
+
+    @property
+    def scaling(self: Any) -> float:
+        return self.attention_head_size**-0.5
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        now, theirs = _NOW.get(), super().forward  # type: ignore[misc]
+        if now is None:
+            return theirs(*args, **kwargs)
+        hidden, states = args[0] if args else kwargs["hidden_states"], self._states(args, kwargs)
+        options, keys = now.others, now.keys
+        if states is not None:
+            options, keys = {"is_causal": False}, now.keys_of_encoder
+        modules = [self._modules[name] for name in self._projections]
+        heads = [
+            one(hidden if states is None or at == 0 else states) for at, one in enumerate(modules)
+        ]
+        query, key, value = (
+            one.view(*one.shape[:-1], -1, self.attention_head_size).transpose(1, 2) for one in heads
+        )
+        dropout = self.dropout.p if self.dropout.training else 0.0
+        out, _ = fastplm_attention_forward(
+            *(self, query, key, value, keys, dropout, self.scaling), rows=now.rows, **options
+        )
+        return self._output(out.flatten(-2)), None
+
+    def _output(self, context: Tensor) -> Tensor:
+        return context
+
+
+class OwnLayer(_Own, EncoderLayer):
+    """Mixin of a layer with such attention. It returns a tuple, if the parent's does."""
+
+    _is_numbered = False
+    _returns_tuple = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # A checkpointed layer runs again when the context is empty.
+        now = _NOW.get()
+        given = kwargs if now is None else kwargs | {"now": now}
+        return super().__call__(*args, **given)  # type: ignore[misc]
+
+    def forward(self: Any, *args: Any, now: Now | None = None, **kwargs: Any) -> Any:
+        theirs = super(SetsDropoutRows, self).forward  # type: ignore[misc]
+        if now is None:
+            return theirs(*args, **kwargs)
+        hidden, rows = args[0] if args else kwargs["hidden_states"], now.rows
+        if rows.order:
+            rows = rows.for_layer(rows.order[id(self)])
+        last = None if rows.last is None else self._last(rows)
+        made = None if self._states(args, kwargs) is not None else ready_layer(self, rows, hidden)
+        if made is None:
+            now = now._replace(rows=rows.of_others())
+            return on_rows(rows.numbers, within, now, theirs, *args, **kwargs)
+        out = run_layer(made, hidden, now.keys, last, {"rows": rows, **now.others})
+        return (out,) if self._returns_tuple else out
