@@ -494,7 +494,10 @@ def encoder_batch(
             rows = rows | mask_at(beside, batch, seqlen)
         if getattr(model.base_model, "pooler", None) is not None:  # it reads the first rows
             rows = rows | (torch.arange(seqlen, device=labelled.device) == 0)
-        return {"unpad": (mask.reshape(labelled.shape), rows)}
+        mask = mask.reshape(labelled.shape)
+        if getattr(model.base_model, "contiguous", False):
+            rows = between(either(mask.bool(), rows))
+        return {"unpad": (mask, rows)}
 
     return batches
 

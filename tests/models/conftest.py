@@ -394,8 +394,11 @@ def hold_drop_in(hold) -> Callable[..., None]:
         mean = mean and name.endswith("SequenceClassification")
         if (mean or name.startswith("Esm")) and padding == "dead row":
             pytest.skip("the parent divides by the number of tokens")
-        if name.endswith("QuestionAnswering") and padding == "dead row":
-            pytest.skip("its loss runs over padding, and this row has nothing else")
+        reads_padding = name.endswith("QuestionAnswering") and padding != "none"
+        if reads_padding and (padding == "dead row" or name.startswith("ModernBert")):
+            pytest.skip("its loss runs over padding, and such a row has no token in its window")
+        if name == "ModernBertForSequenceClassification" and padding == "left":
+            pytest.skip("its head reads padding, which has no token in its window")
         config = with_classes(name, config)
         inputs = inputs_of(name, config, mask) | (given or {})
         inputs = {key: value for key, value in inputs.items() if value is not None}
@@ -513,7 +516,7 @@ _ESM = dict(
 _EURO = dict(num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2, mask_token_id=3)
 _EURO |= dict(tie_word_embeddings=True, attention_dropout=0.0)
 _MODERN = dict(
-    layer_types=["full_attention", "full_attention"],
+    layer_types=["sliding_attention", "full_attention"],
     local_attention=4,
     attention_dropout=0.0,
     embedding_dropout=0.0,
