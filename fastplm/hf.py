@@ -16,8 +16,9 @@ What runs a call:
 =================================================================== ============================
 padding, causality, dropout, packed sequences (``cu_seq_lens_q``,   the fused op
 …), T5's position bias (from its table, see ``_relative_bias``),
+sliding windows: no mask [Tq, Tk] is made, but in a traced program
 boolean 4-D masks, of the user or of Transformers (of a prefix,
-sliding windows, blocks); for BERT's own masks see ``fastplm_mask``
+blocks); for BERT's own masks see ``fastplm_mask``
 grouped heads; a position bias of unknown origin or with a cache;   Transformers' SDPA function,
 4-D masks that are added to the scores (see ``_boolean``);          with an equivalent mask
 on a CPU one query with few keys, where it is faster
@@ -48,17 +49,20 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
     AttentionMaskInterface,
+    and_masks,
     bidirectional_mask_function,
     causal_mask_function,
     sdpa_mask,
+    sliding_window_bidirectional_overlay,
+    sliding_window_overlay,
 )
 from transformers.utils import logging
 
-from fastplm._modes import is_eager, values_are_known
+from fastplm._modes import is_eager, is_traced, values_are_known
 from fastplm.errors import UnsupportedError, fail
 from fastplm.nn._rows import kind_of
 from fastplm.ops import T5RelativeBias, attention, attention_varlen
-from fastplm.ops._attention_call import made_for_one_forward, share_bits
+from fastplm.ops._attention_call import Window, made_for_one_forward, share_bits
 from fastplm.ops.attention import plain_attention
 
 logger = logging.get_logger(__name__)
@@ -114,31 +118,34 @@ def fastplm_mask(
         A bool mask, True = attend, whose number of dimensions says whether attention is causal: a
         module may lack ``is_causal``, or have a wrong one. [B, 1, 1, Tk]: every query attends to
         the same keys. [B, 1, 1, 1, Tk]: query i attends to those of them with j <= i + (Tk - Tq).
-        Both have the shape [1, …, 0] if no key is masked. [B, 1, Tq, Tk]: any other pattern, or a
-        model that asks for the full mask.
+        Both have the shape [1, …, 0] if no key is masked. With a dimension more, expanded to W: the
+        same, but among the W keys up to its own place (causal), or up to W - 1 places away.
+        [B, 1, Tq, Tk]: any other pattern, or a model that asks for the full mask.
     """
     if attention_mask is not None and attention_mask.dim() == 3:
         return as_booleans(_WHERE, attention_mask)[:, None]
-    if attention_mask is not None and attention_mask.dim() == 5:  # made here, for `generate`
+    if attention_mask is not None and attention_mask.dim() >= 5:  # made here, for `generate`
         return attention_mask
     if attention_mask is not None:
         attention_mask = of_batch(attention_mask, batch_size)
-    causal = mask_function is causal_mask_function
-    bottom_right = (
-        isinstance(q_offset, int)
-        and isinstance(kv_offset, int)
-        and q_offset + q_length == kv_offset + kv_length
-    )
+    base, width = _without_window(mask_function)
+    causal, known = base is causal_mask_function, isinstance(q_offset, int)
+    known = known and isinstance(kv_offset, int)
+    bottom_right = known and q_offset + q_length == kv_offset + kv_length
+    # Whether the queries of a window stand where the op has them.
+    in_place = bottom_right if causal else known and q_offset == kv_offset
+    if in_place and width >= max(q_length, kv_length):
+        width = 0  # it hides nothing
     two_dimensional = attention_mask is None or attention_mask.dim() == 2
     # A traced program with one query may later run with more.
     one_query = q_length == 1 and not torch.jit.is_tracing()
     if causal:
         short = one_query or bottom_right and kwargs.get("allow_is_causal_skip", True)
     else:
-        short = mask_function is bidirectional_mask_function and kwargs.get(
+        short = base is bidirectional_mask_function and kwargs.get(
             "allow_is_bidirectional_skip", True
         )
-    if two_dimensional and short:
+    if two_dimensional and short and (in_place or not width):
         key_mask = _key_window(attention_mask, kv_length, kv_offset)
         device = kwargs.get("device", "cpu")
         if causal and not bottom_right:
@@ -151,10 +158,37 @@ def fastplm_mask(
         ):
             key_mask = torch.ones(1, 0, dtype=torch.bool, device=device)
         keys = key_mask[:, None, None] if not causal or one_query else key_mask[:, None, None, None]
+        if width:
+            keys = key_mask[:, None, None, None, None]
+            keys = keys[:, None] if causal else keys
+            keys = keys.expand(*[-1] * (4 + causal), width, -1)
         return made_for_one_forward(keys) if keys.shape[-1] else keys
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     sizes = batch_size, q_length, kv_length, q_offset, kv_offset
     return sdpa_mask(*sizes, mask_function, attention_mask, **kwargs)
+
+
+def _without_window(mask_function: Any) -> tuple[Any, int]:
+    """A sliding window of Transformers as (the mask function without it, the W of
+    ``fastplm_mask``); any other function and 0, as all are in a trace."""
+    parts = None if is_traced() else _made_by(and_masks, mask_function, causal_mask_function)
+    if parts is not None and len(parts) == 2:
+        for base, overlay, more in (
+            (causal_mask_function, sliding_window_overlay, 0),
+            (bidirectional_mask_function, sliding_window_bidirectional_overlay, 1),
+        ):
+            size = _made_by(overlay, parts[0], 1) if parts[1] is base else None
+            if isinstance(size, int):
+                return base, size + more
+    return mask_function, 0
+
+
+def _made_by(maker: Callable[..., Any], function: Any, example: Any) -> Any:
+    """What ``maker`` was called with to make a function, whose code that of an example is; else
+    None."""
+    if getattr(function, "__code__", None) is not maker(example).__code__:
+        return None
+    return function.__closure__[0].cell_contents
 
 
 def of_batch(mask: Tensor | None, batch: int) -> Tensor | None:
@@ -227,7 +261,8 @@ def fastplm_attention_forward(
         kwargs: supported are ``position_bias`` (dense, or a ``T5RelativeBias`` for the fused op)
             and ``output_attentions``. For sequences packed into a batch of one: ``cu_seq_lens_q``,
             ``cu_seq_lens_k``, ``max_length_q``, ``max_length_k``; with a 4-D mask these are
-            ignored.
+            ignored. ``window`` as in ``ops.attention``, in place of the mask's. (What a model calls
+            ``sliding_window`` has several meanings; its mask has the one that counts.)
 
     Returns:
         The output [B, Tq, H, D], and the weights [B, H, Tq, Tk] if ``output_attentions``, else
@@ -245,9 +280,11 @@ def fastplm_attention_forward(
     if is_causal is None and query.shape[2] == 1:
         is_causal = False  # a single query is the last one: it attends to all keys in any case
     given_mask = attention_mask
-    causal, attention_mask = _meaning(module, attention_mask, is_causal)
+    causal, attention_mask, window = _meaning(module, attention_mask, is_causal)
+    window = kwargs.get("window", window)
     if (
         query.is_cpu
+        and window is None
         and attention_mask is None
         and not dropout
         and not (causal and query.shape[2] > 1)
@@ -261,6 +298,10 @@ def fastplm_attention_forward(
     lengths = None if complete else _packing(query, key, causal, kwargs)
     weights_too = kwargs.get("output_attentions") or kwargs.get(WITH_WEIGHTS, False)
     position_bias = kwargs.get("position_bias")
+    many, of_key = query.shape[1], max(key.shape[1], 1)
+    if window is not None and many > of_key and many % of_key == 0 and not weights_too:
+        # Grouped heads: a mask [Tq, Tk] for PyTorch's function costs more than such copies.
+        key, value = (one.repeat_interleave(many // of_key, 1) for one in (key, value))
     fused = (
         not (complete and attn_mask is None)
         and not weights_too
@@ -279,7 +320,9 @@ def fastplm_attention_forward(
     if not fused:
         check_unfused(position_bias, lengths is not None)
         return _unfused(
-            module, query, key, value, attention_mask, dropout, scaling, causal, weights_too, kwargs
+            *(module, query, key, value, attention_mask, dropout, scaling, causal, weights_too),
+            window,
+            kwargs,
         )
     rows = kwargs.get(ROWS)
     options: dict[str, Any] = {
@@ -287,6 +330,7 @@ def fastplm_attention_forward(
         "dropout_p": dropout,
         "scale": scaling,
         "relative_bias": relative_bias,
+        "window": window,
         "sample_index": None if rows is None or not dropout else rows.sample_index,
         "seed": _seed(rows, module, causal) if dropout and not complete else None,
     }
@@ -333,6 +377,7 @@ def _unfused(
     scaling: float | None,
     causal: bool,
     weights_too: bool,
+    window: Window | None,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     """Run ``fastplm_attention_forward`` for a call that the fused op does not support."""
@@ -340,7 +385,7 @@ def _unfused(
     if mask is not None and mask.is_floating_point():
         mask = in_dtype_of(query, mask)
     if mask is None or mask.dim() != 4:
-        mask, dead = _complete_mask(query, key, mask, causal, always=weights_too)
+        mask, dead = _complete_mask(query, key, mask, causal, window, always=weights_too)
     weights = None
     if weights_too:
         if not torch.compiler.is_compiling():
@@ -362,11 +407,11 @@ def _unfused(
 
 def says_only_keys(mask: Tensor | None) -> bool:
     """Whether a mask masks the same keys for every query, apart from causality."""
-    return mask is None or mask.dim() != 4 or _hides_keys(mask)
+    return mask is None or mask.dim() in (2, 5) or _hides_keys(mask)
 
 
 def _hides_keys(mask: Tensor) -> bool:
-    if mask.dtype is not torch.bool or not mask.shape[1] == mask.shape[2] == 1:
+    if mask.dim() != 4 or mask.dtype is not torch.bool or not mask.shape[1] == mask.shape[2] == 1:
         return False
     # A traced program with one query may later run with more.
     return mask.shape[3] == 0 or not torch.jit.is_tracing()
@@ -374,14 +419,22 @@ def _hides_keys(mask: Tensor) -> bool:
 
 def _meaning(
     module: nn.Module, mask: Tensor | None, is_causal: bool | None
-) -> tuple[bool, Tensor | None]:
-    """(whether attention is causal, None or bool [B, Tk] or a full 4-D mask) of a layer's call."""
+) -> tuple[bool, Tensor | None, Window | None]:
+    """(whether attention is causal, None or bool [B, Tk] or a full 4-D mask, the window) of a
+    layer's call."""
+    if mask is not None and mask.dim() > 5:
+        causal, width = mask.dim() == 7, mask.shape[-2]
+        keys = mask
+        while keys.dim() > 2:  # not flattened, as it is expanded
+            keys = keys.select(1, 0)
+        window = (width - 1, None if causal else width - 1)
+        return causal, keys if keys.shape[1] else None, window
     if mask is not None and mask.dim() > 2:
         causal = mask.dim() == 5
         if not causal and not _hides_keys(mask):
-            return False, mask
+            return False, mask, None
         keys = mask.flatten(1, -2).squeeze(1)
-        return causal, keys if keys.shape[1] else None
+        return causal, keys if keys.shape[1] else None, None
     if is_causal is None:
         is_causal = getattr(module, "is_causal", None)
     if is_causal is None:
@@ -389,7 +442,7 @@ def _meaning(
         expected = "a mask that says whether attention is causal, as this module does not say it"
         fix = "Use attn_implementation='eager', or set its attribute `is_causal`."
         fail(_WHERE, "attention_mask", got, expected, fix, UnsupportedError)
-    return bool(is_causal), mask
+    return bool(is_causal), mask, None
 
 
 def _boolean(mask: Tensor | None) -> Tensor | None:
@@ -425,7 +478,7 @@ def _check_supported(mask: Tensor | None, kwargs: dict[str, Any]) -> None:
         if name in _UNSUPPORTED and value is not None or numbers and name != "position_bias":
             fix = "Use attn_implementation='eager' or 'sdpa' for this call."
             fail(_WHERE, name, "a value", "None in this version", fix, UnsupportedError)
-    if mask is not None and mask.dim() not in (2, 4, 5):
+    if mask is not None and mask.dim() not in (2, 4, 5, 6, 7):
         got, expected = f"{mask.dim()} dimensions", "bool [B, Tk] or [B, 1 or H, Tq, Tk]"
         fix = "Pass the model a mask [B, T], True or 1 for tokens."
         fail(_WHERE, "attention_mask", got, expected, fix, UnsupportedError)
@@ -507,7 +560,12 @@ def _relative_bias(
 
 
 def _complete_mask(
-    query: Tensor, key: Tensor, key_mask: Tensor | None, causal: bool, always: bool
+    query: Tensor,
+    key: Tensor,
+    key_mask: Tensor | None,
+    causal: bool,
+    window: Window | None,
+    always: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """(mask bool [B|1, 1, Tq|1, Tk] or None, rows [B|1, 1, Tq|1, 1] without any key or None).
 
@@ -517,12 +575,16 @@ def _complete_mask(
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     mask = None if key_mask is None else key_mask[:, None, None, :]
     always = always or mask is not None or seqlen_q != seqlen_k
+    left, right = window or (None, None)
     # A traced program with one query may later run with more.
-    if causal and (torch.jit.is_tracing() or always and seqlen_q > 1):
+    if window or (causal and (torch.jit.is_tracing() or always and seqlen_q > 1)):
         keys = torch.arange(seqlen_k, device=query.device)
-        queries = torch.arange(seqlen_q, device=query.device)[:, None] + (seqlen_k - seqlen_q)
-        past = (keys <= queries)[None, None]
-        mask = past if mask is None else mask & past
+        first = seqlen_k - seqlen_q if causal else 0
+        distance = keys - torch.arange(seqlen_q, device=query.device)[:, None] - first
+        sides = [distance <= most for most in (0 if causal else None, right) if most is not None]
+        sides += [] if left is None else [distance >= -left]
+        for side in sides:
+            mask = side[None, None] if mask is None else mask & side
     if mask is None:
         return None, None
     dead = ~mask.any(-1, keepdim=True)

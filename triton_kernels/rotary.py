@@ -54,6 +54,7 @@ def _rotate_heads(
     UPCAST: tl.constexpr,
 ):
     """Rotate the heads from ``first`` on, by c and s [BLOCK_T, BLOCK_D]."""
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
     offs_d = tl.arange(0, BLOCK_D)
     for i in tl.static_range(GROUP):
         head = first + i
@@ -62,7 +63,6 @@ def _rotate_heads(
         ys = y_ptr + offs_y + head * stride_yh + offs_d[None, :]
         a = tl.load(xs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_D]
         b = tl.load(xs + HALF, mask=mask, other=0.0).to(tl.float32)
-        dtype: tl.constexpr = y_ptr.dtype.element_ty
         tl.store(ys, cast(a * c - b * s, dtype, UPCAST), mask=mask)
         tl.store(ys + HALF, cast(b * c + a * s, dtype, UPCAST), mask=mask)
 

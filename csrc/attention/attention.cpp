@@ -57,7 +57,8 @@ struct Heads {
   ARGUMENT(Dense<int64_t>, buckets) /* [2 max_distance + 1] */                  \
   ARGUMENT(Dense<int64_t>, seed) ARGUMENT(Dense<int64_t>, sample_index)         \
   ARGUMENT(int64_t, dropout_threshold)                                          \
-  ARGUMENT(bool, is_causal) ARGUMENT(double, scale)
+  ARGUMENT(bool, is_causal) ARGUMENT(double, scale)                             \
+  ARGUMENT(int64_t, window_left) ARGUMENT(int64_t, window_right)
 FASTPLM_ARGUMENTS(AttentionArguments, FASTPLM_ATTENTION)
 
 // The arguments that only the backward has.
@@ -123,22 +124,33 @@ void run(const AttentionArguments& args, Softmax* softmax, const Heads<T>* out,
       if (begun[task].exchange(true, std::memory_order_relaxed)) continue;
       const int64_t b = task / heads;
       const int64_t h = task % heads;
+      // Keys before the window of the first query are left out as if they were not there.
+      const int64_t cached = queries.seqlen(b) > 0 ? keys.seqlen(b) - queries.seqlen(b) : 0;
+      const bool clipped = args.is_causal && args.window_left >= 0 && cached > args.window_left;
+      const int64_t skipped = clipped ? (cached - args.window_left) / kDrawnKeys * kDrawnKeys : 0;
+      const auto after_skipped = [&](auto rows) {
+        if (rows.data != nullptr) rows.data += skipped * rows.stride;
+        return rows;
+      };
       const bool* mask = args.key_mask.data();
-      if (mask != nullptr) mask += starts_k ? starts_k[b] : b * keys.length;
+      if (mask != nullptr) mask += skipped + (starts_k ? starts_k[b] : b * keys.length);
       Head<T> head{
           .seqlen_q = queries.seqlen(b),
-          .seqlen_k = keys.seqlen(b),
+          .seqlen_k = keys.seqlen(b) - skipped,
           .dim = dim,
           .longest_q = args.longest_q,
           .query = queries.template head<const T>(b, h),
-          .key = keys.template head<const T>(b, h),
-          .value = values.template head<const T>(b, h),
+          .key = after_skipped(keys.template head<const T>(b, h)),
+          .value = after_skipped(values.template head<const T>(b, h)),
           .key_mask = mask,
           .attn_mask = masks ? masks->head<const bool>(b, h) : Strided<const bool>{},
           .is_causal = args.is_causal,
           .scale = static_cast<float>(args.scale),
           .softmax = softmax + h * rows + (starts_q ? starts_q[b] : b * queries.length),
+          .left = args.window_left,
+          .right = args.window_right,
       };
+      if (head.attn_mask.data != nullptr) head.attn_mask.data += skipped;
       const int64_t next_task = task + 1;  // probably this thread's
       if (next_task < tasks && !begun[next_task].load(std::memory_order_relaxed)) {
         const int64_t next_b = next_task / heads, next_h = next_task % heads;
@@ -157,7 +169,7 @@ void run(const AttentionArguments& args, Softmax* softmax, const Heads<T>* out,
         head.dropout = {static_cast<uint64_t>(*args.seed.data()),
                         static_cast<uint64_t>(sample_index ? sample_index[b] : b),
                         static_cast<uint32_t>(h),
-                        static_cast<uint32_t>(args.dropout_threshold)};
+                        static_cast<uint32_t>(args.dropout_threshold), skipped};
       }
       Scratch& scratch = room.memory;
       scratch.reserve(floats);
@@ -166,10 +178,12 @@ void run(const AttentionArguments& args, Softmax* softmax, const Heads<T>* out,
       } else {
         double* bias = gradients->bias;
         if (bias != nullptr) bias += task * head.bias.count;
+        const Strided<T> of_keys[2] = {gradients->key.template head<T>(b, h),
+                                       gradients->value.template head<T>(b, h)};
+        for (const Strided<T>& grad : of_keys) zero_rows(grad, 0, skipped, dim);
         run_head_backward<T>(head, scratch, gradients->out.template head<const T>(b, h),
-                             gradients->query.template head<T>(b, h),
-                             gradients->key.template head<T>(b, h),
-                             gradients->value.template head<T>(b, h), bias);
+                             gradients->query.template head<T>(b, h), after_skipped(of_keys[0]),
+                             after_skipped(of_keys[1]), bias);
       }
     }
   });

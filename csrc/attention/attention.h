@@ -14,6 +14,9 @@
 namespace fastplm::FASTPLM_LEVEL {
 
 constexpr int64_t kFewQueries = 4;
+// Random bytes are drawn for kDrawnKeys keys at a time (draw_bytes), each draw for kKeysOfADraw of them.
+constexpr int64_t kDrawnKeys = 64;
+constexpr int64_t kKeysOfADraw = 16;
 
 // --- products -------------------------------------------------------------------------------------
 
@@ -154,8 +157,16 @@ FASTPLM_HD void inner_products(int64_t rows, int64_t columns, int64_t width, con
 
 // --- softmax --------------------------------------------------------------------------------------
 
+// Rows [first, end) of a tensor become 0.
+template <typename T>
+FASTPLM_HD void zero_rows(Strided<T> rows, int64_t first, int64_t end, int64_t width) {
+  for (int64_t j = first; j < end; ++j) {
+    std::fill(rows.data + j * rows.stride, rows.data + j * rows.stride + width, T(0.0f));
+  }
+}
+
 // Vector j of a row of scores: products q k [columns], scaled, plus the bias; minus infinity where
-// a key is masked, or not below `limit`. With kAll there are no such keys.
+// a key is masked, or none of the `count` from `from` on. With kAll there are no such keys.
 template <bool kBias, bool kAll>
 struct Scores {
   FASTPLM_HD Floats operator()(int64_t j) const {
@@ -166,7 +177,8 @@ struct Scores {
       Ints lane, unseen;
       for (int i = 0; i < kWidth; ++i) lane[i] = i;
       std::memcpy(&unseen, masked + j, sizeof(unseen));
-      unseen |= (static_cast<int32_t>(limit - j) - 1 - lane) >> 31;
+      const Ints place = lane + static_cast<int32_t>(j - from);  // below 0 it is a large number
+      unseen |= reinterpret_cast<const UInts&>(place) >= static_cast<uint32_t>(count);
       choose(unseen, Floats{} - kInfinity, score, score);
     }
     return score;
@@ -176,7 +188,7 @@ struct Scores {
   float scale;
   const float* bias;
   const int32_t* masked;
-  int64_t limit;
+  int64_t from, count;
 };
 
 // --- one head -------------------------------------------------------------------------------------
@@ -192,15 +204,15 @@ class HeadPass {
     const int64_t width = round_up(dim, kWidth);
     const int64_t by_key = columns * odd_lines(width), transposed = width * odd_lines(columns);
     const int64_t by_score = kBlock * odd_lines(columns), by_query = kBlock * odd_lines(width);
-    const int64_t others = 2 * columns + kBlock * columns / 4 + 2 * (seqlen_q + columns);
-    const int64_t pieces = 17;  // calls of Scratch::next(), or more
+    const int64_t others = 3 * columns + kWidth + kBlock * columns / 4 + 2 * (seqlen_q + columns);
+    const int64_t pieces = 18;  // calls of Scratch::next(), or more
     return (backward ? 3 : 2) * by_key + (backward ? 2 : 1) * transposed +
            (backward ? 3 : 1) * by_score + 5 * by_query + others + pieces * kCacheLine;
   }
 
   FASTPLM_HD HeadPass(const Head<T>& head, Scratch& scratch)
       : head_(head), width_(round_up(head.dim, kWidth)), row_(odd_lines(width_)) {
-    seen_ = head.seqlen_k;
+    seen_ = head.right < 0 ? head.seqlen_k : std::min(head.seqlen_k, head.seqlen_q + head.right);
     first_seen_ = 0;
     if (head.key_mask != nullptr) {
       while (seen_ > 0 && !head.key_mask[seen_ - 1]) --seen_;
@@ -214,6 +226,13 @@ class HeadPass {
       masked_[j] = j < seen_ && (head.key_mask == nullptr || head.key_mask[j]) ? 0 : -1;
     }
     all_seen_ = std::find(masked_, masked_ + seen_, -1) == masked_ + seen_;
+    if (head.left >= 0 && !all_seen_) {
+      next_seen_ = reinterpret_cast<int32_t*>(scratch.next(columns_ + 1));
+      next_seen_[columns_] = static_cast<int32_t>(columns_);
+      for (int64_t j = columns_ - 1; j >= 0; --j) {
+        next_seen_[j] = masked_[j] ? next_seen_[j + 1] : static_cast<int32_t>(j);
+      }
+    }
     if (head.attn_mask.data != nullptr) {
       row_masked_ = reinterpret_cast<int32_t*>(scratch.next(columns_));
     }
@@ -234,22 +253,22 @@ class HeadPass {
     float* result = scratch.next(kBlock * row_);
     for (int64_t first = 0; first < head_.seqlen_q; first += kBlock) {
       const int64_t rows = std::min(kBlock, head_.seqlen_q - first);
-      const int64_t columns = block_columns(first, rows);
-      load_products(first, rows, columns);
+      const int64_t columns = block_columns(first, rows), begin = block_begin(first, columns);
+      load_products(first, rows, begin, columns);
       // A row's sum needs its largest score. All rows find their largest first, so that no row
       // waits.
-      for_rows<false>(first, rows, columns, [&](const auto& scores, float*, Softmax& softmax) {
-        softmax.most = largest_of(scores, columns);
+      for_rows<false>(first, rows, begin, columns, [&](const auto& scores, float*, Softmax& softmax) {
+        softmax.most = largest_of(scores, columns - begin);
       });
-      for_rows<true>(first, rows, columns, [&](const auto& scores, float* row, Softmax& softmax) {
-        softmax.inverse_sum = 1.0f / weights_of(scores, columns, softmax.most, 1.0f, row);
+      for_rows<true>(first, rows, begin, columns, [&](const auto& scores, float* row, Softmax& softmax) {
+        softmax.inverse_sum = 1.0f / weights_of(scores, columns - begin, softmax.most, 1.0f, row);
       });
       if (head_.dropout.threshold > 0) {
-        draw_bytes(first, rows, columns);
-        drop(scores_, rows, columns);
+        draw_bytes(first, rows, begin, columns);
+        drop(scores_, rows, begin, columns);
       }
-      product<Lies::kByRows>(false, rows, width_, std::min(columns, seen_), scores_, line_,
-                             value.data, value.stride, result, row_);
+      product<Lies::kByRows>(false, rows, width_, std::min(columns, seen_) - begin, scores_ + begin,
+                             line_, value.data + begin * value.stride, value.stride, result, row_);
       for (int64_t i = 0; i < rows; ++i) {
         store_rows(result + i * row_, row_, 1, head_.dim, rescale() * head_.softmax[first + i].inverse_sum,
                    out.data + (first + i) * out.stride, out.stride);
@@ -274,44 +293,42 @@ class HeadPass {
     int64_t begun = 0;  // keys that a block has seen
     for (int64_t first = 0; first < head_.seqlen_q; first += kBlock) {
       const int64_t rows = std::min(kBlock, head_.seqlen_q - first);
-      const int64_t columns = block_columns(first, rows);
+      const int64_t columns = block_columns(first, rows), begin = block_begin(first, columns);
       const int64_t keys = std::min(columns, seen_);
       load_rows(grad_out.data + first * grad_out.stride, grad_out.stride, rows, head_.dim, width_,
                 rescale(), upstream, row_);
-      load_products(first, rows, columns);
-      for_rows<true>(first, rows, columns, [&](const auto& scores, float* row, const Softmax& softmax) {
-        weights_of(scores, columns, softmax.most, softmax.inverse_sum, row);
+      load_products(first, rows, begin, columns);
+      for_rows<true>(first, rows, begin, columns, [&](const auto& scores, float* row, const Softmax& softmax) {
+        weights_of(scores, columns - begin, softmax.most, softmax.inverse_sum, row);
       });
-      product<Lies::kByRows>(false, rows, columns, width_, upstream, row_, value_t, line_, ds,
-                             line_);
+      product<Lies::kByRows>(false, rows, columns - begin, width_, upstream, row_, value_t + begin,
+                             line_, ds + begin, line_);
       if (head_.dropout.threshold > 0) {
-        draw_bytes(first, rows, columns);
-        std::copy(scores_, scores_ + rows * line_, used);
-        drop(used, rows, columns);
-        drop(ds, rows, columns);
+        draw_bytes(first, rows, begin, columns);
+        for (int64_t i = 0; i < rows; ++i) {
+          std::copy(scores_ + i * line_ + begin, scores_ + i * line_ + columns, used + i * line_ + begin);
+        }
+        drop(used, rows, begin, columns);
+        drop(ds, rows, begin, columns);
       }
-      add_by_key(begun, keys, rows, used, upstream, dv);
+      add_by_key(begun, begin, keys, rows, used, upstream, dv);
       for (int64_t i = 0; i < rows; ++i) {
-        float* row = ds + i * line_;
-        const float delta = dot<kTogether>(columns, scores_ + i * line_, row);
-        if (grad_bias != nullptr) add_distances(scores_ + i * line_, row, delta, first + i, keys);
-        softmax_backward_row(scores_ + i * line_, delta, head_.scale, columns, row);
+        float *row = ds + i * line_ + begin, *probs = scores_ + i * line_ + begin;
+        const float delta = dot<kTogether>(columns - begin, probs, row);
+        if (grad_bias != nullptr) add_distances(probs, row, delta, first + i, begin, keys);
+        softmax_backward_row(probs, delta, head_.scale, columns - begin, row);
       }
-      add_by_key(begun, keys, rows, ds, query_, dk);
+      add_by_key(begun, begin, keys, rows, ds, query_, dk);
       const Strided<T> block{grad_query.data + first * grad_query.stride, grad_query.stride};
       const Strided<float> dq = room_for(block, dq_room);
-      product<Lies::kByRows>(false, rows, width_, keys, ds, line_, key_.data, key_.stride, dq.data,
-                             dq.stride);
+      product<Lies::kByRows>(false, rows, width_, keys - begin, ds + begin, line_,
+                             key_.data + begin * key_.stride, key_.stride, dq.data, dq.stride);
       move_rows(dq, rows, block);
       begun = std::max(begun, keys);
     }
     move_rows(dk, begun, grad_key);
     move_rows(dv, begun, grad_value);
-    for (int64_t j = begun; j < head_.seqlen_k; ++j) {
-      for (const Strided<T>& grad : {grad_key, grad_value}) {
-        std::fill(grad.data + j * grad.stride, grad.data + j * grad.stride + head_.dim, T(0.0f));
-      }
-    }
+    for (const Strided<T>& grad : {grad_key, grad_value}) zero_rows(grad, begun, head_.seqlen_k, head_.dim);
     if (grad_bias != nullptr) {
       for (int64_t place = 0; place < head_.seqlen_q + seen_ - 1; ++place) {
         grad_bias[bucket_of(place)] += distance_sums_[place];
@@ -320,10 +337,6 @@ class HeadPass {
   }
 
  private:
-  // Random bytes are drawn for kDrawnKeys keys at a time (draw_bytes), each draw for kKeysOfADraw of them.
-  static constexpr int64_t kDrawnKeys = 64;
-  static constexpr int64_t kKeysOfADraw = 16;
-
   // The rows of the keys up to the last that is seen, as padded fp32. For few queries a copy would
   // cost as much as the rest, so the tensor's own rows are used if they are the same.
   FASTPLM_HD Strided<const float> rows_by_key(Strided<const T> from, Scratch& scratch) {
@@ -380,21 +393,21 @@ class HeadPass {
     store_rows(from.data, from.stride, count, head_.dim, 1.0f, to.data, to.stride);
   }
 
-  // C [keys, Dw] += A [rows, keys]^T B [rows, Dw]; rows of C from `begun` on have no sums yet.
-  FASTPLM_HD void add_by_key(int64_t begun, int64_t keys, int64_t rows, const float* a,
+  // C [keys, Dw] += A [rows, keys]^T B [rows, Dw] of the keys from `begin` on; rows of C from `begun` on have no
+  // sums yet.
+  FASTPLM_HD void add_by_key(int64_t begun, int64_t begin, int64_t keys, int64_t rows, const float* a,
                              const float* b, Strided<float> c) {
-    begun = std::min(begun, keys);
-    product<Lies::kByColumns>(true, begun, width_, rows, a, line_, b, row_, c.data, c.stride);
+    zero_rows(c, begun, begin, width_);
+    begun = std::max(std::min(begun, keys), begin);
+    product<Lies::kByColumns>(true, begun - begin, width_, rows, a + begin, line_, b, row_,
+                              c.data + begin * c.stride, c.stride);
     product<Lies::kByColumns>(false, keys - begun, width_, rows, a + begun, line_, b, row_,
                               c.data + begun * c.stride, c.stride);
   }
 
   // The number of keys, in whole vectors, that any of these queries may see.
   FASTPLM_HD int64_t block_columns(int64_t first, int64_t rows) const {
-    if (head_.attn_mask.data == nullptr) {
-      return head_.is_causal ? std::min(columns_, round_up(limit(first + rows - 1), kWidth))
-                             : columns_;
-    }
+    if (head_.attn_mask.data == nullptr) return round_up(limit(first + rows - 1), kWidth);
     int64_t end = 0;
     for (int64_t i = first; i < first + rows; ++i) {
       const bool* mask = head_.attn_mask.data + i * head_.attn_mask.stride;
@@ -409,24 +422,35 @@ class HeadPass {
     return round_up(end, kWidth);
   }
 
-  // Writes row_masked_, the keys that either mask leaves out for query i. Returns whether any key
-  // below `columns` is left out, and whether all below `end` are.
-  FASTPLM_HD std::pair<bool, bool> mask_row(int64_t i, int64_t columns, int64_t end) {
+  // The first key, in whole vectors, that any query from `first` on may see.
+  FASTPLM_HD int64_t block_begin(int64_t first, int64_t columns) const {
+    return std::min(from(first), std::min(columns, seen_)) / kWidth * kWidth;
+  }
+
+  // Writes row_masked_ from `begin` on, the keys that either mask leaves out for query i. Returns whether any key
+  // below `columns` is left out, and whether all from `from` to `end` are.
+  FASTPLM_HD std::pair<bool, bool> mask_row(int64_t i, int64_t begin, int64_t columns, int64_t from, int64_t end) {
     const bool* mask = head_.attn_mask.data + i * head_.attn_mask.stride;
     const int64_t keys = std::min(columns, seen_);
     int32_t any = 0, all = -1;
-    for (int64_t j = 0; j < keys; ++j) {
+    for (int64_t j = begin; j < keys; ++j) {
       row_masked_[j] = masked_[j] | (static_cast<int32_t>(mask[j]) - 1);
       any |= row_masked_[j];
     }
-    for (int64_t j = 0; j < end; ++j) all &= row_masked_[j];
+    for (int64_t j = from; j < end; ++j) all &= row_masked_[j];
     std::copy(masked_ + keys, masked_ + columns, row_masked_ + keys);
     return {any != 0 || keys < columns, all != 0};
   }
 
-  // Query i sees only keys below it.
+  // Query i sees only keys below it ...
   FASTPLM_HD int64_t limit(int64_t i) const {
-    return head_.is_causal ? std::max<int64_t>(0, std::min(seen_, i + shift_ + 1)) : seen_;
+    if (!head_.is_causal && head_.right < 0) return seen_;
+    return std::max<int64_t>(0, std::min(seen_, i + 1 + (head_.is_causal ? shift_ : head_.right)));
+  }
+
+  // ... and none before it.
+  FASTPLM_HD int64_t from(int64_t i) const {
+    return head_.left < 0 ? 0 : std::max<int64_t>(0, i + (head_.is_causal ? shift_ : 0) - head_.left);
   }
 
   FASTPLM_HD float rescale() const {
@@ -435,51 +459,55 @@ class HeadPass {
   }
 
   // Leaves Q K^T in scores_ and Q in query_.
-  FASTPLM_HD void load_products(int64_t first, int64_t rows, int64_t columns) {
+  FASTPLM_HD void load_products(int64_t first, int64_t rows, int64_t begin, int64_t columns) {
     load_rows(head_.query.data + first * head_.query.stride, head_.query.stride, rows, head_.dim,
               width_, 1.0f, query_, row_);
     if (key_t_ != nullptr) {
-      product<Lies::kByRows>(false, rows, columns, width_, query_, row_, key_t_, line_, scores_,
-                             line_);
+      product<Lies::kByRows>(false, rows, columns - begin, width_, query_, row_, key_t_ + begin, line_,
+                             scores_ + begin, line_);
     } else {
       // If keys are read in place, the forward also reads values in place, so prefetch them. A copy
       // is in the caches already.
       const bool in_place = static_cast<const void*>(key_.data) == head_.key.data;
-      inner_products(rows, std::min(columns, seen_), width_, query_, row_, key_.data, key_.stride,
-                     head_.value, in_place ? head_.dim : 0, scores_, line_);
+      const Strided<const T> next{head_.value.data + begin * head_.value.stride, head_.value.stride};
+      inner_products(rows, std::min(columns, seen_) - begin, width_, query_, row_, key_.data + begin * key_.stride,
+                     key_.stride, next, in_place ? head_.dim : 0, scores_ + begin, line_);
     }
   }
 
   // Calls function(scores, row, softmax) for each query of a block. The row of a query that may
   // attend to nothing becomes 0. With kFetch the next head is prefetched meanwhile.
   template <bool kFetch, typename Function>
-  FASTPLM_HD void for_rows(int64_t first, int64_t rows, int64_t columns, const Function& function) {
+  FASTPLM_HD void for_rows(int64_t first, int64_t rows, int64_t begin, int64_t columns, const Function& function) {
     const float scale = head_.scale;
     for (int64_t i = first; i < first + rows; ++i) {
-      float* row = scores_ + (i - first) * line_;
+      float* row = scores_ + (i - first) * line_ + begin;
       Softmax& softmax = head_.softmax[i];
-      const int64_t end = limit(i);
+      const int64_t start = std::min(from(i), columns), end = limit(i);
       if (kFetch) fetch_next_head(i);
-      bool all = all_seen_ && end >= columns, none = end <= first_seen_;
-      const int32_t* masked = masked_;
+      int64_t seen = head_.left < 0 ? first_seen_ : start;  // the first key that is not masked
+      if (next_seen_ != nullptr) seen = next_seen_[start];
+      bool all = all_seen_ && start <= begin && end >= columns, none = end <= seen;
+      const int32_t* masked = masked_ + begin;
       if (row_masked_ != nullptr) {
-        const auto [any_masked, all_masked] = mask_row(i, columns, std::min(end, columns));
+        const auto [any_masked, all_masked] = mask_row(i, begin, columns, start, std::min(end, columns));
         all = all && !any_masked;
         none = all_masked;
-        masked = row_masked_;
+        masked = row_masked_ + begin;
       }
-      const float* bias = distances_ + head_.seqlen_q - 1 - i;
+      const float* bias = distances_ + head_.seqlen_q - 1 - i + begin;
+      const int64_t first_key = start - begin, keys = std::max<int64_t>(0, end - start);
       if (none) {
-        std::fill(row, row + columns, 0.0f);
+        std::fill(row, row + columns - begin, 0.0f);
         softmax = {0.0f, 0.0f};
       } else if (distances_ == nullptr && all) {
-        function(Scores<false, true>{row, scale, bias, masked, end}, row, softmax);
+        function(Scores<false, true>{row, scale, bias, masked, first_key, keys}, row, softmax);
       } else if (distances_ == nullptr) {
-        function(Scores<false, false>{row, scale, bias, masked, end}, row, softmax);
+        function(Scores<false, false>{row, scale, bias, masked, first_key, keys}, row, softmax);
       } else if (all) {
-        function(Scores<true, true>{row, scale, bias, masked, end}, row, softmax);
+        function(Scores<true, true>{row, scale, bias, masked, first_key, keys}, row, softmax);
       } else {
-        function(Scores<true, false>{row, scale, bias, masked, end}, row, softmax);
+        function(Scores<true, false>{row, scale, bias, masked, first_key, keys}, row, softmax);
       }
     }
   }
@@ -502,24 +530,26 @@ class HeadPass {
   FASTPLM_HD int64_t drawn() const { return round_up(seen_, kDrawnKeys); }
 
   // The bytes of fastplm/reference/attention.py's dropout_keep_mask.
-  FASTPLM_HD void draw_bytes(int64_t first, int64_t rows, int64_t columns) {
+  FASTPLM_HD void draw_bytes(int64_t first, int64_t rows, int64_t begin, int64_t columns) {
     constexpr int kDraws = 16;
     const int64_t stride = drawn();
-    const int64_t draws = round_up(columns, kDrawnKeys) / kKeysOfADraw;
+    begin = begin / kDrawnKeys * kDrawnKeys;
+    const int64_t draws = (round_up(columns, kDrawnKeys) - begin) / kKeysOfADraw;
+    const int64_t first_call = (begin + head_.dropout.first_key) / kKeysOfADraw;
     const Dropout& dropout = head_.dropout;
-    for (int64_t begin = 0; begin < rows * draws; begin += kDraws) {
+    for (int64_t at = 0; at < rows * draws; at += kDraws) {
       WordLanes<kDraws> counter;
       for (int lane = 0; lane < kDraws; ++lane) {
-        const uint32_t call = static_cast<uint32_t>((begin + lane) % draws);
-        counter.x[lane] = static_cast<uint32_t>(first + (begin + lane) / draws);
+        const uint32_t call = static_cast<uint32_t>(first_call + (at + lane) % draws);
+        counter.x[lane] = static_cast<uint32_t>(first + (at + lane) / draws);
         counter.y[lane] = static_cast<uint32_t>(dropout.sample_index);
         counter.z[lane] = static_cast<uint32_t>(dropout.sample_index >> 32);
         counter.w[lane] = (call << 12 | dropout.head) << 4 | static_cast<uint32_t>(Stream::kDropout);
       }
       philox4x32<kDraws, kDropoutRounds>(dropout.seed, counter);
-      for (int lane = 0; lane < kDraws && begin + lane < rows * draws; ++lane) {
-        const int64_t call = (begin + lane) % draws;
-        uint8_t* bytes = bytes_ + (begin + lane) / draws * stride + call / 4 * 64 + call % 4 * 2;
+      for (int lane = 0; lane < kDraws && at + lane < rows * draws; ++lane) {
+        const int64_t call = (at + lane) % draws;
+        uint8_t* bytes = bytes_ + (at + lane) / draws * stride + begin + call / 4 * 64 + call % 4 * 2;
         const Words drawn = counter[lane];
         const uint32_t words[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
         for (int pair = 0; pair < 8; ++pair) {
@@ -531,12 +561,12 @@ class HeadPass {
     }
   }
 
-  FASTPLM_HD void drop(float* row, int64_t rows, int64_t columns) {
+  FASTPLM_HD void drop(float* row, int64_t rows, int64_t begin, int64_t columns) {
     const int64_t stride = drawn();
     const uint32_t threshold = head_.dropout.threshold;
     for (int64_t i = 0; i < rows; ++i, row += line_) {
       const uint8_t* bytes = bytes_ + i * stride;
-      for (int64_t j = 0; j < columns; ++j) row[j] = bytes[j] < threshold ? 0.0f : row[j];
+      for (int64_t j = begin; j < columns; ++j) row[j] = bytes[j] < threshold ? 0.0f : row[j];
     }
   }
 
@@ -559,9 +589,9 @@ class HeadPass {
   }
 
   FASTPLM_HD void add_distances(const float* probs, const float* grad, float delta, int64_t i,
-                                int64_t keys) {
-    float* sums = distance_sums_ + head_.seqlen_q - 1 - i;
-    for (int64_t j = 0; j < keys; ++j) sums[j] += probs[j] * (grad[j] - delta);
+                                int64_t begin, int64_t keys) {
+    float* sums = distance_sums_ + head_.seqlen_q - 1 - i + begin;
+    for (int64_t j = 0; j < keys - begin; ++j) sums[j] += probs[j] * (grad[j] - delta);
   }
 
   const Head<T>& head_;
@@ -574,6 +604,7 @@ class HeadPass {
   int64_t line_;                          // floats from a row of columns to the next
   int64_t shift_;
   int32_t* masked_;                       // [columns], -1: masked
+  int32_t* next_seen_ = nullptr;          // [columns + 1], the first key from here on that is not masked; null: this one
   int32_t* row_masked_ = nullptr;         // [columns], masked_ of one query; null: masked_ itself
   uint8_t* bytes_;                         // [kBlock, columns rounded up to kDrawnKeys]
   float* query_;                          // [kBlock, Dw]

@@ -27,6 +27,7 @@ struct Dropout {
   uint64_t sample_index;
   uint32_t head;
   uint32_t threshold;  // of 256; 0: no dropout
+  int64_t first_key = 0;  // what key 0 of the head is to dropout: a multiple of 64
 };
 
 // A row's softmax: e^(score - most) * inverse_sum.
@@ -48,6 +49,8 @@ struct Head {
   Softmax* softmax;  // [Tq], written by the forward for the backward
   Strided<const T> prefetch[4];  // rows to prefetch, which the thread probably reads next; or null
   int64_t prefetch_rows;
+  // A query at position p sees keys p - left to p + right; negative: no bound.
+  int64_t left = -1, right = -1;
 };
 
 }  // namespace fastplm

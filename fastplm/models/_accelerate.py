@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import TypeVar
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -62,7 +63,7 @@ def accelerate(model: _Model) -> _Model:
     where, got = "accelerate", f"a {type(model).__name__}"
     inner = module_of(where, model)
     thaw(inner, "accelerate was called")
-    anything, left = switch(inner)
+    anything, left = switch(inner, by_behaviour=True)
     got += " that cannot change" + (f": {'; '.join(left)}" if left else "")
     expected = "a model of Transformers with drop-in classes in fastplm.models, or one whose "
     expected += "attention implementation can be set"
@@ -85,8 +86,12 @@ def module_of(where: str, model: object) -> nn.Module:
     fail(where, "model", f"a {type(model).__name__}", expected, "Pass the model itself.")
 
 
-def switch(model: nn.Module, attention: bool = True) -> tuple[bool, list[str]]:
+def switch(
+    model: nn.Module, attention: bool = True, by_behaviour: bool = False
+) -> tuple[bool, list[str]]:
     """Replace classes and, with ``attention``, the attention implementation.
+
+    With ``by_behaviour``, models without a drop-in class get one of their own, if it is proved.
 
     Returns:
         (whether anything is replaced now, what was left unchanged and why).
@@ -94,8 +99,10 @@ def switch(model: nn.Module, attention: bool = True) -> tuple[bool, list[str]]:
     from transformers import PreTrainedModel
 
     from fastplm.hf import NAME, attention_of
+    from fastplm.models import _like
     from fastplm.models._base import (
         DROP_INS,
+        MADE,
         check_length,
         drop_in_for,
         looks_positions_up,
@@ -105,9 +112,10 @@ def switch(model: nn.Module, attention: bool = True) -> tuple[bool, list[str]]:
     )
 
     by_class = {kind: drop_in_of(kind) for kind in {type(module) for module in model.modules()}}
-    ours = set(DROP_INS.values())
+    ours = {*DROP_INS.values(), *MADE}
     left = []
     switched = []
+    proofs = []
     dispatching = []
     for path, module in model.named_modules():
         drop_in = by_class[type(module)]
@@ -125,6 +133,10 @@ def switch(model: nn.Module, attention: bool = True) -> tuple[bool, list[str]]:
         # Transformers allows output_attentions only with "eager".
         if attention and honours and not module.config.output_attentions:
             dispatching.append(module)
+    for root in _roots(model) if by_behaviour else ():
+        if by_class[type(root)] is None and _foreign(root) is None:
+            if not any(type(module) in ours for module in root.modules()):
+                proofs.append(_like.replace(root, attention_of(type(root)) == "own"))
     # First store all previous values: several modules may share a configuration.
     for module in dispatching:
         if type(module) not in ours and _BEFORE not in vars(module):
@@ -143,8 +155,20 @@ def switch(model: nn.Module, attention: bool = True) -> tuple[bool, list[str]]:
         for inner in module.modules():  # such as linear layers
             if by_class.get(type(inner)) is None and (drop_in := drop_in_for(inner)) is not None:
                 inner.__class__ = drop_in
+    proved = [prove() for prove in proofs if prove is not None]
     already = any(type(module) in ours for module in model.modules())
-    return bool(switched or dispatching or already), left
+    return bool(switched or dispatching or already or any(proved)), left
+
+
+def _roots(model: nn.Module) -> Iterator[Any]:
+    """The outermost models of Transformers in a module."""
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PreTrainedModel) and type(model).__module__.startswith("transformers."):
+        yield model
+    else:
+        for child in model.children():
+            yield from _roots(child)
 
 
 def restore(model: _Model) -> _Model:
@@ -168,10 +192,10 @@ def restore(model: _Model) -> _Model:
     from transformers import PreTrainedModel
 
     from fastplm.hf import NAME
-    from fastplm.models._base import DROP_INS, restore_modules, set_attention
+    from fastplm.models._base import DROP_INS, MADE, restore_modules, set_attention
     from fastplm.models._watch import thaw
 
-    ours, inner = set(DROP_INS.values()), module_of("restore", model)
+    ours, inner = {*DROP_INS.values(), *MADE}, module_of("restore", model)
     thaw(inner, "restore was called")
     for module in inner.modules():
         if type(module) in ours and "forward" in vars(module):

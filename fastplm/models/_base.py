@@ -45,6 +45,8 @@ DROP_INS: dict[type, type] = {
 _OLD_CACHE = "past_key_values"
 _OF_BERT = inspect.signature(transformers.BertModel.forward).parameters
 CACHE = "cache" if "cache" in _OF_BERT else _OLD_CACHE
+#: {drop-in class: its parent class}, of those that ``_like`` has made: they hold for one model.
+MADE: dict[type, type] = {}
 
 #: How position embeddings are called in models of Transformers.
 _POSITION_TABLES = ("position_embeddings", "position_embedding", "embed_positions", "wpe")
@@ -81,6 +83,11 @@ def drop_in(ours: _Class) -> _Class:
     """
     parent: Any = _parent_of(ours)
     DROP_INS[parent] = ours
+    return fitted(ours, parent)
+
+
+def fitted(ours: _Class, parent: Any) -> _Class:
+    """The class, with the signature and the recorded outputs of its parent."""
     forward: Any = ours.forward  # type: ignore[attr-defined]
     arguments = inspect.signature(forward).parameters.values()
     passes_on = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in arguments)
@@ -229,7 +236,7 @@ def switch_modules(model: nn.Module) -> None:
 
 def restore_modules(model: nn.Module) -> None:
     """Undo ``switch_modules``."""
-    parents = {ours: parent for parent, ours in DROP_INS.items()}
+    parents = MADE | {ours: parent for parent, ours in DROP_INS.items()}
     for module in model.modules():
         parent = parents.get(type(module))
         if parent is not None:
@@ -293,7 +300,8 @@ class FastplmModel:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """A class of this package whose parent has its name is that one's drop-in class."""
         super().__init_subclass__(**kwargs)
-        if cls.__module__.startswith("fastplm.") and _parent_of(cls) is not None:
+        ours = cls.__module__.startswith("fastplm.") and "_recipe" not in vars(cls)
+        if ours and _parent_of(cls) is not None:
             drop_in(documented(cls))
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
@@ -411,7 +419,7 @@ def check_parts(model: Any, *parts: Any) -> None:
     """Check that no part is of the parent's class, as after ``restore`` of that part alone: a
     drop-in model tells its parts which rows it reads, which the parent's ignore."""
     for part in parts:
-        if type(part) in DROP_INS:
+        if type(part) in DROP_INS or type(part) in MADE.values():
             where, kind = type(model).__name__, type(part)
             got = f"a part that is a {kind.__name__} of {kind.__module__}"
             fix = "Restore the outer model, too: fastplm.restore(model), or accelerate both again."

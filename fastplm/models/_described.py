@@ -188,7 +188,9 @@ class Encoder(_encoder.EncoderModel, Blocks):
         return _at(self, self._last_norm) if self._last_norm else None
 
     def _layer_numbers(self) -> list[Any]:
-        return list(range(len(self._layers())))
+        attentions = (_at(one, one._names.attention) for one in self._layers())
+        numbers = [getattr(one, "layer_idx", None) for one in attentions]
+        return [at if number is None else number for at, number in enumerate(numbers)]
 
     def _layers_are_ours(self) -> bool:
         return all(
@@ -221,7 +223,7 @@ class Encoder(_encoder.EncoderModel, Blocks):
         if layers is None or given is None or None not in both:
             return None
         made = ready(layers, given.new_empty(0, dtype=self.dtype))
-        return None if None in made else made
+        return None if None in made else made  # type: ignore[return-value]
 
     def _run(
         self: Any,
@@ -240,11 +242,13 @@ class Encoder(_encoder.EncoderModel, Blocks):
         if self._rotary:
             if position_ids is None:
                 position_ids = self._positions(None, hidden)
-            of_layers = self._of_layers(hidden, position_ids)
+            of_layers = self._of_layers(hidden, position_ids, mask)
         return run_blocks(made, self._layers(), hidden, mask, kwargs, of_layers=of_layers)
 
-    def _of_layers(self: Any, hidden: Tensor, position_ids: Tensor) -> list[dict[str, Any]]:
-        """What the attention of each layer gets of the positions."""
+    def _of_layers(
+        self: Any, hidden: Tensor, position_ids: Tensor, mask: Tensor | None
+    ) -> list[dict[str, Any]]:
+        """What the attention of each layer gets beside the mask."""
         angles = getattr(self, self._rotary)(hidden, position_ids)
         return [{ANGLES: angles}] * len(self._layers())
 

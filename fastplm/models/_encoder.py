@@ -49,6 +49,7 @@ from fastplm.models._layer import (
 )
 from fastplm.models._ragged import (
     NUMBERED_REASONS,
+    OF_ATTENTION,
     Counted,
     LastRows,
     RaggedBatch,
@@ -378,7 +379,7 @@ class EncoderModel(FastplmModel):
         elif statically_known_true(rows.shape[0] >= total):
             return None
         # While sizes are symbols, both conditions are unknown, and the last layer cuts the rows.
-        drops = self.training and getattr(self.config, "attention_probs_dropout_prob", 0.0) > 0.0
+        drops = self.training and any(getattr(self.config, p, 0.0) > 0.0 for p in OF_ATTENTION)
         # Attention's dropout depends on the index of a query among those computed, so whether
         # rows are cut must not depend on the batch.
         most = total if drops else _WORTH_CUTTING * total

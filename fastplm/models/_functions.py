@@ -25,6 +25,7 @@ from fastplm.ops.dropout_add_layer_norm import OP as NORM
 from fastplm.ops.dropout_add_layer_norm import Call as Norm
 from fastplm.ops.dropout_add_layer_norm import Saved as SavedNorm
 from fastplm.ops.linear import product
+from fastplm.ops.rotary import rotate_
 from fastplm.reference.dropout import dropout_scale, dropout_threshold
 
 RELU, SILU = "relu", "silu"
@@ -41,6 +42,23 @@ class Drawn(NamedTuple):
 
 
 NO_DROPOUT = Drawn(0.0, None, (None, None))
+
+
+class Turn(NamedTuple):
+    """Rotary positions: in each product, the first heads are turned by angles [1 or B, T, D]."""
+
+    cos: Tensor
+    sin: Tensor
+    heads: tuple[int, ...]
+    shape: tuple[int, ...]  # [B, T] of the rows
+    backend: str
+
+    def turn_(self, at: int, product: Tensor, inverse: bool = False) -> None:
+        """Turn the heads of a product [N, M] where they lie, or turn them back."""
+        count, size = self.heads[at], self.cos.shape[-1]
+        if count:
+            heads = product[:, : count * size].unflatten(1, (count, size)).unflatten(0, self.shape)
+            rotate_(heads.transpose(1, 2), self.cos, self.sin, self.backend, inverse)
 
 
 def _multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -74,7 +92,13 @@ def _of_weight(grad: Tensor, input: Tensor, dtype: torch.dtype, turned: bool) ->
 class _Project(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, sizes: list[int], turned: bool, count: int, *given: Any
+        ctx: Any,
+        x: Tensor,
+        sizes: list[int],
+        turned: bool,
+        turn: Turn | None,
+        count: int,
+        *given: Any,
     ) -> Any:
         """x [N, E]; the sizes of the outputs; ``count`` pairs of weight [M, E] and bias [M], of
         that many products; the weights and biases of which they are copies or parts."""
@@ -83,9 +107,13 @@ class _Project(torch.autograd.Function):
         ctx.save_for_backward(x, *read[::2])
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         ctx.sizes, ctx.turned, ctx.pairs = sizes, turned, len(parameters) // 2
+        ctx.turn = turn
         ctx.set_materialize_grads(False)
         products = zip(read[::2], read[1::2], strict=True)
         outs = [_multiply(x, weight.t(), bias) for weight, bias in products]
+        if turn is not None:
+            for at, one in enumerate(outs):
+                turn.turn_(at, one)
         if count < len(sizes):
             outs = [*outs[0].split_with_sizes(sizes, 1)]
         return *outs, x.view_as(x)
@@ -95,7 +123,7 @@ class _Project(torch.autograd.Function):
     def backward(ctx: Any, saved: Any, *grads: Any) -> Any:
         (x, *weights), needs, of_x = saved, ctx.needs_input_grad, grads[-1]
         count, sizes, pairs = len(weights), ctx.sizes, ctx.pairs
-        found, first = [None] * 2 * pairs, 4 + 2 * count
+        found, first = [None] * 2 * pairs, 5 + 2 * count
         each, per_product = (
             len(sizes) // count,
             pairs // count,
@@ -105,6 +133,9 @@ class _Project(torch.autograd.Function):
             if all(map(is_none, grads[part])):
                 continue
             grad = _side_by_side(grads[part], sizes[part], x)
+            if ctx.turn is not None:  # nobody else holds the gradient, unless it has one itself
+                grad = grad.clone() if grad.requires_grad else grad
+                ctx.turn.turn_(at, grad, inverse=True)
             begin, end = 2 * at * per_product, 2 * (at + 1) * per_product
             places = slice(begin, end, 2), slice(begin + 1, end, 2)
             rows = sizes[part] if per_product > 1 else [grad.shape[1]]
@@ -116,7 +147,7 @@ class _Project(torch.autograd.Function):
                 found[places[1]] = sums.split_with_sizes(rows)
             if needs[0]:
                 of_x = _add_product(of_x, grad, weight)
-        return of_x, None, None, None, *[None] * 2 * count, *found
+        return of_x, None, None, None, None, *[None] * 2 * count, *found
 
 
 def _side_by_side(grads: Sequence[Any], sizes: list[int], x: Tensor) -> Tensor:

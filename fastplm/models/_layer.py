@@ -36,6 +36,7 @@ from transformers.activations import GELUActivation
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from fastplm import ops
 from fastplm._backends import requested
 from fastplm._modes import is_eager, is_fake
 from fastplm._registry import Op
@@ -488,7 +489,8 @@ def attend(
         last: the queries to compute, if not all: -> [1, P, E].
     """
     block, form, copies = made.layer.attentions[index], made.form, made.copies
-    turn, joined = kwargs.get(ANGLES), len(block.projections) == 1
+    turn: Any = kwargs.get(ANGLES)
+    joined = len(block.projections) == 1
     if turn is not None:
         kwargs = {name: one for name, one in kwargs.items() if name != ANGLES}
     if last is not None:
@@ -503,25 +505,31 @@ def attend(
     shape, width = hidden.shape[:-1], hidden.shape[-1]
     keys = shape if states is None else states.shape[:-1]
     given = hidden.reshape(-1, width)
+    size, turns = block.head_size, None
     if not made.projects[index]:
         heads = _projected(block.projections, hidden, hidden if states is None else states)
     elif states is None:
-        *heads, given = project(given, block.projections, copies, 3)
+        turns = None if turn is None else (*turn, size, shape, form.backend)
+        *heads, given = project(given, block.projections, copies, 3, turns)
     else:
-        query, given = project(given, block.projections[:1], copies, 1)
+        if turn is not None:
+            turns = (*turn, size, keys, form.backend)
+            turn = [last.rows(one) for one in turn]  # type: ignore[union-attr]
+        of_query = None if turn is None else (*turn, size, shape, form.backend)
+        query, given = project(given, block.projections[:1], copies, 1, of_query)
         others = states.reshape(-1, states.shape[-1]).to(form.dtype)
-        key, value, others = project(others, block.projections[1:], copies, 2)
+        key, value, others = project(others, block.projections[1:], copies, 2, turns)
         states, heads = others.view(states.shape), [query, key, value]
     query, key, value = [
         # Not view(…, -1, …), which no batch of 0 can take.
-        one.view(*where, one.shape[-1] // block.head_size, block.head_size).transpose(1, 2)
+        one.view(*where, one.shape[-1] // size, size).transpose(1, 2)
         for one, where in zip(heads, (shape, keys, keys), strict=True)
     ]
+    if turn is not None and turns is None:
+        query, key = rotated(query, key, turn, None if joined else last)
     if last is not None and joined:
         hidden, given = last.rows(hidden), last.rows(given).squeeze(0)
         query = last.rows(query.transpose(1, 2), 2).transpose(1, 2)
-    if turn is not None:
-        query, key = rotated(query, key, *turn, last)
     module = block.module
     drop: Any = block.dropout
     training = module.training
@@ -547,20 +555,17 @@ def attend(
 
 
 def rotated(
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, last: LastRows | None
+    query: Tensor, key: Tensor, angles: Sequence[Tensor], last: LastRows | None
 ) -> tuple[Tensor, Tensor]:
-    """Query and key [B, H, T, D] turned by their positions, of ``cos`` and ``sin`` [1 or B, T, D].
+    """Query and key [B, H, T, D] turned by their positions, by (cos, sin) [1 or B, T, D].
 
     ``last``: which of the rows the queries are.
     """
 
-    def of(x: Tensor, *angles: Tensor) -> Tensor:
-        cos, sin = (one.unsqueeze(1).to(x.dtype) for one in angles)
-        first, second = x.chunk(2, -1)
-        return x * cos + torch.cat((-second, first), -1) * sin
-
-    angles = (cos, sin) if last is None else (last.rows(cos), last.rows(sin))
-    return of(query, *angles), of(key, cos, sin)
+    if last is None:
+        return ops.rotary(query, key, *angles)
+    query, _ = ops.rotary(query, query[:, :0], *map(last.rows, angles))
+    return query, ops.rotary(key, key[:, :0], *angles)[0]
 
 
 def _projected(modules: tuple[Any, ...], hidden: Tensor, states: Tensor) -> list[Tensor]:
@@ -638,7 +643,7 @@ class Blocks:
 
     def _described(self: Any, crossed: bool) -> list[Layer] | None:
         """The layers; None if what is around their modules is not as it was made, or has hooks."""
-        norm, layers = self._norm(), []
+        norm, layers = self._norm(), list[Layer]()
         for block in reversed([*self._layers()]):
             known = kind_of(block) is self._block
             layer = block._parts_up_to(norm, crossed) if known else None
@@ -718,10 +723,17 @@ def run_blocks(
 
 
 def project(
-    x: Tensor, modules: tuple[Any, ...], copies: Copies, outputs: int
+    x: Tensor,
+    modules: tuple[Any, ...],
+    copies: Copies,
+    outputs: int,
+    turns: tuple[Any, ...] | None = None,
 ) -> tuple[Tensor, ...]:
     """The outputs [N, M] of linear modules, or the parts of that of one module, and ``x`` [N, E] as
-    the residual of what follows."""
+    the residual of what follows.
+
+    ``turns``: (cos, sin, the size of a head, [B, T], a backend), to turn all heads but the values.
+    """
     parameters: list[Any] = []
     read: list[Any] = []
     sizes, turned = [], isinstance(modules[0], _CONV1D)
@@ -735,7 +747,13 @@ def project(
         sizes = [sizes[0] // outputs] * outputs
     if not turned and id(parameters[0]) in copies:
         read = [_joined(read[::2]), None if read[1] is None else _joined(read[1::2])]
-    return _functions.project(x, sizes, turned, len(read) // 2, *read, *parameters)
+    count, turn = len(read) // 2, None
+    if turns is not None:
+        cos, sin, size, shape, backend = turns
+        heads = [one // size for one in sizes[: max(1, outputs - 1)]] + [0] * (outputs > 1)
+        heads = heads if count == len(sizes) else [sum(heads)]
+        turn = _functions.Turn(cos, sin, tuple(heads), tuple(shape), backend)
+    return _functions.project(x, sizes, turned, turn, count, *read, *parameters)
 
 
 def _joined(copies: list[Tensor]) -> Tensor:

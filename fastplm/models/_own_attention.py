@@ -50,7 +50,7 @@ def within(now: Now | None, function: Callable, *args: Any, **kwargs: Any) -> An
         _NOW.reset(token)
 
 
-class PassesOn(FastplmModel):
+class PassesOn:
     """Mixin between the two forwards of a head, whose parent passes only what it knows on to the
     model without head: the rest reaches that by a context, too."""
 
@@ -64,7 +64,7 @@ class PassesOn(FastplmModel):
             _MORE.reset(token)
 
 
-class GetsMore(FastplmModel):
+class GetsMore:
     """Mixin before the two forwards of a model, which may have such a head."""
 
     def forward(self, **inputs: Any) -> Any:
@@ -90,6 +90,8 @@ class OnRows(FastplmModel):
         rows: Rows | None = None,
         **inputs: Any,
     ) -> Any:
+        if attention_mask is not None and attention_mask.dim() == 5:  # it masks nothing
+            attention_mask = None
         masks, forward = (attention_mask, encoder_attention_mask), super().forward  # type: ignore
         packed = {name: inputs.pop(name) for name in PACKED if name in inputs}
         if self._keeps_padding(masks, inputs) is not None:

@@ -34,6 +34,7 @@ PADDING_REASONS = {
     "noise": "NEFTune, whose noise depends on the length of the batch",
     "chunks": "chunk_size_feed_forward",
     "layers": "a layer or attention of your own, which may use several rows",
+    "inputs": "inputs that do not belong to single tokens",
     "traced": "a trace (torch.compile, an export) or a CUDA graph reads no masks; there, unpad=N "
     "or a collator with unpad=True sets a number of rows",
     "asked": "unpad=False, or a head that reads padding",
@@ -43,10 +44,8 @@ NUMBERED_REASONS = (None, "packed")
 #: Devices where each draw of a seed is a launch: ``Rows.draw_seeds`` draws all at once there.
 ONE_DRAW = ("cuda",)
 #: How configurations call the dropout of attention, and that of hidden states in a layer.
-DROPOUTS = (
-    *("attention_probs_dropout_prob", "attn_pdrop", "attention_dropout", "dropout_rate"),
-    *("hidden_dropout_prob", "resid_pdrop", "dropout"),
-)
+OF_ATTENTION = ("attention_probs_dropout_prob", "attn_pdrop", "attention_dropout", "dropout_rate")
+DROPOUTS = (*OF_ATTENTION, "hidden_dropout_prob", "resid_pdrop", "dropout")
 #: The type of a model's argument ``unpad``; see ``unpadded``.
 Unpad: TypeAlias = "bool | int | Counted | RaggedBatch | None"
 
@@ -495,7 +494,10 @@ def encoder_batch(
             rows = rows | mask_at(beside, batch, seqlen)
         if getattr(model.base_model, "pooler", None) is not None:  # it reads the first rows
             rows = rows | (torch.arange(seqlen, device=labelled.device) == 0)
-        return {"unpad": (mask.reshape(labelled.shape), rows)}
+        mask = mask.reshape(labelled.shape)
+        if getattr(model.base_model, "contiguous", False):
+            rows = between(either(mask.bool(), rows))
+        return {"unpad": (mask, rows)}
 
     return batches
 

@@ -8,11 +8,10 @@ from typing import Any
 import transformers
 from torch import Tensor
 from transformers.activations import GELUActivation
-from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 from transformers.models.esm import modeling_esm as theirs
 
 from fastplm.models import _described, _heads, roberta
-from fastplm.models._base import check_input_ids
+from fastplm.models._base import check_input_ids, check_positions
 
 EsmLayer = _described.layer(
     *(theirs, "Esm", "Layer", _described.PARTS_OF_BERT),
@@ -20,7 +19,7 @@ EsmLayer = _described.layer(
 )
 
 
-class EsmModel(_described.Encoder, transformers.EsmModel):
+class EsmModel(_described.Encoder, roberta.Backbone, transformers.EsmModel):
     """``transformers.EsmModel`` with fused attention, computing only tokens after the embeddings.
 
     The embeddings depend on the number of masked tokens of a sequence: those of the padded batch.
@@ -30,7 +29,6 @@ class EsmModel(_described.Encoder, transformers.EsmModel):
     """
 
     _block, _last_norm = EsmLayer, "encoder.emb_layer_norm_after"
-    _output = BaseModelOutputWithPoolingAndCrossAttentions
 
     @property
     def _rotary(self) -> str:  # type: ignore[override]
@@ -48,9 +46,13 @@ class EsmModel(_described.Encoder, transformers.EsmModel):
     ) -> Any:
         """Like the parent, with the additional arguments of ``BertModel``."""
         if inputs_embeds is None and input_ids is not None:
-            check_input_ids(type(self).__name__, input_ids, self.config.vocab_size)
+            where, embeddings = type(self).__name__, self.embeddings
+            check_input_ids(where, input_ids, embeddings.word_embeddings.num_embeddings)
+            table = getattr(embeddings, "position_embeddings", None)
+            if table is not None and position_ids is None:
+                check_positions(where, table, self._positions_taken(input_ids, input_ids))
             rows = None if lookup is None else lookup(input_ids)
-            inputs_embeds = self.embeddings(input_ids, attention_mask, position_ids, rows)
+            inputs_embeds = embeddings(input_ids, attention_mask, position_ids, rows)
             input_ids = None
         inputs |= dict(attention_mask=attention_mask, position_ids=position_ids)
         return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds, **inputs)
@@ -58,8 +60,8 @@ class EsmModel(_described.Encoder, transformers.EsmModel):
     def _position_table(self) -> None:
         """None: the positions are in the embeddings."""
 
-    def _embedded(self, *, inputs_embeds: Tensor, **others: Any) -> Tensor:
-        return inputs_embeds
+    def _embedded(self, **inputs: Any) -> Tensor:
+        return inputs["inputs_embeds"]
 
 
 class EsmForMaskedLM(roberta.LMHead, _heads.MaskedLM, transformers.EsmForMaskedLM):

@@ -29,10 +29,9 @@ class EuroBertModel(_described.Encoder, transformers.EuroBertModel):
     _block, _last_norm, _output = EuroBertDecoderLayer, "norm", BaseModelOutput
     _rotary = "rotary_emb"
 
-    def _embedded(
-        self: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None, **others: Any
-    ) -> Tensor:
-        return self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+    def _embedded(self: Any, **inputs: Any) -> Tensor:
+        rows = inputs["inputs_embeds"]
+        return self.embed_tokens(inputs["input_ids"]) if rows is None else rows
 
 
 class EuroBertForMaskedLM(_heads.MaskedLM, transformers.EuroBertForMaskedLM): ...

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.modernbert import modeling_modernbert as theirs
 
+from fastplm.hf import says_only_keys
 from fastplm.models import _described, _heads
 from fastplm.models._layer import ANGLES
 
@@ -39,19 +40,20 @@ class ModernBertModel(_described.Encoder, transformers.ModernBertModel):
     _block, _last_norm, _output = ModernBertEncoderLayer, "final_norm", BaseModelOutput
     _rotary, contiguous = "rotary_emb", True  # a window counts the rows in holes of the mask
 
-    def _embedded(
-        self, input_ids: Tensor | None, inputs_embeds: Tensor | None, **others: Any
-    ) -> Tensor:
-        return self.embeddings(input_ids, inputs_embeds)
+    def _embedded(self, **inputs: Any) -> Tensor:
+        return self.embeddings(inputs["input_ids"], inputs["inputs_embeds"])
 
-    def _of_layers(self: Any, hidden: Tensor, position_ids: Tensor) -> list[dict[str, Any]]:
+    def _of_layers(
+        self: Any, hidden: Tensor, position_ids: Tensor, mask: Tensor | None
+    ) -> list[dict[str, Any]]:
         kinds = [layer.attention_type for layer in self.layers]
         angles = {kind: self.rotary_emb(hidden, position_ids, kind) for kind in {*kinds}}
-        windows = [layer.attn.sliding_window for layer in self.layers]
-        return [
-            {ANGLES: angles[kind], "sliding_window": window}
-            for kind, window in zip(kinds, windows, strict=True)
-        ]
+        given = [{ANGLES: angles[kind]} for kind in kinds]
+        for one, layer in zip(given, self.layers, strict=True):
+            size = layer.attn.sliding_window  # counts the row itself
+            if size is not None and says_only_keys(mask):  # another mask is that of all layers
+                one["window"] = (size - 1, size - 1)
+        return given
 
     def _last_layer(self: Any) -> int | None:
         """None if the last layer has a window: it counts the queries before a row."""

@@ -12,13 +12,15 @@ from torch import Tensor
 from fastplm._checks import FLOATING, check_number, check_tensor
 from fastplm._declare import Arg, Size
 from fastplm._modes import is_traced, needs_dispatch
-from fastplm.errors import fail
+from fastplm.errors import ArgumentTypeError, fail, shown
 from fastplm.reference.attention import T5RelativeBias, dropout_threshold, t5_buckets
 
 _threshold = functools.lru_cache(dropout_threshold)
 #: Limits of the dropout's counter layout (``reference.attention.dropout_keep_mask``).
 _MAX_DROPOUT_KEYS = 2**20
 _MAX_DROPOUT_HEADS = 2**12
+#: Beside a window the kernels count in 32 bits.
+_MAX_WINDOW = 2**30
 
 _KEY = Arg("[B, H, Tk, D]", "query", packed="[Nk, H, D]")
 _ENDS = Arg("[B + 1 > 0]", (torch.int32,), "Pass pad(lengths.cumsum(0), (1, 0)).int().")
@@ -54,6 +56,9 @@ class Call(NamedTuple):
     allow_tf32: bool = False
     side_by_side: bool = False  # the gradients of query, key and value are parts of one tensor
     reorders: bool = False  # cuDNN runs the backward, too, whose sums may come in any order
+    # How far from a query its keys may be, see ``attention``; -1: as far as they like.
+    window_left: int = -1
+    window_right: int = -1
 
     @property
     def packed(self) -> bool:
@@ -80,7 +85,12 @@ class Call(NamedTuple):
             and self.cu_seqlens_q is None
             and self.bias_weight is None
             and self.seed is None
+            and not self.has_window
         )
+
+    @property
+    def has_window(self) -> bool:
+        return self.window_left >= 0 or self.window_right >= 0
 
     @property
     def options(self) -> dict[str, Any]:
@@ -96,6 +106,7 @@ class Call(NamedTuple):
             relative_bias=bias,
             seed=self.seed,
             sample_index=self.sample_index,
+            window=tuple(None if one < 0 else one for one in (self.window_left, self.window_right)),
         )
 
     def check(self, where: str) -> None:
@@ -225,6 +236,34 @@ def expanded_mask(where: str, mask: Tensor, shape: tuple[int, ...]) -> Tensor:
         got = f"{got} {tuple(mask.shape)}"
         fail(where, "attn_mask", got, expected, _ATTN_MASK_FIX)
     return mask.expand(shape)
+
+
+#: (left, right), each None or an int; see ``attention``.
+Window = tuple[int | None, int | None]
+
+
+def window_bounds(
+    where: str, window: Window | None, is_causal: bool, longest_q: int, longest_k: int
+) -> tuple[int, int]:
+    """``window`` as the fields of a ``Call``, without the bounds that hide nothing."""
+    if window is None:
+        return -1, -1
+    expected, fix = "(left, right), each an int of 0 or more or None", "(64, 64) is 129 keys."
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        fail(where, "window", shown(window), expected, fix, ArgumentTypeError)
+    found = []
+    for side in window:
+        if side is not None and (not isinstance(side, int) or isinstance(side, bool)):
+            fail(where, "window", window, expected, fix, ArgumentTypeError)
+        if side is not None and not 0 <= side < _MAX_WINDOW:
+            fail(where, "window", window, expected, fix)
+        found.append(-1 if side is None else side)
+    left, right = found
+    # The sizes of a traced program may be symbols, of which it would become a condition.
+    if isinstance(longest_q, int) and isinstance(longest_k, int):
+        left = -1 if left >= (longest_k if is_causal else longest_q) - 1 else left
+        right = -1 if right >= longest_k - 1 else right
+    return left, -1 if is_causal else right
 
 
 def stored_once(mask: Tensor) -> Tensor:

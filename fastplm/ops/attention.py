@@ -29,12 +29,14 @@ from fastplm.errors import ArgumentTypeError, fail
 from fastplm.ops._attention_call import (
     Call,
     Saved,
+    Window,
     empty_like_projection,
     expanded_mask,
     lie_side_by_side,
     parts_of,
     projection_layout,
     stored_once,
+    window_bounds,
 )
 from fastplm.ops._common import (
     cast_for_autocast,
@@ -69,6 +71,7 @@ def attention(
     relative_bias: T5RelativeBias | None = None,
     seed: int | Tensor | None = None,
     sample_index: Tensor | None = None,
+    window: Window | None = None,
 ) -> Tensor:
     """Softmax attention with masks, causality, T5's bias and dropout, without a score matrix.
 
@@ -98,6 +101,10 @@ def attention(
         sample_index: int64 [B], default ``arange(B)``. The random bits of dropout depend on
             ``seed``, ``sample_index`` and the indices of head, query and key. With indices that are
             unique in the whole training, they do not depend on how a batch is split over devices.
+        window: (left, right), each an int of 0 or more, or None for no bound: query i sees the keys
+            i - left <= j <= i + right, with ``is_causal`` from i + (Tk - Tq) - left on. Tiles of
+            keys that no query of a tile sees are not read, forward and backward, so that time grows
+            with the window, not with Tk. Nor is a bound that hides nothing. Other masks still hold.
 
     Returns:
         [B, H, Tq, D] in the dtype of ``query``. A row that may attend to nothing is 0 and passes
@@ -125,6 +132,8 @@ def attention(
         >>> hidden = torch.tensor([[False, False]])
         >>> ops.attention(query, query, value, key_mask=hidden)[0, 0, :, 0]
         tensor([0., 0.])
+        >>> ops.attention(query, query, value, window=(0, 1))[0, 0, :, 0]
+        tensor([2., 3.])
         >>> seen = torch.tensor([[True, True], [False, True]])  # query 1 sees key 1 alone
         >>> ops.attention(query, query, value, attn_mask=seen)[0, 0, :, 0]
         tensor([2., 3.])
@@ -137,7 +146,7 @@ def attention(
     # ``_prepared`` raises the error for an argument of a wrong type.
     if (
         query.is_cpu
-        and key_mask is attn_mask is relative_bias is seed is sample_index is None
+        and key_mask is attn_mask is relative_bias is seed is sample_index is window is None
         and isinstance(dropout_p, _NUMBER)
         and dropout_p == 0.0
         and (is_causal is False or (is_causal is True and query.shape[2] <= 1))
@@ -157,6 +166,7 @@ def attention(
         relative_bias=relative_bias,
         seed=seed,
         sample_index=sample_index,
+        window=window,
     )
     return OP(call, backend, dispatches)[0]
 
@@ -177,6 +187,7 @@ def attention_varlen(
     relative_bias: T5RelativeBias | None = None,
     seed: int | Tensor | None = None,
     sample_index: Tensor | None = None,
+    window: Window | None = None,
 ) -> Tensor:
     """``attention`` of a ragged batch: sequences packed one after the other, without padding.
 
@@ -198,6 +209,7 @@ def attention_varlen(
         is_causal, dropout_p, scale, relative_bias, seed: as in ``attention``, with the lengths of
             each sequence as its Tq and Tk.
         sample_index: int64 [B], as in ``attention``.
+        window: as in ``attention``, within each sequence.
 
     Returns:
         [Nq, H, D] in the dtype of ``query``; spare rows are 0 and pass no gradient. The same as
@@ -244,6 +256,7 @@ def attention_varlen(
             key_mask,
             is_causal,
             scale,
+            window,
         )
         if out is not None:
             return out
@@ -258,6 +271,7 @@ def attention_varlen(
         relative_bias=relative_bias,
         seed=seed,
         sample_index=sample_index,
+        window=window,
     )
     return OP(call, backend, dispatches)[0]
 
@@ -285,6 +299,7 @@ def _prepared(
     relative_bias: T5RelativeBias | None,
     seed: int | Tensor | None,
     sample_index: Tensor | None,
+    window: Window | None,
 ) -> tuple[Call, str, bool]:
     """The checked call with the layout that its backend asks for; this backend; and whether it
     needs PyTorch's dispatcher."""
@@ -313,6 +328,9 @@ def _prepared(
         is_causal,
         _scale(where, scale, query.shape[-1]),
     )
+    if window is not None:
+        left, right = window_bounds(where, window, is_causal, *lengths[2:])
+        call = call._replace(window_left=left, window_right=right)
     OP.check(call, where)
     dispatches = needs_dispatch(call)
     backend = OP.resolve(call, dispatches)
@@ -382,7 +400,7 @@ _CSRC_REJECTS = csrc_rejects("attention", fp64=False)
 # Parts of the arguments of csrc/, which takes them in the order of ``_cpp_arguments``: names cost
 # 3 of the 5 microseconds of a small call.
 _NO_MASK, _NOT_PACKED = (None, None), (None, None)
-_NO_BIAS, _NO_DROPOUT = (None, None), (None, None, 0)
+_NO_BIAS, _NO_DROPOUT, _NO_WINDOW = (None, None), (None, None, 0), (-1, -1)
 
 
 def _is_plain(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
@@ -428,6 +446,7 @@ def plain_attention(
         *_NO_DROPOUT,
         False,
         query.shape[3] ** -0.5 if scale is None else float(scale),
+        *_NO_WINDOW,
     )
     return out
 
@@ -455,6 +474,7 @@ def _fast_varlen(
     key_mask: Tensor | None,
     is_causal: bool,
     scale: float | None,
+    window: Window | None,
 ) -> Tensor | None:
     """The output by csrc/ of a correct call without gradients, bias and dropout; else None."""
     if not query.is_cpu or fast_choice("attention") is None:
@@ -481,6 +501,9 @@ def _fast_varlen(
         or not (key_mask.is_cpu and key_mask.dtype is torch.bool and key_mask.shape == (rows,))
     ):
         return None
+    sides = _NO_WINDOW
+    if window is not None:
+        sides = window_bounds("attention_varlen", window, is_causal, max_seqlen_q, max_seqlen_k)
     try:
         out, _ = torch.ops.fastplm_C.attention.default(
             *map(last_dim_contiguous, (query, key, value)),
@@ -491,6 +514,7 @@ def _fast_varlen(
             *_NO_DROPOUT,
             is_causal,
             dim**-0.5 if scale is None else float(scale),
+            *sides,
         )
     except (RuntimeError, ValueError):  # wrong lengths: ``_prepared`` raises an error about them
         return None
@@ -517,6 +541,7 @@ def _cpp_arguments(call: Call) -> tuple[Any, ...]:
         *(call.seed, call.sample_index, call.dropout_threshold),
         call.is_causal,
         call.scale,
+        *(call.window_left, call.window_right),
     )
 
 

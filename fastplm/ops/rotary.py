@@ -61,7 +61,8 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
             view of packed projections or of [B, T, H, D] is not copied).
         key: [B, G, T, D], dtype and device of ``query``; its number of heads may be another.
         cos, sin: [C, T, D], C = B or 1, of any of these dtypes, as a rotary embedding of
-            Transformers makes them. Their second half repeats the first and is not read. They have no gradient.
+            Transformers makes them. Their second half repeats the first and is not read. They have
+            no gradient.
 
     Returns:
         (query, key), rotated, in their dtype; their memory is [B, T, H, D], as that of a

@@ -112,6 +112,7 @@ def attention_ref(
     relative_bias: T5RelativeBias | None = None,
     seed: int | Tensor | None = None,
     sample_index: Tensor | None = None,
+    window: tuple[int | None, int | None] | None = None,
 ) -> Tensor:
     """``dropout(softmax(scale * Q K^T + bias + mask)) V`` as ``ops.attention`` defines it.
 
@@ -123,7 +124,7 @@ def attention_ref(
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     distance = _distances(seqlen_q, seqlen_k, query.device)
     distance = distance - (seqlen_k - seqlen_q if is_causal else 0)
-    options = is_causal, dropout_p, scale, relative_bias, seed, sample_index
+    options = is_causal, dropout_p, scale, relative_bias, seed, sample_index, window
     return _attend(query, key, value, distance, key_mask, attn_mask, *options)
 
 
@@ -143,6 +144,7 @@ def attention_varlen_ref(
     relative_bias: T5RelativeBias | None = None,
     seed: int | Tensor | None = None,
     sample_index: Tensor | None = None,
+    window: tuple[int | None, int | None] | None = None,
 ) -> Tensor:
     """``attention_ref`` of every sequence of a ragged batch, as ``ops.attention_varlen`` does.
 
@@ -171,7 +173,7 @@ def attention_varlen_ref(
     key, value = pad(key, rows_k, exists_k), pad(value, rows_k, exists_k)
     if key_mask is not None:
         exists_k = exists_k & nn.functional.pad(key_mask, (0, 1))[rows_k]
-    options = is_causal, dropout_p, scale, relative_bias, seed, sample_index
+    options = is_causal, dropout_p, scale, relative_bias, seed, sample_index, window
     out = _attend(query, key, value, distance, exists_k, None, *options)
     out = out.transpose(1, 2)  # [B, Tq, H, D]
 
@@ -208,12 +210,18 @@ def _attend(
     relative_bias: T5RelativeBias | None,
     seed: int | Tensor | None,
     sample_index: Tensor | None,
+    window: tuple[int | None, int | None] | None,
 ) -> Tensor:
     """Attention of a padded batch; ``distance`` [B | 1, 1, Tq, Tk] is 0 or less for past keys."""
     batch, heads, seqlen_q, head_dim = query.shape
     seqlen_k = key.shape[2]
     scale = head_dim**-0.5 if scale is None else scale
     allowed = distance <= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)
+    left, right = window or (None, None)
+    if left is not None:
+        allowed = allowed & (distance >= -left)
+    if right is not None:
+        allowed = allowed & (distance <= right)
     if key_mask is not None:
         allowed = allowed & key_mask[:, None, None, :]
         # A masked key may be NaN, and 0 * NaN is NaN.

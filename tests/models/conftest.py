@@ -10,7 +10,6 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -395,8 +394,11 @@ def hold_drop_in(hold) -> Callable[..., None]:
         mean = mean and name.endswith("SequenceClassification")
         if (mean or name.startswith("Esm")) and padding == "dead row":
             pytest.skip("the parent divides by the number of tokens")
-        if name.endswith("QuestionAnswering") and padding == "dead row":
-            pytest.skip("its loss runs over padding, and this row has nothing else")
+        reads_padding = name.endswith("QuestionAnswering") and padding != "none"
+        if reads_padding and (padding == "dead row" or name.startswith("ModernBert")):
+            pytest.skip("its loss runs over padding, and such a row has no token in its window")
+        if name == "ModernBertForSequenceClassification" and padding == "left":
+            pytest.skip("its head reads padding, which has no token in its window")
         config = with_classes(name, config)
         inputs = inputs_of(name, config, mask) | (given or {})
         inputs = {key: value for key, value in inputs.items() if value is not None}
@@ -503,6 +505,28 @@ _ENCODER = dict(
     hidden_dropout_prob=0.0,
     attention_probs_dropout_prob=0.0,
 )
+_SIZES = {name: one for name, one in _ENCODER.items() if "prob" not in name}
+_ESM = dict(
+    position_embedding_type="rotary",
+    token_dropout=True,
+    mask_token_id=4,
+    pad_token_id=1,
+    emb_layer_norm_before=True,
+)
+_EURO = dict(num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2, mask_token_id=3)
+_EURO |= dict(tie_word_embeddings=True, attention_dropout=0.0)
+_MODERN = dict(
+    layer_types=["sliding_attention", "full_attention"],
+    local_attention=4,
+    attention_dropout=0.0,
+    embedding_dropout=0.0,
+    mlp_dropout=0.0,
+    pad_token_id=0,
+    bos_token_id=None,
+    eos_token_id=None,
+    cls_token_id=None,
+    sep_token_id=None,
+)
 _DISTILBERT = dict(
     vocab_size=37,
     n_layers=2,
@@ -515,24 +539,6 @@ _DISTILBERT = dict(
     attention_dropout=0.0,
     qa_dropout=0.0,
     seq_classif_dropout=0.0,
-)
-_SIZES = {name: one for name, one in _ENCODER.items() if "prob" not in name}
-_ESM = dict(
-    position_embedding_type="rotary",
-    token_dropout=True,
-    mask_token_id=4,
-    pad_token_id=1,
-    emb_layer_norm_before=True,
-)
-_EURO = dict(num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2, mask_token_id=3)
-_MODERN = dict(
-    layer_types=["full_attention", "full_attention"],
-    local_attention=4,
-    pad_token_id=0,
-    bos_token_id=None,
-    eos_token_id=None,
-    cls_token_id=None,
-    sep_token_id=None,
 )
 _GPT = dict(
     vocab_size=37,
@@ -585,14 +591,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "esm": ("EsmConfig", _ENCODER | _ESM),
     "eurobert": ("EuroBertConfig", _SIZES | _EURO),
     "gpt2": ("GPT2Config", _GPT | dict(n_inner=24, classifier_dropout=0.0)),
-    "mpnet": ("MPNetConfig", _ENCODER),
     "modernbert": ("ModernBertConfig", _SIZES | _MODERN),
     "nomic_bert": ("NomicBertConfig", _ENCODER),
+    "mpnet": ("MPNetConfig", _ENCODER),
     "openai": ("OpenAIGPTConfig", _GPT),
     "roberta": ("RobertaConfig", _ENCODER),
     "roberta_prelayernorm": ("RobertaPreLayerNormConfig", _ENCODER),
     "t5": ("T5Config", _T5),
-    "xlm_roberta_xl": ("XLMRobertaXLConfig", _ENCODER),
 }
 #: Families that have another's layers and classes: ``test_clones`` tests them.
 CLONES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -600,26 +605,24 @@ CLONES: dict[str, tuple[str, dict[str, Any]]] = {
     "data2vec": ("Data2VecTextConfig", _ENCODER),
     "ernie": ("ErnieConfig", _ENCODER | dict(use_task_id=True)),
     "xlm_roberta": ("XLMRobertaConfig", _ENCODER),
+    "xlm_roberta_xl": ("XLMRobertaXLConfig", _ENCODER),
 }
 #: The prefix of each family's class names.
 PREFIXES = {family: family.capitalize() for family in FAMILIES}
 PREFIXES |= {"gpt2": "GPT2", "openai": "OpenAIGPT", "distilbert": "DistilBert", "mpnet": "MPNet"}
 PREFIXES |= {"eurobert": "EuroBert", "modernbert": "ModernBert", "nomic_bert": "NomicBert"}
-PREFIXES |= {"roberta_prelayernorm": "RobertaPreLayerNorm", "xlm_roberta_xl": "XLMRobertaXL"}
+PREFIXES["roberta_prelayernorm"] = "RobertaPreLayerNorm"
 CLONED_PREFIXES = dict(camembert="Camembert", data2vec="Data2VecText", ernie="Ernie")
-CLONED_PREFIXES["xlm_roberta"] = "XLMRoberta"
+CLONED_PREFIXES |= dict(xlm_roberta="XLMRoberta", xlm_roberta_xl="XLMRobertaXL")
 
 
 def _classes(prefixes: dict[str, str]) -> dict[str, str]:
-    """The families of these prefixes, by class; a longer prefix is another family's."""
-    everyone = PREFIXES | CLONED_PREFIXES
-    found = {}
-    for name in filter(partial(hasattr, transformers), models.__all__):
-        fits = [family for family, prefix in everyone.items() if name.startswith(prefix)]
-        family = max(fits, key=lambda family: len(everyone[family]), default=None)
-        if family in prefixes:
-            found[name] = family
-    return found
+    return {
+        name: family
+        for name in models.__all__
+        for family, prefix in prefixes.items()
+        if name.startswith(prefix) and hasattr(transformers, name)
+    }
 
 
 #: Every class, and its family.
@@ -643,7 +646,7 @@ def small_config(family: str, **changed: Any) -> Any:
 def config_of(name: str, **changed: Any) -> Any:
     """A small configuration for the class of this name."""
     config = small_config((CLASSES | CLONED)[name], **changed)
-    if name.endswith(("BertLMHeadModel", "ForCausalLM")) and hasattr(config, "is_decoder"):
+    if name.endswith(("CausalLM", "LMHeadModel")) and hasattr(config, "hidden_dropout_prob"):
         config.is_decoder = True
     if CLASSES.get(name) == "gpt2":
         # With a cache the parent computes the padded batch, which is not tested here.

@@ -13,6 +13,7 @@ from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
     sdpa_mask,
+    sliding_window_bidirectional_mask_function,
     sliding_window_causal_mask_function,
 )
 
@@ -521,6 +522,10 @@ FUNCTIONS = {
     "causal": causal_mask_function,
     "bidirectional": bidirectional_mask_function,
     "sliding": sliding_window_causal_mask_function(3),
+    "sliding, wide": sliding_window_causal_mask_function(30),
+    "sliding, 1": sliding_window_causal_mask_function(1),
+    "sliding, bidirectional": sliding_window_bidirectional_mask_function(2),
+    "sliding, bidirectional, wide": sliding_window_bidirectional_mask_function(30),
 }
 
 
@@ -542,13 +547,15 @@ def test_the_mask_equals_that_of_sdpa(name, function, padded):
     expected = sdpa_mask(**arguments, allow_is_causal_skip=False)
     mask = hf.fastplm_mask(**arguments)
     assert mask.dtype is torch.bool
+    if name == "square":  # no mask [Tq, Tk] is made, but in memory one of keys
+        assert mask.untyped_storage().nbytes() <= 2 * 12
     # The meaning of the mask does not depend on the module.
-    causal, mask = hf._meaning(torch.nn.Module(), mask, None)
-    assert not causal or function == "causal"
+    causal, mask, window = hf._meaning(torch.nn.Module(), mask, None)
+    assert not causal or "bidirectional" not in function
     if mask is None or mask.dim() == 2:
         assert mask is None or mask.shape == (2, kv_length)
         query, key = torch.empty(2, 1, q_length, 1), torch.empty(2, 1, kv_length, 1)
-        mask, dead = hf._complete_mask(query, key, mask, causal, always=True)
+        mask, dead = hf._complete_mask(query, key, mask, causal, window, always=True)
         mask = torch.ones(()).bool() if mask is None else mask & ~dead
     assert torch.equal(mask.expand_as(expected), expected)
 

@@ -225,7 +225,7 @@ CHANGES = {
         {"join": 9, "expand": 3},
     ),
     "an activation": (
-        lambda block: setattr(block[2].DenseReluDense, "act", torch.nn.SiLU()),
+        lambda block: setattr(block[2].DenseReluDense, "act", torch.nn.Mish()),
         {"join": 9, "expand": 3},
     ),
 }

@@ -29,6 +29,7 @@ from fastplm.triton_kernels.attention.tiles import (
     Tensor,
     Tile,
     bounds,
+    in_window,
     keep_mask,
     keys_allowed,
     load_rows,
@@ -96,6 +97,9 @@ def tile_head(
     attn_mask,
     numbers,
     dropout,
+    left,
+    right,
+    IS_CAUSAL: tl.constexpr,
     MASK_STEP: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -125,9 +129,17 @@ def tile_head(
     dv = tl.zeros([TILE.BLOCK_K, TILE.BLOCK_D], tl.float32)
     # Not unrolled: the compiler would mix the steps, which needs too many registers on sm_120.
     for start_q in range(0, TILE.BLOCK_K, TILE.BLOCK_Q):
-        diagonal = length_k - length_q
+        shift, floor, diagonal = 0, None, None
+        if IS_CAUSAL:
+            shift = length_k - length_q
+            diagonal = shift
+        elif right is not None:
+            diagonal = right
+        if left is not None:
+            floor = shift - left
         head = Head(
-            b, h, length_q, length_k, diagonal, None, mask_row, attn_rows, None, numbers, dropout
+            *(b, h, length_q, length_k, floor, diagonal, None, mask_row, attn_rows, None),
+            *(numbers, dropout),
         )
         dk, dv = tile_step(dk, dv, k, v, q_rows, do_rows, dq_rows, head, start_q, offs_k, TILE)
 
@@ -163,6 +175,8 @@ def _attention_tile_bwd_kernel(
     scale_log2,
     threshold,
     keep_scale,
+    left,
+    right,
     # strides
     stride_qb,
     stride_qh,
@@ -199,7 +213,7 @@ def _attention_tile_bwd_kernel(
     # A program handles one head, or if PERSISTENT several. Where an SM has room for one program
     # only, it then loads K and V of the next head while it computes this one (with three stages on
     # sm_90).
-    TILE: tl.constexpr = Tile(HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, IS_CAUSAL, PRECISION)
+    TILE: tl.constexpr = Tile(HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, PRECISION)
     row_size = num_heads * HEAD_DIM
     zero_spare_rows(dq_ptr, cu_q_ptr, num_seqs, num_rows_q, row_size, stride_dqt)
     zero_spare_rows(dk_ptr, cu_k_ptr, num_seqs, num_rows_k, row_size, stride_dkt)
@@ -235,6 +249,9 @@ def _attention_tile_bwd_kernel(
                 attn_mask,
                 numbers,
                 dropout,
+                left,
+                right,
+                IS_CAUSAL,
                 MASK_STEP,
                 TILE,
             )
@@ -257,6 +274,9 @@ def _attention_tile_bwd_kernel(
             attn_mask,
             numbers,
             dropout,
+            left,
+            right,
+            IS_CAUSAL,
             MASK_STEP,
             TILE,
         )
@@ -308,9 +328,7 @@ def dq_range(
         distance = offs_k[None, :] - offs_q[:, None] - head.shift
         p = probabilities(s, m_i[:, None], log2l[:, None], head, distance, BIAS)
         if MASKED:
-            allowed = mask_k[None, :]
-            if TILE.IS_CAUSAL:
-                allowed = allowed & (offs_k[None, :] <= offs_q[:, None] + head.diagonal)
+            allowed = in_window(head, mask_k[None, :], offs_q[:, None], offs_k[None, :])
             allowed = pairs_allowed(head, allowed, offs_q[:, None], offs_k[None, :])
             p = tl.where(allowed, p, 0.0)
         dp = tl.zeros([q.shape[0], BLOCK_K], tl.float32)
@@ -361,6 +379,8 @@ def _attention_stream_bwd_dq_kernel(
     scale_log2,
     threshold,
     keep_scale,
+    left,
+    right,
     # strides
     stride_qb,
     stride_qh,
@@ -395,7 +415,7 @@ def _attention_stream_bwd_dq_kernel(
     PRECISION: tl.constexpr,
 ):
     # One program handles one tile of queries and loops over the keys in order.
-    TILE: tl.constexpr = Tile(HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, IS_CAUSAL, PRECISION)
+    TILE: tl.constexpr = Tile(HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, PRECISION)
     row_size = num_heads * HEAD_DIM
     zero_spare_rows(dq_ptr, cu_q_ptr, num_seqs, num_rows, row_size, stride_dqt)
     num_tiles = tl.cdiv(seqlen_q, BLOCK_Q)
@@ -430,23 +450,34 @@ def _attention_stream_bwd_dq_kernel(
     far_left = tl.zeros([BLOCK_Q], tl.float32)
     far_right = tl.zeros([BLOCK_Q], tl.float32)
 
-    diagonal = length_k - length_q
-    shift = 0
+    # Where query i stands, i + shift, and the keys that it sees: from i + floor to i + diagonal.
+    shift, floor, diagonal = 0, None, None
+    if IS_CAUSAL:
+        shift = length_k - length_q
+        diagonal = shift
+    elif right is not None:
+        diagonal = right
+    if left is not None:
+        floor = shift - left
     end_k = length_k + 0
     near = length_k // BLOCK_K * BLOCK_K  # without a bias: tiles before it need no mask
-    if IS_CAUSAL:
-        shift = diagonal
+    if diagonal is not None:
         end_k = tl.maximum(tl.minimum(length_k, start_q + BLOCK_Q + diagonal), 0)
         near = tl.maximum(tl.minimum(length_k, start_q + 1 + diagonal), 0) // BLOCK_K * BLOCK_K
     if mask_ptr is not None or attn_mask_ptr is not None:
         near = 0
     if start_q >= length_q:
         end_k = 0
+    begin = 0
+    if left is not None:
+        begin = tl.maximum(start_q + floor, 0) // BLOCK_K * BLOCK_K
+        near = begin
     near, far = tl.minimum(near, end_k), end_k
     if bias_ptr is not None:
         bias_ptr += h * (2 * max_distance + 1)
         near, far = bias_ranges(start_q, BLOCK_Q, shift, max_distance, BLOCK_K)
-        near, far = tl.minimum(near, end_k), tl.minimum(far, end_k)
+        near = tl.minimum(tl.maximum(near, begin), end_k)
+        far = tl.minimum(tl.maximum(far, begin), end_k)
     numbers = Numbers(scale, scale_log2, max_distance)
     dropout = Dropout(seed_ptr, sample_ptr, threshold, keep_scale)
     attn_mask = None
@@ -454,12 +485,24 @@ def _attention_stream_bwd_dq_kernel(
         attn_ptr = attn_mask_ptr + b * stride_ab + h * stride_ah
         attn_mask = AttnMask(attn_ptr, stride_at, MASK_STEP)
     head = Head(
-        b, h, length_q, length_k, diagonal, shift, mask_ptr, attn_mask, bias_ptr, numbers, dropout
+        b,
+        h,
+        length_q,
+        length_k,
+        floor,
+        diagonal,
+        shift,
+        mask_ptr,
+        attn_mask,
+        bias_ptr,
+        numbers,
+        dropout,
     )
-    # [0, near), [near, far), [far, end_k): with a bias, the keys far to the left, near, and far to
-    # the right; else the tiles that need no mask, and the others.
-    for PLACE in tl.static_range(FAR_LEFT, NEAR + 1 if bias_ptr is None else FAR_RIGHT + 1):
-        start = near if PLACE == NEAR else (far if PLACE == FAR_RIGHT else 0)
+    # [begin, near), [near, far), [far, end_k): with a bias, the keys far to the left, near, and far
+    # to the right; else the tiles that need no mask (none with a window), and the others.
+    FIRST: tl.constexpr = NEAR if bias_ptr is None and left is not None else FAR_LEFT
+    for PLACE in tl.static_range(FIRST, NEAR + 1 if bias_ptr is None else FAR_RIGHT + 1):
+        start = near if PLACE == NEAR else (far if PLACE == FAR_RIGHT else begin)
         end = near if PLACE == FAR_LEFT else (far if PLACE == NEAR else end_k)
         dq, far_left, far_right = dq_range(
             dq,
@@ -514,8 +557,8 @@ def dkdv_range(
     PRECISION: tl.constexpr = TILE.PRECISION
     m_ptr, log2l_ptr, delta_ptr = stat_rows
     BIAS: tl.constexpr = NO_BIAS if head.bias_ptr is None else PLACE
-    # Whether causality may hide a key from a query.
-    MASKED: tl.constexpr = TILE.IS_CAUSAL and (head.bias_ptr is not None or PLACE == NEAR)
+    # Whether causality or a window may hide a key from a query.
+    MASKED: tl.constexpr = head.bias_ptr is not None or PLACE == NEAR
     for start_q in range(start, end, BLOCK_Q):
         offs_q = start_q + tl.arange(0, BLOCK_Q)
         mask_q = offs_q < head.length_q
@@ -541,8 +584,10 @@ def dkdv_range(
             dp = multiply(do, tl.trans(v), dp, PRECISION)
         distance = at_k - at_q - head.shift
         p = probabilities(s, m_i, log2l, head, distance, BIAS)
-        if MASKED:
+        if MASKED and head.diagonal is not None:
             p = tl.where(at_k <= at_q + head.diagonal, p, 0.0)
+        if MASKED and head.floor is not None:
+            p = tl.where(at_k >= at_q + head.floor, p, 0.0)
         if head.attn_mask is not None:
             p = tl.where(pairs_allowed(head, at_k < head.length_k, at_q, at_k), p, 0.0)
         z_p = p
@@ -588,6 +633,8 @@ def _attention_stream_bwd_dkdv_kernel(
     scale_log2,
     threshold,
     keep_scale,
+    left,
+    right,
     # strides
     stride_qb,
     stride_qh,
@@ -620,7 +667,7 @@ def _attention_stream_bwd_dkdv_kernel(
     PRECISION: tl.constexpr,
 ):
     # One program handles one tile of keys and loops over the queries in order.
-    TILE: tl.constexpr = Tile(HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, IS_CAUSAL, PRECISION)
+    TILE: tl.constexpr = Tile(HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, PRECISION)
     row_size = num_heads * HEAD_DIM
     zero_spare_rows(dk_ptr, cu_k_ptr, num_seqs, num_rows, row_size, stride_dkt)
     zero_spare_rows(dv_ptr, cu_k_ptr, num_seqs, num_rows, row_size, stride_dkt)
@@ -650,22 +697,31 @@ def _attention_stream_bwd_dkdv_kernel(
     dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
 
-    diagonal = length_k - length_q
-    shift = 0
-    begin, behind = 0, 0
+    # Where query i stands, i + shift, and the keys that it sees: from i + floor to i + diagonal.
+    shift, floor, diagonal = 0, None, None
     if IS_CAUSAL:
+        shift = length_k - length_q
+        diagonal = shift
+    elif right is not None:
+        diagonal = right
+    if left is not None:
+        floor = shift - left
+    begin, behind, end_q = 0, 0, length_q + 0
+    if diagonal is not None:
         # From the first query that sees this tile, rounded down to a tile of queries; tiles from
         # ``behind`` on see all of it.
-        shift = diagonal
         begin = tl.maximum(start_k - diagonal, 0) // BLOCK_Q * BLOCK_Q
         behind = tl.maximum(start_k + BLOCK_K - 1 - diagonal + BLOCK_Q - 1, 0) // BLOCK_Q * BLOCK_Q
         behind = tl.minimum(behind, length_q)
+    if left is not None:
+        end_q = tl.minimum(length_q, start_k + BLOCK_K - floor)
+        behind = end_q
     ahead = begin
     if bias_ptr is not None:  # a query far before a key sees it far to the right, and vice versa
         bias_ptr += h * (2 * max_distance + 1)
         ahead, behind = bias_ranges(start_k, BLOCK_K, -shift, max_distance, BLOCK_Q)
-        ahead = tl.minimum(tl.maximum(ahead, begin), length_q)
-        behind = tl.minimum(tl.maximum(behind, begin), length_q)
+        ahead = tl.minimum(tl.maximum(ahead, begin), end_q)
+        behind = tl.minimum(tl.maximum(behind, begin), end_q)
     numbers = Numbers(scale, scale_log2, max_distance)
     dropout = Dropout(seed_ptr, sample_ptr, threshold, keep_scale)
     attn_mask = None
@@ -673,13 +729,26 @@ def _attention_stream_bwd_dkdv_kernel(
         attn_ptr = attn_mask_ptr + b * stride_ab + h * stride_ah
         attn_mask = AttnMask(attn_ptr, stride_at, MASK_STEP)
     head = Head(
-        b, h, length_q, length_k, diagonal, shift, mask_ptr, attn_mask, bias_ptr, numbers, dropout
+        b,
+        h,
+        length_q,
+        length_k,
+        floor,
+        diagonal,
+        shift,
+        mask_ptr,
+        attn_mask,
+        bias_ptr,
+        numbers,
+        dropout,
     )
-    # [begin, ahead), [ahead, behind), [behind, length_q): with a bias, these keys lie far to the
-    # right of the queries, near, and far to the left; else all but the last need a causal mask.
-    for PLACE in tl.static_range(FAR_LEFT, NEAR + 1 if bias_ptr is None else FAR_RIGHT + 1):
+    # [begin, ahead), [ahead, behind), [behind, end_q): with a bias, these keys lie far to the
+    # right of the queries, near, and far to the left; else all but the last need a causal mask,
+    # with a window all.
+    FIRST: tl.constexpr = NEAR if bias_ptr is None and left is not None else FAR_LEFT
+    for PLACE in tl.static_range(FIRST, NEAR + 1 if bias_ptr is None else FAR_RIGHT + 1):
         start = ahead if PLACE == NEAR else (behind if PLACE == FAR_LEFT else begin)
-        end = ahead if PLACE == FAR_RIGHT else (behind if PLACE == NEAR else length_q)
+        end = ahead if PLACE == FAR_RIGHT else (behind if PLACE == NEAR else end_q)
         stat_rows = (m_ptr + stats, log2l_ptr + stats, delta_ptr + stats)
         dk, dv = dkdv_range(
             dk,

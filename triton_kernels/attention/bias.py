@@ -123,6 +123,8 @@ def _attention_bwd_dbias_kernel(
     scale_log2,
     threshold,
     keep_scale,
+    left,
+    right,
     # strides
     stride_qb,
     stride_qh,
@@ -154,7 +156,7 @@ def _attention_bwd_dbias_kernel(
     # distance BLOCK_K * block - BLOCK_Q * slice + c - r, for one block diagonal and one slice of
     # BLOCK_Q of its rows. It adds dS of ``steps`` such tiles, over sequences and queries, and only
     # then reduces by bucket.
-    TILE: tl.constexpr = Tile(HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, IS_CAUSAL, PRECISION)
+    TILE: tl.constexpr = Tile(HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, PRECISION)
     SLICES: tl.constexpr = BLOCK_K // BLOCK_Q
     h = (tl.program_id(0) % num_heads).to(tl.int64)
     reach = tl.cdiv(max_distance, BLOCK_K)
@@ -175,6 +177,12 @@ def _attention_bwd_dbias_kernel(
     acc = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
     first_step = part.to(tl.int64) * steps
     end_step = tl.minimum(first_step + steps, tiles.to(tl.int64) * num_seqs)
+    if left is not None:  # no element of such a tile is in a window
+        last = block * BLOCK_K + BLOCK_K - 1 - kind % SLICES * BLOCK_Q
+        end_step = tl.where(last < -left, first_step, end_step)
+    if right is not None:
+        first = block * BLOCK_K - kind % SLICES * BLOCK_Q - BLOCK_Q + 1
+        end_step = tl.where(first > right, first_step, end_step)
     for step in range(first_step, end_step):
         b = step // tiles
         first_q, length_q = bounds(cu_q_ptr, b, seqlen_q)
@@ -213,12 +221,19 @@ def _attention_bwd_dbias_kernel(
             allowed = mask_q[:, None] & mask_k[None, :]
             if IS_CAUSAL:
                 allowed = allowed & (distance <= 0)
+            elif right is not None:
+                allowed = allowed & (distance <= right)
+            if left is not None:
+                allowed = allowed & (distance >= -left)
             attn_mask = None
             if attn_mask_ptr is not None:
                 attn_ptr = attn_mask_ptr + b * stride_ab + h * stride_ah
                 attn_mask = AttnMask(attn_ptr, stride_at, MASK_STEP)
             dropout = Dropout(seed_ptr, sample_ptr, threshold, keep_scale)
-            head = Head(b, h, length_q, length_k, None, None, None, attn_mask, None, None, dropout)
+            head = Head(
+                *(b, h, length_q, length_k, None, None, None, None, attn_mask, None),
+                *(None, dropout),
+            )
             allowed = pairs_allowed(head, allowed, offs_q[:, None], offs_k[None, :])
             s = (s * scale + bias - m_i[:, None]) * LOG2E
             p = tl.where(allowed, tl.exp2(s - log2l[:, None]), 0.0)

@@ -29,6 +29,7 @@ from fastplm.triton_kernels.attention.tiles import (
     Tensor,
     Tile,
     bounds,
+    in_window,
     keep_mask,
     keys_allowed,
     load_rows,
@@ -118,6 +119,8 @@ def _attention_row_fwd_kernel(
     scale_log2,
     threshold,
     keep_scale,
+    left,
+    right,
     # strides
     stride_qb,
     stride_qh,
@@ -147,7 +150,7 @@ def _attention_row_fwd_kernel(
     PRECISION: tl.constexpr,
 ):
     # One program handles consecutive tiles of queries of one head, and loads K and V once.
-    TILE: tl.constexpr = Tile(HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, IS_CAUSAL, PRECISION)
+    TILE: tl.constexpr = Tile(HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, PRECISION)
     row_size = num_heads * HEAD_DIM
     zero_spare_rows(out_ptr, cu_q_ptr, num_seqs, num_rows, row_size, stride_ot)
     runs = tl.cdiv(tl.cdiv(seqlen_q, BLOCK_Q), tiles_q)
@@ -169,7 +172,15 @@ def _attention_row_fwd_kernel(
     k = load_rows(key, offs_k, mask_k, TILE)  # [BLOCK_K, BLOCK_D]
     v = load_rows(value, offs_k, mask_k, TILE)  # [BLOCK_K, BLOCK_D]
 
-    diagonal = length_k - length_q
+    # Where query i stands, i + shift, and the keys that it sees: from i + floor to i + diagonal.
+    shift, floor, diagonal = 0, None, None
+    if IS_CAUSAL:
+        shift = length_k - length_q
+        diagonal = shift
+    elif right is not None:
+        diagonal = right
+    if left is not None:
+        floor = shift - left
     numbers = Numbers(None, scale_log2, None)
     dropout = Dropout(seed_ptr, sample_ptr, threshold, keep_scale)
     attn_mask = None
@@ -177,7 +188,8 @@ def _attention_row_fwd_kernel(
         attn_ptr = attn_mask_ptr + b * stride_ab + h * stride_ah
         attn_mask = AttnMask(attn_ptr, stride_at, MASK_STEP)
     head = Head(
-        b, h, length_q, length_k, diagonal, None, mask_ptr, attn_mask, None, numbers, dropout
+        *(b, h, length_q, length_k, floor, diagonal, None, mask_ptr, attn_mask, None),
+        *(numbers, dropout),
     )
     first_tile = run * tiles_q * BLOCK_Q
     end_q = tl.minimum(first_tile + tiles_q * BLOCK_Q, length_q)
@@ -223,9 +235,7 @@ def attend_range(
             s = add_bias(s, head, distance, BIAS)
             factor = LOG2E
         if MASKED:
-            allowed = mask_k[None, :]
-            if TILE.IS_CAUSAL:
-                allowed = allowed & (offs_k[None, :] <= offs_q[:, None] + head.diagonal)
+            allowed = in_window(head, mask_k[None, :], offs_q[:, None], offs_k[None, :])
             allowed = pairs_allowed(head, allowed, offs_q[:, None], offs_k[None, :])
             s = tl.where(allowed, s, float("-inf"))
         m_i, l_i, acc = softmax_step(
@@ -261,6 +271,8 @@ def _attention_stream_fwd_kernel(
     scale_log2,
     threshold,
     keep_scale,
+    left,
+    right,
     # strides
     stride_qb,
     stride_qh,
@@ -291,7 +303,7 @@ def _attention_stream_fwd_kernel(
 ):
     # One program handles one tile of queries of one head. The programs of a head are neighbours, so
     # that its K and V stay in the L2. If causal, the tiles with the most keys come first.
-    TILE: tl.constexpr = Tile(HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, IS_CAUSAL, PRECISION)
+    TILE: tl.constexpr = Tile(HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, PRECISION)
     row_size = num_heads * HEAD_DIM
     zero_spare_rows(out_ptr, cu_q_ptr, num_seqs, num_rows, row_size, stride_ot)
     num_tiles = tl.cdiv(seqlen_q, BLOCK_Q)
@@ -318,21 +330,32 @@ def _attention_stream_fwd_kernel(
     l_i = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
-    diagonal = length_k - length_q
-    shift = 0
+    # Where query i stands, i + shift, and the keys that it sees: from i + floor to i + diagonal.
+    shift, floor, diagonal = 0, None, None
+    if IS_CAUSAL:
+        shift = length_k - length_q
+        diagonal = shift
+    elif right is not None:
+        diagonal = right
+    if left is not None:
+        floor = shift - left
     end_k = length_k + 0
     near = length_k // BLOCK_K * BLOCK_K  # without a bias: tiles before it need no mask
-    if IS_CAUSAL:
-        shift = diagonal
+    if diagonal is not None:
         end_k = tl.maximum(tl.minimum(length_k, start_q + BLOCK_Q + diagonal), 0)
         near = tl.maximum(tl.minimum(length_k, start_q + 1 + diagonal), 0) // BLOCK_K * BLOCK_K
     if mask_ptr is not None or attn_mask_ptr is not None:
         near = 0
+    begin = 0
+    if left is not None:
+        begin = tl.maximum(start_q + floor, 0) // BLOCK_K * BLOCK_K
+        near = begin
     far = end_k
     if bias_ptr is not None:
         bias_ptr += h * (2 * max_distance + 1)
         near, far = bias_ranges(start_q, BLOCK_Q, shift, max_distance, BLOCK_K)
-        near, far = tl.minimum(near, end_k), tl.minimum(far, end_k)
+        near = tl.minimum(tl.maximum(near, begin), end_k)
+        far = tl.minimum(tl.maximum(far, begin), end_k)
     numbers = Numbers(scale, scale_log2, max_distance)
     dropout = Dropout(seed_ptr, sample_ptr, threshold, keep_scale)
     attn_mask = None
@@ -340,15 +363,26 @@ def _attention_stream_fwd_kernel(
         attn_ptr = attn_mask_ptr + b * stride_ab + h * stride_ah
         attn_mask = AttnMask(attn_ptr, stride_at, MASK_STEP)
     head = Head(
-        b, h, length_q, length_k, diagonal, shift, mask_ptr, attn_mask, bias_ptr, numbers, dropout
+        b,
+        h,
+        length_q,
+        length_k,
+        floor,
+        diagonal,
+        shift,
+        mask_ptr,
+        attn_mask,
+        bias_ptr,
+        numbers,
+        dropout,
     )
-    # [0, near), [near, far), [far, end_k): with a bias, the keys far to the left, near, and far to
-    # the right; else the tiles that need no mask (none if a tensor is one), and the others.
-    MASKED: tl.constexpr = mask_ptr is not None or attn_mask_ptr is not None
+    # [begin, near), [near, far), [far, end_k): with a bias, the keys far to the left, near, and far
+    # to the right; else the tiles that need no mask (none with a mask or a window), and the others.
+    MASKED: tl.constexpr = mask_ptr is not None or attn_mask_ptr is not None or left is not None
     FIRST: tl.constexpr = NEAR if bias_ptr is None and MASKED else FAR_LEFT
     LAST: tl.constexpr = NEAR if bias_ptr is None else FAR_RIGHT
     for PLACE in tl.static_range(FIRST, LAST + 1):
-        start = near if PLACE == NEAR else (far if PLACE == FAR_RIGHT else 0)
+        start = near if PLACE == NEAR else (far if PLACE == FAR_RIGHT else begin)
         end = near if PLACE == FAR_LEFT else (far if PLACE == NEAR else end_k)
         m_i, l_i, acc = attend_range(
             m_i, l_i, acc, q, key, value, head, offs_q, start, end, TILE, PLACE

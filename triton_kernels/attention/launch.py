@@ -52,6 +52,7 @@ class Call(NamedTuple):
     allow_tf32: whether fp32 is multiplied in TF32; a backward takes its forward's value.
     side_by_side: whether the gradients of query, key and value are parts of one tensor, see
         ``attention_bwd``.
+    window_left, window_right: how far from a query its keys may be; -1: as far as they like.
     """
 
     query: torch.Tensor
@@ -72,6 +73,8 @@ class Call(NamedTuple):
     scale: float
     allow_tf32: bool
     side_by_side: bool
+    window_left: int = -1
+    window_right: int = -1
 
 
 class Saved(NamedTuple):
@@ -106,6 +109,7 @@ class Shape:
         scale: float,
         allow_tf32: bool,
         side_by_side: bool,
+        window: tuple[int, int],
     ) -> None:
         self.dtype, self.device, self.has_bias = dtype, device, has_bias
         self.seqlen_q, self.seqlen_k = max_seqlen_q, max_seqlen_k
@@ -142,6 +146,8 @@ class Shape:
             seqlen_k=max_seqlen_k,
             scale_log2=scale * LOG2E.value,
             threshold=threshold,
+            left=window[0] if window[0] >= 0 else None,
+            right=window[1] if window[1] >= 0 else None,
             keep_scale=256 / (256 - threshold) if threshold < 256 else 0.0,
             **self.strides("q", strides[0]),
             **self.strides("k", strides[1]),
@@ -275,6 +281,7 @@ def _shape_of(call: Call) -> Shape:
         call.scale,
         call.allow_tf32,
         call.side_by_side,
+        (call.window_left, call.window_right),
     )
 
 

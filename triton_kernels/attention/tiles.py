@@ -18,7 +18,9 @@ from fastplm.triton_kernels._philox import philox
 # Triton must not specialise kernels on these numbers, which change from batch to batch: a separate
 # kernel for multiples of 16 would not be faster. ``stride_sh`` is the number of rows: statistics
 # begin at any row, so they are loaded one by one.
-COUNTS = ("num_seqs", "seqlen_q", "seqlen_k", "threshold", "stride_mb", "stride_sh")
+COUNTS = (
+    *("num_seqs", "seqlen_q", "seqlen_k", "threshold", "stride_mb", "stride_sh", "left", "right"),
+)
 
 #: A launch without an attention mask: None is a constant, which removes the kernel's parameter.
 NO_ATTN_MASK = dict.fromkeys(("attn_mask_ptr", "stride_ab", "stride_ah", "stride_at", "MASK_STEP"))
@@ -77,7 +79,8 @@ class Head(NamedTuple):
     h: Any
     length_q: Any
     length_k: Any
-    diagonal: Any  # query i sees keys j <= i + diagonal
+    floor: Any  # query i sees keys j >= i + floor; None: no bound
+    diagonal: Any  # and j <= i + diagonal; None: no bound
     shift: Any  # query i stands at position i + shift
     mask_ptr: Any  # [words], the key mask, see ``keys_allowed``
     attn_mask: Any  # AttnMask or None
@@ -93,7 +96,6 @@ class Tile(NamedTuple):
     BLOCK_D: Any
     BLOCK_Q: Any
     BLOCK_K: Any
-    IS_CAUSAL: Any
     PRECISION: Any
 
 
@@ -229,6 +231,16 @@ def _attention_key_bits_kernel(
 
 
 @triton.jit
+def in_window(head, allowed, at_q, at_k):
+    """What is left of ``allowed`` by causality and window; ``at_q``, ``at_k`` broadcast to it."""
+    if head.diagonal is not None:
+        allowed = allowed & (at_k <= at_q + head.diagonal)
+    if head.floor is not None:
+        allowed = allowed & (at_k >= at_q + head.floor)
+    return allowed
+
+
+@triton.jit
 def pairs_allowed(head, allowed, at_q, at_k):
     """What is left of ``allowed`` by the attention mask; ``at_q`` and ``at_k`` broadcast to it."""
     if head.attn_mask is not None:
@@ -294,8 +306,6 @@ def masked_scores(q, k, offs_q, offs_k, mask_k, head, TILE: tl.constexpr):
     """[BLOCK_Q, BLOCK_K] raw scores, -inf where a query may not see a key."""
     s = tl.zeros([q.shape[0], k.shape[0]], tl.float32)
     s = multiply(q, tl.trans(k), s, TILE.PRECISION)
-    allowed = mask_k[None, :]
-    if TILE.IS_CAUSAL:
-        allowed = allowed & (offs_k[None, :] <= offs_q[:, None] + head.diagonal)
+    allowed = in_window(head, mask_k[None, :], offs_q[:, None], offs_k[None, :])
     allowed = pairs_allowed(head, allowed, offs_q[:, None], offs_k[None, :])
     return tl.where(allowed, s, float("-inf"))
