@@ -7,7 +7,7 @@ how long an H100 needs for them at the least. This script has the cases, and wri
 
 A step has forward and backward by bf16 autocast with dropout 0.1, clipping, and AdamW. Models with
 2 and 3 layers are counted; each further layer costs as much as the third. An encoder-decoder has a
-layer on each side.
+layer on each side. Of ModernBERT, whose every third layer has no window, 3 and 6 are counted.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ CALLS = RESULTS.with_name("layer_calls.csv")
 PAGE = ROOT / "docs" / "step-model.md"
 ARCHS = """
     bert-base bert-large roberta-base albert-base electra-small gpt2-small bart-base t5-base
+    xlm-roberta-base modernbert-base
 """.split()
-SHAPES, PADDINGS, DROPOUT = ("256x128", "64x512"), (0.0, 0.35), 0.1
+SHAPES, PADDINGS = ("256x128", "64x512"), (0.0, 0.35)
 #: Transformers with SDPA as a flash kernel; the same as Inductor fuses it; fastplm with a capacity
 #: (``unpad=N``, ``masked_positions``), as a captured step has it; that one compiled; fastplm with
 #: what Transformers' collator returns.
@@ -70,10 +71,11 @@ def count(arch: str, shape: str, padding: float, variant: str) -> tuple[Totals, 
     import transformers
 
     from fastplm import models
+    from fastplm.pretrain.presets import PRESETS
     from steps import IGNORED, PlainElectra, Step, replaced
 
     rows, length = map(int, shape.split("x"))
-    case = Step(arch, rows, length, padding, DROPOUT)
+    case = Step(arch, rows, length, padding, PRESETS[arch].dropout)
     config, given, lengths = case.config(), case.make("cpu"), case.lengths().double()
     labelled = int((given["labels"] != IGNORED).sum())
     batch = Batch(labelled, float(lengths.square().mean() / lengths.mean() ** 2))
@@ -109,11 +111,14 @@ def count(arch: str, shape: str, padding: float, variant: str) -> tuple[Totals, 
             found = step_model.step(make, given, batch, may_read=variant != "fastplm")
         return found + step_model.update(make)
 
-    two, three = totals(run(2)), totals(run(3))
-    layer = plus(three, two, -1)
+    few, more = (3, 6) if getattr(config, "layer_types", None) else (2, 3)
+    begun = totals(run(few))
+    layer = plus(totals(run(more)), begun, -1)
+    if more - few > 1:
+        layer = plus({}, layer, 1 / (more - few))
     sizes = getattr(config, "discriminator", config)
     elements = rows * length * sizes.hidden_size
-    return plus(two, layer, sizes.num_hidden_layers - 2), layer, elements
+    return plus(begun, layer, sizes.num_hidden_layers - few), layer, elements
 
 
 def row(arch: str, shape: str, padding: float, variant: str) -> Row:
@@ -192,7 +197,7 @@ that reads its inputs and writes its outputs. An H100 needs for it at least the 
 bytes over 2.9 TB/s, its FLOPs over 700 TFLOP/s, and 2 µs; the table has the sum. Rows are in
 `benchmarks/results/static/steps.csv`.
 
-- **The step**: forward and backward by bf16 autocast, dropout 0.1, clipping, and AdamW with one
+- **The step**: forward and backward by bf16 autocast, dropout 0.1 (ModernBERT: none), clipping, and AdamW with one
   kernel for all parameters (`fused=True`, the default of Trainer). With `foreach` the update has
   26 launches instead of 10, and of BERT-base 2.6 ms instead of 0.9. Steps of the optimizer's
   counts that a CPU makes are no launches.
@@ -206,7 +211,8 @@ bytes over 2.9 TB/s, its FLOPs over 700 TFLOP/s, and 2 µs; the table has the su
   capacity* has what Transformers' collator returns; it is counted without padding alone, as no
   number of tokens can be read.
 - 15 % of the tokens have labels. Models with 2 and 3 layers are counted; each further layer costs
-  as much as the third. A layer of BART or T5 is one on each side.
+  as much as the third. A layer of BART or T5 is one on each side. Of ModernBERT 3 and 6 layers are
+  counted, as every third one has no window.
 """
 
 LAYER = """

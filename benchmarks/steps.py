@@ -22,7 +22,7 @@ from transformers.modeling_outputs import MaskedLMOutput
 from fastplm import models
 from fastplm._budget import RMS_FACTOR
 from fastplm.pretrain.presets import FAMILIES as PUBLISHED
-from fastplm.pretrain.presets import configuration
+from fastplm.pretrain.presets import PRESETS, configuration
 from fastplm.run.flops import MASKED, training_flops
 from fastplm.testing import (
     FORWARD_FACTOR,
@@ -72,18 +72,18 @@ class Step:
 
     @property
     def family(self) -> Family:
-        return FAMILIES[self.arch.split("-")[0]]
+        return FAMILIES[self.arch.rpartition("-")[0]]
 
     @property
     def small(self) -> Step:
         """A step of the same family, small enough for fp64, and without dropout."""
-        arch = f"{self.arch.split('-')[0]}-tiny"
+        arch = f"{self.arch.rpartition('-')[0]}-tiny"
         return Step(arch, 4, 16, padding=0.3, bf16=self.bf16, vocab=1999)
 
     def config(self) -> Config:
         made = configuration(
             self.arch,
-            vocab_size=self.vocab or PUBLISHED[self.arch.split("-")[0]].vocab_size,
+            vocab_size=self.vocab or PUBLISHED[PRESETS[self.arch].family].vocab_size,
             dropout=self.dropout,
             attention_dropout=self.dropout,
         )
@@ -93,6 +93,8 @@ class Step:
                 for name in _DEPTHS:
                     if hasattr(part, name):
                         setattr(part, name, self.layers)
+                if hasattr(part, "layer_types"):
+                    part.layer_types = part.layer_types[: self.layers]
         return made
 
     def lengths(self) -> Tensor:
@@ -201,6 +203,9 @@ FAMILIES = {
     # In Raffel et al. 2020, an input of 512 tokens with spans left out has 114 tokens of targets.
     "t5": Family("T5ForConditionalGeneration", translated, 114 / 512),
     "bart": Family("BartForConditionalGeneration", translated, 1.0),
+    "distilbert": Family("DistilBertForMaskedLM", masked),
+    "xlm-roberta": Family("XLMRobertaForMaskedLM", masked),
+    "modernbert": Family("ModernBertForMaskedLM", masked),
 }
 
 
@@ -478,6 +483,9 @@ SIZES = {
     "gpt2": (("small", 256, 64),),
     "t5": (("base", 256, 64),),
     "bart": (("base", 256, 64),),
+    "distilbert": (("base", 256, 64),),
+    "xlm-roberta": (("base", 256, 64),),
+    "modernbert": (("base", 256, 64),),
 }
 #: Sizes on a CPU: tiny if the vocabulary is large and all rows are predicted, and for ELECTRA,
 #: which has no mini.
@@ -489,13 +497,16 @@ NARROW = {
     "gpt2": "tiny",
     "t5": "mini",
     "bart": "tiny",
+    "distilbert": "mini",
+    "xlm-roberta": "tiny",
+    "modernbert": "mini",
 }
 #: The share of the data sheet's FLOP/s that a step without padding must reach on an H200.
 MUST_REACH = {"bert-base": 0.42, "bert-large": 0.47}
 
 
 def case(step: Step, full: bool = False) -> Case:
-    family, _, size = step.arch.partition("-")
+    family, _, size = step.arch.rpartition("-")
     flops = step.flops
     precision = "bf16" if step.bf16 else "fp32"
     targets, peak = {}, peak_flops(default_device(), torch.bfloat16)

@@ -98,6 +98,8 @@ def fake_device(as_real: bool, traced: bool = False) -> Iterator[Any]:
         (torch.cuda, "is_bf16_supported", lambda *_, **__: True),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.nn.functional, "scaled_dot_product_attention", _flash()),
+        # It draws again what lies too far out, so it reads what it has drawn.
+        (torch.nn.init, "_no_grad_trunc_normal_", lambda weight, *_, **__: weight),
         (DeviceProperties, "create", lambda device: found),
         (scheduler, "has_triton", lambda *_: True),
     ]
