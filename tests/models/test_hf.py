@@ -10,8 +10,10 @@ import torch._dynamo.testing
 import transformers
 from transformers import AttentionInterface, StaticCache
 from transformers.masking_utils import (
+    and_masks,
     bidirectional_mask_function,
     causal_mask_function,
+    chunked_causal_mask_function,
     sdpa_mask,
     sliding_window_bidirectional_mask_function,
     sliding_window_causal_mask_function,
@@ -522,6 +524,8 @@ FUNCTIONS = {
     "causal": causal_mask_function,
     "bidirectional": bidirectional_mask_function,
     "sliding": sliding_window_causal_mask_function(3),
+    "chunked": chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.int64)),
+    "sliding, and more": and_masks(sliding_window_causal_mask_function(3), causal_mask_function),
     "sliding, wide": sliding_window_causal_mask_function(30),
     "sliding, 1": sliding_window_causal_mask_function(1),
     "sliding, bidirectional": sliding_window_bidirectional_mask_function(2),
@@ -547,7 +551,10 @@ def test_the_mask_equals_that_of_sdpa(name, function, padded):
     expected = sdpa_mask(**arguments, allow_is_causal_skip=False)
     mask = hf.fastplm_mask(**arguments)
     assert mask.dtype is torch.bool
-    if name == "square":  # no mask [Tq, Tk] is made, but in memory one of keys
+    if name == "square" and function not in (
+        "chunked",
+        "sliding, and more",
+    ):  # no mask [Tq, Tk] is made, but in memory one of keys
         assert mask.untyped_storage().nbytes() <= 2 * 12
     # The meaning of the mask does not depend on the module.
     causal, mask, window = hf._meaning(torch.nn.Module(), mask, None)
