@@ -110,6 +110,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "axk2": _MLA,
     "bamba": {"attn_layer_indices": [1]},
     "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"], **_MLA},
+    "big_bird": {"attention_type": "original_full"},  # to which it changes for a short text
     "canine": {"num_hash_buckets": 64, "local_transformer_stride": 4, "downsampling_rate": 2},
     "codegen": {"rotary_dim": 4},
     "deepseek_v2": {**_MLA, "num_experts_per_tok": 2},

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from fastplm.hf import NAME
 from fastplm.models import _heads, bert, roberta
 from fastplm.models._base import MADE, FastplmModel, documented, drop_in_for, fitted
 from fastplm.models._encoder import EncoderLayer, EncoderModel
@@ -79,11 +80,18 @@ class _Backbone(EncoderModel):
         return "inputs" if others else super()._keeps_padding(masks, kwargs, layers)
 
 
-class _ByArithmetic(FastplmModel):
-    """Mixin of a model whose attention implementation cannot be set: it is not looked at."""
+class _OwnMasks(FastplmModel):
+    """Mixin of a model whose attention, or whose masks, do not follow Transformers' interface: on
+    its rows the attention is ours, and elsewhere the parent is left alone."""
+
+    #: The attention implementation that stands for ours.
+    _name = NAME
 
     def _has_our_attention(self) -> bool:
-        return True
+        return self.config._attn_implementation == self._name
+
+    def _mask_of_parent(self, mask: Tensor | None) -> Tensor | None:
+        return mask
 
 
 class _ByModules(EncoderLayer):
@@ -129,13 +137,14 @@ def _is_like_berts(layer: Any) -> bool:
     )
 
 
-def classes_like_berts(root: PreTrainedModel, own: bool) -> dict[type, type]:
+def classes_like_berts(root: PreTrainedModel, name: str | None) -> dict[type, type]:
     """{class of Transformers: the class that replaces it}; empty if no layer is like BERT's.
 
     Args:
         root: a model with or without head.
-        own: whether its attention computes its scores itself.
+        name: of the attention implementation of a model with own attention or masks.
     """
+    own = name is not None
     backbone: Any = root.base_model
     layers = getattr(getattr(backbone, "encoder", None), "layer", ())
     if not isinstance(layers, nn.ModuleList) or len({*map(type, layers)}) != 1:
@@ -168,13 +177,14 @@ def classes_like_berts(root: PreTrainedModel, own: bool) -> dict[type, type]:
     others += [] if has_types else ["token_type_ids"]
     mixins = [_Backbone, *([roberta.Backbone] if counted else [])]
     if own:
-        mixins = [GetsMore, _ByArithmetic, *mixins, OnRows]
+        mixins = [GetsMore, _OwnMasks, *mixins, OnRows]
     how = dict(_of_tokens=of_tokens, _others=tuple(others), _output=None)
+    how |= {"_name": name} if own else {}
     found |= [_of(backbone, *mixins, **how)]
-    return found | _head_of(root, own)
+    return found | _head_of(root, name)
 
 
-def _head_of(root: Any, own: bool) -> dict[type, type]:
+def _head_of(root: Any, own_name: str | None) -> dict[type, type]:
     name, inputs = type(root).__name__, inspect.signature(root.forward).parameters
     mixins = [mixin for end, mixin in _HEADS.items() if name.endswith(end)]
     if not mixins and {"labels", "logits_to_keep"} <= inputs.keys():
@@ -183,9 +193,9 @@ def _head_of(root: Any, own: bool) -> dict[type, type]:
         return {}
     if issubclass(mixins[0], _heads.LanguageModel):
         mixins.insert(0, _language_model_head(root))
-    if own:
-        mixins = [_ByArithmetic, *mixins, PassesOn]
-    return dict([_of(root, *mixins)])
+    if own_name is None:
+        return dict([_of(root, *mixins)])
+    return dict([_of(root, _OwnMasks, *mixins, PassesOn, _name=own_name)])
 
 
 def _language_model_head(root: Any) -> type:
@@ -210,7 +220,7 @@ _ROUNDINGS = 1024, 16384
 _MOST = 1 << 22  # elements of a parameter whose gradient is compared
 
 
-def replace(root: PreTrainedModel, own: bool) -> Callable[[], bool] | None:
+def prover(root: PreTrainedModel, own: bool) -> Callable[[], bool] | None:
     """A function that replaces the classes of a model and its modules, and says whether they are
     proved, or else puts all back. None: nothing is to be replaced.
 
@@ -219,6 +229,7 @@ def replace(root: PreTrainedModel, own: bool) -> Callable[[], bool] | None:
     Args:
         own: whether its attention computes its scores itself.
     """
+    tried = []
     parameters = list(root.parameters())
     dtypes = {one.dtype for one in parameters}
     devices = {one.device.type for one in parameters}
@@ -227,28 +238,33 @@ def replace(root: PreTrainedModel, own: bool) -> Callable[[], bool] | None:
     if not devices <= {"cpu", "cuda"} or {*map(type, parameters)} != {nn.Parameter}:
         return None
     try:
-        classes = classes_like_berts(root, own)
-        proof = Proof(root) if classes else None
+        for name in ["eager"] if own else [None, NAME]:
+            tried += [one for one in (classes_like_berts(root, name),) if one]
+        proof = Proof(root) if tried else None
     except Exception as error:  # it is another model than it looks like
         logger.debug("%s is not replaced: %s", type(root).__name__, error)
         return None
 
     def prove() -> bool:
-        before = [(module, type(module)) for module in root.modules()]
-        for module, kind in before:
-            if (ours := classes.get(kind) or drop_in_for(module)) is not None:
-                module.__class__ = ours
-        try:
-            why = None if proof is None or proof.holds() else "other results"
-        except Exception as error:
-            why = str(error)
-        if why is not None:
-            logger.debug("%s is not replaced: %s", type(root).__name__, why)
-            for module, kind in before:
-                module.__class__ = kind
-        return why is None
+        return any(_replaces(root, classes, proof) for classes in tried)
 
     return None if proof is None else prove
+
+
+def _replaces(root: PreTrainedModel, classes: dict[type, type], proof: Any) -> bool:
+    before = [(module, type(module)) for module in root.modules()]
+    for module, kind in before:
+        if (ours := classes.get(kind) or drop_in_for(module)) is not None:
+            module.__class__ = ours
+    try:
+        why = None if proof.holds() else "other results"
+    except Exception as error:
+        why = str(error)
+    if why is not None:
+        logger.debug("%s is not replaced: %s", type(root).__name__, why)
+        for module, kind in before:
+            module.__class__ = kind
+    return why is None
 
 
 class Proof:
@@ -270,11 +286,13 @@ class Proof:
         with _left_alone(model, self.parameters), torch.enable_grad():
             for mask in _MASKS:
                 found.append(self._of_batch(mask))
-            for role in sorted({_role(path) for path, _ in _dropouts(model)}):
-                # What is dropped with a probability of 1 is known, and where it is dropped is seen.
+            # What is dropped with a probability of 1 is known, and where it is dropped is seen. (In
+            # layers: without embeddings, norms would have no numbers.)
+            rates = list(_rates(model))
+            for role in sorted({role for role, *_ in rates if role is not None}):
                 model.train()
-                for path, module in _dropouts(model):
-                    module.p = float(_role(path) == role)
+                for its_role, module, name in rates:
+                    vars(module)[name] = float(its_role == role)
                 found.append(self._of_batch(_MASKS[1]))
         return found
 
@@ -339,21 +357,23 @@ def _are_equal(ours: Any, theirs: Any) -> bool:
     return True
 
 
-def _dropouts(model: nn.Module) -> list[tuple[str, Any]]:
-    kinds = (nn.Dropout, Dropout)
-    return [(path, one) for path, one in model.named_modules() if isinstance(one, kinds)]
-
-
-def _role(path: str) -> str:
-    """The place of a dropout, without the number of the layer."""
-    return ".".join(part for part in path.split(".") if not part.isdigit())
+def _rates(model: nn.Module) -> Iterator[tuple[str | None, nn.Module, str]]:
+    """The probabilities of dropout of a model: (the place in a layer, the module, the attribute)."""
+    for path, module in model.named_modules():
+        alone = isinstance(module, (nn.Dropout, Dropout))
+        parts = path.split(".")[: -1 if alone else None]
+        place = ".".join(part for part in parts if not part.isdigit())
+        inside = any(part.isdigit() for part in parts)
+        for name, value in vars(module).items():
+            if isinstance(value, float) and (alone and name == "p" or "drop" in name):
+                yield place if inside else None, module, name
 
 
 @contextlib.contextmanager
 def _left_alone(model: nn.Module, parameters: list[nn.Parameter]) -> Iterator[None]:
     """Restores modes, probabilities, what requires gradients and the generators of numbers."""
     modes = [(module, module.training) for module in model.modules()]
-    rates = [(module, module.p) for _, module in _dropouts(model)]
+    rates = [(module, name, vars(module)[name]) for _, module, name in _rates(model)]
     needs = [(parameter, parameter.requires_grad) for parameter in parameters]
     devices = [parameters[0].device] if parameters and parameters[0].is_cuda else []
     try:
@@ -365,7 +385,7 @@ def _left_alone(model: nn.Module, parameters: list[nn.Parameter]) -> Iterator[No
     finally:
         for module, mode in modes:
             module.training = mode
-        for module, rate in rates:
-            module.p = rate
+        for module, name, rate in rates:
+            vars(module)[name] = rate
         for parameter, need in needs:
             parameter.requires_grad_(need)
