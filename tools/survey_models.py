@@ -467,11 +467,16 @@ def survey(case: Case, route: str) -> Row:
             failed.append(_first_line(error))
     if failed:
         return Row("wrong", ", ".join(failed))
-    if type(ours).__module__.startswith("fastplm"):
+    if any(type(part).__module__.startswith("fastplm.models") for part in _models_in(ours)):
         return Row("drop-in")
     if counts.total():
         return Row("attention")
     return Row("nothing" if any("changes nothing" in line for line in said) else "ignored")
+
+
+def _models_in(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """A model, and those in it, such as the one without head."""
+    return [part for part in model.modules() if isinstance(part, PreTrainedModel)]
 
 
 def _fits_in_fp32(ours: PreTrainedModel, theirs: PreTrainedModel) -> bool:

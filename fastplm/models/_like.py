@@ -84,6 +84,11 @@ def _of(module: nn.Module, *mixins: Any, **attributes: Any) -> tuple[type, type]
     return parent, made(parent, mixins, tuple(sorted(attributes.items())))
 
 
+#: The padded ids or embeddings of a batch, and how it is packed.
+_GIVEN: ContextVar[Any] = ContextVar("_GIVEN", default=None)
+_PACKED: ContextVar[tuple[Tensor, Any] | None] = ContextVar("_PACKED", default=None)
+
+
 # --- mixins ---------------------------------------------------------------------------------------
 
 
@@ -92,6 +97,21 @@ class _Backbone(EncoderModel):
 
     _others: tuple[str, ...] = ()
     _has_types = True
+
+    def forward(
+        self,
+        *,
+        input_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        **inputs: Any,
+    ) -> Any:
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        if token_type_ids is None and self._has_types and given is not None:
+            # The parent may have them for as many rows as it has positions.
+            token_type_ids = torch.zeros(given.shape[:2], dtype=torch.int64, device=given.device)
+        inputs |= dict(input_ids=input_ids, inputs_embeds=inputs_embeds)
+        return super().forward(token_type_ids=token_type_ids, **inputs)
 
     def _keeps_padding(self, masks: Any, kwargs: dict[str, Any], layers: bool = True) -> Any:
         others = any(kwargs.get(name) is not None for name in self._others)
@@ -133,10 +153,14 @@ def _children(module: Any) -> set[str]:
     return {name for name, child in module.named_children()}
 
 
+#: What LUKE has for entities: with these the parent runs.
+_OF_ENTITIES = {"w2e_query", "e2w_query", "e2e_query"}
+
+
 def _has_plain_attention(attention: Any) -> bool:
     """Whether a module has query, key and value, and nothing else that could change them."""
     return (
-        _children(attention) == {"query", "key", "value", "dropout"}
+        _children(attention) - _OF_ENTITIES == {"query", "key", "value", "dropout"}
         and not attention._parameters
         and isinstance(attention.dropout, nn.Dropout)
         and isinstance(getattr(attention, "attention_head_size", None), int)
@@ -170,14 +194,20 @@ def classes_like_berts(root: PreTrainedModel, name: str | None) -> dict[type, ty
     layer: Any = layers[0]
     itself = getattr(getattr(layer, "attention", None), "self", None)
     inputs = inspect.signature(backbone.forward).parameters
-    if itself is None or not _has_plain_attention(itself) or "position_ids" not in inputs:
+    sines = getattr(backbone.encoder, "embed_positions", None)
+    if itself is None or not _has_plain_attention(itself):
+        return {}
+    if (sines is None) != ("position_ids" in inputs) or (sines is not None and not own):
         return {}
     found: dict[type, type] = {}
     kind = type(itself)
     if own:
-        found |= [_of(itself, OwnAttention)]
+        found |= [_of(itself, OwnAttention if sines is None else _Rotated)]
         kind = found[kind]
-    like = _is_like_berts(layer)
+    if sines is not None:
+        found |= [_of(sines, _Positions)]
+    first = next(iter(inspect.signature(layer.forward).parameters))
+    like = first == "hidden_states" and sines is None and _is_like_berts(layer)
     around = [type(layer.attention), kind]
     if like:
         around += [type(one) for one in (layer.attention.output, layer.intermediate, layer.output)]
@@ -188,15 +218,16 @@ def classes_like_berts(root: PreTrainedModel, name: str | None) -> dict[type, ty
     mixins: list[Any] = [OwnLayer if own else EncoderLayer]
     found |= [_of(layer, *([] if like else [_ByModules]), *mixins, **how)]
     embeddings = backbone.embeddings
-    counted = getattr(embeddings.position_embeddings, "padding_idx", None) is not None
+    table = getattr(embeddings, "position_embeddings", None)
+    counted = getattr(table, "padding_idx", None) is not None
     of_tokens = tuple(name for name in _OF_TOKENS if name in inputs)
     has_types = "token_type_embeddings" in _children(embeddings)
     others = [name for name in inputs if name not in (*_INPUTS, *of_tokens)]
     others += [] if has_types else ["token_type_ids"]
     mixins = [_Backbone, *([roberta.Backbone] if counted else [])]
     if own:
-        mixins = [GetsMore, _OwnMasks, *mixins, OnRows]
-    how = dict(_of_tokens=of_tokens, _others=tuple(others), _output=None)
+        mixins = [GetsMore, _OwnMasks, *mixins, OnRows if sines is None else _RotaryRows]
+    how = dict(_of_tokens=of_tokens, _others=tuple(others), _output=None, _has_types=has_types)
     how |= {"_name": name} if own else {}
     found |= [_of(backbone, *mixins, **how)]
     return found | _head_of(root, name)
@@ -210,6 +241,9 @@ def _head_of(root: Any, own_name: str | None) -> dict[type, type]:
     if root.base_model is root or not mixins:
         return {}
     if issubclass(mixins[0], _heads.LanguageModel):
+        known = {*inspect.signature(root.base_model.forward).parameters, *_INPUTS}
+        if not inputs.keys() <= known | {"labels", "logits_to_keep"}:  # it has another task, too
+            return {}
         mixins.insert(0, _language_model_head(root))
     if own_name is None:
         return dict([_of(root, *mixins)])
@@ -223,9 +257,31 @@ def _language_model_head(root: Any) -> type:
     return bert.PredictionHead if {"transform", "decoder"} <= _children(predictions) else _WholeHead
 
 
-# --- BART's shape ---------------------------------------------------------------------------------
+class _RotaryRows(OnRows):
+    """Mixin of a model that turns query and key by a table of all positions."""
 
-_PACKED: ContextVar[tuple[Tensor, Any] | None] = ContextVar("_PACKED", default=None)
+    def forward(self, *, position_ids: Any = None, rows: Any = None, **inputs: Any) -> Any:
+        packed = None if rows is None else rows.packed
+        now = None
+        if packed is not None:
+            now = packed.positions.new_empty(packed.batch, packed.seqlen), packed
+        token = _PACKED.set(now)
+        try:
+            return super().forward(rows=rows, **inputs)
+        finally:
+            _PACKED.reset(token)
+
+
+class _Rotated(OwnAttention):
+    """Mixin of RoFormer's attention."""
+
+    def _turned(self: Any, query: Any, key: Any, value: Any, args: Any, kwargs: Any) -> Any:
+        sines = args[2] if len(args) > 2 else kwargs["sinusoidal_pos"]
+        heads = (query, key, value) if self.rotary_value else (query, key)
+        return *self.apply_rotary_position_embeddings(sines, *heads), *([value][len(heads) - 2 :])
+
+
+# --- BART's shape ---------------------------------------------------------------------------------
 
 
 class _Positions:
@@ -240,11 +296,14 @@ class _Positions:
         first, *names = inspect.signature(theirs).parameters
         if first == "input_ids_shape":
             out = theirs(given.shape[:2])
+        elif first == "position_ids":
+            out = theirs(torch.arange(given.shape[1], device=given.device)[None])
         elif "inputs_embeds" in names:
             out = theirs(ids, None if ids is not None else given)
         else:
             out = theirs(given if ids is not None else given[..., -1])
-        return packed.pack_rows(out.expand(packed.batch, packed.seqlen, -1))
+        rows = packed.pack_rows(out.expand(packed.batch, packed.seqlen, -1))
+        return rows[0] if out.dim() == 2 else rows
 
 
 class _Stack(Stack):
@@ -253,6 +312,7 @@ class _Stack(Stack):
     _embeds_ids = True
     #: The classes of layers and their attention; the name is as in ``_OwnMasks``.
     _kinds: frozenset[type] = frozenset()
+    _others: tuple[str, ...] = ()
     _name = NAME
     _owns = False
 
@@ -270,6 +330,8 @@ class _Stack(Stack):
             fix = "Pass the padded batch and its attention_mask: its padding is left out."
             expected = "None, as the positions of this model count through a row"
             fail(type(self).__name__, "cu_seq_lens_q", "a value", expected, fix, UnsupportedError)
+        if any(kwargs.get(name) is not None for name in self._others):
+            return "inputs"
         parts = [*self._layers(), *(layer.self_attn for layer in self._layers())]
         parts += [layer.encoder_attn for layer in self._layers() if hasattr(layer, "encoder_attn")]
         if not self._kinds.issuperset(map(type, parts)):
@@ -299,9 +361,6 @@ class _Stack(Stack):
             return within(now, super()._on_rows, attention_mask=nothing, **inputs)
         finally:
             _PACKED.reset(token)
-
-
-_GIVEN: ContextVar[Any] = ContextVar("_GIVEN", default=None)
 
 
 class _Projected(OwnAttention):
@@ -386,12 +445,19 @@ def classes_like_barts(root: PreTrainedModel, name: str | None, plain: bool) -> 
     return found
 
 
+_OF_BARTS = {
+    *("self_attn", "self_attn_layer_norm", "encoder_attn", "encoder_attn_layer_norm"),
+    *("fc1", "fc2", "activation_fn", "final_layer_norm"),
+}
+
+
 def _stack_like_barts(
     stack: Any, layers: nn.ModuleList, name: str | None, plain: bool
 ) -> dict[type, type]:
     layer: Any = layers[0] if len(layers) else None
-    ends = {"k_proj", "v_proj", "q_proj", "out_proj"}
-    if len({*map(type, layers)}) != 1 or _children(getattr(layer, "self_attn", layer)) != ends:
+    if len({*map(type, layers)}) != 1 or not _children(layer) <= _OF_BARTS:
+        return {}
+    if _children(layer.self_attn) != {"k_proj", "v_proj", "q_proj", "out_proj"}:
         return {}
     attention, own = type(layer.self_attn), name is not None
     kind, found = attention, dict([_of(stack.embed_positions, _Positions)])
@@ -406,6 +472,8 @@ def _stack_like_barts(
     inputs = inspect.signature(stack.forward).parameters
     how: dict[str, Any] = dict(_kinds=kinds, _takes_cache="past_key_values" in inputs, _owns=own)
     how |= {} if name is None else {"_name": name}
+    known = set(_INPUTS) - {"position_ids", "token_type_ids"}
+    how["_others"] = tuple(one for one in inputs if one not in known)
     return found | dict([_of(stack, _Stack, **how)])
 
 

@@ -168,12 +168,16 @@ class OwnAttention(_Own):
             one(hidden if states is None or at == 0 else states) for at, one in enumerate(modules)
         ]
         size, drop = getattr(self, self._size), self.dropout
-        query, key, value = (one.view(*one.shape[:-1], -1, size).transpose(1, 2) for one in heads)
+        heads = [one.view(*one.shape[:-1], -1, size).transpose(1, 2) for one in heads]
+        query, key, value = heads if states is not None else self._turned(*heads, args, kwargs)
         dropout = (drop if isinstance(drop, float) else drop.p) if self.training else 0.0
         out, _ = fastplm_attention_forward(
             *(self, query, key, value, keys, dropout, self.scaling), rows=now.rows, **options
         )
         return self._output(out.flatten(-2)), None
+
+    def _turned(self, query: Any, key: Any, value: Any, args: Any, kwargs: Any) -> Any:
+        return query, key, value
 
     def _output(self, context: Tensor) -> Tensor:
         return context
