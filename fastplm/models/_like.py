@@ -6,6 +6,7 @@ on a few short texts, with and without padding, outputs and gradients must be Tr
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import inspect
 import sys
@@ -62,21 +63,27 @@ _HEADS: dict[str, Any] = {
 }
 
 
+class _Made(type):
+    """The class of the classes made here. No module has them by name: a pickle has the recipe."""
+
+    _recipe: Any
+
+
 @functools.cache
 def made(parent: Any, mixins: Any, attributes: Any) -> type:
     """The class of mixins in front of a class of Transformers, with its name."""
     body = dict(attributes, __module__=__name__, _recipe=(parent, mixins, attributes))
-    bases = (*mixins, parent)
-    ours = types.new_class(parent.__name__, bases, {}, lambda space: space.update(body))
-    # No module has the class by its name: a pickle has what it was made of.
-    ours.__reduce_ex__ = lambda self, _: (_new, self._recipe, self.__dict__)  # type: ignore
+    bases, how = (*mixins, parent), {"metaclass": _Made}
+    ours = types.new_class(parent.__name__, bases, how, lambda space: space.update(body))
     MADE[ours] = parent
     return fitted(documented(ours), parent)
 
 
-def _new(*recipe: Any) -> Any:
-    kind: Any = made(*recipe)
-    return kind.__new__(kind)
+def _recipe_of(kind: _Made) -> Any:
+    return made, kind._recipe
+
+
+copyreg.pickle(_Made, _recipe_of)
 
 
 def _of(module: nn.Module, *mixins: Any, **attributes: Any) -> tuple[type, type]:
@@ -432,7 +439,10 @@ def classes_like_barts(root: PreTrainedModel, name: str | None, plain: bool) -> 
         found |= [_of(backbone, _Shifts)]
     if root is backbone:
         return found
-    if kind.endswith("ForConditionalGeneration"):
+    if {
+        "labels",
+        "decoder_input_ids",
+    } <= inputs.keys() and root.get_output_embeddings() is not None:
         found |= [_of(root, _Generation)]
     elif "ForCausalLM" in kind or "logits_to_keep" in inputs:
         unshifted = "Decoder" in type(backbone).__name__

@@ -150,6 +150,7 @@ class OwnAttention(_Own):
     _projections: tuple[str, ...] = ("query", "key", "value")
 
     _size = "attention_head_size"
+    is_causal = False  # where no argument says it
 
     @property
     def scaling(self: Any) -> float:
