@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from fastplm.models.auto import *
     from fastplm.models.bart import *
     from fastplm.models.bert import *
+    from fastplm.models.deberta_v2 import *
     from fastplm.models.electra import *
     from fastplm.models.electra_joint import *
     from fastplm.models.encoder_decoder import *
@@ -44,6 +45,10 @@ _NAMES = {
         BertForMaskedLM BertForMultipleChoice BertForNextSentencePrediction BertForPreTraining
         BertForQuestionAnswering BertForSequenceClassification BertForTokenClassification
         BertLMHeadModel BertModel
+    """,
+    "deberta_v2": """
+        DebertaV2ForMaskedLM DebertaV2ForMultipleChoice DebertaV2ForQuestionAnswering
+        DebertaV2ForSequenceClassification DebertaV2ForTokenClassification DebertaV2Model
     """,
     "electra": """
         ElectraForCausalLM ElectraForMaskedLM ElectraForMultipleChoice ElectraForPreTraining

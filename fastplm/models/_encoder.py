@@ -321,7 +321,7 @@ class EncoderModel(FastplmModel):
             if self._pools() and (rows is not None or not _are_tokens(mask, 0)):
                 needed = either(needed, mask_at(first, batch, seqlen))
             extra_rows = either(extra_rows, needed)
-            row_plan.packed, full = unpadded(mask, extra_rows, unpad, dtype=self.dtype)
+            row_plan.packed, full = self._unpadded(mask, extra_rows, unpad)
             seen = None if full else mask
             if row_plan.packed is None and encoder_rows is not None:
                 row_plan.packed = RaggedBatch.whole(given, seen)
@@ -339,6 +339,12 @@ class EncoderModel(FastplmModel):
             if self._has_our_attention() or not self._is_causal():
                 mask = self._no_mask(given)
         return row_plan, first, mask
+
+    def _unpadded(
+        self, mask: Tensor | None, extra_rows: Tensor | None, unpad: Unpad
+    ) -> tuple[RaggedBatch | None, bool]:
+        """``unpadded``: the rows that are computed, and whether no key is known to be masked."""
+        return unpadded(mask, extra_rows, unpad, dtype=self.dtype)
 
     def _last_rows(
         self,
@@ -515,7 +521,10 @@ class EncoderLayer(SetsDropoutRows):
     #: The classes of the modules around those of a ``Layer``, as Transformers made them, and the
     #: method that calls those of the feed-forward.
     _around: tuple[type, ...] = ()
-    _feed_forward_method = "feed_forward_chunk"
+    _feed_forward_method: str | None = "feed_forward_chunk"
+    #: The names of the modules of query, key and value, and what stands for the interface.
+    _projections = ("query", "key", "value")
+    _attend: Callable[..., Any] | None = None
 
     def forward(
         self: Any, hidden_states: Tensor, attention_mask: Any = None, *others: Any, **kwargs: Any
@@ -552,8 +561,9 @@ class EncoderLayer(SetsDropoutRows):
             module=around[1],
             head_size=around[1].attention_head_size,
             dropout=itself["dropout"].p,
-            projections=(itself["query"], itself["key"], itself["value"]),
+            projections=tuple(itself[name] for name in self._projections),
             join=Join(join["dense"], join["LayerNorm"], join["dropout"]),
+            function=self._attend,
         )
         ends = Join(end["dense"], end["LayerNorm"], end["dropout"])
         feed_forward = FeedForward(mid["dense"], mid["intermediate_act_fn"], ends)
@@ -569,7 +579,8 @@ class EncoderLayer(SetsDropoutRows):
 
     def _is_known(self: Any, around: tuple[Any, ...], no_hooks: bool = True) -> bool:
         """Whether the layer and the modules around those that run are as they were made."""
-        held, method = vars(self), getattr(type(self), self._feed_forward_method, None)
+        held, name = vars(self), self._feed_forward_method
+        method = None if name is None else getattr(type(self), name, None)
         return (
             (
                 tuple(map(type, around)) == self._around
@@ -577,7 +588,7 @@ class EncoderLayer(SetsDropoutRows):
             )
             and (not no_hooks or are_plain(around, *self._around))
             and nothing_hides_modules(self, *around)
-            and not held["chunk_size_feed_forward"]
-            and self._feed_forward_method not in held
-            and getattr(method, "__module__", "").startswith("transformers.models.")
+            and not held.get("chunk_size_feed_forward")
+            and name not in held
+            and (name is None or method.__module__.startswith("transformers.models."))
         )

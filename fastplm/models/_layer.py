@@ -105,6 +105,7 @@ class Attention(NamedTuple):
     dropout: Any  # of its probabilities: a module, or a probability
     projections: tuple[Any, ...]  # of query, key and value; two or all may be one product
     join: Join
+    function: Any = None  # stands for that of Transformers' attention interface
 
 
 class FeedForward(NamedTuple):
@@ -445,7 +446,7 @@ def run_layer(
         states = None
         if last is not None:
             hidden, states, mask = last.attention_inputs(hidden)
-            kwargs = {ROWS: replace(kwargs[ROWS], is_cut=True)}
+            kwargs = {**kwargs, ROWS: replace(kwargs[ROWS], is_cut=True)}
         hidden, *_ = attend(made, 0, hidden, None, states, mask, first, numbers, kwargs)
         if cross_attention_args[0] is not None:
             hidden, *_ = attend(
@@ -500,7 +501,7 @@ def attend(
     if isinstance(drop, nn.Module):
         drop, training = drop.p, drop.training
     dropout = drop if training else 0.0
-    context, _ = ALL_ATTENTION_FUNCTIONS[NAME](
+    context, _ = (block.function or ALL_ATTENTION_FUNCTIONS[NAME])(
         module, query, key, value, mask, dropout=dropout, scaling=module.scaling, **kwargs
     )
     context = context.flatten(-2)

@@ -495,6 +495,14 @@ _ENCODER = dict(
     hidden_dropout_prob=0.0,
     attention_probs_dropout_prob=0.0,
 )
+_DEBERTA = dict(
+    **_ENCODER | dict(hidden_size=24),  # 12 * 3 has a root, which the parent rounds to fp32
+    **dict(relative_attention=True, position_buckets=8, max_relative_positions=7),
+    **dict(pos_att_type="c2p|p2c", share_att_key=True, norm_rel_ebd="layer_norm"),
+    # By default the parent computes its loss of texts in fp32, whatever the model is.
+    **dict(type_vocab_size=2, problem_type="single_label_classification"),
+    **dict(position_biased_input=False, layer_norm_eps=1e-7, pooler_hidden_size=24),
+)
 _GPT = dict(
     vocab_size=37,
     n_embd=16,
@@ -541,6 +549,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "albert": ("AlbertConfig", _ENCODER | dict(embedding_size=8, classifier_dropout_prob=0.0)),
     "bart": ("BartConfig", _BART),
     "bert": ("BertConfig", _ENCODER),
+    "deberta_v2": ("DebertaV2Config", _DEBERTA),
     "electra": ("ElectraConfig", _ENCODER | dict(embedding_size=8, summary_last_dropout=0.0)),
     "gpt2": ("GPT2Config", _GPT | dict(n_inner=24, classifier_dropout=0.0)),
     "openai": ("OpenAIGPTConfig", _GPT),
@@ -549,7 +558,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 #: The prefix of each family's class names.
 PREFIXES = {family: family.capitalize() for family in FAMILIES}
-PREFIXES |= {"gpt2": "GPT2", "openai": "OpenAIGPT"}
+PREFIXES |= {"deberta_v2": "DebertaV2", "gpt2": "GPT2", "openai": "OpenAIGPT"}
 #: Every class, and its family.
 CLASSES = {
     name: family
