@@ -332,7 +332,7 @@ def fastplm_attention_forward(
         "relative_bias": relative_bias,
         "window": window,
         "sample_index": None if rows is None or not dropout else rows.sample_index,
-        "seed": _seed(rows, module, causal) if dropout and not complete else None,
+        "seed": seed_of_layer(rows, module, causal) if dropout and not complete else None,
     }
     if attention_mask is not None and not complete:
         keys = of_batch(attention_mask, query.shape[0]) if lengths is None else attention_mask[0]
@@ -346,7 +346,7 @@ def fastplm_attention_forward(
     return attention_varlen(query, key, value, *lengths, **options)[None], None
 
 
-def _seed(rows: Any, module: nn.Module, causal: bool) -> Tensor | None:
+def seed_of_layer(rows: Any, module: nn.Module, causal: bool) -> Tensor | None:
     """The seed of a layer that its model has drawn (``Rows``); None = the op draws one."""
     if rows is None or rows.seeds is None:
         return None

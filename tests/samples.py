@@ -95,6 +95,22 @@ def attention_varlen(size: int, dtype: torch.dtype) -> dict[str, Any]:
     )
 
 
+def disentangled(size: int, dtype: torch.dtype) -> dict[str, Any]:
+    tables = dict(pos_key=floats(16, 1, 16)(dtype), pos_query=floats(16, 1, 16)(dtype))
+    key_mask = torch.rand(2, size) < 0.7
+    key_mask[:, 0] = True
+    return attention(size, dtype) | tables | dict(max_distance=20, key_mask=key_mask)
+
+
+def disentangled_packed(size: int, dtype: torch.dtype) -> dict[str, Any]:
+    ends = ends_of(torch.tensor([size, size // 3]))
+    rows = {name: floats(size + size // 3 + 2, 1, 16)(dtype) for name in QKV}
+    tables = dict(pos_key=floats(16, 1, 16)(dtype), pos_query=floats(16, 1, 16)(dtype))
+    return (
+        rows | tables | dict(cu_seqlens=ends, max_seqlen=size, dropout_p=0.1, seed=torch.tensor(5))
+    )
+
+
 # --- losses ---------------------------------------------------------------------------------------
 
 
@@ -319,6 +335,7 @@ def turned(size: int, dtype: torch.dtype) -> dict[str, Any]:
 # --- all of them ----------------------------------------------------------------------------------
 
 QKV = ("query", "key", "value")
+POSITIONS = (*QKV, "pos_key", "pos_query")
 TABLES = ("word_weight", "position_weight", "token_type_weight", "weight", "bias")
 PARAMETERS = ("input", "linear_weight", "linear_bias")
 WEIGHTS = ("input", "weight", "bias")
@@ -337,6 +354,13 @@ def _samples() -> dict[str, Sample]:
         ("attention", attend, attention, QKV),
         ("attention, all", attend, attention_with_all, (*QKV, "bias_weight")),
         ("attention, varlen", attend, attention_varlen, (*QKV, "bias_weight")),
+        ("disentangled_attention", ops.disentangled_attention, disentangled, POSITIONS),
+        (
+            "disentangled_attention, packed",
+            ops.disentangled_attention,
+            disentangled_packed,
+            POSITIONS,
+        ),
         ("linear_cross_entropy, recomputed", loss, cross_entropy(0), PARAMETERS),
         ("linear_cross_entropy, kept", loss, cross_entropy(ROOM, reduction="none"), PARAMETERS),
         (
@@ -394,6 +418,7 @@ DISTINCT = {
 #: These run in 16 bits under autocast, like nn.Linear.
 IN_16_BITS = (
     "attention",
+    "disentangled_attention",
     "linear_cross_entropy",
     "linear_distillation",
     "replaced_token_loss",

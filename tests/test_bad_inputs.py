@@ -56,6 +56,8 @@ OF_DROPOUT = {
         *(bias(max_distance=8), bias(bidirectional=False, max_distance=16)),
     ),
 }
+DISENTANGLED = {name: zeros(2, 2, 4, 8) for name in ("query", "key", "value")}
+DISENTANGLED |= dict(pos_key=zeros(16, 2, 8), pos_query=None, max_distance=20)
 #: Rows, and what is added to them and normalised.
 ADDED = dict(input=ROWS, residual=ROWS, weight=zeros(8), sample_index=zeros(4, dtype=LONG))
 OF_ADDED = {
@@ -184,6 +186,21 @@ OPS = {
         {
             "input": (zeros(4, 0),),
             "positions": (ids(4), ids(-2)),
+        },
+    ),
+    "disentangled_attention": (
+        DISENTANGLED,
+        {
+            "pos_key": (
+                zeros(7, 2, 8),
+                zeros(2, 2, 8),
+                zeros(16, 3, 8),
+                zeros(16, 2, 8, dtype=HALF),
+            ),
+            "pos_query": (zeros(14, 2, 8), zeros(16, 2, 7), zeros(16, 2, 8, dtype=HALF)),
+            "max_distance": (-1, 5, 20.0, "20"),
+            "key_mask": (zeros(2, 4), zeros(2, 3, dtype=torch.bool)),
+            **{name: OF_DROPOUT[name] for name in ("dropout_p", "scale", "seed", "sample_index")},
         },
     ),
     "maxsim": (

@@ -193,8 +193,13 @@ struct Scores {
 
 // --- one head -------------------------------------------------------------------------------------
 
+// What a HeadPass adds to the products of queries and keys, if they are all of a score.
+struct NoPositions {
+  static constexpr bool kAny = false;
+};
+
 // A pass over one head: its keys in fp32, and scratch for a block of queries.
-template <typename T>
+template <typename T, typename Positions = NoPositions>
 class HeadPass {
  public:
   // The most floats of scratch memory that a pass takes: matrices with a row for each key (also
@@ -210,8 +215,11 @@ class HeadPass {
            (backward ? 3 : 1) * by_score + 5 * by_query + others + pieces * kCacheLine;
   }
 
-  FASTPLM_HD HeadPass(const Head<T>& head, Scratch& scratch)
-      : head_(head), width_(round_up(head.dim, kWidth)), row_(odd_lines(width_)) {
+  FASTPLM_HD HeadPass(const Head<T>& head, Scratch& scratch, Positions* positions = nullptr)
+      : head_(head),
+        positions_(positions),
+        width_(round_up(head.dim, kWidth)),
+        row_(odd_lines(width_)) {
     seen_ = head.right < 0 ? head.seqlen_k : std::min(head.seqlen_k, head.seqlen_q + head.right);
     first_seen_ = 0;
     if (head.key_mask != nullptr) {
@@ -239,7 +247,13 @@ class HeadPass {
     bytes_ = reinterpret_cast<uint8_t*>(scratch.next(kBlock * drawn() / 4));
     query_ = scratch.next(kBlock * row_);
     scores_ = scratch.next(kBlock * line_);
-    if (head.longest_q > kFewQueries) {
+    if constexpr (Positions::kAny) {
+      float* rows = scratch.next(columns_ * row_);
+      load_keys(head.key, 0, seen_, rows);
+      std::fill(rows + seen_ * row_, rows + columns_ * row_, 0.0f);
+      key_ = {rows, row_};
+      key_t_ = transposed(head.key, scratch);
+    } else if (head.longest_q > kFewQueries) {
       key_t_ = transposed(head.key, scratch);
     } else {
       key_ = rows_by_key(head.key, scratch);
@@ -323,6 +337,9 @@ class HeadPass {
       const Strided<float> dq = room_for(block, dq_room);
       product<Lies::kByRows>(false, rows, width_, keys - begin, ds + begin, line_,
                              key_.data + begin * key_.stride, key_.stride, dq.data, dq.stride);
+      if constexpr (Positions::kAny) {
+        positions_->backward(first, rows, columns, keys, ds, line_, query_, key_, dq, dk);
+      }
       move_rows(dq, rows, block);
       begun = std::max(begun, keys);
     }
@@ -473,6 +490,9 @@ class HeadPass {
       inner_products(rows, std::min(columns, seen_) - begin, width_, query_, row_, key_.data + begin * key_.stride,
                      key_.stride, next, in_place ? head_.dim : 0, scores_ + begin, line_);
     }
+    if constexpr (Positions::kAny) {
+      positions_->add(first, rows, columns, query_, row_, key_.data, scores_, line_);
+    }
   }
 
   // Calls function(scores, row, softmax) for each query of a block. The row of a query that may
@@ -595,6 +615,7 @@ class HeadPass {
   }
 
   const Head<T>& head_;
+  Positions* positions_;
   const int64_t width_;                   // Dw
   const int64_t row_;                     // floats from a row of Dw to the next
   int64_t seen_;                          // keys up to the last that is not masked

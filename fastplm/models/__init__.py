@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fastplm.models.bert import *
     from fastplm.models.camembert import *
     from fastplm.models.data2vec import *
+    from fastplm.models.deberta_v2 import *
     from fastplm.models.distilbert import *
     from fastplm.models.electra import *
     from fastplm.models.electra_joint import *
@@ -66,6 +67,10 @@ _NAMES = {
         Data2VecTextForCausalLM Data2VecTextForMaskedLM Data2VecTextForMultipleChoice
         Data2VecTextForQuestionAnswering Data2VecTextForSequenceClassification
         Data2VecTextForTokenClassification Data2VecTextModel
+    """,
+    "deberta_v2": """
+        DebertaV2ForMaskedLM DebertaV2ForMultipleChoice DebertaV2ForQuestionAnswering
+        DebertaV2ForSequenceClassification DebertaV2ForTokenClassification DebertaV2Model
     """,
     "distilbert": """
         DistilBertForMaskedLM DistilBertForMultipleChoice DistilBertForQuestionAnswering

@@ -335,7 +335,7 @@ class EncoderModel(FastplmModel):
             if self._pools() and (rows is not None or not _are_tokens(mask, 0)):
                 needed = either(needed, mask_at(first, batch, seqlen))
             extra_rows = either(extra_rows, needed)
-            row_plan.packed, full = unpadded(mask, extra_rows, unpad, self.contiguous, self.dtype)
+            row_plan.packed, full = self._unpadded(mask, extra_rows, unpad)
             seen = None if full else mask
             if row_plan.packed is None and encoder_rows is not None:
                 row_plan.packed = RaggedBatch.whole(given, seen)
@@ -357,6 +357,12 @@ class EncoderModel(FastplmModel):
             if self._has_our_attention() or not self._is_causal():
                 mask = self._no_mask(given)
         return row_plan, first, mask
+
+    def _unpadded(
+        self, mask: Tensor | None, extra_rows: Tensor | None, unpad: Unpad
+    ) -> tuple[RaggedBatch | None, bool]:
+        """``unpadded``: the rows that are computed, and whether no key is known to be masked."""
+        return unpadded(mask, extra_rows, unpad, self.contiguous, self.dtype)
 
     def _last_rows(
         self,
@@ -527,6 +533,9 @@ class EncoderLayer(SetsDropoutRows):
     _feed_forward_method: str | None = "feed_forward_chunk"
     #: Whether its attention has a ``layer_idx``.
     _is_numbered = True
+    #: The names of the modules of query, key and value, and what stands for the interface.
+    _projections = ("query", "key", "value")
+    _attention_function: Callable[..., Any] | None = None
 
     def forward(
         self: Any, hidden_states: Tensor, attention_mask: Any = None, *others: Any, **kwargs: Any
@@ -571,8 +580,9 @@ class EncoderLayer(SetsDropoutRows):
             module=around[1],
             head_size=around[1].attention_head_size,
             dropout=itself["dropout"].p,
-            projections=(itself["query"], itself["key"], itself["value"]),
+            projections=tuple(itself[name] for name in self._projections),
             join=Join(join["dense"], join["LayerNorm"], join["dropout"]),
+            function=self._attention_function,
         )
         ends = Join(end["dense"], end["LayerNorm"], end["dropout"])
         feed_forward = FeedForward(mid["dense"], mid["intermediate_act_fn"], ends)

@@ -111,6 +111,7 @@ class Attention(NamedTuple):
     projections: tuple[Any, ...]  # of query, key and value; two or all may be one product
     join: Join
     scaling: float | None = None  # None = that of the module
+    function: Any = None  # stands for that of Transformers' attention interface
 
 
 class FeedForward(NamedTuple):
@@ -494,7 +495,7 @@ def attend(
     if turn is not None:
         kwargs = {name: one for name, one in kwargs.items() if name != ANGLES}
     if last is not None:
-        kwargs = {ROWS: replace(kwargs[ROWS], is_cut=True)}
+        kwargs = {**kwargs, ROWS: replace(kwargs[ROWS], is_cut=True)}
         residual = None if residual is None else last.rows(residual)
         if turn is not None:
             turn = [one.expand(*hidden.shape[:-1], -1).flatten(0, 1)[None] for one in turn]
@@ -536,7 +537,7 @@ def attend(
     if isinstance(drop, nn.Module):
         drop, training = drop.p, drop.training
     dropout = drop if training else 0.0
-    context, _ = ALL_ATTENTION_FUNCTIONS[NAME](
+    context, _ = (block.function or ALL_ATTENTION_FUNCTIONS[NAME])(
         *(module, query, key, value, mask),
         dropout=dropout,
         scaling=module.scaling if block.scaling is None else block.scaling,

@@ -6,6 +6,7 @@ from fastplm.ops.attention import attention, attention_varlen
 from fastplm.ops.bart_noise import bart_noise
 from fastplm.ops.bias_gelu import bias_gelu
 from fastplm.ops.corrupt_spans import corrupt_spans, span_corruption_fit, span_corruption_lengths
+from fastplm.ops.disentangled_attention import disentangled_attention
 from fastplm.ops.dropout import dropout
 from fastplm.ops.dropout_add_layer_norm import dropout_add_layer_norm, dropout_add_rms_norm
 from fastplm.ops.embedding_layer_norm import embedding_layer_norm
@@ -48,6 +49,7 @@ __all__ = [
     "bias_gelu",
     "corrupt_spans",
     "dequantize_int8",
+    "disentangled_attention",
     "dropout",
     "dropout_add_layer_norm",
     "dropout_add_rms_norm",

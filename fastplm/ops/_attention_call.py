@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -117,15 +118,7 @@ class Call(NamedTuple):
         if self.bias_weight is not None:
             self._check_bias(where, self.bias_weight.shape[0])
         if self.seed is not None:
-            heads, longest = self.query.shape[1], self.max_seqlen_k
-            if longest > _MAX_DROPOUT_KEYS or heads >= _MAX_DROPOUT_HEADS:
-                fail(
-                    where,
-                    "dropout_p",
-                    f"{self.dropout_p} with {longest} keys and {heads} heads",
-                    f"at most {_MAX_DROPOUT_KEYS} keys and fewer than {_MAX_DROPOUT_HEADS} heads",
-                    "Turn dropout off for such a call.",
-                )
+            check_dropout_counters(where, self.dropout_p, self.query.shape[1], self.max_seqlen_k)
 
     def _check_bias(self, where: str, buckets: int) -> None:
         least = 4 if self.bias_bidirectional else 2
@@ -181,6 +174,18 @@ class Saved(NamedTuple):
     need_bias_weight: bool
 
 
+def check_dropout_counters(where: str, dropout_p: float, heads: int, longest: int) -> None:
+    """The counters of dropout have room for so many heads and keys."""
+    if longest > _MAX_DROPOUT_KEYS or heads >= _MAX_DROPOUT_HEADS:
+        fail(
+            where,
+            "dropout_p",
+            f"{dropout_p} with {longest} keys and {heads} heads",
+            f"at most {_MAX_DROPOUT_KEYS} keys and fewer than {_MAX_DROPOUT_HEADS} heads",
+            "Turn dropout off for such a call.",
+        )
+
+
 def check_lengths_on_cpu(
     name: str, cu_seqlens: Tensor, rows: int, longest: int, where: str = "attention_varlen"
 ) -> None:
@@ -190,7 +195,7 @@ def check_lengths_on_cpu(
     if values[0] != 0 or min(lengths, default=0) < 0 or values[-1] > rows:
         fail(
             where,
-            f"cu_seqlens_{name}",
+            f"cu_seqlens{name and '_'}{name}",
             f"{values[0]} … {values[-1]} with lengths from {min(lengths, default=0)}",
             f"0 first, never decreasing, at most {rows} (the rows of the tensor) last",
             "Build it as pad(lengths.cumsum(0), (1, 0)).",
@@ -198,7 +203,7 @@ def check_lengths_on_cpu(
     if max(lengths, default=0) > longest:
         fail(
             where,
-            f"max_seqlen_{name}",
+            f"max_seqlen{name and '_'}{name}",
             longest,
             f"at least {max(lengths, default=0)}, the longest sequence",
             "Pass the longest length, or any upper bound.",
@@ -311,25 +316,29 @@ def empty_like_projection(tensor: Tensor) -> Tensor:
     return tensor.new_empty(batch, length, heads, dim).transpose(1, 2)
 
 
-_BUCKET_TABLES: dict[tuple[int, bool, int, torch.device], Tensor] = {}
+_BUCKET_TABLES: dict[tuple[Any, ...], Tensor] = {}
 
 
 def _bucket_table(
     num_buckets: int, bidirectional: bool, max_distance: int, device: torch.device
 ) -> Tensor:
-    """``t5_buckets`` on a device, made once.
+    return table_on(device, t5_buckets, num_buckets, bidirectional, max_distance)
+
+
+def table_on(device: torch.device, make: Callable[..., Tensor], *settings: Any) -> Tensor:
+    """A table of integers, which ``make(*settings)`` computes on the CPU, on a device, made once.
 
     A table made inside the capture of a CUDA graph is not kept: it holds nothing until a replay.
     One made under a mode or transform is not kept, either: it may be no tensor outside of it.
     """
-    settings = num_buckets, bidirectional, max_distance, device
-    table = _BUCKET_TABLES.get(settings)
+    key = make, device, *settings
+    table = _BUCKET_TABLES.get(key)
     if table is None:
         with torch.inference_mode(False):
-            table = _filled_from_cpu(t5_buckets(num_buckets, bidirectional, max_distance), device)
+            table = _filled_from_cpu(make(*settings), device)
         captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if not (captured or needs_dispatch((table,))):
-            _BUCKET_TABLES[settings] = table
+            _BUCKET_TABLES[key] = table
     return table
 
 

@@ -211,8 +211,10 @@ def _attend(
     seed: int | Tensor | None,
     sample_index: Tensor | None,
     window: tuple[int | None, int | None] | None,
+    products: Tensor | None = None,
 ) -> Tensor:
-    """Attention of a padded batch; ``distance`` [B | 1, 1, Tq, Tk] is 0 or less for past keys."""
+    """Attention of a padded batch; ``distance`` [B | 1, 1, Tq, Tk] is 0 or less for past keys, and
+    ``products`` [B, H, Tq, Tk] are added to those of query and key."""
     batch, heads, seqlen_q, head_dim = query.shape
     seqlen_k = key.shape[2]
     scale = head_dim**-0.5 if scale is None else scale
@@ -231,7 +233,8 @@ def _attend(
         allowed = allowed & attn_mask
     alive = allowed.any(-1, keepdim=True)
 
-    scores = torch.matmul(query, key.transpose(-2, -1)) * scale  # [B, H, Tq, Tk]
+    scores = torch.matmul(query, key.transpose(-2, -1))  # [B, H, Tq, Tk]
+    scores = (scores if products is None else scores + products) * scale
     if relative_bias is not None:
         weight, bidirectional, furthest = relative_bias
         buckets = t5_buckets(weight.shape[0], bidirectional, furthest).to(query.device)

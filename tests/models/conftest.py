@@ -540,6 +540,14 @@ _DISTILBERT = dict(
     qa_dropout=0.0,
     seq_classif_dropout=0.0,
 )
+_DEBERTA = dict(
+    **_ENCODER | dict(hidden_size=24),  # 12 * 3 has a root, which the parent rounds to fp32
+    **dict(relative_attention=True, position_buckets=8, max_relative_positions=7),
+    **dict(pos_att_type="c2p|p2c", share_att_key=True, norm_rel_ebd="layer_norm"),
+    # By default the parent computes its loss of texts in fp32, whatever the model is.
+    **dict(type_vocab_size=2, problem_type="single_label_classification"),
+    **dict(position_biased_input=False, layer_norm_eps=1e-7, pooler_hidden_size=24),
+)
 _GPT = dict(
     vocab_size=37,
     n_embd=16,
@@ -586,6 +594,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "albert": ("AlbertConfig", _ENCODER | dict(embedding_size=8, classifier_dropout_prob=0.0)),
     "bart": ("BartConfig", _BART),
     "bert": ("BertConfig", _ENCODER),
+    "deberta_v2": ("DebertaV2Config", _DEBERTA),
     "distilbert": ("DistilBertConfig", _DISTILBERT),
     "electra": ("ElectraConfig", _ENCODER | dict(embedding_size=8, summary_last_dropout=0.0)),
     "esm": ("EsmConfig", _ENCODER | _ESM),
@@ -609,6 +618,7 @@ CLONES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 #: The prefix of each family's class names.
 PREFIXES = {family: family.capitalize() for family in FAMILIES}
+PREFIXES["deberta_v2"] = "DebertaV2"
 PREFIXES |= {"gpt2": "GPT2", "openai": "OpenAIGPT", "distilbert": "DistilBert", "mpnet": "MPNet"}
 PREFIXES |= {"eurobert": "EuroBert", "modernbert": "ModernBert", "nomic_bert": "NomicBert"}
 PREFIXES["roberta_prelayernorm"] = "RobertaPreLayerNorm"
