@@ -197,10 +197,10 @@ that reads its inputs and writes its outputs. An H100 needs for it at least the 
 bytes over 2.9 TB/s, its FLOPs over 700 TFLOP/s, and 2 µs; the table has the sum. Rows are in
 `benchmarks/results/static/steps.csv`.
 
-- **The step**: forward and backward by bf16 autocast, dropout 0.1 (ModernBERT: none),
-  clipping, and AdamW with one kernel for all parameters (`fused=True`, the default of Trainer). With `foreach` the update has
-  26 launches instead of 10, and of BERT-base 2.6 ms instead of 0.9. Steps of the optimizer's
-  counts that a CPU makes are no launches.
+- **The step**: forward and backward by bf16 autocast, dropout 0.1 (ModernBERT: none), clipping,
+  and AdamW with one kernel for all parameters (`fused=True`, the default of Trainer). With
+  `foreach` the update has 26 launches instead of 10, and of BERT-base 2.6 ms instead of 0.9. Steps
+  of the optimizer's counts that a CPU makes are no launches.
 - **Transformers**: SDPA counts as one flash kernel in each direction, also with a mask or T5's
   bias, for which PyTorch has none. ELECTRA is its generator and its discriminator one after the
   other, and its draws are not counted.

@@ -160,9 +160,9 @@ def disentangled_attention(
             attend to (content to position), or None = no such term.
         pos_query: [buckets, H, D], those that attend to keys (position to content), or None.
         max_distance: 0 = each distance d below ``span``, half of the rows, has one of its own,
-            ``d + span``, and those beyond share the first or last. Otherwise distances up to ``span // 2`` have their
-            own, and the others share rows by the logarithm up to here (DeBERTa-v3: 512, with 512
-            rows).
+            ``d + span``, and those beyond share the first or last. Otherwise distances up to
+            ``span // 2`` have their own, and the others share rows by the logarithm up to here
+            (DeBERTa-v3: 512, with 512 rows).
         key_mask: bool [B, T] or [N], True = attend. The content of a masked key never matters.
         cu_seqlens: int32 [B + 1], from 0, not decreasing: sequence b owns the rows from
             ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``. Rows past the last are spare; their content
