@@ -35,8 +35,14 @@ def accelerate(model: _Model) -> _Model:
     A subclass of the user keeps its class; its submodules are replaced. A model is left unchanged,
     with a warning, if it contains a module that is not from PyTorch, Transformers or fastplm, and
     is not a replacement of a linear layer or an embedding (``weight``, or ``base_layer`` as in
-    PEFT): that module might use several rows, and drop-in classes leave out padding. In other
-    models of Transformers only the attention implementation changes, if they support one.
+    PEFT): that module might use several rows, and drop-in classes leave out padding.
+
+    A model of Transformers without a class in ``fastplm.models``, whose layers are put together as
+    those of BERT or BART, gets classes of its own, if these prove to compute the same: a few short
+    texts, with and without padding, run through the model before and after, forward and backward,
+    and with each dropout. That needs a model in fp32 or fp64, on a CPU or a GPU; change its dtype
+    afterwards. In all other models of Transformers only the attention implementation changes, if
+    they support one.
 
     Args:
         model: a model of Transformers, a module that contains models, such as a

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForQuestionAnsweringLoss
@@ -18,7 +19,7 @@ from fastplm import ops
 from fastplm._backends import note
 from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor
 from fastplm.errors import check_choice, fail
-from fastplm.models._base import CACHE, FastplmModel, TiedLookup, check_parts
+from fastplm.models._base import CACHE, FastplmModel, TiedLookup, check_parts, joined
 from fastplm.models._ragged import (
     Batches,
     either,
@@ -636,3 +637,28 @@ class QuestionAnswering(FastplmModel):
         if loss is not None:
             changed["loss"] = loss
         return type(outputs)(**{**outputs, **changed})
+
+
+#: The mixin of each head that needs nothing of its family, by the end of its name.
+STANDARD: dict[str, Any] = {
+    "ForMultipleChoice": MultipleChoice,
+    "ForNextSentencePrediction": SequenceClassification,
+    "ForQuestionAnswering": QuestionAnswering,
+    "ForSequenceClassification": SequenceClassification,
+    "ForTokenClassification": TokenClassification,
+}
+
+
+def standard(prefix: str, module: str, *between: type) -> dict[str, type]:
+    """{name: drop-in class} of these heads, of a family whose classes have this prefix.
+
+    Args:
+        module: the name of the Python module that gets them; ``models/__init__.py`` lists them.
+        between: mixins between those of the heads and their parents.
+    """
+    parents = ((getattr(transformers, prefix + end, None), one) for end, one in STANDARD.items())
+    return {
+        parent.__name__: joined(mixin, *between, parent, __module__=module)
+        for parent, mixin in parents
+        if parent is not None
+    }

@@ -54,13 +54,7 @@ _INPUTS = """
 _OF_TOKENS = """
     bbox input_pronunciation_ids input_shape_ids task_type_ids xpath_subs_seq xpath_tags_seq
 """.split()
-_HEADS: dict[str, Any] = {
-    "ForMaskedLM": _heads.MaskedLM,
-    "ForMultipleChoice": _heads.MultipleChoice,
-    "ForQuestionAnswering": _heads.QuestionAnswering,
-    "ForSequenceClassification": _heads.SequenceClassification,
-    "ForTokenClassification": _heads.TokenClassification,
-}
+_HEADS: dict[str, Any] = _heads.STANDARD | {"ForMaskedLM": _heads.MaskedLM}
 
 
 class _Made(type):

@@ -65,21 +65,4 @@ class DistilBertForMaskedLM(_heads.MaskedLM, transformers.DistilBertForMaskedLM)
         return self.vocab_layer_norm(self.activation(self.vocab_transform(rows)))
 
 
-class DistilBertForSequenceClassification(
-    _heads.SequenceClassification, transformers.DistilBertForSequenceClassification
-): ...
-
-
-class DistilBertForMultipleChoice(
-    _heads.MultipleChoice, transformers.DistilBertForMultipleChoice
-): ...
-
-
-class DistilBertForTokenClassification(
-    _heads.TokenClassification, transformers.DistilBertForTokenClassification
-): ...
-
-
-class DistilBertForQuestionAnswering(
-    _heads.QuestionAnswering, transformers.DistilBertForQuestionAnswering
-): ...
+globals().update(_heads.standard("DistilBert", __name__))

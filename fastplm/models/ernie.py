@@ -28,24 +28,4 @@ class ErnieForPreTraining(bert.PreTraining, transformers.ErnieForPreTraining):
     _output = modeling_ernie.ErnieForPreTrainingOutput
 
 
-class ErnieForSequenceClassification(
-    _heads.SequenceClassification, transformers.ErnieForSequenceClassification
-): ...
-
-
-class ErnieForNextSentencePrediction(
-    _heads.SequenceClassification, transformers.ErnieForNextSentencePrediction
-): ...
-
-
-class ErnieForMultipleChoice(_heads.MultipleChoice, transformers.ErnieForMultipleChoice): ...
-
-
-class ErnieForTokenClassification(
-    _heads.TokenClassification, transformers.ErnieForTokenClassification
-): ...
-
-
-class ErnieForQuestionAnswering(
-    _heads.QuestionAnswering, transformers.ErnieForQuestionAnswering
-): ...
+globals().update(_heads.standard("Ernie", __name__))

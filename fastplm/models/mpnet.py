@@ -81,21 +81,4 @@ class MPNetModel(GetsMore, roberta.Backbone, OnRows, transformers.MPNetModel):
 class MPNetForMaskedLM(roberta.LMHead, _heads.MaskedLM, transformers.MPNetForMaskedLM): ...
 
 
-class MPNetForSequenceClassification(
-    _heads.SequenceClassification, PassesOn, transformers.MPNetForSequenceClassification
-): ...
-
-
-class MPNetForMultipleChoice(
-    _heads.MultipleChoice, PassesOn, transformers.MPNetForMultipleChoice
-): ...
-
-
-class MPNetForTokenClassification(
-    _heads.TokenClassification, PassesOn, transformers.MPNetForTokenClassification
-): ...
-
-
-class MPNetForQuestionAnswering(
-    _heads.QuestionAnswering, PassesOn, transformers.MPNetForQuestionAnswering
-): ...
+globals().update(_heads.standard("MPNet", __name__, PassesOn))

@@ -28,21 +28,4 @@ class XLMRobertaForCausalLM(
 ): ...
 
 
-class XLMRobertaForSequenceClassification(
-    _heads.SequenceClassification, transformers.XLMRobertaForSequenceClassification
-): ...
-
-
-class XLMRobertaForMultipleChoice(
-    _heads.MultipleChoice, transformers.XLMRobertaForMultipleChoice
-): ...
-
-
-class XLMRobertaForTokenClassification(
-    _heads.TokenClassification, transformers.XLMRobertaForTokenClassification
-): ...
-
-
-class XLMRobertaForQuestionAnswering(
-    _heads.QuestionAnswering, transformers.XLMRobertaForQuestionAnswering
-): ...
+globals().update(_heads.standard("XLMRoberta", __name__))

@@ -379,13 +379,12 @@ def test_a_user_subclass_keeps_its_methods():
 
 
 def test_models_without_drop_in_class_get_fused_attention():
-    config = transformers.DistilBertConfig(
-        vocab_size=37, dim=16, n_layers=1, n_heads=2, hidden_dim=24, max_position_embeddings=20
-    )
-    model = transformers.DistilBertModel(config).eval()
+    sizes = dict(vocab_size=37, hidden_size=16, intermediate_size=24, embedding_size=8)
+    config = transformers.MobileBertConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
+    model = transformers.MobileBertModel(config).eval()
     for _ in range(2):
         assert fastplm.accelerate(model) is model
-    assert type(model) is transformers.DistilBertModel
+    assert type(model) is transformers.MobileBertModel
     assert model.config._attn_implementation == "fastplm"
     with record_decisions() as decisions:
         model(IDS, attention_mask=MASK)

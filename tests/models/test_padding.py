@@ -124,6 +124,7 @@ def test_a_configuration_that_says_another_name_is_left_aside_with_a_word(said):
     assert "the configuration says attn_implementation='eager'" in line
 
 
+SIZES = dict(vocab_size=37, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
 MODEL = KIND(config())
 IDS = torch.randint(3, 37, MASK.shape)
 REASONS = {
@@ -134,10 +135,16 @@ REASONS = {
     "asked": (lambda: MODEL, {"unpad": False}),
     "chunks": (lambda: KIND(changed(config(), chunk_size_feed_forward=3)), {}),
     "layers": (lambda: own_layer(KIND(config())), {}),
+    "inputs": (lambda: adapted(), {"lang_ids": torch.zeros(len(IDS), dtype=torch.int64)}),
     "noise": (lambda: noised(KIND(config())), {}),
     "cache": (lambda: models.BertLMHeadModel(changed(config(), is_decoder=True)), {}),
     "traced": (lambda: torch.compile(MODEL, backend="eager"), {}),
 }
+
+
+def adapted():
+    sizes = {**SIZES, "languages": ["a", "b"], "default_language": "a"}
+    return fastplm.accelerate(transformers.XmodForMaskedLM(transformers.XmodConfig(**sizes)))
 
 
 class Wrapped(torch.nn.Module):

@@ -17,12 +17,13 @@ from survey_models import Case
 PAGE = Path(__file__).parents[2] / "docs/families.md"
 SAMPLE = {
     "bert": "a drop-in class",
-    "distilbert": "an encoder of the interface",
+    "mobilebert": "an encoder of the interface",
     "mistral": "grouped heads, a sliding window",
     "splinter": "its attention does not say whether it is causal",
     "bigbird_pegasus": "its decoder says that it is not causal",
     "doge": "wants masks in full",
-    "mpnet": "adds masks to its scores",
+    "prophetnet": "adds masks to its scores",
+    "rembert": "has the shape of BERT's layers",
     "bloom": "loses causality without a mask",
     "deberta": "ignores the name",
     "falcon": "looks the name up in a table of its own",
