@@ -1,5 +1,5 @@
-"""Encoders that are descriptions: what their layers run, and what the contract's small models do not
-have."""
+"""Encoders that are descriptions: what their layers run, and what the small models of the contract
+lack."""
 
 from __future__ import annotations
 
