@@ -136,7 +136,7 @@ def switch(
     for root in _roots(model) if by_behaviour else ():
         if by_class[type(root)] is None and _foreign(root) is None:
             if not any(type(module) in ours for module in root.modules()):
-                proofs.append(_like.replace(root, attention_of(type(root)) == "own"))
+                proofs.append(_like.prover(root, attention_of(type(root)) == "own"))
     # First store all previous values: several modules may share a configuration.
     for module in dispatching:
         if type(module) not in ours and _BEFORE not in vars(module):

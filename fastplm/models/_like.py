@@ -6,11 +6,13 @@ on a few short texts, with and without padding, outputs and gradients must be Tr
 
 from __future__ import annotations
 
-import contextlib
+import copyreg
 import functools
 import inspect
+import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -18,11 +20,29 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from fastplm.models import _heads, bert, roberta
+from fastplm.errors import UnsupportedError, fail
+from fastplm.hf import NAME
+from fastplm.models import _heads, bart, bert, roberta
 from fastplm.models._base import MADE, FastplmModel, documented, drop_in_for, fitted
 from fastplm.models._encoder import EncoderLayer, EncoderModel
-from fastplm.models._own_attention import GetsMore, OnRows, OwnAttention, OwnLayer, PassesOn
-from fastplm.nn import Dropout
+from fastplm.models._own_attention import (
+    GetsMore,
+    InContext,
+    Now,
+    OnRows,
+    OwnAttention,
+    OwnLayer,
+    PassesOn,
+    within,
+)
+from fastplm.models._proof import Proof
+from fastplm.models._seq2seq import (
+    ConditionalGeneration,
+    DecoderQuestionAnswering,
+    EncoderDecoder,
+    LastEosClassification,
+    Stack,
+)
 
 logger = logging.get_logger(__name__)
 #: The inputs of a backbone that every family may have, and those that have a value for each token.
@@ -43,26 +63,37 @@ _HEADS: dict[str, Any] = {
 }
 
 
+class _Made(type):
+    """The class of the classes made here. No module has them by name: a pickle has the recipe."""
+
+    _recipe: Any
+
+
 @functools.cache
 def made(parent: Any, mixins: Any, attributes: Any) -> type:
     """The class of mixins in front of a class of Transformers, with its name."""
     body = dict(attributes, __module__=__name__, _recipe=(parent, mixins, attributes))
-    bases = (*mixins, parent)
-    ours = types.new_class(parent.__name__, bases, {}, lambda space: space.update(body))
-    # No module has the class by its name: a pickle has what it was made of.
-    ours.__reduce_ex__ = lambda self, _: (_new, self._recipe, self.__dict__)  # type: ignore
+    bases, how = (*mixins, parent), {"metaclass": _Made}
+    ours = types.new_class(parent.__name__, bases, how, lambda space: space.update(body))
     MADE[ours] = parent
     return fitted(documented(ours), parent)
 
 
-def _new(*recipe: Any) -> Any:
-    kind: Any = made(*recipe)
-    return kind.__new__(kind)
+def _recipe_of(kind: _Made) -> Any:
+    return made, kind._recipe
+
+
+copyreg.pickle(_Made, _recipe_of)
 
 
 def _of(module: nn.Module, *mixins: Any, **attributes: Any) -> tuple[type, type]:
     parent: Any = type(module)
     return parent, made(parent, mixins, tuple(sorted(attributes.items())))
+
+
+#: The padded ids or embeddings of a batch, and how it is packed.
+_GIVEN: ContextVar[Any] = ContextVar("_GIVEN", default=None)
+_PACKED: ContextVar[tuple[Tensor, Any] | None] = ContextVar("_PACKED", default=None)
 
 
 # --- mixins ---------------------------------------------------------------------------------------
@@ -74,16 +105,38 @@ class _Backbone(EncoderModel):
     _others: tuple[str, ...] = ()
     _has_types = True
 
+    def forward(
+        self,
+        *,
+        input_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        **inputs: Any,
+    ) -> Any:
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        if token_type_ids is None and self._has_types and given is not None:
+            # The parent may have them for as many rows as it has positions.
+            token_type_ids = torch.zeros(given.shape[:2], dtype=torch.int64, device=given.device)
+        inputs |= dict(input_ids=input_ids, inputs_embeds=inputs_embeds)
+        return super().forward(token_type_ids=token_type_ids, **inputs)
+
     def _keeps_padding(self, masks: Any, kwargs: dict[str, Any], layers: bool = True) -> Any:
         others = any(kwargs.get(name) is not None for name in self._others)
         return "inputs" if others else super()._keeps_padding(masks, kwargs, layers)
 
 
-class _ByArithmetic(FastplmModel):
-    """Mixin of a model whose attention implementation cannot be set: it is not looked at."""
+class _OwnMasks(FastplmModel):
+    """Mixin of a model whose attention, or whose masks, do not follow Transformers' interface: on
+    its rows the attention is ours, and elsewhere the parent is left alone."""
+
+    #: The attention implementation that stands for ours.
+    _name = NAME
 
     def _has_our_attention(self) -> bool:
-        return True
+        return self.config._attn_implementation == self._name
+
+    def _mask_of_parent(self, mask: Tensor | None) -> Tensor | None:
+        return mask
 
 
 class _ByModules(EncoderLayer):
@@ -107,10 +160,14 @@ def _children(module: Any) -> set[str]:
     return {name for name, child in module.named_children()}
 
 
+#: What LUKE has for entities: with these the parent runs.
+_OF_ENTITIES = {"w2e_query", "e2w_query", "e2e_query"}
+
+
 def _has_plain_attention(attention: Any) -> bool:
     """Whether a module has query, key and value, and nothing else that could change them."""
     return (
-        _children(attention) == {"query", "key", "value", "dropout"}
+        _children(attention) - _OF_ENTITIES == {"query", "key", "value", "dropout"}
         and not attention._parameters
         and isinstance(attention.dropout, nn.Dropout)
         and isinstance(getattr(attention, "attention_head_size", None), int)
@@ -129,13 +186,14 @@ def _is_like_berts(layer: Any) -> bool:
     )
 
 
-def classes_like_berts(root: PreTrainedModel, own: bool) -> dict[type, type]:
+def classes_like_berts(root: PreTrainedModel, name: str | None) -> dict[type, type]:
     """{class of Transformers: the class that replaces it}; empty if no layer is like BERT's.
 
     Args:
         root: a model with or without head.
-        own: whether its attention computes its scores itself.
+        name: of the attention implementation of a model with own attention or masks.
     """
+    own = name is not None
     backbone: Any = root.base_model
     layers = getattr(getattr(backbone, "encoder", None), "layer", ())
     if not isinstance(layers, nn.ModuleList) or len({*map(type, layers)}) != 1:
@@ -143,14 +201,20 @@ def classes_like_berts(root: PreTrainedModel, own: bool) -> dict[type, type]:
     layer: Any = layers[0]
     itself = getattr(getattr(layer, "attention", None), "self", None)
     inputs = inspect.signature(backbone.forward).parameters
-    if itself is None or not _has_plain_attention(itself) or "position_ids" not in inputs:
+    sines = getattr(backbone.encoder, "embed_positions", None)
+    if itself is None or not _has_plain_attention(itself):
+        return {}
+    if (sines is None) != ("position_ids" in inputs) or (sines is not None and not own):
         return {}
     found: dict[type, type] = {}
     kind = type(itself)
     if own:
-        found |= [_of(itself, OwnAttention)]
+        found |= [_of(itself, OwnAttention if sines is None else _Rotated)]
         kind = found[kind]
-    like = _is_like_berts(layer)
+    if sines is not None:
+        found |= [_of(sines, _Positions)]
+    first = next(iter(inspect.signature(layer.forward).parameters))
+    like = first == "hidden_states" and sines is None and _is_like_berts(layer)
     around = [type(layer.attention), kind]
     if like:
         around += [type(one) for one in (layer.attention.output, layer.intermediate, layer.output)]
@@ -161,20 +225,22 @@ def classes_like_berts(root: PreTrainedModel, own: bool) -> dict[type, type]:
     mixins: list[Any] = [OwnLayer if own else EncoderLayer]
     found |= [_of(layer, *([] if like else [_ByModules]), *mixins, **how)]
     embeddings = backbone.embeddings
-    counted = getattr(embeddings.position_embeddings, "padding_idx", None) is not None
+    table = getattr(embeddings, "position_embeddings", None)
+    counted = getattr(table, "padding_idx", None) is not None
     of_tokens = tuple(name for name in _OF_TOKENS if name in inputs)
     has_types = "token_type_embeddings" in _children(embeddings)
     others = [name for name in inputs if name not in (*_INPUTS, *of_tokens)]
     others += [] if has_types else ["token_type_ids"]
     mixins = [_Backbone, *([roberta.Backbone] if counted else [])]
     if own:
-        mixins = [GetsMore, _ByArithmetic, *mixins, OnRows]
-    how = dict(_of_tokens=of_tokens, _others=tuple(others), _output=None)
+        mixins = [GetsMore, _OwnMasks, *mixins, OnRows if sines is None else _RotaryRows]
+    how = dict(_of_tokens=of_tokens, _others=tuple(others), _output=None, _has_types=has_types)
+    how |= {"_name": name} if own else {}
     found |= [_of(backbone, *mixins, **how)]
-    return found | _head_of(root, own)
+    return found | _head_of(root, name)
 
 
-def _head_of(root: Any, own: bool) -> dict[type, type]:
+def _head_of(root: Any, own_name: str | None) -> dict[type, type]:
     name, inputs = type(root).__name__, inspect.signature(root.forward).parameters
     mixins = [mixin for end, mixin in _HEADS.items() if name.endswith(end)]
     if not mixins and {"labels", "logits_to_keep"} <= inputs.keys():
@@ -182,10 +248,13 @@ def _head_of(root: Any, own: bool) -> dict[type, type]:
     if root.base_model is root or not mixins:
         return {}
     if issubclass(mixins[0], _heads.LanguageModel):
+        known = {*inspect.signature(root.base_model.forward).parameters, *_INPUTS}
+        if not inputs.keys() <= known | {"labels", "logits_to_keep"}:  # it has another task, too
+            return {}
         mixins.insert(0, _language_model_head(root))
-    if own:
-        mixins = [_ByArithmetic, *mixins, PassesOn]
-    return dict([_of(root, *mixins)])
+    if own_name is None:
+        return dict([_of(root, *mixins)])
+    return dict([_of(root, _OwnMasks, *mixins, PassesOn, _name=own_name)])
 
 
 def _language_model_head(root: Any) -> type:
@@ -195,22 +264,233 @@ def _language_model_head(root: Any) -> type:
     return bert.PredictionHead if {"transform", "decoder"} <= _children(predictions) else _WholeHead
 
 
-# --- the proof ------------------------------------------------------------------------------------
+class _RotaryRows(OnRows):
+    """Mixin of a model that turns query and key by a table of all positions."""
 
-_BATCH, _LENGTH = 3, 8
-#: None, at the right, at the left, and scattered.
-_MASKS: tuple[Any, ...] = (
-    None,
-    [[1] * 8, [1] * 5 + [0] * 3, [1] * 7 + [0]],
-    [[1] * 8, [0] * 3 + [1] * 5, [0] + [1] * 7],
-    [[1] * 8, [1, 1, 0, 1, 1, 1, 0, 0], [1, 0, 0, 1, 1, 1, 1, 1]],
-)
-#: How many roundings of fp32 of the largest number two outputs, or two gradients, may differ.
-_ROUNDINGS = 1024, 16384
-_MOST = 1 << 22  # elements of a parameter whose gradient is compared
+    def forward(self, *, position_ids: Any = None, rows: Any = None, **inputs: Any) -> Any:
+        packed = None if rows is None else rows.packed
+        now = None
+        if packed is not None:
+            now = packed.positions.new_empty(packed.batch, packed.seqlen), packed
+        token = _PACKED.set(now)
+        try:
+            return super().forward(rows=rows, **inputs)
+        finally:
+            _PACKED.reset(token)
 
 
-def replace(root: PreTrainedModel, own: bool) -> Callable[[], bool] | None:
+class _Rotated(OwnAttention):
+    """Mixin of RoFormer's attention."""
+
+    def _turned(self: Any, query: Any, key: Any, value: Any, args: Any, kwargs: Any) -> Any:
+        sines = args[2] if len(args) > 2 else kwargs["sinusoidal_pos"]
+        heads = (query, key, value) if self.rotary_value else (query, key)
+        return *self.apply_rotary_position_embeddings(sines, *heads), *([value][len(heads) - 2 :])
+
+
+# --- BART's shape ---------------------------------------------------------------------------------
+
+
+class _Positions:
+    """Mixin of position embeddings: on packed rows they are those of the padded batch."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        theirs, now = super().forward, _PACKED.get()  # type: ignore[misc]
+        if now is None:
+            return theirs(*args, **kwargs)
+        given, packed = now
+        ids = given if given.dim() == 2 else None
+        first, *names = inspect.signature(theirs).parameters
+        if first == "input_ids_shape":
+            out = theirs(given.shape[:2])
+        elif first == "position_ids":
+            out = theirs(torch.arange(given.shape[1], device=given.device)[None])
+        elif "inputs_embeds" in names:
+            out = theirs(ids, None if ids is not None else given)
+        else:
+            out = theirs(given if ids is not None else given[..., -1])
+        rows = packed.pack_rows(out.expand(packed.batch, packed.seqlen, -1))
+        return rows[0] if out.dim() == 2 else rows
+
+
+class _Stack(Stack):
+    """Mixin of an encoder or a decoder, whose parent runs on packed rows."""
+
+    _embeds_ids = True
+    #: The classes of layers and their attention; the name is as in ``_OwnMasks``.
+    _kinds: frozenset[type] = frozenset()
+    _others: tuple[str, ...] = ()
+    _name = NAME
+    _owns = False
+
+    def _layers(self: Any) -> Any:
+        return self.layers
+
+    def _layer_numbers(self: Any) -> list[Any]:
+        return [getattr(layer.self_attn, "layer_idx", None) for layer in self.layers]
+
+    def _has_our_attention(self) -> bool:
+        return self.config._attn_implementation == self._name
+
+    def _keeps_padding(self, masks: Any, kwargs: dict[str, Any], *caching: Any, **more: Any) -> Any:
+        if kwargs.get("cu_seq_lens_q") is not None:
+            fix = "Pass the padded batch and its attention_mask: its padding is left out."
+            expected = "None, as the positions of this model count through a row"
+            fail(type(self).__name__, "cu_seq_lens_q", "a value", expected, fix, UnsupportedError)
+        if any(kwargs.get(name) is not None for name in self._others):
+            return "inputs"
+        parts = [*self._layers(), *(layer.self_attn for layer in self._layers())]
+        parts += [layer.encoder_attn for layer in self._layers() if hasattr(layer, "encoder_attn")]
+        if not self._kinds.issuperset(map(type, parts)):
+            return "layers"
+        return super()._keeps_padding(masks, kwargs, *caching, **more)
+
+    def forward(self, *, input_ids: Any = None, inputs_embeds: Any = None, **inputs: Any) -> Any:
+        # Rows that are packed have their positions in the batch that is given here.
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        token = _GIVEN.set(given)
+        try:
+            return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds, **inputs)
+        finally:
+            _GIVEN.reset(token)
+
+    def _on_rows(self, *, attention_mask: Any = None, rows: Any = None, **inputs: Any) -> Any:
+        token = _PACKED.set((_GIVEN.get(), rows.packed))
+        try:
+            if not self._owns:
+                return super()._on_rows(attention_mask=attention_mask, rows=rows, **inputs)
+            keys_of_encoder = inputs.pop("encoder_attention_mask", None)
+            now = Now(rows, attention_mask, keys_of_encoder, {"is_causal": self._is_causal()})
+            where = rows.packed.positions.device
+            nothing = torch.zeros((1, 1, 1, 1), dtype=self.dtype, device=where)
+            if "encoder_hidden_states" in inputs:
+                inputs["encoder_attention_mask"] = nothing
+            return within(now, super()._on_rows, attention_mask=nothing, **inputs)
+        finally:
+            _PACKED.reset(token)
+
+
+class _Projected(OwnAttention):
+    """Mixin of BART's attention, where it computes its scores itself."""
+
+    _projections = ("q_proj", "k_proj", "v_proj")
+    _size = "head_dim"
+
+    def _output(self: Any, context: Tensor) -> Tensor:
+        return self.out_proj(context)
+
+
+class _Shifts(EncoderDecoder):
+    """Mixin of an encoder and a decoder, which may begin with the ids of the encoder."""
+
+    def _default_decoder_ids(self, input_ids: Tensor | None) -> Tensor | None:
+        return None if input_ids is None else shifted_right(self, input_ids)
+
+
+class _Generation(ConditionalGeneration):
+    _caches_beside_loss = False
+
+    def _head(self: Any) -> _heads.Head:
+        return None, self.get_output_embeddings()
+
+    def _backbone(self: Any, **inputs: Any) -> Any:
+        return self.base_model(**inputs)
+
+    def _logits_bias(self: Any) -> Tensor | None:
+        bias = getattr(self, "final_logits_bias", None)
+        return None if bias is None else bias[0]
+
+    def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
+        return shifted_right(self, labels)
+
+
+class _PlainHead:
+    """Mixin of a model whose logits are a product with the last hidden state."""
+
+    def _head(self: Any) -> _heads.Head:
+        return None, self.get_output_embeddings()
+
+
+def shifted_right(model: Any, ids: Tensor) -> Tensor:
+    """The ids of a decoder, by the function of the model's Python module."""
+    kind = next(one for one in type(model).__mro__ if one.__module__.startswith("transformers."))
+    shift, config = sys.modules[kind.__module__].shift_tokens_right, model.config
+    given = ids, config.pad_token_id, config.decoder_start_token_id
+    return shift(*given[: len(inspect.signature(shift).parameters)])
+
+
+def classes_like_barts(root: PreTrainedModel, name: str | None, plain: bool) -> dict[type, type]:
+    """As ``classes_like_berts``.
+
+    Args:
+        plain: whether the forward of a layer is the parent's.
+    """
+    found: dict[type, type] = {}
+    for stack in root.modules():
+        layers = getattr(stack, "layers", None)
+        if not (isinstance(stack, PreTrainedModel) and isinstance(layers, nn.ModuleList)):
+            continue
+        found |= _stack_like_barts(stack, layers, name, plain)
+    if not found:
+        return {}
+    kind, inputs = type(root).__name__, inspect.signature(root.forward).parameters
+    backbone: Any = root.base_model
+    if root.config.is_encoder_decoder and isinstance(backbone, PreTrainedModel):
+        found |= [_of(backbone, _Shifts)]
+    if root is backbone:
+        return found
+    if {
+        "labels",
+        "decoder_input_ids",
+    } <= inputs.keys() and root.get_output_embeddings() is not None:
+        found |= [_of(root, _Generation)]
+    elif "ForCausalLM" in kind or "logits_to_keep" in inputs:
+        unshifted = "Decoder" in type(backbone).__name__
+        causal = bart.DecoderCausalLM if unshifted else _heads.CausalLM
+        found |= [_of(root, _PlainHead, causal)]
+    elif kind.endswith("ForSequenceClassification"):
+        found |= [_of(root, LastEosClassification)]
+    elif kind.endswith("ForQuestionAnswering"):
+        found |= [_of(root, DecoderQuestionAnswering)]
+    return found
+
+
+_OF_BARTS = {
+    *("self_attn", "self_attn_layer_norm", "encoder_attn", "encoder_attn_layer_norm"),
+    *("fc1", "fc2", "activation_fn", "final_layer_norm"),
+}
+
+
+def _stack_like_barts(
+    stack: Any, layers: nn.ModuleList, name: str | None, plain: bool
+) -> dict[type, type]:
+    layer: Any = layers[0] if len(layers) else None
+    if len({*map(type, layers)}) != 1 or not _children(layer) <= _OF_BARTS:
+        return {}
+    if _children(layer.self_attn) != {"k_proj", "v_proj", "q_proj", "out_proj"}:
+        return {}
+    attention, own = type(layer.self_attn), name is not None
+    kind, found = attention, dict([_of(stack.embed_positions, _Positions)])
+    if own:
+        found |= [_of(layer.self_attn, _Projected)]
+        kind = found[attention]
+    if own:
+        found |= [_of(layer, InContext)]
+    elif not plain:
+        found |= [_of(layer, bart.PostNormLayer, _attention=kind)]
+    kinds = frozenset((found.get(type(layer), type(layer)), kind))
+    inputs = inspect.signature(stack.forward).parameters
+    how: dict[str, Any] = dict(_kinds=kinds, _takes_cache="past_key_values" in inputs, _owns=own)
+    how |= {} if name is None else {"_name": name}
+    known = set(_INPUTS) - {"position_ids", "token_type_ids"}
+    how["_others"] = tuple(one for one in inputs if one not in known)
+    return found | dict([_of(stack, _Stack, **how)])
+
+
+# --- what is tried --------------------------------------------------------------------------------
+
+
+def prover(root: PreTrainedModel, own: bool) -> Callable[[], bool] | None:
     """A function that replaces the classes of a model and its modules, and says whether they are
     proved, or else puts all back. None: nothing is to be replaced.
 
@@ -219,6 +499,7 @@ def replace(root: PreTrainedModel, own: bool) -> Callable[[], bool] | None:
     Args:
         own: whether its attention computes its scores itself.
     """
+    tried: list[dict[type, type]] = []
     parameters = list(root.parameters())
     dtypes = {one.dtype for one in parameters}
     devices = {one.device.type for one in parameters}
@@ -227,145 +508,33 @@ def replace(root: PreTrainedModel, own: bool) -> Callable[[], bool] | None:
     if not devices <= {"cpu", "cuda"} or {*map(type, parameters)} != {nn.Parameter}:
         return None
     try:
-        classes = classes_like_berts(root, own)
-        proof = Proof(root) if classes else None
+        for name in ["eager"] if own else [None, NAME]:
+            tried.append(classes_like_berts(root, name))
+        for plain in (False, True):
+            tried.append(classes_like_barts(root, "eager" if own else None, plain))
+        tried = [one for one in tried if one]
+        proof = Proof(root) if tried else None
     except Exception as error:  # it is another model than it looks like
         logger.debug("%s is not replaced: %s", type(root).__name__, error)
         return None
 
     def prove() -> bool:
-        before = [(module, type(module)) for module in root.modules()]
-        for module, kind in before:
-            if (ours := classes.get(kind) or drop_in_for(module)) is not None:
-                module.__class__ = ours
-        try:
-            why = None if proof is None or proof.holds() else "other results"
-        except Exception as error:
-            why = str(error)
-        if why is not None:
-            logger.debug("%s is not replaced: %s", type(root).__name__, why)
-            for module, kind in before:
-                module.__class__ = kind
-        return why is None
+        return any(_replaces(root, classes, proof) for classes in tried)
 
     return None if proof is None else prove
 
 
-class Proof:
-    """What a model computes before its classes change, and whether it still does."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-        chosen = [p for p in model.parameters() if p.is_floating_point() and p.numel() <= _MOST]
-        self.parameters = chosen[:48] + chosen[48:][-48:]
-        self.before = self._results()
-
-    def holds(self) -> bool:
-        pairs = zip(self._results(), self.before, strict=True)
-        return all(map(_are_equal, *zip(*pairs, strict=True)))
-
-    def _results(self) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """(outputs, gradients) of each batch."""
-        found, model = [], self.model
-        with _left_alone(model, self.parameters), torch.enable_grad():
-            for mask in _MASKS:
-                found.append(self._of_batch(mask))
-            for role in sorted({_role(path) for path, _ in _dropouts(model)}):
-                # What is dropped with a probability of 1 is known, and where it is dropped is seen.
-                model.train()
-                for path, module in _dropouts(model):
-                    module.p = float(_role(path) == role)
-                found.append(self._of_batch(_MASKS[1]))
-        return found
-
-    def _of_batch(self, mask: Any) -> tuple[list[Tensor], list[Tensor]]:
-        inputs = _batch_for(self.model, mask)
-        outputs = _tensors(self.model(**inputs), inputs)
-        total: Any = 0
-        for one in outputs:
-            weights = torch.linspace(-1, 1, one.numel(), device=one.device, dtype=one.dtype)
-            total = total + (one.flatten() * weights).sum() if one.requires_grad else total
-        grads = torch.autograd.grad(total, self.parameters, allow_unused=True)
-        return [one.detach() for one in outputs], [g for g in grads if g is not None]
-
-
-def _batch_for(model: Any, mask: Any) -> dict[str, Any]:
-    """A few short texts for a model, padded with its padding."""
-    config, device = model.config, model.device
-    special = {getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos", "unk")}
-    special |= {getattr(config, "decoder_start_token_id", None)}
-    words = [one for one in range(min(config.vocab_size, 200)) if one not in special]
-    choice = torch.arange(_BATCH * _LENGTH, device=device) * 7 % len(words)
-    ids = torch.tensor(words, device=device)[choice].view(_BATCH, _LENGTH)
-    inputs: dict[str, Any] = {"input_ids": ids}
-    if mask is not None:
-        inputs["attention_mask"] = torch.tensor(mask, device=device)
-        padding = getattr(config, "pad_token_id", None) or 0
-        ids.masked_fill_(inputs["attention_mask"] == 0, padding)
-    if "MultipleChoice" in type(model).__name__:
-        inputs = {name: torch.stack((one, one.flip(0)), 1) for name, one in inputs.items()}
-    names = inspect.signature(model.forward).parameters
-    if "use_cache" in names:
-        inputs["use_cache"] = False
-    if "labels" in names and model.get_output_embeddings() is not None and not model.training:
-        seen = inputs.get("attention_mask", torch.ones_like(ids)).bool()
-        inputs["labels"] = ids.masked_fill(~(seen & seen.roll(1, 1)), -100)
-    return inputs
-
-
-def _tensors(outputs: Any, inputs: dict[str, Any]) -> list[Tensor]:
-    """The outputs, without those of padding."""
-    mask: Tensor | None = inputs.get("attention_mask")
-    found = []
-    for name, value in outputs.items():
-        if isinstance(value, Tensor) and value.is_floating_point():
-            if mask is not None and value.shape[:2] == mask.shape and name != "pooler_output":
-                value = value[mask.bool()]
-            found.append(value)
-    return found
-
-
-def _are_equal(ours: Any, theirs: Any) -> bool:
-    for mine, others, most in zip(ours, theirs, _ROUNDINGS, strict=True):
-        if [one.shape for one in mine] != [one.shape for one in others]:
-            return False
-        for one, other in zip(mine, others, strict=True):
-            if not torch.equal(one.isfinite(), other.isfinite()):
-                return False
-            least = most * torch.finfo(torch.float32).eps  # parents compute parts in fp32
-            scale = max((float(x.nan_to_num().abs().max()) for x in others if x.numel()), default=0)
-            if bool(((one - other).nan_to_num().abs() > least * scale).any()):
-                return False
-    return True
-
-
-def _dropouts(model: nn.Module) -> list[tuple[str, Any]]:
-    kinds = (nn.Dropout, Dropout)
-    return [(path, one) for path, one in model.named_modules() if isinstance(one, kinds)]
-
-
-def _role(path: str) -> str:
-    """The place of a dropout, without the number of the layer."""
-    return ".".join(part for part in path.split(".") if not part.isdigit())
-
-
-@contextlib.contextmanager
-def _left_alone(model: nn.Module, parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Restores modes, probabilities, what requires gradients and the generators of numbers."""
-    modes = [(module, module.training) for module in model.modules()]
-    rates = [(module, module.p) for _, module in _dropouts(model)]
-    needs = [(parameter, parameter.requires_grad) for parameter in parameters]
-    devices = [parameters[0].device] if parameters and parameters[0].is_cuda else []
+def _replaces(root: PreTrainedModel, classes: dict[type, type], proof: Any) -> bool:
+    before = [(module, type(module)) for module in root.modules()]
+    for module, kind in before:
+        if (ours := classes.get(kind) or drop_in_for(module)) is not None:
+            module.__class__ = ours
     try:
-        with torch.random.fork_rng(devices):
-            model.eval()
-            for parameter in parameters:
-                parameter.requires_grad_(True)
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-        for module, rate in rates:
-            module.p = rate
-        for parameter, need in needs:
-            parameter.requires_grad_(need)
+        why = None if proof.holds() else "other results"
+    except Exception as error:
+        why = str(error)
+    if why is not None:
+        logger.debug("%s is not replaced: %s", type(root).__name__, why)
+        for module, kind in before:
+            module.__class__ = kind
+    return why is None

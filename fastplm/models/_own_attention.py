@@ -34,7 +34,7 @@ class Now(NamedTuple):
 
 _NOW: ContextVar[Now | None] = ContextVar("_NOW", default=None)
 _MORE: ContextVar[dict[str, Any]] = ContextVar("_MORE", default={})  # noqa: B039
-_STATES = "encoder_hidden_states"
+_STATES = ("encoder_hidden_states", "key_value_states")
 
 
 def runs() -> bool:
@@ -134,13 +134,14 @@ class _Own:
         for base in cls.__mro__:
             if base.__module__.startswith("transformers.models."):
                 names = list(inspect.signature(base.forward).parameters)  # type: ignore[attr-defined]
-                cls._place = names.index(_STATES) - 1 if _STATES in names else None
+                places = [names.index(name) - 1 for name in _STATES if name in names]
+                cls._place = places[0] if places else None
                 return
 
     def _states(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         if self._place is not None and len(args) > self._place:
             return args[self._place]
-        return kwargs.get(_STATES)
+        return next((kwargs[name] for name in _STATES if kwargs.get(name) is not None), None)
 
 
 class OwnAttention(_Own):
@@ -148,9 +149,12 @@ class OwnAttention(_Own):
 
     _projections: tuple[str, ...] = ("query", "key", "value")
 
+    _size = "attention_head_size"
+    is_causal = False  # where no argument says it
+
     @property
     def scaling(self: Any) -> float:
-        return self.attention_head_size**-0.5
+        return getattr(self, self._size) ** -0.5
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         now, theirs = _NOW.get(), super().forward  # type: ignore[misc]
@@ -164,30 +168,40 @@ class OwnAttention(_Own):
         heads = [
             one(hidden if states is None or at == 0 else states) for at, one in enumerate(modules)
         ]
-        query, key, value = (
-            one.view(*one.shape[:-1], -1, self.attention_head_size).transpose(1, 2) for one in heads
-        )
-        dropout = self.dropout.p if self.dropout.training else 0.0
+        size, drop = getattr(self, self._size), self.dropout
+        heads = [one.view(*one.shape[:-1], -1, size).transpose(1, 2) for one in heads]
+        query, key, value = heads if states is not None else self._turned(*heads, args, kwargs)
+        dropout = (drop if isinstance(drop, float) else drop.p) if self.training else 0.0
         out, _ = fastplm_attention_forward(
             *(self, query, key, value, keys, dropout, self.scaling), rows=now.rows, **options
         )
         return self._output(out.flatten(-2)), None
 
+    def _turned(self, query: Any, key: Any, value: Any, args: Any, kwargs: Any) -> Any:
+        return query, key, value
+
     def _output(self, context: Tensor) -> Tensor:
         return context
 
 
-class OwnLayer(_Own, EncoderLayer):
-    """Mixin of a layer with such attention. It returns a tuple, if the parent's does."""
-
-    _is_numbered = False
-    _returns_tuple = True
+class InContext(_Own):
+    """Mixin of a layer with such attention."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # A checkpointed layer runs again when the context is empty.
         now = _NOW.get()
         given = kwargs if now is None else kwargs | {"now": now}
         return super().__call__(*args, **given)  # type: ignore[misc]
+
+    def forward(self, *args: Any, now: Now | None = None, **kwargs: Any) -> Any:
+        return within(now, super().forward, *args, **kwargs)  # type: ignore[misc]
+
+
+class OwnLayer(InContext, EncoderLayer):
+    """Mixin of a layer of an encoder. It returns a tuple, if the parent's does."""
+
+    _is_numbered = False
+    _returns_tuple = True
 
     def forward(self: Any, *args: Any, now: Now | None = None, **kwargs: Any) -> Any:
         theirs = super(SetsDropoutRows, self).forward  # type: ignore[misc]

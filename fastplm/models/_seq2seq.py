@@ -138,6 +138,8 @@ class Stack(FastplmModel):
     _takes_cache = True
     #: Whether attention depends on distances. Then masked rows between tokens must be computed.
     contiguous = False
+    #: Whether the parent looks the ids up, as it does more than that.
+    _embeds_ids = False
 
     #: Returns the layer modules.
     _layers: Callable[[], Any]
@@ -260,7 +262,10 @@ class Stack(FastplmModel):
         # --- the parent's forward on these rows ---
         if inputs_embeds is None:
             ids = given if packed is None else packed.pack(given)
-            inputs_embeds = (self.embed_tokens if lookup is None else lookup)(ids)
+            if self._embeds_ids:
+                kwargs["input_ids"] = ids
+            else:
+                inputs_embeds = (self.embed_tokens if lookup is None else lookup)(ids)
         elif packed is not None:
             inputs_embeds = packed.pack_rows(inputs_embeds)
         states, row_plan.cross = cross_inputs(

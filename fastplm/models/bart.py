@@ -46,9 +46,11 @@ from fastplm.nn.dropout import dropout
 stand_for(modeling_bart.BartAttention)
 
 
-class _Layer(SetsDropoutRows):
+class PostNormLayer(SetsDropoutRows):
     """Mixin of a layer: it runs as ``_layer`` says, or the parent's forward with a dropout that
     knows the rows."""
+
+    _attention: type = modeling_bart.BartAttention
 
     def _parts(self: Any) -> Layer | None:
         """The modules that run; None if what is around them is not as it was made."""
@@ -57,8 +59,8 @@ class _Layer(SetsDropoutRows):
         if "encoder_attn" in modules:
             attentions.append((modules["encoder_attn"], modules["encoder_attn_layer_norm"]))
         weight: Any = modules["fc1"]._parameters.get("weight")  # an adapter may have none
-        kind, halves = modeling_bart.BartAttention, getattr(weight, "dtype", None) is torch.float16
-        known = all(is_plain(module, kind) for module, _ in attentions)
+        halves = getattr(weight, "dtype", None) is torch.float16
+        known = all(is_plain(module, self._attention) for module, _ in attentions)
         if halves or not known or not nothing_hides_modules(self, *(one for one, _ in attentions)):
             return None
         blocks = []
@@ -112,8 +114,8 @@ class _Layer(SetsDropoutRows):
         return dropout(hidden, self.dropout, self.training)
 
 
-BartEncoderLayer = joined(_Layer, modeling_bart.BartEncoderLayer)
-BartDecoderLayer = joined(_Layer, modeling_bart.BartDecoderLayer)
+BartEncoderLayer = joined(PostNormLayer, modeling_bart.BartEncoderLayer)
+BartDecoderLayer = joined(PostNormLayer, modeling_bart.BartDecoderLayer)
 
 
 class _AddsPositions(Stack):
@@ -201,8 +203,8 @@ class BartForSequenceClassification(
 class BartForQuestionAnswering(DecoderQuestionAnswering, transformers.BartForQuestionAnswering): ...
 
 
-class BartForCausalLM(CausalLM, transformers.BartForCausalLM):
-    """``transformers.BartForCausalLM``, only the decoder. Its loss computes no full logits."""
+class DecoderCausalLM(CausalLM):
+    """Mixin of a decoder alone, whose label t is predicted at t."""
 
     #: Trainer would leave out the first label of each row, as of a class that shifts them.
     accepts_loss_kwargs = False
@@ -216,3 +218,7 @@ class BartForCausalLM(CausalLM, transformers.BartForCausalLM):
         if inputs.get("shift_labels") is None:
             inputs["shift_labels"] = labels
         return super().forward(**inputs)
+
+
+class BartForCausalLM(DecoderCausalLM, transformers.BartForCausalLM):
+    """``transformers.BartForCausalLM``, only the decoder. Its loss computes no full logits."""
