@@ -191,9 +191,13 @@ def attention_checks() -> Iterator[Check]:
     yield attention(512, bias=True)
     yield attention(512, attn_mask=True, is_causal=True, key_mask=True, bias=True, **dropout)
     yield attention(512, queries=1)
+    yield attention(512, window=(64, 64))
+    yield attention(128, window=(20, 3), key_mask=True)
+    yield attention(512, window=(100, None), is_causal=True, key_mask=True, bias=True, **dropout)
     yield ragged(128)
     yield ragged(128, **dropout)
     yield ragged(512, is_causal=True)
+    yield ragged(512, window=(64, 64), **dropout)
     yield ragged(512, bias=True, **dropout)
 
 

@@ -58,6 +58,7 @@ class Shape:
     dropout_p: float = 0.0
     bias: bool = False
     prefix: bool = False
+    window: int = 0  # if not 0, a query sees so many keys on either side
     trained: bool = True
 
     @property
@@ -85,6 +86,9 @@ class Shape:
         pairs = sum(q * k for q, k in zip(queries, keys, strict=True))
         if self.is_causal:
             pairs -= sum(q * (q - 1) // 2 for q in queries)
+        if self.window:
+            ends = [[(i, min(self.window, i), n) for i in range(n)] for n in keys]
+            pairs = sum(min(i + self.window + 1, n) - i + m for one in ends for i, m, n in one)
         if self.prefix:
             pairs = self.batch * int(self.seen(torch.device("cpu")).sum())
         return sum(queries), sum(keys), pairs
@@ -131,6 +135,8 @@ class Shape:
 def over(shape: Shape, dense: Callable[..., Tensor], varlen: Callable[..., Tensor]):
     """The function that fits the layout, with the options of the shape."""
     options: dict[str, object] = dict(is_causal=shape.is_causal, scale=shape.scale)
+    if shape.window:
+        options["window"] = (shape.window, shape.window)
     if shape.dropout_p:
         options |= dict(dropout_p=shape.dropout_p, seed=0)
 
@@ -145,6 +151,22 @@ def on_backend(backend: str, function):
     def run(**inputs):
         with fastplm.use_backend(backend):
             return function(**inputs)
+
+    return run
+
+
+def with_a_mask(shape: Shape):
+    """PyTorch's own attention with the window as a boolean mask, which is not part of its time."""
+    masks: dict[tuple[int, torch.device], Tensor] = {}
+
+    def run(query, key, value):
+        length = query.shape[2], query.device
+        if length not in masks:
+            place = torch.arange(length[0], device=query.device)
+            masks[length] = (place - place[:, None]).abs() <= shape.window
+        mask, scale = masks[length], shape.scale
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return attend(query, key, value, attn_mask=mask, scale=scale)
 
     return run
 
@@ -211,7 +233,10 @@ def case(label: str, shape: Shape, *targets: tuple[float, float], compiling: boo
     if shape.bias and not compiling:
         variants["fastplm, no bias"] = without_bias(fused)
     exact = over(replace(shape, dropout_p=0.0), attention_ref, attention_varlen_ref)
-    variants |= peers.attention(COMPILING if compiling else PEERS, shape, exact)
+    if shape.window:
+        variants["sdpa"] = with_a_mask(shape)
+    else:
+        variants |= peers.attention(COMPILING if compiling else PEERS, shape, exact)
     if compiling:
         variants["compiled"] = peers.compiled("attention", eager, dynamic=False)
     wrt = ("query", "key", "value", "weight") if shape.bias else ("query", "key", "value")
@@ -309,6 +334,8 @@ def gpu_cases() -> list[Case]:
         *padded(*long, 0.0, 0.3, 0.5)[1:],
         ("BERT-base 64x512 prefix", replace(S512, prefix=True)),
         ("BERT-base 256x128 prefix", replace(S128, prefix=True)),
+        ("ModernBERT-base 32x1024 window 64", Shape(32, 12, 1024, 1024, window=64)),
+        ("ModernBERT-base 4x8192 window 64", Shape(4, 12, 8192, 8192, window=64)),
         ("decode 64x512", Shape(64, 12, 1, 512, is_causal=True, trained=False)),
     ]
     telling = (
@@ -339,6 +366,8 @@ def cpu_cases() -> list[Case]:
         ("GPT-2 2x256 causal", Shape(2, 12, 256, 256, is_causal=True)),
         ("BERT-base 8x128 prefix", Shape(8, 12, 128, 128, prefix=True)),
         ("BERT-base 2x512 prefix", Shape(2, 12, 512, 512, prefix=True)),
+        ("ModernBERT-base 1x1024 window 64", Shape(1, 12, 1024, 1024, window=64)),
+        ("ModernBERT-base 1x1024", Shape(1, 12, 1024, 1024)),
         ("cross 64x256", Shape(4, 12, 64, 256)),
         ("cross 256x64", Shape(4, 12, 256, 64)),
         ("decode 8x256", Shape(8, 12, 1, 256, is_causal=True, trained=False)),

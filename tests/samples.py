@@ -74,6 +74,7 @@ def attention_with_all(size: int, dtype: torch.dtype) -> dict[str, Any]:
         is_causal=True,
         dropout_p=0.1,
         seed=torch.tensor(5),
+        window=(size // 2, 3),
     )
 
 

@@ -49,6 +49,7 @@ OF_DROPOUT = {
     "scale": ("x", NAN),
     "seed": [seed for seed in SEEDS if seed is not None],
     "sample_index": ([0, 1], ids(0, 1, dtype=INT), ids(0, 1, 2), zeros(2, 1, dtype=LONG)),
+    "window": (*(3, "ab", (1,), (1, 2, 3), (-1, 2), (1, -1)), *((1.5, 2), (True, 2), (0, HUGE))),
     "relative_bias": (
         *(object(), zeros(32, 2), ops.T5RelativeBias(None), ops.T5RelativeBias(zeros(32))),
         *(bias(heads=3), bias(dtype=LONG), bias(7), bias(2), bias(0, bidirectional=False)),

@@ -199,6 +199,8 @@ class Batch(NamedTuple):
     spread: float = 1.0
 
 
+#: Queries that a program of attention has at the most (triton_kernels/attention/configs.py).
+TILE_OF_QUERIES = 128
 #: Operators without a kernel: views, and memory that is allocated.
 NO_KERNEL = frozenset(
     """
@@ -257,6 +259,10 @@ def flops(name: str, given: dict[str, Any], batch: Batch) -> int:
         if (bounds := given.get("cu_seqlens_k")) is not None:
             keys = key.shape[0] / (bounds.shape[0] - 1) * batch.spread
         share = 0.5 if given.get("is_causal") else 1.0
+        left, right = given.get("window_left", -1), given.get("window_right", -1)
+        if left >= 0 or right >= 0:  # a tile of queries computes all keys that one of them sees
+            sides = [keys if one < 0 else one for one in (left, 0 if share < 1 else right)]
+            keys, share = min(keys * share, sum(sides) + TILE_OF_QUERIES), 1.0
         return int((4 if forward else 10) * query.numel() * keys * share)
     if name.startswith("linear_cross_entropy"):
         rows, weight = batch.labelled, given["linear_weight"]

@@ -148,7 +148,7 @@ void run(const AttentionArguments& args, Softmax* softmax, const Heads<T>* out,
           .scale = static_cast<float>(args.scale),
           .softmax = softmax + h * rows + (starts_q ? starts_q[b] : b * queries.length),
           .left = args.window_left,
-          .right = args.window_right,
+          .right = std::min(args.window_right, keys.seqlen(b)),  // more would be as much
       };
       if (head.attn_mask.data != nullptr) head.attn_mask.data += skipped;
       const int64_t next_task = task + 1;  // probably this thread's

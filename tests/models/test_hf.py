@@ -10,8 +10,10 @@ import torch._dynamo.testing
 import transformers
 from transformers import AttentionInterface, StaticCache
 from transformers.masking_utils import (
+    and_masks,
     bidirectional_mask_function,
     causal_mask_function,
+    chunked_causal_mask_function,
     sdpa_mask,
     sliding_window_bidirectional_mask_function,
     sliding_window_causal_mask_function,
@@ -520,6 +522,8 @@ FUNCTIONS = {
     "causal": causal_mask_function,
     "bidirectional": bidirectional_mask_function,
     "sliding": sliding_window_causal_mask_function(3),
+    "chunked": chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.int64)),
+    "sliding, and more": and_masks(sliding_window_causal_mask_function(3), causal_mask_function),
     "sliding, wide": sliding_window_causal_mask_function(30),
     "sliding, 1": sliding_window_causal_mask_function(1),
     "sliding, bidirectional": sliding_window_bidirectional_mask_function(2),
@@ -545,7 +549,10 @@ def test_the_mask_equals_that_of_sdpa(name, function, padded):
     expected = sdpa_mask(**arguments, allow_is_causal_skip=False)
     mask = hf.fastplm_mask(**arguments)
     assert mask.dtype is torch.bool
-    if name == "square":  # no mask [Tq, Tk] is made, but in memory one of keys
+    if name == "square" and function not in (
+        "chunked",
+        "sliding, and more",
+    ):  # no mask [Tq, Tk] is made, but in memory one of keys
         assert mask.untyped_storage().nbytes() <= 2 * 12
     # The meaning of the mask does not depend on the module.
     causal, mask, window = hf._meaning(torch.nn.Module(), mask, None)
@@ -918,3 +925,67 @@ def test_the_bits_of_a_key_mask_serve_all_layers_and_both_directions(monkeypatch
     monkeypatch.undo()
     mask[:] = 1  # the bits are those of one forward
     assert not torch.equal(gradient(), first)
+
+
+# --- sliding windows ------------------------------------------------------------------------------
+
+TINY = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=40, num_hidden_layers=2)
+TINY |= dict(num_attention_heads=4, max_position_embeddings=64, pad_token_id=0, eos_token_id=2)
+GROUPED = dict(num_key_value_heads=2, sliding_window=5)
+SLIDING = {
+    "MistralForCausalLM": transformers.MistralConfig(**TINY, **GROUPED),
+    "Gemma3ForCausalLM": transformers.Gemma3TextConfig(
+        **TINY, **GROUPED, head_dim=8, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "Qwen2ForCausalLM": transformers.Qwen2Config(
+        **TINY, **GROUPED, use_sliding_window=True, max_window_layers=1
+    ),
+    "ModernBertForMaskedLM": transformers.ModernBertConfig(
+        **TINY, local_attention=8, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=2
+    ),
+    "ModernBertDecoderForCausalLM": transformers.ModernBertDecoderConfig(
+        **TINY, local_attention=8, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=2
+    ),
+}
+
+
+@pytest.mark.parametrize("padding", [None, "right", "left"])
+@pytest.mark.parametrize("name", SLIDING)
+def test_a_sliding_window_is_a_window_of_the_op(monkeypatch, name, padding):
+    """Logits and gradients equal eager's; no layer gets a mask [Tq, Tk]."""
+    kind, windows, meaning = getattr(transformers, name), [], hf._meaning
+
+    def meant(*arguments):
+        found = meaning(*arguments)
+        assert found[1] is None or found[1].dim() == 2
+        windows.append(found[2])
+        return found
+
+    monkeypatch.setattr(hf, "_meaning", meant)
+    ours, theirs = (
+        kind._from_config(copy.deepcopy(SLIDING[name]), attn_implementation=implementation)
+        for implementation in ("fastplm", "eager")
+    )
+    theirs.load_state_dict(ours.state_dict())
+    mask = torch.ones(3, 20, dtype=torch.long)
+    if padding is not None:
+        mask = (torch.arange(20) < torch.tensor([[20], [12], [3]])).long()
+        mask = mask.flip(1) if padding == "left" else mask
+    ids = random_ids(3, 20)
+    logits = [model(ids, attention_mask=mask).logits[mask.bool()] for model in (ours, theirs)]
+    torch.testing.assert_close(*logits)
+    upstream = torch.randn_like(logits[0])
+    grads = [
+        torch.autograd.grad((one * upstream).sum(), [*model.parameters()], allow_unused=True)
+        for one, model in zip(logits, (ours, theirs), strict=True)
+    ]
+    for one, other in zip(*grads, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    width = 4 if name.startswith(("Mistral", "Gemma", "Qwen")) else None
+    assert {None, *windows} != {None} and len(windows) == 2
+    assert width is None or (width, None) in windows
+    if padding != "right" and name.endswith("CausalLM"):
+        options = dict(max_new_tokens=12, do_sample=False, attention_mask=mask)
+        assert torch.equal(ours.generate(ids, **options), theirs.generate(ids, **options))

@@ -465,6 +465,178 @@ def test_a_dense_mask_is_no_argument_of_ragged_batches():
         )
 
 
+# --- windows --------------------------------------------------------------------------------------
+
+WINDOWS = {
+    "two": (1, 0),
+    "left": (16, None),
+    "right": (None, 16),
+    "both": (9, 20),
+    "wide": (64, 64),
+    "whole tiles": (63, 128),
+}
+LONGER = {"many keys": (20, 300), "many queries": (300, 40), "few": (3, 300), "one": (1, 90)}
+
+
+@pairwise(
+    3,
+    backend=BACKENDS,
+    window=WINDOWS,
+    seqlen=(1, 63, 65, 257),
+    ragged=RAGGED,
+    is_causal=CAUSAL,
+    extras=("plain", "dropout", "bias and dropout"),
+)
+def test_windows(device, backend, window, seqlen, ragged, is_causal, extras):
+    heads = heads_for(extras) if seqlen < 100 else 1
+    inputs = make(device, 1, heads, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=16)
+    inputs = with_extras(inputs | {"is_causal": is_causal, "window": window}, extras)
+    check(backend, pack(inputs, (seqlen,)) if ragged else inputs)
+
+
+@pairwise(
+    2,
+    backend=BACKENDS,
+    window=WINDOWS,
+    lengths=LONGER,
+    dtype={"fp32": torch.float32, **HALF},
+    head_dim=(40, 64),
+    is_causal=CAUSAL,
+    extras=ALL_EXTRAS,
+)
+def test_windows_of_cross_lengths(
+    device, backend, window, lengths, dtype, head_dim, is_causal, extras
+):
+    """Some queries have no key in their window, and some keys are in none: NaN is there."""
+    inputs = make(device, 2, heads_for(extras), *lengths, head_dim=head_dim, dtype=dtype)
+    inputs = hide(inputs, torch.rand(2, lengths[1]) < 0.6)
+    inputs = with_extras(inputs | {"is_causal": is_causal, "window": window}, extras)
+    check(backend, inputs)
+    if not is_causal:
+        del inputs["key_mask"]
+        inputs |= make(device, 2, heads_for(extras), *lengths, head_dim=head_dim, dtype=dtype)
+        check(backend, pack(inputs, (lengths[0], 1), (lengths[1] // 2, lengths[1])))
+
+
+@pairwise(
+    2, backend=BACKENDS, window=WINDOWS, mask=("random", "causal", "blocks"), extras=ALL_EXTRAS
+)
+def test_windows_beside_a_dense_mask(device, backend, window, mask, extras):
+    inputs = make(device, 2, heads_for(extras), 70, 70, head_dim=16)
+    inputs["attn_mask"] = dense_mask(mask, *inputs["query"].shape[:3], 70).to(device)
+    check(backend, with_extras(inputs | {"window": window}, extras))
+
+
+@each_backend
+@full_and_causal
+@dense_and_ragged
+def test_keys_in_no_window_are_never_read(device, backend, is_causal, ragged):
+    """They are NaN, where masked loads would show; their gradient is 0. Those of a tile that a
+    window touches may be read."""
+    queries, keys, window = 40, 600, (30, 20)
+    inputs = make(device, 2, 1, queries, keys, head_dim=16) | {"window": window}
+    inputs["is_causal"] = is_causal
+    seen = slice(keys - queries - 30, None) if is_causal else slice(0, queries + 20)
+    far = torch.ones(keys, dtype=torch.bool)
+    far[max(seen.start - 128, 0) : None if is_causal else seen.stop + 128] = False
+    poisoned = dict(inputs)
+    for name in ("key", "value"):
+        poisoned[name] = inputs[name].masked_fill(far.to(device)[:, None], NAN)
+    if ragged:
+        lengths = (queries, queries), (keys, keys), (0, 0)
+        inputs, poisoned = pack(inputs, *lengths), pack(poisoned, *lengths)
+    expected, expected_grads = out_and_grads(backend, inputs)
+    out, grads = out_and_grads(backend, poisoned)
+    assert far.sum() > 300 and torch.equal(out, expected)
+    for name, grad in grads.items():
+        assert torch.equal(grad, expected_grads[name])
+    dk = grads["key"].unflatten(0, (2, keys)) if ragged else grads["key"].transpose(1, 2)
+    assert not dk[:, far].any() and dk[:, ~far].any()
+
+
+@each_backend
+@full_and_causal
+@all_extras
+def test_rows_read_the_tiles_of_their_window_alone(device, backend, is_causal, extras):
+    """NaN in the last keys reaches the queries whose tile sees them; NaN in the last queries
+    reaches the gradients of the keys that they see. The others have the same bits."""
+    inputs = make(device, 1, 1, 700, 700, head_dim=16) | {"window": (17, 15)}
+    inputs = with_extras(inputs | {"is_causal": is_causal}, extras)
+    upstream = torch.randn_like(inputs["query"])
+    expected, expected_grads = out_and_grads(backend, inputs, upstream)
+    near = slice(0, 700 - 100 - 17 - 2 * 128)
+    for names in (("key", "value"), ("query",)):
+        poisoned = dict(inputs)
+        for name in names:
+            poisoned[name] = inputs[name].clone()
+            poisoned[name][:, :, 600:] = NAN
+        out, grads = out_and_grads(backend, poisoned, upstream)
+        assert out.isnan().any() and torch.equal(out[:, :, near], expected[:, :, near])
+        for name in QKV:
+            assert torch.equal(grads[name][:, :, near], expected_grads[name][:, :, near])
+
+
+@each_backend
+@full_and_causal
+@dense_and_ragged
+def test_a_window_that_hides_nothing_costs_nothing(device, backend, is_causal, ragged, monkeypatch):
+    """The kernels get none, on both sides or on one."""
+    calls = []
+    right = OPS["attention"].backends[backend]
+
+    def forward(call):
+        calls.append((call.window_left, call.window_right))
+        return right.forward(call)
+
+    spied = dataclasses.replace(right, forward=forward)
+    monkeypatch.setitem(OPS["attention"].backends, backend, spied)
+    inputs = make(device, seqlen_q=20, seqlen_k=30) | {"is_causal": is_causal}
+    inputs = pack(inputs, (20, 9), (30, 9)) if ragged else inputs
+    inputs["query"].requires_grad_()
+    expected = run(backend, **inputs)
+    most_left, most_right = (29 if is_causal else 19), 29
+    for window in ((None, None), (most_left, most_right), (most_left, None), (10**6, 10**6)):
+        assert torch.equal(run(backend, **inputs, window=window), expected)
+    run(backend, **inputs, window=(most_left - 1, most_right))
+    run(backend, **inputs, window=(most_left, most_right - 1))
+    right_side = -1 if is_causal else most_right - 1
+    assert calls == [(-1, -1)] * 5 + [(most_left - 1, -1), (-1, right_side)]
+
+
+@each_backend
+def test_rows_without_a_key_in_their_window(device, backend):
+    """Causal queries before the first key, and queries whose window ends before the first key that
+    is not masked, give 0 and get no gradient."""
+    inputs = make(device, 1, 1, seqlen_q=80, seqlen_k=80) | {"window": (5, 3)}
+    key_mask = torch.arange(80) % 40 >= 20
+    inputs = hide(inputs, key_mask[None])
+    out, grads = out_and_grads(backend, inputs)
+    seen = torch.stack([key_mask[max(i - 5, 0) : i + 4].any() for i in range(80)])
+    assert 0 < seen.sum() < 60 and (out[0, 0].any(-1).cpu() == seen).all()
+    assert (grads["query"][0, 0].any(-1).cpu() <= seen).all()
+    check(backend, inputs)
+
+
+def test_an_example_of_a_window():
+    """A query's window is in place: it stands at its own index, or as ``is_causal`` aligns it."""
+    value = torch.eye(6)[None, None]
+    query = torch.zeros(1, 1, 3, 6)
+    for is_causal, window, rows in (
+        (False, (0, 0), ((0,), (1,), (2,))),
+        (False, (1, 0), ((0,), (0, 1), (1, 2))),
+        (False, (0, 2), ((0, 1, 2), (1, 2, 3), (2, 3, 4))),
+        (True, (1, 5), ((2, 3), (3, 4), (4, 5))),
+        (True, (None, 0), (range(4), range(5), range(6))),
+    ):
+        for backend in ("eager", *BACKENDS):
+            out = run(
+                backend,
+                **dict(query=query, key=value, value=value, window=window, is_causal=is_causal),
+            )
+            for row, keys in zip(out[0, 0], rows, strict=True):
+                assert row.nonzero().flatten().tolist() == [*keys]
+
+
 # --- views ----------------------------------------------------------------------------------------
 
 
@@ -676,7 +848,7 @@ def test_extreme_rates(device, backend, dropout_p, ragged):
 
 @pairwise(
     backend=("eager", *BACKENDS),
-    kind=("self", "key mask", "causal", "cache", "cross"),
+    kind=("self", "key mask", "causal", "cache", "cross", "window"),
     case={
         "fp32-40-dropout": (torch.float32, 40, "dropout"),
         "fp32-70-bias": (torch.float32, 70, "bias and dropout"),
@@ -697,6 +869,8 @@ def test_padded_and_ragged_agree_bit_for_bit(device, backend, kind, case):
     padded = hide(padded, exists_k & seen)
     padded = with_extras(padded, extras)
     padded["sample_index"] = torch.tensor([9, 2, LARGE_SAMPLE], device=device)
+    if kind == "window":
+        padded["window"] = (7, 33)
     ragged = pack(padded, lengths_q, lengths_k)
     if kind != "key mask":
         del ragged["key_mask"]
@@ -739,6 +913,8 @@ def calls(draw):
     lengths = [draw(st.lists(st.integers(0, n), min_size=batch, max_size=batch)) for n in longest]
     layouts = {name: draw(st.sampled_from(tuple(LAYOUTS))) for name in QKV}
     inputs["is_causal"] = draw(st.booleans())
+    if draw(st.booleans()):
+        inputs["window"] = tuple(draw(st.none() | st.integers(0, 70)) for _ in range(2))
     if draw(st.booleans()):
         key_mask = torch.rand(batch, longest[1]) < draw(st.sampled_from((0.1, 0.5, 0.95)))
         key_mask &= up_to(lengths[1], longest[1])

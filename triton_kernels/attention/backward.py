@@ -138,8 +138,18 @@ def tile_head(
         if left is not None:
             floor = shift - left
         head = Head(
-            *(b, h, length_q, length_k, floor, diagonal, None, mask_row, attn_rows, None),
-            *(numbers, dropout),
+            b,
+            h,
+            length_q,
+            length_k,
+            floor,
+            diagonal,
+            None,
+            mask_row,
+            attn_rows,
+            None,
+            numbers,
+            dropout,
         )
         dk, dv = tile_step(dk, dv, k, v, q_rows, do_rows, dq_rows, head, start_q, offs_k, TILE)
 

@@ -231,8 +231,18 @@ def _attention_bwd_dbias_kernel(
                 attn_mask = AttnMask(attn_ptr, stride_at, MASK_STEP)
             dropout = Dropout(seed_ptr, sample_ptr, threshold, keep_scale)
             head = Head(
-                *(b, h, length_q, length_k, None, None, None, None, attn_mask, None),
-                *(None, dropout),
+                b,
+                h,
+                length_q,
+                length_k,
+                None,
+                None,
+                None,
+                None,
+                attn_mask,
+                None,
+                None,
+                dropout,
             )
             allowed = pairs_allowed(head, allowed, offs_q[:, None], offs_k[None, :])
             s = (s * scale + bias - m_i[:, None]) * LOG2E

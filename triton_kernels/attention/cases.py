@@ -23,6 +23,10 @@ def compile_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         "everything and bias": dict(
             ragged=True, is_causal=True, has_mask=True, has_dropout=True, has_bias=True
         ),
+        "window": dict(ragged=True, window=(64, 64)),
+        "window and everything": dict(
+            ragged=True, has_mask=True, has_dropout=True, has_bias=True, window=(64, 64)
+        ),
         "attention mask and everything": dict(
             has_attn_mask=True, is_causal=True, has_mask=True, has_dropout=True, has_bias=True
         ),
@@ -34,6 +38,8 @@ def compile_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         ("bfloat16", 64, 1024, "everything"),
         ("bfloat16", 64, 1024, "everything and bias"),
         ("bfloat16", 64, 128, "attention mask"),
+        ("bfloat16", 64, 1024, "window"),
+        ("float32", 64, 1024, "window and everything"),
         ("bfloat16", 64, 1024, "attention mask and everything"),
         ("bfloat16", 128, 1024, "causal"),
         ("float32", 64, 1024, "everything and bias"),
@@ -77,6 +83,7 @@ def meta_case(
     has_dropout: bool = False,
     has_bias: bool = False,
     allow_tf32: bool = False,
+    window: tuple[int, int] = (-1, -1),
     batch: int = 8,
     heads: int = 4,
 ) -> None:
@@ -116,6 +123,8 @@ def meta_case(
         scale=0.125,
         allow_tf32=allow_tf32,
         side_by_side=False,
+        window_left=window[0],
+        window_right=window[1],
     )
     out, stats = attention_fwd(call)
     attention_bwd(out, Saved(call, out, stats, has_bias))

@@ -188,8 +188,18 @@ def _attention_row_fwd_kernel(
         attn_ptr = attn_mask_ptr + b * stride_ab + h * stride_ah
         attn_mask = AttnMask(attn_ptr, stride_at, MASK_STEP)
     head = Head(
-        *(b, h, length_q, length_k, floor, diagonal, None, mask_ptr, attn_mask, None),
-        *(numbers, dropout),
+        b,
+        h,
+        length_q,
+        length_k,
+        floor,
+        diagonal,
+        None,
+        mask_ptr,
+        attn_mask,
+        None,
+        numbers,
+        dropout,
     )
     first_tile = run * tiles_q * BLOCK_Q
     end_q = tl.minimum(first_tile + tiles_q * BLOCK_Q, length_q)
