@@ -255,7 +255,7 @@ class _Expand(torch.autograd.Function):
         read, parameters = given[:count], given[count:]
         first, *factor = [_multiply(x, one.t()) for one in read]
         if gated:
-            first, *factor = [half.contiguous() for half in first.chunk(2, 1)]
+            first, *factor = first.chunk(2, 1)
         if activation == RELU:
             active = first.relu_()
         elif activation == SILU:
