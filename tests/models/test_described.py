@@ -11,6 +11,7 @@ import fastplm
 from fastplm import models
 from fastplm.models import _layer
 
+from ..samples import Operators
 from .conftest import (
     LABELS,
     LENGTH,
@@ -193,3 +194,19 @@ def test_freeze_leaves_it_to_its_modules(family):
     with torch.no_grad():
         expected = model(ids).last_hidden_state
         assert torch.equal(fastplm.freeze(model)(ids).last_hidden_state, expected)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh", "silu", "relu"])
+def test_a_fused_gate_equals_the_parents(activation):
+    """Where the kernels run, the gate of one joined product is one of them, each way."""
+    name = "ModernBertForMaskedLM"
+    ours, parent = (one.train() for one in pair(name, hidden_activation=activation))
+    inputs = inputs_of(name, ours.config, PADDINGS["right"])
+    ops = ("dropout_add_layer_norm", "bias_gelu", "rotary")
+    with fastplm.use_backend("triton", *ops), Operators() as operators:
+        loss = ours(**inputs).loss
+        found = gradients(ours, loss)
+    assert ({"geglu_fwd", "geglu_bwd"} <= operators.names) == (activation != "relu")
+    expected = parent(**inputs).loss
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(found, gradients(parent, expected), rtol=1e-3, atol=1e-4)
