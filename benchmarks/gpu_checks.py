@@ -27,6 +27,7 @@ from fastplm.reference.corrupt_spans import corrupt_spans_ref
 from fastplm.reference.dropout_add_layer_norm import dropout_add_layer_norm_ref
 from fastplm.reference.embedding_layer_norm import embedding_layer_norm_ref
 from fastplm.reference.gather_rows import gather_rows_ref
+from fastplm.reference.geglu import geglu_ref
 from fastplm.reference.linear_cross_entropy import linear_cross_entropy_ref, sample_ref
 from fastplm.reference.linear_distillation import (
     linear_distillation_ref,
@@ -377,6 +378,17 @@ def gelu_checks() -> Iterator[Check]:
         yield Check("bias_gelu", branch, "triton", inputs, *functions, ("input", "bias"))
 
 
+def geglu_checks() -> Iterator[Check]:
+    def make(where: Where, width: int) -> Inputs:
+        rows, width = (9, 40) if where.small else (513, width)
+        return dict(input=where.draw(rows, 2 * width))
+
+    for width, activation in ((1152, "gelu"), (3072, "silu"), (1024, "gelu_tanh")):
+        inputs = lambda where, w=width: make(where, w)  # noqa: E731
+        functions = [_first(f, activation=activation) for f in (ops.geglu, geglu_ref)]
+        yield Check("geglu", f"F={width} {activation}", "triton", inputs, *functions, ("input",))
+
+
 def rotary_checks() -> Iterator[Check]:
     def make(where: Where, heads: int, dim: int) -> Inputs:
         batch, length = (1, 9) if where.small else (2, 513)
@@ -511,6 +523,7 @@ OPS: dict[str, Callable[[], Iterator[Check]]] = {
     "linear_cross_entropy": loss_checks,
     "dropout_add_layer_norm": norm_checks,
     "bias_gelu": gelu_checks,
+    "geglu": geglu_checks,
     "rotary": rotary_checks,
     "embedding_layer_norm": embedding_checks,
     "gather_rows": row_checks,

@@ -19,8 +19,9 @@ padding, causality, dropout, packed sequences (``cu_seq_lens_q``,   the fused op
 sliding windows: no mask [Tq, Tk] is made, but in a traced program
 boolean 4-D masks, of the user or of Transformers (of a prefix,
 blocks); for BERT's own masks see ``fastplm_mask``
-grouped heads; a position bias of unknown origin or with a cache;   Transformers' SDPA function,
-4-D masks that are added to the scores (see ``_boolean``);          with an equivalent mask
+grouped heads (those of packed rows and windows are repeated); a    Transformers' SDPA function,
+position bias of unknown origin or with a cache;                    with an equivalent mask
+4-D masks that are added to the scores (see ``_boolean``);
 on a CPU one query with few keys, where it is faster
 what neither of them supports                                       an error
 =================================================================== ============================
@@ -299,8 +300,10 @@ def fastplm_attention_forward(
     weights_too = kwargs.get("output_attentions") or kwargs.get(WITH_WEIGHTS, False)
     position_bias = kwargs.get("position_bias")
     many, of_key = query.shape[1], max(key.shape[1], 1)
-    if window is not None and many > of_key and many % of_key == 0 and not weights_too:
-        # Grouped heads: a mask [Tq, Tk] for PyTorch's function costs more than such copies.
+    repeats = window is not None or lengths is not None
+    if repeats and many > of_key and many % of_key == 0 and not weights_too:
+        # Grouped heads: a mask [Tq, Tk] for PyTorch's function costs more than such copies, and it
+        # takes no packed rows.
         key, value = (one.repeat_interleave(many // of_key, 1) for one in (key, value))
     fused = (
         not (complete and attn_mask is None)
@@ -309,12 +312,6 @@ def fastplm_attention_forward(
         and key.shape[:2] == query.shape[:2]
     )
     relative_bias = None
-    if not fused and lengths is not None and query.shape[1] % key.shape[1] == 0:
-        # Packed rows have no other way: each head gets the keys and values of its group.
-        key, value = (
-            one.repeat_interleave(query.shape[1] // key.shape[1], 1) for one in (key, value)
-        )
-        fused = not weights_too and key.shape == value.shape
     if fused and position_bias is not None:
         relative_bias, fused = _relative_bias(module, query, key, position_bias)
     if not fused:
@@ -362,7 +359,7 @@ def check_unfused(position_bias: Any, packed: bool) -> None:
         fix = "Look the table up: position_bias [1, H, Tq, Tk]."
         fail(_WHERE, "position_bias", got, "a dense tensor with these", fix, UnsupportedError)
     if packed:
-        got = "a value with grouped heads, output_attentions or an unknown position_bias"
+        got = "a value with output_attentions or an unknown position_bias"
         fix = "Pad the batch instead of packing it."
         fail(_WHERE, "cu_seq_lens_q", got, "None with these", fix, UnsupportedError)
 

@@ -388,6 +388,7 @@ def _samples() -> dict[str, Sample]:
         ("rms_norm", ops.rms_norm, normalized, WEIGHTS[:2]),
         ("gelu", ops.gelu, activated, ("input",)),
         ("bias_gelu", ops.bias_gelu, activated_with_bias, ("input", "bias")),
+        ("geglu", ops.geglu, activated, ("input",)),
         ("rotary", ops.rotary, turned, QKV[:1]),
         ("dropout", ops.dropout, dropped, ("input",)),
         ("dropout, rows", ops.dropout, dropped_rows, ("input",)),
@@ -425,7 +426,16 @@ IN_16_BITS = (
     "linear",
 )
 #: These have a second gradient; the others refuse it.
-TWICE = ("linear", "rms_norm", "gelu", "bias_gelu", "dropout_add_layer_norm", "dropout", "rotary")
+TWICE = (
+    "linear",
+    "rms_norm",
+    "gelu",
+    "bias_gelu",
+    "dropout_add_layer_norm",
+    "dropout",
+    "rotary",
+    "geglu",
+)
 
 
 #: Backends that take few calls of an op. The op's own tests run them.

@@ -276,6 +276,10 @@ OPS = {
             "approximate": ("exact", None),
         },
     ),
+    "geglu": (
+        dict(input=ROWS),
+        {"input": (zeros(4, 7), zeros(4, 0), torch.tensor(1.0)), "activation": ("relu", None)},
+    ),
     "rotary": (
         dict(query=zeros(1, 2, 5, 16), key=zeros(1, 2, 5, 16), cos=ANGLES, sin=ANGLES),
         {

@@ -8,7 +8,6 @@ are returned, in a decoder, and where a layer is not what its names say.
 from __future__ import annotations
 
 import sys
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -98,10 +97,10 @@ def layer(theirs: Any, prefix: str, name: str, parts: str, names: Names) -> Any:
     kinds = tuple(getattr(theirs, prefix + part) for part in parts.split())
     stand_for(*kinds)
     parent, module = getattr(theirs, prefix + name), sys._getframe(1).f_globals["__name__"]
-    return joined(DescribedLayer, parent, _names=names, _wrappers=kinds, __module__=module)
+    given = dict(_names=names, _wrappers=kinds, _around=_above(names), __module__=module)
+    return joined(DescribedLayer, parent, **given)
 
 
-@lru_cache
 def _above(names: Names) -> tuple[str, ...]:
     """The paths of the modules of a layer that hold others."""
     given = (*names, *names.projections, *names.norms)
@@ -122,6 +121,7 @@ class DescribedLayer(SetsDropoutRows):
 
     _names: Names
     _wrappers: tuple[type, ...]
+    _around: tuple[str, ...]
 
     def attends_as_made(self: Any) -> bool:
         """Whether its attention is what Transformers made, which supports packed rows."""
@@ -129,7 +129,7 @@ class DescribedLayer(SetsDropoutRows):
 
     def _parts_up_to(self: Any, norm: Any, crossed: bool) -> Layer | None:
         names, held = self._names, vars(self)
-        around = [_at(self, path) for path in _above(names)]
+        around = [_at(self, path) for path in self._around]
         if not all(kind_of(one) in self._wrappers for one in around):
             return None
         if held.get("chunk_size_feed_forward") or "feed_forward_chunk" in held:

@@ -24,11 +24,15 @@ from fastplm.ops.bias_gelu import Saved as SavedGelu
 from fastplm.ops.dropout_add_layer_norm import OP as NORM
 from fastplm.ops.dropout_add_layer_norm import Call as Norm
 from fastplm.ops.dropout_add_layer_norm import Saved as SavedNorm
+from fastplm.ops.geglu import OP as GEGLU
+from fastplm.ops.geglu import Call as Geglu
 from fastplm.ops.linear import product
 from fastplm.ops.rotary import rotate_
 from fastplm.reference.dropout import dropout_scale, dropout_threshold
 
 RELU, SILU = "relu", "silu"
+#: How ``ops.geglu`` calls activations.
+_GATES = {"none": "gelu", "tanh": "gelu_tanh", SILU: "silu"}
 is_none = partial(operator.is_, None)
 _dtype_of = operator.attrgetter("dtype")
 
@@ -254,9 +258,12 @@ class _Expand(torch.autograd.Function):
         """
         read, parameters = given[:count], given[count:]
         first, *factor = [_multiply(x, one.t()) for one in read]
-        if gated:
-            first, *factor = [half.contiguous() for half in first.chunk(2, 1)]
-        if activation == RELU:
+        fused = gated and backend == "triton" and activation in _GATES
+        if gated and not fused:
+            first, *factor = first.chunk(2, 1)
+        if fused:
+            active = GEGLU.forward_only(Geglu(first, _GATES[activation]), backend)
+        elif activation == RELU:
             active = first.relu_()
         elif activation == SILU:
             active = torch.nn.functional.silu(first)
@@ -268,7 +275,8 @@ class _Expand(torch.autograd.Function):
         # The output of a ReLU says where its input is positive.
         between = (out,) if activation == RELU and not factor else (first, bias, choice)
         ctx.save_for_backward(x, *read, *between, *factor, *([active] if factor else []))
-        ctx.others, ctx.turned, ctx.gated = (activation, drawn, backend), turned, gated
+        ctx.others, ctx.turned = (activation, drawn, backend), turned
+        ctx.fused, ctx.joined = fused, gated and not fused
         ctx.dtypes = [*map(_dtype_of, parameters)]
         ctx.set_materialize_grads(False)
         return out, x.view_as(x)
@@ -289,14 +297,17 @@ class _Expand(torch.autograd.Function):
             first, bias, choice, *gated = between
             grad = grad if choice is None else _drop_again(grad, choice, drawn)
             grads = [grad * one for one in gated] or [grad]
-            if activation == RELU:
+            if ctx.fused:
+                call = Geglu(first, _GATES[activation])
+                grads = [GEGLU.backward_only(grad.contiguous(), call, backend)]
+            elif activation == RELU:
                 grads[0] = torch.ops.aten.threshold_backward(grads[0], first, 0)
             elif activation == SILU:
                 grads[0] = torch.ops.aten.silu_backward(grads[0], first)
             else:
                 saved_gelu = SavedGelu(first, bias, activation, needs[4])
                 grads[0], of_bias = BIAS_GELU.backward_only(grads[0], saved_gelu, backend)
-        grads = [torch.cat(grads, 1)] if ctx.gated else grads
+        grads = [torch.cat(grads, 1)] if ctx.joined else grads
         for at, (one, weight) in enumerate(zip(grads, read, strict=True)):
             if needs[8 + count + at]:
                 found[at] = _of_weight(one, x, ctx.dtypes[at], ctx.turned)

@@ -644,7 +644,8 @@ class Blocks:
 
     def _described(self: Any, crossed: bool) -> list[Layer] | None:
         """The layers; None if what is around their modules is not as it was made, or has hooks."""
-        norm, layers = self._norm(), list[Layer]()
+        layers: list[Layer] = []
+        norm = self._norm()
         for block in reversed([*self._layers()]):
             known = kind_of(block) is self._block
             layer = block._parts_up_to(norm, crossed) if known else None

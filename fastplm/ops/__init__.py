@@ -11,6 +11,7 @@ from fastplm.ops.dropout import dropout
 from fastplm.ops.dropout_add_layer_norm import dropout_add_layer_norm, dropout_add_rms_norm
 from fastplm.ops.embedding_layer_norm import embedding_layer_norm
 from fastplm.ops.gather_rows import gather_rows
+from fastplm.ops.geglu import geglu
 from fastplm.ops.gelu import gelu
 from fastplm.ops.linear import linear
 from fastplm.ops.linear_cross_entropy import (
@@ -55,6 +56,7 @@ __all__ = [
     "dropout_add_rms_norm",
     "embedding_layer_norm",
     "gather_rows",
+    "geglu",
     "gelu",
     "linear",
     "linear_cross_entropy",

@@ -140,9 +140,10 @@ def _hold(
             gold = _in_fp64(parent, parent_run)
             sensitivity = condition(parent)
             # The model is converted in place, as a compiled form of it may run.
-            # Rotary positions are computed by the parent's module, in fp32 else.
-            turns = any("Rotary" in type(one).__name__ for one in ours.modules())
-            with KeptDouble() if turns else contextlib.nullcontext():
+            # The parent's modules compute rotary positions and ESM's embeddings, in fp32 else.
+            kinds = (type(one).__name__ for one in ours.modules())
+            theirs = any("Rotary" in kind or kind == "EsmEmbeddings" for kind in kinds)
+            with KeptDouble() if theirs else contextlib.nullcontext():
                 outputs, gradients = _outputs_and_gradients(ours.double(), run)
         finally:
             parent.float()

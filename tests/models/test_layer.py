@@ -12,7 +12,17 @@ from fastplm import _extension, models
 from fastplm.errors import UnsupportedError
 from fastplm.models import _layer
 
-from .conftest import PADDINGS, config_of, gradients, inputs_of, pair, parent_of, same, small_config
+from .conftest import (
+    CLASSES,
+    PADDINGS,
+    config_of,
+    gradients,
+    inputs_of,
+    pair,
+    parent_of,
+    same,
+    small_config,
+)
 
 pytestmark = pytest.mark.skipif(
     _extension.lacks("dropout_add_layer_norm", "CPU") is not None, reason="csrc/ is not built"
@@ -20,17 +30,14 @@ pytestmark = pytest.mark.skipif(
 FUSED = ("dropout_add_layer_norm", "bias_gelu")
 NAMES = ["BertForMaskedLM", "RobertaForMaskedLM", "ElectraForMaskedLM", "AlbertForMaskedLM"]
 NAMES += ["BartForConditionalGeneration", "OpenAIGPTLMHeadModel", "GPT2LMHeadModel"]
+DESCRIBED = [f"{name}ForMaskedLM" for name in ("Esm", "NomicBert", "EuroBert", "ModernBert")]
+NAMES += ["RobertaPreLayerNormForMaskedLM", *DESCRIBED]
 every_model = pytest.mark.parametrize("name", NAMES)
 
 
 def model_of(name, dropout=0.1):
     kind = getattr(models, name)
-    family = next(
-        one
-        for one in ("bert", "roberta", "electra", "albert", "bart", "openai", "gpt2")
-        if name.lower().startswith(one)
-    )
-    config = small_config(family)
+    config = small_config(CLASSES[name])
     for option in vars(config):
         if "drop" in option and isinstance(getattr(config, option), float):
             setattr(config, option, 0.0 if option.startswith("activation") else dropout)
