@@ -18,14 +18,16 @@ import transformers
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.deberta_v2 import modeling_deberta_v2
+from transformers.models.electra.modeling_electra import ElectraDiscriminatorPredictions
 
 from fastplm import ops
 from fastplm._modes import values_can_be_read
 from fastplm.hf import ROWS, seed_of_layer
 from fastplm.models import _encoder, _heads
-from fastplm.models._base import drop_in, wants_output
+from fastplm.models._base import choosing, drop_in, switch_modules, wants_output
 from fastplm.models._layer import ready_layer, run_layer, stand_for
 from fastplm.models._ragged import Counted, Rows, slots_of, unpadded
+from fastplm.models.electra import ReplacedTokenDetection
 from fastplm.nn._rows import kind_of
 from fastplm.nn.dropout import on_rows
 
@@ -305,3 +307,23 @@ class DebertaV2ForTokenClassification(
 class DebertaV2ForQuestionAnswering(
     _heads.QuestionAnswering, _Head, transformers.DebertaV2ForQuestionAnswering
 ): ...
+
+
+class DebertaV2ForPreTraining(ReplacedTokenDetection, transformers.DebertaV2PreTrainedModel):
+    """A discriminator of DeBERTa-v3: ``DebertaV2Model`` and ELECTRA's head, which says of each
+    token whether it was replaced. Transformers has no such class; its ``DebertaV2Model`` loads the
+    checkpoints.
+
+    Source: He et al. 2021 (arXiv 2111.09543), §3.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        with choosing():  # the backbone has the configuration and the attention of this model
+            self.deberta = DebertaV2Model(self.config)
+        self.discriminator_predictions = ElectraDiscriminatorPredictions(self.config)
+        switch_modules(self)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.deberta.get_input_embeddings()

@@ -86,6 +86,8 @@ def _encoder(config: Any, lengths: Sequence[int]) -> int:
     rows, width = sum(lengths), config.hidden_size
     embedded = getattr(config, "embedding_size", width)
     pairs = _triangles(lengths) if getattr(config, "is_decoder", False) else _squares(lengths)
+    if config.model_type == "deberta-v2":  # two products with positions for each pair
+        pairs *= 2
     layers = _layers(config.num_hidden_layers, width, config.intermediate_size, rows, pairs)
     return layers + (rows * embedded * width if embedded != width else 0)
 
