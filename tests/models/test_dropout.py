@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fastplm
-from fastplm import _extension, hf, models
+from fastplm import _extension, hf, models, ops
 from fastplm.models import _ragged
 from fastplm.nn import Dropout
 from fastplm.nn.dropout import _ROWS
