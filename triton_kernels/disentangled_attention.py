@@ -54,7 +54,7 @@ from fastplm.triton_kernels.attention.tiles import (
 # Kind of call -> arch -> BLOCK and warps of the forward, of dQ, of dK and dV.
 # None was measured on a device yet: the compile tests, which allow no spills, chose them.
 _TABLE = {
-    "half": {80: ((32, 4), (32, 4), (32, 4))},
+    "half": {80: ((32, 4), (32, 4), (32, 8))},
     "half, wide": {80: ((32, 8), (32, 8), (32, 8))},
     "fp32": {80: ((16, 4), (16, 4), (16, 8))},
 }
@@ -130,36 +130,6 @@ def keys_seen(mask_ptr, offs_k, length):
     return exists
 
 
-@triton.jit
-def head_of(
-    row,
-    num_heads,
-    cu_ptr,
-    seqlen,
-    pk_ptr,
-    pq_ptr,
-    mask_ptr,
-    dropout,
-    stride_mb,
-    stride_sh,
-    HEAD_DIM: tl.constexpr,
-):
-    """(the head, its first row, the rows of its tables, the place of its statistics)."""
-    b, h = row // num_heads, row % num_heads
-    first, length = bounds(cu_ptr, b, seqlen)
-    mask_row = None
-    if mask_ptr is not None:
-        mask_row = mask_ptr + b * stride_mb + first
-    pk_rows = None
-    if pk_ptr is not None:
-        pk_rows = Rows(pk_ptr + h * HEAD_DIM, num_heads * HEAD_DIM)
-    pq_rows = None
-    if pq_ptr is not None:
-        pq_rows = Rows(pq_ptr + h * HEAD_DIM, num_heads * HEAD_DIM)
-    head = Head(b, h, length, length, 0, None, mask_row, None, None, None, dropout)
-    return head, first, pk_rows, pq_rows, stats_head(cu_ptr, b, h, first, seqlen, stride_sh)
-
-
 @triton.jit(do_not_specialize=[*_COUNTS])
 def _disentangled_attention_fwd_kernel(
     # pointers
@@ -212,19 +182,20 @@ def _disentangled_attention_fwd_kernel(
     start_q = tl.program_id(0) % num_tiles * BLOCK
     row = (tl.program_id(0) // num_tiles).to(tl.int64)  # flat (sequence, head)
     dropout = Dropout(seed_ptr, sample_ptr, threshold, keep_scale)
-    head, first, pk_rows, pq_rows, stats = head_of(
-        row,
-        num_heads,
-        cu_ptr,
-        seqlen,
-        pk_ptr,
-        pq_ptr,
-        mask_ptr,
-        dropout,
-        stride_mb,
-        stride_sh,
-        HEAD_DIM,
-    )
+    b, h = row // num_heads, row % num_heads
+    first, length = bounds(cu_ptr, b, seqlen)
+    stats = stats_head(cu_ptr, b, h, first, seqlen, stride_sh)
+    if mask_ptr is not None:
+        mask_ptr += b * stride_mb + first
+    # Not by a helper, which under Triton 3.6 cannot return None for a term that there is not.
+    stride_p = num_heads * HEAD_DIM
+    pk_rows = None
+    if pk_ptr is not None:
+        pk_rows = Rows(pk_ptr + h * HEAD_DIM, stride_p)
+    pq_rows = None
+    if pq_ptr is not None:
+        pq_rows = Rows(pq_ptr + h * HEAD_DIM, stride_p)
+    head = Head(b, h, length, length, 0, None, mask_ptr, None, None, None, dropout)
     if start_q >= head.length_q:
         return
     key = rows_of(Tensor(k_ptr, stride_kb, stride_kh, stride_kt), head.b, head.h, first)
@@ -354,19 +325,20 @@ def _disentangled_attention_bwd_dq_kernel(
     start_q = tl.program_id(0) % num_tiles * BLOCK
     row = (tl.program_id(0) // num_tiles).to(tl.int64)  # flat (sequence, head)
     dropout = Dropout(seed_ptr, sample_ptr, threshold, keep_scale)
-    head, first, pk_rows, pq_rows, stats = head_of(
-        row,
-        num_heads,
-        cu_ptr,
-        seqlen,
-        pk_ptr,
-        pq_ptr,
-        mask_ptr,
-        dropout,
-        stride_mb,
-        stride_sh,
-        HEAD_DIM,
-    )
+    b, h = row // num_heads, row % num_heads
+    first, length = bounds(cu_ptr, b, seqlen)
+    stats = stats_head(cu_ptr, b, h, first, seqlen, stride_sh)
+    if mask_ptr is not None:
+        mask_ptr += b * stride_mb + first
+    # Not by a helper, which under Triton 3.6 cannot return None for a term that there is not.
+    stride_p = num_heads * HEAD_DIM
+    pk_rows = None
+    if pk_ptr is not None:
+        pk_rows = Rows(pk_ptr + h * HEAD_DIM, stride_p)
+    pq_rows = None
+    if pq_ptr is not None:
+        pq_rows = Rows(pq_ptr + h * HEAD_DIM, stride_p)
+    head = Head(b, h, length, length, 0, None, mask_ptr, None, None, None, dropout)
     if start_q >= head.length_q:
         return
     query = rows_of(Tensor(q_ptr, stride_qb, stride_qh, stride_qt), head.b, head.h, first)
@@ -495,19 +467,20 @@ def _disentangled_attention_bwd_dkdv_kernel(
     group = tl.program_id(0) % groups
     row = (tl.program_id(0) // groups).to(tl.int64)  # flat (sequence, head)
     dropout = Dropout(seed_ptr, sample_ptr, threshold, keep_scale)
-    head, first, pk_rows, pq_rows, stats = head_of(
-        row,
-        num_heads,
-        cu_ptr,
-        seqlen,
-        pk_ptr,
-        pq_ptr,
-        mask_ptr,
-        dropout,
-        stride_mb,
-        stride_sh,
-        HEAD_DIM,
-    )
+    b, h = row // num_heads, row % num_heads
+    first, length = bounds(cu_ptr, b, seqlen)
+    stats = stats_head(cu_ptr, b, h, first, seqlen, stride_sh)
+    if mask_ptr is not None:
+        mask_ptr += b * stride_mb + first
+    # Not by a helper, which under Triton 3.6 cannot return None for a term that there is not.
+    stride_p = num_heads * HEAD_DIM
+    pk_rows = None
+    if pk_ptr is not None:
+        pk_rows = Rows(pk_ptr + h * HEAD_DIM, stride_p)
+    pq_rows = None
+    if pq_ptr is not None:
+        pq_rows = Rows(pq_ptr + h * HEAD_DIM, stride_p)
+    head = Head(b, h, length, length, 0, None, mask_ptr, None, None, None, dropout)
     query = rows_of(Tensor(q_ptr, stride_qb, stride_qh, stride_qt), head.b, head.h, first)
     key = rows_of(Tensor(k_ptr, stride_kb, stride_kh, stride_kt), head.b, head.h, first)
     value = rows_of(Tensor(v_ptr, stride_vb, stride_vh, stride_vt), head.b, head.h, first)

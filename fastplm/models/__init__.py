@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 #: The choices of ``ElectraJointConfig``; the settings of a command read them without Transformers.
 ELECTRA_OBJECTIVES = ("rtd", "rtd_masked", "replace_mlm", "all_tokens_mlm")
-ELECTRA_SHARINGS = ("none", "embeddings", "all")
+ELECTRA_SHARINGS = ("none", "embeddings", "all", "gdes")
 ELECTRA_GENERATORS = ("model", "unigram")
 ELECTRA_SECOND_STAGES = ("generator", "scratch")
 #: The public names of each module.
@@ -69,8 +69,9 @@ _NAMES = {
         Data2VecTextForTokenClassification Data2VecTextModel
     """,
     "deberta_v2": """
-        DebertaV2ForMaskedLM DebertaV2ForMultipleChoice DebertaV2ForQuestionAnswering
-        DebertaV2ForSequenceClassification DebertaV2ForTokenClassification DebertaV2Model
+        DebertaV2ForMaskedLM DebertaV2ForMultipleChoice DebertaV2ForPreTraining
+        DebertaV2ForQuestionAnswering DebertaV2ForSequenceClassification
+        DebertaV2ForTokenClassification DebertaV2Model
     """,
     "distilbert": """
         DistilBertForMaskedLM DistilBertForMultipleChoice DistilBertForQuestionAnswering

@@ -409,6 +409,13 @@ def wants_output(model: PreTrainedModel, name: str, kwargs: dict[str, Any]) -> b
     return bool(getattr(model.config, name, False) if value is None else value)
 
 
+def warn_of_weights() -> None:
+    _logger.warning_once(
+        "output_attentions: fused attention computes no attention weights, so this call uses "
+        "unfused attention, which needs more time and memory."
+    )
+
+
 def caches(use_cache: bool | None, past_key_values: Any) -> bool | None:
     """``use_cache``, whose default is False in ``torch.jit.trace``: it only returns tensors."""
     default = use_cache is None and past_key_values is None

@@ -240,6 +240,7 @@ class EncoderModel(FastplmModel):
         rows, with the ids as its attribute ``ids``. None: the embeddings take the ids."""
         embeddings: Any = getattr(self, "embeddings", None)
         at_once = isinstance(embeddings, EncoderEmbeddings) and position_ids is not None
+        at_once = at_once and not getattr(lookup, "always_reads", False)
         at_once = at_once and embeddings.are_one_call(ids)
         rows = lookup(ids, read=not at_once)
         if at_once and rows is not None:

@@ -15,7 +15,7 @@ from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor
 from fastplm._modes import values_are_known
 from fastplm.errors import fail
 from fastplm.hf import as_booleans
-from fastplm.models._base import CACHE, FastplmModel, wants_output
+from fastplm.models._base import CACHE, FastplmModel, wants_output, warn_of_weights
 from fastplm.models._encoder import EncoderModel
 from fastplm.models._heads import (
     LabelledRows,
@@ -58,10 +58,7 @@ class CausalModel(EncoderModel):
         **inputs: Any,
     ) -> Any:
         if self._has_our_attention() and wants_output(self, "output_attentions", inputs):
-            _logger.warning_once(
-                "output_attentions: fused attention computes no attention weights, so this call "
-                "uses unfused attention, which needs more time and memory."
-            )
+            warn_of_weights()
         for name, given in (("input_ids", input_ids), ("attention_mask", attention_mask)):
             if given is not None:
                 check_tensor(type(self).__name__, name, given)

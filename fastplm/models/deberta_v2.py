@@ -5,28 +5,33 @@ them. If a mask has holes, all rows between the first and the last token of a se
 and the rows in the holes are masked as keys.
 
 In the parent a masked query attends to all keys alike. Where a head reads such a row (a classifier
-of texts padded at the left), the parent computes the batch.
+of texts padded at the left, an answer's softmax), padding is computed, and these rows are the mean
+of all values, without dropout.
 
 Source: He et al. 2020 (arXiv 2006.03654); He et al. 2021 (arXiv 2111.09543).
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 import transformers
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.deberta_v2 import modeling_deberta_v2
+from transformers.models.electra.modeling_electra import ElectraDiscriminatorPredictions
 
 from fastplm import ops
 from fastplm._modes import values_can_be_read
 from fastplm.hf import ROWS, seed_of_layer
 from fastplm.models import _encoder, _heads
-from fastplm.models._base import drop_in, wants_output
+from fastplm.models._base import choosing, drop_in, switch_modules, wants_output, warn_of_weights
 from fastplm.models._layer import ready_layer, run_layer, stand_for
 from fastplm.models._ragged import Counted, Rows, slots_of, unpadded
-from fastplm.nn._rows import kind_of
+from fastplm.models.electra import ReplacedTokenDetection
+from fastplm.nn._rows import is_plain, kind_of
 from fastplm.nn.dropout import on_rows
 
 
@@ -124,6 +129,8 @@ def attend(
             query, key, value, *tables, max_distance=furthest, **options
         )
     if lengths is None:
+        if mask is not None:
+            out = torch.where(mask[:, None, :, None], out, value.mean(2, keepdim=True))
         return out.transpose(1, 2).contiguous(), None
     return (out if source is None else _gathered(out, source))[None], None
 
@@ -206,7 +213,7 @@ class DebertaV2Model(_encoder.EncoderModel, _Layers, transformers.DebertaV2Model
     """``transformers.DebertaV2Model`` with fused attention, computing only tokens.
 
     The parent's padded computation is also used with a convolution after the first layer
-    (DeBERTa-v2-xlarge), with ``z_steps``, and where a masked row is read.
+    (DeBERTa-v2-xlarge), and with ``z_steps``.
 
     Source: He et al. 2020 (arXiv 2006.03654).
     """
@@ -214,9 +221,9 @@ class DebertaV2Model(_encoder.EncoderModel, _Layers, transformers.DebertaV2Model
     def _runs_here(self, mask: Tensor | None, rows: Rows | None, kwargs: dict[str, Any]) -> bool:
         if rows is not None and (rows.packed is not None or rows.last is not None):
             return True
-        if self._keeps_padding((mask,), kwargs) is not None:
-            return False
-        return mask is None or not values_can_be_read(mask)
+        if self._has_our_attention() and wants_output(self, "output_attentions", kwargs):
+            warn_of_weights()
+        return self._keeps_padding((mask,), kwargs) is None
 
     def _is_causal(self) -> bool:
         return False
@@ -237,8 +244,8 @@ class DebertaV2Model(_encoder.EncoderModel, _Layers, transformers.DebertaV2Model
         return unpadded(mask, extra_rows, unpad, contiguous=True, dtype=self.dtype)
 
     def _last_rows(self, needed: Any, rows: Any, ragged: Any, mask: Any, one_each: bool) -> Any:
-        alone = ragged is None and mask is not None and values_can_be_read(mask)
-        return None if alone else super()._last_rows(needed, rows, ragged, mask, one_each)
+        padded = ragged is None and mask is not None
+        return None if padded else super()._last_rows(needed, rows, ragged, mask, one_each)
 
 
 # --- heads ----------------------------------------------------------------------------------------
@@ -275,16 +282,31 @@ class _Head:
         return parent(_Passing(self, options), **inputs)
 
 
+_HEADS = (
+    modeling_deberta_v2.LegacyDebertaV2OnlyMLMHead,
+    modeling_deberta_v2.LegacyDebertaV2LMPredictionHead,
+    modeling_deberta_v2.DebertaV2OnlyMLMHead,
+    modeling_deberta_v2.DebertaV2LMPredictionHead,
+)
+
+
 class DebertaV2ForMaskedLM(_heads.MaskedLM, transformers.DebertaV2ForMaskedLM):
     """``transformers.DebertaV2ForMaskedLM`` whose head and loss compute only labelled tokens."""
 
     def _head(self) -> _heads.Head:
         if self.legacy:
-            head: Any = self.cls.predictions
+            whole, head = self.cls, self.cls.predictions
+            kinds = _HEADS[:2]
+        else:
+            whole, head = self.lm_predictions, self.lm_predictions.lm_head
+            kinds = _HEADS[2:]
+        table: Any = self.get_input_embeddings()
+        if not (is_plain(whole, kinds[0]) and is_plain(head, kinds[1])):
+            return None, whole if self.legacy else partial(whole, word_embeddings=table)
+        if self.legacy:
             return head.transform, head.decoder
-        head = self.lm_predictions.lm_head
         decoder: Any = nn.Linear(1, 1, device="meta")
-        decoder.weight, decoder.bias = self.get_input_embeddings().weight, head.bias
+        decoder.weight, decoder.bias = table.weight, head.bias
         return lambda rows: head.LayerNorm(head.transform_act_fn(head.dense(rows))), decoder
 
 
@@ -306,3 +328,23 @@ class DebertaV2ForTokenClassification(
 class DebertaV2ForQuestionAnswering(
     _heads.QuestionAnswering, _Head, transformers.DebertaV2ForQuestionAnswering
 ): ...
+
+
+class DebertaV2ForPreTraining(ReplacedTokenDetection, transformers.DebertaV2PreTrainedModel):
+    """A discriminator of DeBERTa-v3: ``DebertaV2Model`` and ELECTRA's head, which says of each
+    token whether it was replaced. Transformers has no such class; its ``DebertaV2Model`` loads the
+    checkpoints.
+
+    Source: He et al. 2021 (arXiv 2111.09543), §3.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        with choosing():  # the backbone has the configuration and the attention of this model
+            self.deberta = DebertaV2Model(self.config)
+        self.discriminator_predictions = ElectraDiscriminatorPredictions(self.config)
+        switch_modules(self)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.deberta.get_input_embeddings()

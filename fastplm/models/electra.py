@@ -19,7 +19,7 @@ from fastplm._checks import check_shape, check_tensor
 from fastplm.hf import of_batch
 from fastplm.models import _encoder, _heads
 from fastplm.models._base import FastplmModel, check_parts
-from fastplm.models._ragged import backbone_unpad, unpadded
+from fastplm.models._ragged import backbone_unpad
 from fastplm.nn._rows import IGNORE_INDEX, batch_share, is_plain
 from fastplm.nn.rtd_head import rtd_loss
 
@@ -53,12 +53,11 @@ class ElectraForMaskedLM(_LanguageModelHead, _heads.MaskedLM, transformers.Elect
     """
 
 
-class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
-    """``transformers.ElectraForPreTraining`` with the fused replaced-token loss, computing only
-    tokens from the embeddings to the loss.
+class ReplacedTokenDetection(FastplmModel):
+    """Mixin of a discriminator: a backbone, and ELECTRA's head with the fused replaced-token loss,
+    computing only tokens from the embeddings to the loss."""
 
-    Source: Clark et al. 2020 (arXiv 2003.10555), §2, the discriminator.
-    """
+    discriminator_predictions: Any
 
     @can_return_tuple
     def forward(
@@ -94,9 +93,9 @@ class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
         if attention_mask is not None and attention_mask.dim() == 2:
             if shape is not None:
                 attention_mask = of_batch(attention_mask, shape[0])
-            ragged, full = unpadded(attention_mask, None, unpad, dtype=self.dtype)
-        check_parts(self, self.electra)
-        outputs = self.electra(
+            ragged, full = self.base_model._unpadded(attention_mask, None, unpad)
+        check_parts(self, self.base_model)
+        outputs = self.base_model(
             attention_mask=attention_mask,
             return_dict=True,
             unpad=backbone_unpad(ragged, full, attention_mask),
@@ -105,7 +104,7 @@ class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
         features = self.features(outputs.last_hidden_state)
         loss = logits = None
         if labels is not None:
-            where = "ElectraForPreTraining"
+            where = type(self).__name__
             check_tensor(where, "labels", labels)
             assert shape is not None, "the backbone requires it"
             check_shape(where, "labels", labels, shape, "[B, T]")
@@ -151,6 +150,14 @@ class ElectraForPreTraining(FastplmModel, transformers.ElectraForPreTraining):
     def logits(self, features: Tensor) -> Tensor:
         """The logit of "replaced" of each token: [..., E] -> [...]."""
         return self.prediction()(features).squeeze(-1)
+
+
+class ElectraForPreTraining(ReplacedTokenDetection, transformers.ElectraForPreTraining):
+    """``transformers.ElectraForPreTraining`` with the fused replaced-token loss, computing only
+    tokens from the embeddings to the loss.
+
+    Source: Clark et al. 2020 (arXiv 2003.10555), §2, the discriminator.
+    """
 
 
 class ElectraForSequenceClassification(

@@ -1,8 +1,11 @@
-"""ELECTRA's pre-training: generator and discriminator in one model, with the paper's ablations."""
+"""Replaced-token pre-training of ELECTRA and DeBERTa-v3: generator and discriminator in one model,
+with the ablations of ELECTRA's paper and the embedding sharing of DeBERTa-v3's."""
 
 from __future__ import annotations
 
+import copy
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,7 +13,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, ElectraConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    DebertaV2Config,
+    ElectraConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers import initialization as init
 from transformers.modeling_outputs import ModelOutput
 from transformers.utils.generic import can_return_tuple
@@ -27,7 +36,8 @@ from fastplm.models import (
 )
 from fastplm.models._base import FastplmModel, TiedLookup, check_input_ids, check_parts
 from fastplm.models._encoder import EMBEDDING_TABLES
-from fastplm.models._ragged import Unpad, backbone_unpad, rows_at, slots_of_labels, unpadded
+from fastplm.models._ragged import Unpad, backbone_unpad, rows_at, slots_of_labels
+from fastplm.models.deberta_v2 import DebertaV2ForMaskedLM, DebertaV2ForPreTraining
 from fastplm.models.electra import ElectraForMaskedLM, ElectraForPreTraining
 from fastplm.nn._rows import (
     IGNORE_INDEX,
@@ -43,6 +53,7 @@ from fastplm.reference._reduce import reduce_loss
 from fastplm.reference.philox import Stream, draw, uniform
 
 _WHERE = "ElectraForJointPreTraining"
+_PARTS = ("generator", "discriminator")
 # The objectives with a loss only at the chosen positions.
 _BY_LABEL = ("rtd_masked", "replace_mlm")
 _CHOICES = {
@@ -59,8 +70,14 @@ _NEEDS = (
     ("generator_type", ("unigram",), "stage", (None,)),  # there is none to train first
     ("stage", (1, 2), "embedding_sharing", ("none",)),  # the second leaves the generator as it is
 )
+# The architectures: their configurations, and the classes that predict and that detect tokens.
+_KINDS: dict[str, tuple[Any, Any, Any]] = {
+    "electra": (ElectraConfig, ElectraForMaskedLM, ElectraForPreTraining),
+    "deberta-v2": (DebertaV2Config, DebertaV2ForMaskedLM, DebertaV2ForPreTraining),
+}
 # Sizes that must be equal to share embeddings, and additionally to share all weights.
 _EMBEDDING_SIZES = ("vocab_size", "embedding_size", "max_position_embeddings", "type_vocab_size")
+_WORD_SIZES = _EMBEDDING_SIZES[:2]
 _ENCODER_SIZES = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
     "hidden_act",
@@ -68,15 +85,15 @@ _ENCODER_SIZES = (
 
 
 class ElectraJointConfig(PreTrainedConfig):
-    """Configuration of ``ElectraForJointPreTraining``: two ELECTRAs and the objective.
+    """Configuration of ``ElectraForJointPreTraining``: two models and the objective.
 
     Below, x is the original text, m the positions chosen for prediction, x' the text whose tokens
     at m are replaced by samples of the generator. A sample equal to the original token counts as
     original.
 
     Args:
-        generator, discriminator: ``ElectraConfig`` (or its dict); vocabularies and the sizes of
-            shared weights must be equal.
+        generator, discriminator: ``ElectraConfig`` or ``DebertaV2Config`` (or its dict with a
+            ``model_type``); vocabularies and the sizes of shared weights must be equal.
         discriminator_weight: lambda, the factor of the discriminator's loss. Default: 50 for a
             detection loss, as in the paper; 1 for a cross-entropy over the vocabulary, for which
             the paper gives no value (the generator's loss also has the factor 1).
@@ -84,7 +101,10 @@ class ElectraJointConfig(PreTrainedConfig):
         sampling_seed: the seed of the replacements.
         embedding_sharing: "embeddings" (default): one set of token, position and token-type
             embeddings, of the discriminator's embedding size (§3.2, Weight Sharing) | "none" |
-            "all": one encoder; needs equal sizes; each model keeps its own head.
+            "all": one encoder; needs equal sizes; each model keeps its own head | "gdes":
+            gradient-disentangled embedding sharing of DeBERTa-v3: the discriminator's token
+            embeddings are the generator's, without a gradient, plus a table of its own, which
+            begins with zeros.
         objective: what the discriminator learns from x'.
 
             - "rtd" (default): whether each token is replaced, over all tokens (§2).
@@ -111,14 +131,14 @@ class ElectraJointConfig(PreTrainedConfig):
     Raises:
         ArgumentValueError: an unknown choice, or choices that cannot be combined.
 
-    Source: Clark et al. 2020 (arXiv 2003.10555).
+    Source: Clark et al. 2020 (arXiv 2003.10555); He et al. 2021 (arXiv 2111.09543), §3.3.
     """
 
     model_type = "fastplm-electra-joint"
-    sub_configs = {"generator": ElectraConfig, "discriminator": ElectraConfig}
+    sub_configs = {"generator": AutoConfig, "discriminator": AutoConfig}
 
-    generator: ElectraConfig | dict | None = None
-    discriminator: ElectraConfig | dict | None = None
+    generator: PreTrainedConfig | dict | None = None
+    discriminator: PreTrainedConfig | dict | None = None
     discriminator_weight: float | None = None
     temperature: float = 1.0
     sampling_seed: int = 0
@@ -134,7 +154,8 @@ class ElectraJointConfig(PreTrainedConfig):
         for name in ("generator", "discriminator"):
             value = getattr(self, name)
             if not isinstance(value, PreTrainedConfig):
-                setattr(self, name, ElectraConfig(**(value or {})))
+                kind, *_ = _KINDS[(value or {}).get("model_type", "electra")]
+                setattr(self, name, kind(**(value or {})))
         self.check_options()
         if self.discriminator_weight is None:
             self.discriminator_weight = 50.0 if self.detects else 1.0
@@ -167,8 +188,10 @@ class ElectraJointConfig(PreTrainedConfig):
             equal = _EMBEDDING_SIZES + _ENCODER_SIZES
         elif self.embedding_sharing == "embeddings":
             equal = _EMBEDDING_SIZES
+        elif self.embedding_sharing == "gdes":
+            equal = _WORD_SIZES
         for name in equal:
-            got, wanted = getattr(self.generator, name), getattr(self.discriminator, name)
+            got, wanted = (_size(part, name) for part in (self.generator, self.discriminator))
             if got != wanted:
                 fix = "Derive the generator with ElectraJointConfig.from_discriminator (with "
                 fix += "generator_size=1 to share all weights, or to hand them over)."
@@ -177,15 +200,16 @@ class ElectraJointConfig(PreTrainedConfig):
 
     @classmethod
     def from_discriminator(
-        cls, discriminator: ElectraConfig, *, generator_size: float = 0.25, **kwargs: Any
+        cls, discriminator: PreTrainedConfig, *, generator_size: float = 0.25, **kwargs: Any
     ) -> ElectraJointConfig:
-        """A configuration whose generator is a narrower copy of the discriminator: ELECTRA §3.2.
+        """A configuration whose generator is a narrower copy of the discriminator, as in ELECTRA
+        (§3.2), or a DeBERTa of fewer layers, as in DeBERTa-v3 (§4).
 
         Args:
             discriminator: the configuration of the discriminator.
             generator_size: width of the generator as a fraction of the discriminator's, in (0, 1];
                 the paper finds 1/4 to 1/2 best. Hidden size and number of heads are scaled; head
-                size, depth and embedding size stay the same.
+                size, depth and embedding size stay the same. Of a DeBERTa: its depth as a fraction.
             kwargs: fields of ``ElectraJointConfig``.
 
         Raises:
@@ -195,6 +219,11 @@ class ElectraJointConfig(PreTrainedConfig):
             fix = "The paper uses 0.25 (small, large) and 0.333 (base)."
             where, expected = "ElectraJointConfig", "a fraction in (0, 1]"
             fail(where, "generator_size", generator_size, expected, fix)
+        if discriminator.model_type != "electra":
+            fields = discriminator.to_dict()
+            layers = max(1, round(discriminator.num_hidden_layers * generator_size))
+            of_generator = {**fields, "num_hidden_layers": layers}
+            return cls(generator=of_generator, discriminator=fields, **kwargs)
         head_dim = discriminator.hidden_size // discriminator.num_attention_heads
         heads = max(1, round(discriminator.num_attention_heads * generator_size))
         ratio = discriminator.intermediate_size / discriminator.hidden_size
@@ -202,6 +231,12 @@ class ElectraJointConfig(PreTrainedConfig):
         sizes = {"hidden_size": width, "intermediate_size": round(width * ratio)}
         sizes["num_attention_heads"] = heads
         return cls(generator={**fields, **sizes}, discriminator=fields, **kwargs)
+
+
+def _size(config: Any, name: str) -> Any:
+    """A size of a configuration; DeBERTa's has an embedding size only if it is another one."""
+    usual = config.hidden_size if name == "embedding_size" else None
+    return getattr(config, name, usual)
 
 
 # So that Transformers' AutoConfig and AutoTokenizer know the checkpoints of a pre-training.
@@ -241,6 +276,18 @@ class ElectraJointOutput(ModelOutput):
     replaced_ids: Tensor | None = None
 
 
+class _Reading:
+    """A lookup that does more than to read a table, so that no kernel may stand for it."""
+
+    always_reads = True
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self.function = function
+
+    def __call__(self, ids: Tensor, *, read: bool = True) -> Tensor:
+        return self.function(ids)
+
+
 class _Slots(NamedTuple):
     """The chosen tokens of a batch, P with unused slots."""
 
@@ -262,7 +309,8 @@ class _Filled(NamedTuple):
 
 
 class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
-    """ELECTRA's pre-training: a generator fills masked tokens, a discriminator detects them.
+    """Pre-training by replaced tokens: a generator fills masked tokens, a discriminator detects
+    them.
 
     ``loss = L_MLM(generator) + discriminator_weight * L_Disc(discriminator)``. Each masked token is
     replaced by one sample of the generator's softmax, without a gradient. A sample equal to the
@@ -276,9 +324,10 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
     With stages, DistributedDataParallel needs ``ddp_find_unused_parameters=True``.
 
     Attributes:
-        generator: ``ElectraForMaskedLM``; None with a unigram generator.
-        discriminator: ``ElectraForPreTraining``, or ``ElectraForMaskedLM`` if the objective is to
-            predict tokens.
+        generator: ``ElectraForMaskedLM`` or ``DebertaV2ForMaskedLM``; None with a unigram
+            generator.
+        discriminator: ``ElectraForPreTraining`` or ``DebertaV2ForPreTraining``, or the class of
+            the generator if the objective is to predict tokens.
         baseline_head: ``nn.Linear`` from a hidden state of the generator to the baseline's logit;
             only for adversarial training.
         copy_head: ``nn.Linear`` from a hidden state to D's logit; only for "all_tokens_mlm".
@@ -303,14 +352,14 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         super().__init__(config)
         chosen: Any = self.config  # both parts get its attention implementation
         chosen.check_options()
-        self.generator: ElectraForMaskedLM | None = None
+        self.generator: Any = None
         if chosen.generator_type == "model":
-            self.generator = ElectraForMaskedLM(chosen.generator)
+            self.generator = _KINDS[chosen.generator.model_type][1](chosen.generator)
         else:
             size = chosen.discriminator.vocab_size
             self.register_buffer("token_counts", torch.zeros(size, dtype=torch.int64))
-        kind = ElectraForPreTraining if chosen.detects else ElectraForMaskedLM
-        self.discriminator = kind(chosen.discriminator)
+        _, predicts, detects = _KINDS[chosen.discriminator.model_type]
+        self.discriminator = (detects if chosen.detects else predicts)(chosen.discriminator)
         if chosen.objective == "all_tokens_mlm":
             self.copy_head = nn.Linear(chosen.discriminator.hidden_size, 1)
         if chosen.adversarial:
@@ -322,15 +371,28 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         super()._init_weights(module)
         if module is self and self.generator is None:  # of a checkpoint without counts
             init.zeros_(self.token_counts)
+        if module is self and self._adds_embeddings():
+            init.zeros_(self.get_input_embeddings().weight)
 
     def _shared_weights(self) -> dict[str, str]:
         """{generator parameter: the discriminator parameter it is tied to}."""
-        if self.generator is None or self.config.embedding_sharing == "none":
+        if self.generator is None or self.config.embedding_sharing in ("none", "gdes"):
             return {}
-        names = [f"embeddings.{table}.weight" for table in EMBEDDING_TABLES]
-        if self.config.embedding_sharing == "all":
-            names = [name for name, _ in self.discriminator.electra.named_parameters()]
-        return {f"generator.electra.{name}": f"discriminator.electra.{name}" for name in names}
+        names = [name for name, _ in self.discriminator.base_model.named_parameters()]
+        if self.config.embedding_sharing == "embeddings":
+            tables = [f"embeddings.{table}.weight" for table in EMBEDDING_TABLES]
+            names = [name for name in tables if name in names]
+        prefixes = [f"{part}.{getattr(self, part).base_model_prefix}" for part in _PARTS]
+        return {f"{prefixes[0]}.{name}": f"{prefixes[1]}.{name}" for name in names}
+
+    def _adds_embeddings(self) -> bool:
+        """Whether the discriminator's token embeddings are added to the generator's."""
+        return self.generator is not None and self.config.embedding_sharing == "gdes"
+
+    def _added_lookup(self, ids: Tensor) -> Tensor:
+        """The discriminator's token embeddings: He et al. 2021, equation 7."""
+        below = self.generator.get_input_embeddings().weight.detach()
+        return F.embedding(ids, below) + self.get_input_embeddings()(ids)
 
     # --- parts and checkpoints ---
 
@@ -350,10 +412,20 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         self.tie_weights()
         return embeddings
 
+    def whole_discriminator(self) -> Any:
+        """The discriminator alone; with "gdes" a copy that has the sum of both token tables."""
+        if not self._adds_embeddings():
+            return self.discriminator
+        whole = copy.deepcopy(self.discriminator)
+        with torch.no_grad():
+            whole.get_input_embeddings().weight += self.generator.get_input_embeddings().weight
+        return whole
+
     def save_discriminator(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
         """Save only the discriminator, for ``transformers.ElectraForPreTraining``, or for
-        ``transformers.ElectraForMaskedLM`` if its objective is to predict tokens."""
-        self.discriminator.save_pretrained(save_directory, **kwargs)
+        ``transformers.ElectraForMaskedLM`` if its objective is to predict tokens; a DeBERTa's for
+        ``transformers.DebertaV2Model``."""
+        self.whole_discriminator().save_pretrained(save_directory, **kwargs)
 
     def save_generator(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
         """Save only the generator, for ``transformers.ElectraForMaskedLM``.
@@ -407,7 +479,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             fail("start_second_stage", "config.stage", self.config.stage, "1", fix)
         assert self.generator is not None
         if self.config.second_stage_from == "generator":
-            self.discriminator.electra.load_state_dict(self.generator.electra.state_dict())
+            self.discriminator.base_model.load_state_dict(self.generator.base_model.state_dict())
         self.zero_grad()
         self.config.stage = 2
 
@@ -463,7 +535,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         """
         config, by_label = self.config, self.config.objective in _BY_LABEL
         models = [part for part in (self.generator, self.discriminator) if part is not None]
-        check_parts(self, *models, *(model.electra for model in models))
+        check_parts(self, *models, *(model.base_model for model in models))
         check_input_ids(_WHERE, input_ids, config.discriminator.vocab_size)
         counted: dict[str, Any] = {"unpad": unpad}
         seen = _seen(input_ids, attention_mask)
@@ -473,7 +545,8 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         index, position = _philox_counters(input_ids, positions, sample_index)
         per_label = as_normalizer(num_items_in_batch, input_ids.device)
         slots = _Slots(positions, targets, index, position, per_label)
-        ragged, full = unpadded(attention_mask, None, counted["unpad"], dtype=self.dtype)
+        rows_of = self.discriminator.base_model._unpadded
+        ragged, full = rows_of(attention_mask, None, counted["unpad"])
         kwargs.update(attention_mask=attention_mask, token_type_ids=token_type_ids)
         kwargs.update(return_dict=True, unpad=backbone_unpad(ragged, full, attention_mask))
         if sample_index is not None:
@@ -487,7 +560,9 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         originals = torch.where(labels == IGNORE_INDEX, input_ids, labels)
         replaced_ids = ids = _write(originals, slots.positions, filled.sampled)
         output_rows = slots.positions if by_label else None
-        rows = self.discriminator.electra(replaced_ids, output_rows=output_rows, **kwargs)
+        if self._adds_embeddings():
+            kwargs["lookup"] = _Reading(self._added_lookup)
+        rows = self.discriminator.base_model(replaced_ids, output_rows=output_rows, **kwargs)
         rows = rows.last_hidden_state.flatten(0, 1)
         if by_label:
             loss, metrics = self._judge(rows, filled.sampled, slots.targets, None, slots.per_label)
@@ -495,7 +570,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             per_token = _per_token(num_tokens_in_batch, num_items_in_batch, labels, seen)
             if ragged is not None:
                 ids, originals = ragged.pack(ids), ragged.pack(originals)
-                seen = ragged.positions >= 0
+                seen = ragged.positions >= 0 if ragged.key_mask is None else ragged.key_mask
             ids, originals, seen = (one.flatten() for one in (ids, originals, seen))
             loss, metrics = self._judge(rows, ids, originals, seen, per_token)
         if config.adversarial:
@@ -519,7 +594,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
 
     def _vocabulary(self, part: Any) -> Any:
         """The projection to the vocabulary. Only its weight and bias are used."""
-        decoder = part.generator_lm_head
+        _, decoder = part._head()
         if not is_plain(decoder, nn.Linear, Linear):
             got = f"a {type(decoder).__name__} with a forward, a hook or an adapter of its own"
             expected = "a linear layer: the loss reads its weight and its bias, and never calls it"
@@ -536,10 +611,10 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
             decoder = self._vocabulary(generator)
             lookup = TiedLookup(decoder)
             looked_up = partial(lookup, generator.get_input_embeddings())
-            hidden = generator.electra(
+            hidden = generator.base_model(
                 input_ids, output_rows=slots.positions, lookup=looked_up, **arguments
             ).last_hidden_state[:, 0]
-            rows = generator.generator_predictions(hidden)
+            rows = generator._head()[0](hidden)
             with torch.set_grad_enabled(torch.is_grad_enabled() and not config.adversarial):
                 loss, sampled = ops.linear_cross_entropy_with_sample(
                     rows,
@@ -641,7 +716,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         """The cross-entropy of the discriminator's MLM head."""
         decoder = self._vocabulary(self.discriminator)
         return ops.linear_cross_entropy(
-            self.discriminator.generator_predictions(rows),
+            self.discriminator._head()[0](rows),
             decoder.weight,
             targets,
             linear_bias=decoder.bias,

@@ -159,16 +159,17 @@ def disentangled_attention(
         pos_key: [buckets, H, D], the projected embeddings of relative positions that queries
             attend to (content to position), or None = no such term.
         pos_query: [buckets, H, D], those that attend to keys (position to content), or None.
-        max_distance: 0 = each distance d below ``span``, half of the rows, has one of its own,
+        max_distance: 0 = each distance d below ``span``, half of the buckets, has its own, number
             ``d + span``, and those beyond share the first or last. Otherwise distances up to
-            ``span // 2`` have their own, and the others share rows by the logarithm up to here
-            (DeBERTa-v3: 512, with 512 rows).
+            ``span // 2`` have their own, and the others share them by the logarithm up to here
+            (DeBERTa-v3: 512, with 512 buckets).
         key_mask: bool [B, T] or [N], True = attend. The content of a masked key never matters.
         cu_seqlens: int32 [B + 1], from 0, not decreasing: sequence b owns the rows from
             ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``. Rows past the last are spare; their content
             never matters.
         max_seqlen: an upper bound of the lengths of packed sequences.
-        dropout_p, seed, sample_index: as in ``ops.attention``, which drops the same probabilities.
+        dropout_p, seed: as in ``ops.attention``, which drops the same probabilities.
+        sample_index: int64 [B], as in ``ops.attention``.
         scale: factor on the scores; default ``(D * (1 + terms)) ** -0.5`` with the number of terms
             of positions.
 

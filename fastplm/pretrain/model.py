@@ -10,7 +10,7 @@ import torch
 from fastplm import models
 from fastplm.errors import DataError
 from fastplm.models._base import most_positions
-from fastplm.pretrain.objectives import learned_as, objective_of
+from fastplm.pretrain.objectives import JOINT_FAMILIES, learned_as, objective_of
 from fastplm.pretrain.presets import configuration
 from fastplm.pretrain.settings import PretrainPlan
 from fastplm.run.checkpoint import (
@@ -53,7 +53,7 @@ def model_config(plan: PretrainPlan, tokenizer: PreTrainedTokenizerBase) -> PreT
         attention_dropout=plan.attention_dropout,
         tokenizer=tokenizer,
         objective=plan.objective,
-        joint=plan.joint_settings() if plan.preset.family == "electra" else None,
+        joint=plan.joint_settings() if plan.preset.family in JOINT_FAMILIES else None,
     )
     return made if plan.start_from is None else _begun(plan, made, len(tokenizer))
 

@@ -204,6 +204,10 @@ class Objective:
         return {"model": model}
 
 
+#: The families with a generator and a discriminator.
+JOINT_FAMILIES = ("electra", "deberta-v3")
+
+
 class MaskedTokens(Objective):
     """Masked language modelling: BERT's 80 % ``[MASK]``, 10 % random, 10 % unchanged."""
 
@@ -217,6 +221,7 @@ class MaskedTokens(Objective):
         "xlm-roberta": "XLMRobertaForMaskedLM",
         "roberta-prelayernorm": "RobertaPreLayerNormForMaskedLM",
         "modernbert": "ModernBertForMaskedLM",
+        "deberta-v3": "DebertaV2ForMaskedLM",
     }
     token_loss = "mlm_loss"
     collator_class = "DataCollatorForMaskedTokens"
@@ -256,10 +261,11 @@ class MaskedTokens(Objective):
 
 
 class ReplacedTokens(MaskedTokens):
-    """ELECTRA: every token chosen for the generator becomes ``[MASK]``, unless asked otherwise."""
+    """ELECTRA and DeBERTa-v3: every token chosen for the generator becomes ``[MASK]``, unless asked
+    otherwise."""
 
     name = "rtd"
-    models = {"electra": "ElectraForJointPreTraining"}
+    models = dict.fromkeys(JOINT_FAMILIES, "ElectraForJointPreTraining")
     shares = (1.0, 0.0)
     has_static_masks = new_heads = False
     is_joint = True
@@ -268,7 +274,7 @@ class ReplacedTokens(MaskedTokens):
 
     @staticmethod
     def saved(model: Any) -> dict[str, Any]:
-        both = {"discriminator": model.discriminator, "generator": model.generator}
+        both = {"discriminator": model.whole_discriminator(), "generator": model.generator}
         return {name: part for name, part in both.items() if part is not None}
 
 

@@ -8,7 +8,9 @@ BERT's, for tests, examples and small corpora, with rates for a batch of 32.
 Sources: BERT of Devlin et al. 2019 (arXiv 1810.04805), §3 and §A.2; its sizes from tiny to medium
 of Turc et al. 2019 (arXiv 1908.08962), trained by the recipe of BERT; RoBERTa of Liu et al. 2019
 (arXiv 1907.11692), table 9; ALBERT of Lan et al. 2020 (arXiv 1909.11942), table 1 and §4.1;
-ELECTRA of Clark et al. 2020 (arXiv 2003.10555), table 6; GPT of Radford et al. 2018, §4.1; GPT-2
+ELECTRA of Clark et al. 2020 (arXiv 2003.10555), table 6; DeBERTa-v3 of He et al. 2021 (arXiv
+2111.09543), §4 and table 9, whose generators have half of the layers, with a vocabulary of our
+kind in the published size; GPT of Radford et al. 2018, §4.1; GPT-2
 of Radford et al. 2019, table 2 and §2.3, which names no rate: those of GPT-3's models of the same
 size and batch (Brown et al. 2020, arXiv 2005.14165, table 2.1); T5 of Raffel et al. 2020 (arXiv
 1910.10683), §3.1; BART of Lewis et al. 2020 (arXiv 1910.13461), §2 and §5, which follows RoBERTa
@@ -92,6 +94,7 @@ FAMILIES: Mapping[str, Family] = {
     "roberta": Family("bytelevel", 50265, "mlm"),
     "albert": Family("wordpiece", 30000, "mlm+sop", unit="ngram"),
     "electra": Family("wordpiece", 30522, "rtd"),
+    "deberta-v3": Family("wordpiece", 128100, "rtd"),
     "gpt": Family("bytelevel", 40478, "clm"),
     "gpt2": Family("bytelevel", 50257, "clm"),
     "t5": Family("unigram", 32128, "spans"),
@@ -142,7 +145,7 @@ def _published(
 _TURC = {"tiny": (2, 128, 2), "mini": (4, 256, 4), "small": (4, 512, 8), "medium": (8, 512, 8)}
 _BASE, _LARGE = {"base": (12, 768, 12)}, {"large": (24, 1024, 16)}
 _XLARGE, _XXLARGE = {"xlarge": (24, 2048, 16)}, {"xxlarge": (12, 4096, 64)}
-_CLARK, _RAFFEL = "Clark et al. 2020", "Raffel et al. 2020"
+_CLARK, _RAFFEL, _HE = "Clark et al. 2020", "Raffel et al. 2020", "He et al. 2021"
 _LAMB: dict[str, Any] = {"optimizer": "lamb", "embedding": 128}
 _NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0}
 _LEWIS = "Lewis et al. 2020; rate of Liu et al. 2019"
@@ -161,6 +164,10 @@ PRESETS = {
     ),
     **_published(_CLARK, "electra", _BASE, 2e-4, 256, generator=1 / 3),
     **_published(_CLARK, "electra", _LARGE, 2e-4, 2048, generator=1 / 4, mlm_probability=0.25),
+    "deberta-v3-tiny": Preset(
+        "deberta-v3", 2, 128, 2, 1e-3, generator=1 / 2, initializer_range=_NARROW
+    ),
+    **_published(_HE, "deberta-v3", {"small": (6, 768, 12)} | _BASE, 6e-4, 8192, generator=1 / 2),
     "roberta-tiny": Preset("roberta", 2, 128, 2, 1e-3, initializer_range=_NARROW),
     "roberta-mini": Preset("roberta", 4, 256, 4, 6e-4),
     **_published("Liu et al. 2019", "roberta", _BASE, 6e-4, 8192),
@@ -326,6 +333,9 @@ def configuration(
         encoder["max_position_embeddings"] += common["pad_token_id"] + 1
         kind = getattr(transformers, _ROBERTAS[chosen.family])
         return kind(**encoder, type_vocab_size=1, layer_norm_eps=1e-5)
+    if chosen.family == "deberta-v3":
+        deberta = _deberta(encoder)
+        return _joint(chosen, deberta, joint or {}) if learned.is_joint else deberta
     encoder["embedding_size"] = chosen.embedding or chosen.hidden
     if chosen.family == "albert":
         return transformers.AlbertConfig(
@@ -336,6 +346,18 @@ def configuration(
         )
     electra = transformers.ElectraConfig(**encoder)
     return _joint(chosen, electra, joint or {}) if learned.is_joint else electra
+
+
+def _deberta(encoder: dict[str, Any]) -> Any:
+    """Relative positions alone, in 256 buckets of a side up to the longest distance."""
+    import transformers
+
+    return transformers.DebertaV2Config(
+        **encoder,
+        **dict(relative_attention=True, position_buckets=256, pos_att_type="p2c|c2p"),
+        **dict(share_att_key=True, norm_rel_ebd="layer_norm", position_biased_input=False),
+        **dict(pooler_hidden_size=encoder["hidden_size"], legacy=False),
+    )
 
 
 def _gpt(chosen: Preset, common: _Ids, block_size: int, dropout: float, attention: float) -> Any:
@@ -462,7 +484,8 @@ _ALSO = {"bos": "cls", "eos": "sep"}
 def _special_ids(family: str, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, int]:
     """The ids of special tokens under the names that the configurations have for them."""
     usual = _USUAL_IDS[FAMILIES[family].tokenizer]
-    if family in ("bert", "electra", "distilbert"):  # whose configurations name the padding alone
+    if family in ("bert", "electra", "distilbert", "deberta-v3"):
+        # Their configurations name the padding alone.
         usual = {"pad": usual["pad"]}
     if tokenizer is None:
         return {f"{role}_token_id": value for role, value in usual.items()}

@@ -14,7 +14,15 @@ from fastplm.models import (
     ELECTRA_SECOND_STAGES,
     ELECTRA_SHARINGS,
 )
-from fastplm.pretrain.objectives import MASKING, NAMES, NOISES, Objective, learned_as, names_of
+from fastplm.pretrain.objectives import (
+    JOINT_FAMILIES,
+    MASKING,
+    NAMES,
+    NOISES,
+    Objective,
+    learned_as,
+    names_of,
+)
 from fastplm.pretrain.presets import (
     FAMILIES,
     OPTIMIZERS,
@@ -288,57 +296,57 @@ class PretrainArguments(budget.BudgetSettings):
         "masked ones; or the original tokens, of the masked ones or of all",
         "rtd",
         choices=ELECTRA_OBJECTIVES,
-        of=("electra",),
+        of=JOINT_FAMILIES,
     )
     electra_sharing: str | None = setting(
         "weights that ELECTRA's two models share (default: embeddings)",
         None,
         choices=ELECTRA_SHARINGS,
-        of=("electra",),
+        of=JOINT_FAMILIES,
     )
     electra_generator: str = setting(
         "what replaces ELECTRA's tokens: a model, or draws by the frequency of tokens (unigram)",
         "model",
         choices=ELECTRA_GENERATORS,
-        of=("electra",),
+        of=JOINT_FAMILIES,
     )
     generator_size: float | None = setting(
         "width and heads of ELECTRA's generator as a share of the discriminator's (default: that "
         "of --arch)",
         None,
         number=_SOME,
-        of=("electra",),
+        of=JOINT_FAMILIES,
     )
     temperature: float = setting(
         "of the softmax from which ELECTRA's generator draws tokens",
         1.0,
         number=POSITIVE,
-        of=("electra",),
+        of=JOINT_FAMILIES,
     )
     rtd_weight: float | None = setting(
         "factor of the loss of ELECTRA's discriminator (default: 50; 1 where it predicts tokens)",
         None,
         number=POSITIVE,
-        of=("electra",),
+        of=JOINT_FAMILIES,
     )
     adversarial: bool = setting(
         "ELECTRA: train the generator to make the discriminator's loss large, by REINFORCE, "
         "instead of to predict tokens",
         False,
-        of=("electra",),
+        of=JOINT_FAMILIES,
     )
     two_stage: bool = setting(
         "ELECTRA: half of the steps train the generator, then half train the discriminator, which "
         "begins with its weights; each half has its own warm-up",
         False,
-        of=("electra",),
+        of=JOINT_FAMILIES,
     )
     second_stage_from: str = setting(
         "with --two-stage: the discriminator begins with the weights of the generator, or with its "
         "own (scratch), and the generator may be narrower",
         "generator",
         choices=ELECTRA_SECOND_STAGES,
-        of=("electra",),
+        of=JOINT_FAMILIES,
     )
     cache: str | Path = common("cache")
 
@@ -512,7 +520,8 @@ class PretrainPlan(Plan, PretrainArguments):
         attention = named.attention_dropout
         if self.attention_dropout is not None:
             attention = self.attention_dropout
-        sharing = "none" if self.two_stage else "embeddings"
+        sharing = "gdes" if named.family == "deberta-v3" else "embeddings"
+        sharing = "none" if self.two_stage else sharing
         plan = plan.changed(
             unit=self.unit or (family.unit if objective in MASKING else None),
             attention_dropout=plan.dropout if named.family == "t5" else attention,
@@ -537,7 +546,7 @@ class PretrainPlan(Plan, PretrainArguments):
             able, fix = self.preset.family in of, "Leave the option out, or choose another --arch."
             expected = " or ".join(f"an architecture of the family {name}" for name in of)
             self.check(each.name, able, expected, fix, f"{value} with {self.arch}")
-            able = of != ("electra",) or self.learns.is_joint
+            able = of != JOINT_FAMILIES or self.learns.is_joint
             fix = "Leave one of the two options out."
             expected = "the objective rtd, as another one has no generator"
             self.check(each.name, able, expected, fix, f"{value} with objective {self.objective}")

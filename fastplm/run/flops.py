@@ -88,6 +88,8 @@ def _encoder(config: Any, lengths: Sequence[int]) -> int:
     rows, width = sum(lengths), config.hidden_size
     embedded = getattr(config, "embedding_size", width)
     pairs = _triangles(lengths) if getattr(config, "is_decoder", False) else _squares(lengths)
+    if config.model_type == "deberta-v2":  # two products with positions for each pair
+        pairs *= 2
     inner = getattr(config, "hidden_dim", None) or config.intermediate_size  # DistilBERT's name
     if config.model_type in _GATED:
         inner = inner * 3 // 2

@@ -52,9 +52,10 @@ def cost_of(command: str, args: Any, model: Any, folder: Path = Path()) -> float
 
 def configuration_of(args: Any) -> Any:
     """The configuration that a pre-training makes, with the most tokens its vocabulary may have."""
+    from fastplm.pretrain.objectives import JOINT_FAMILIES
     from fastplm.pretrain.presets import configuration
 
-    joint = args.joint_settings() if args.preset.family == "electra" else None
+    joint = args.joint_settings() if args.preset.family in JOINT_FAMILIES else None
     return configuration(
         args.preset,
         vocab_size=args.vocab_size,
