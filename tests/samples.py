@@ -239,6 +239,10 @@ def activated(size: int, dtype: torch.dtype) -> dict[str, Any]:
     return dict(input=floats(size, 40)(dtype), approximate="tanh")
 
 
+def gated(size: int, dtype: torch.dtype) -> dict[str, Any]:
+    return dict(input=floats(size, 40)(dtype), activation="silu")
+
+
 def activated_with_bias(size: int, dtype: torch.dtype) -> dict[str, Any]:
     return activated(size, dtype) | dict(bias=floats(40)(dtype))
 
@@ -388,7 +392,7 @@ def _samples() -> dict[str, Sample]:
         ("rms_norm", ops.rms_norm, normalized, WEIGHTS[:2]),
         ("gelu", ops.gelu, activated, ("input",)),
         ("bias_gelu", ops.bias_gelu, activated_with_bias, ("input", "bias")),
-        ("geglu", ops.geglu, activated, ("input",)),
+        ("geglu", ops.geglu, gated, ("input",)),
         ("rotary", ops.rotary, turned, QKV[:1]),
         ("dropout", ops.dropout, dropped, ("input",)),
         ("dropout, rows", ops.dropout, dropped_rows, ("input",)),

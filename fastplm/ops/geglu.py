@@ -34,12 +34,12 @@ def geglu(input: Tensor, activation: str = "gelu") -> Tensor:
     ``out = activation(a) b`` with ``a, b = input.chunk(2, -1)``.
 
     Args:
-        input: [..., 2 F], fp64, fp32, fp16 or bf16, any strides whose last is 1.
+        input: [..., F], fp64, fp32, fp16 or bf16; F is even; any strides whose last is 1.
         activation: "gelu", as in ModernBERT, "gelu_tanh", or "silu", as in Llama.
 
     Returns:
-        [..., F] in the dtype of ``input``. Nothing but the input is kept for the backward, which
-        writes the gradients of both halves side by side.
+        [..., F / 2] in the dtype of ``input``. Nothing but the input is kept for the backward,
+        which writes the gradients of both halves side by side.
 
     Numerics:
         In fp32 (fp64 in fp64), rounded once.
@@ -87,8 +87,8 @@ def _second(grad: Tensor, saved: Call, backend: str) -> Tensor:
     input, activation = saved
     (first, factor), grad = input.float().chunk(2, -1), grad.float()
     if activation == "silu":
-        active = torch.nn.functional.silu(first)
-        of_first = torch.ops.aten.silu_backward(grad * factor, first)
+        share = first.sigmoid()
+        active, of_first = first * share, grad * factor * share * (1 + first * (1 - share))
     else:
         form = "tanh" if activation == "gelu_tanh" else "none"
         active = torch.nn.functional.gelu(first, approximate=form)
