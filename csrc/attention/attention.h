@@ -220,7 +220,8 @@ class HeadPass {
         positions_(positions),
         width_(round_up(head.dim, kWidth)),
         row_(odd_lines(width_)) {
-    seen_ = head.right < 0 ? head.seqlen_k : std::min(head.seqlen_k, head.seqlen_q + head.right);
+    seen_ = head.seqlen_k;
+    if (head.right >= 0 && !head.is_causal) seen_ = std::min(seen_, head.seqlen_q + head.right);
     first_seen_ = 0;
     if (head.key_mask != nullptr) {
       while (seen_ > 0 && !head.key_mask[seen_ - 1]) --seen_;

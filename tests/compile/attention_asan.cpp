@@ -29,6 +29,7 @@ struct Shape {
   int64_t seqlen_q, seqlen_k, dim;
   bool masked, causal, biased, dense;
   uint32_t threshold;
+  int64_t left, right;  // negative: no bound
 };
 
 struct Rows {
@@ -74,9 +75,10 @@ void compare(const char* what, const Shape& s, const Rows& got, const std::vecto
     const double error = std::abs(got.data[i] - gold[i]) / (largest * terms * 0x1p-24);
     worst = std::max(worst, error);
     if (!(error < 2.0)) {
-      std::fprintf(stderr, "%s: Tq %ld Tk %ld D %ld masked %d causal %d biased %d dense %d drop %u: %g, not %g\n",
+      std::fprintf(stderr, "%s: Tq %ld Tk %ld D %ld masked %d causal %d biased %d dense %d drop %u window %ld %ld: %g, not %g\n",
                    what, static_cast<long>(s.seqlen_q), static_cast<long>(s.seqlen_k),
                    static_cast<long>(s.dim), s.masked, s.causal, s.biased, s.dense, s.threshold,
+                   static_cast<long>(s.left), static_cast<long>(s.right),
                    static_cast<double>(got.data[i]), gold[i]);
       std::exit(1);
     }
@@ -128,6 +130,7 @@ void run(const Shape& s, std::mt19937& random) {
       for (int64_t d = 0; d < dim; ++d) score += query(i, d) * k[j * dim + d];
       score = score * scale + (s.biased ? bias_weight[in_bucket(j)] : 0.0f);
       if (!mask[j] || !seen(i, j) || (s.causal && distance(j) > 0)) score = -INFINITY;
+      if ((s.left >= 0 && distance(j) < -s.left) || (s.right >= 0 && distance(j) > s.right)) score = -INFINITY;
       probs[j] = score;
       most = std::max(most, score);
     }
@@ -157,6 +160,8 @@ void run(const Shape& s, std::mt19937& random) {
   const std::unique_ptr<Softmax[]> softmax(new Softmax[tq]);
   Head<float> head{tq,         tk,       dim,      tq, query.in(), key.in(), value.in(),
                    mask.get(), {},       s.causal, static_cast<float>(scale), {}, {}, softmax.get()};
+  head.left = s.left;
+  head.right = s.right;
   if (s.dense) head.attn_mask = {dense.get(), tk + 3};
   if (s.biased) head.bias = {bias_weight, 1, 4, bucket, kFurthest};
   if (s.threshold > 0) head.dropout = {kSeed, kSample, kHead, s.threshold};
@@ -195,7 +200,8 @@ int main() {
           const int bits = option * 5 + runs % 3;
           const uint32_t threshold = runs % 4 == 0 ? 26 : runs % 16 == 1 ? 256 : 0;
           const bool dense = runs % 3 == 1;
-          run({tq, tk, dim, (bits & 1) != 0, (bits & 2) != 0, (bits & 4) != 0, dense, threshold}, random);
+          const int64_t left = runs % 5 == 0 ? runs % 40 : -1, right = runs % 10 == 5 || runs % 7 == 3 ? runs % 30 : -1;
+          run({tq, tk, dim, (bits & 1) != 0, (bits & 2) != 0, (bits & 4) != 0, dense, threshold, left, right}, random);
           ++runs;
         }
       }
