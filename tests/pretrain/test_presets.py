@@ -31,14 +31,18 @@ ELECTRAS = [
     ("electra-small", 13_483_008, (12, 64, 1, 256)),
     ("electra-base", 108_891_648, (12, 256, 4, 1024)),
     ("electra-large", 334_092_288, (24, 256, 4, 1024)),
+    # microsoft/deberta-v3-{small,base}; the generators have half of the layers.
+    ("deberta-v3-small", 141_304_320, (3, 768, 12, 3072)),
+    ("deberta-v3-base", 183_831_552, (6, 768, 12, 3072)),
 ]
 
 
 @pytest.mark.parametrize(("arch", "expected", "generator"), ELECTRAS)
 def test_electra_sizes(arch, expected, generator):
     with torch.device("meta"):
-        model = ElectraForJointPreTraining(configuration(arch, vocab_size=30522))
-    assert parameters(model.discriminator.electra) == expected
+        vocab = FAMILIES[PRESETS[arch].family].vocab_size
+        model = ElectraForJointPreTraining(configuration(arch, vocab_size=vocab))
+    assert parameters(model.discriminator.base_model) == expected
     config = model.generator.config
     assert generator == (
         config.num_hidden_layers,
@@ -156,7 +160,8 @@ def test_what_is_fastplms_own_says_so():
         f"{family}-{size}"
         for family in FAMILIES
         for size in ("tiny", "mini")
-        if family != "bert" and f"{family}-{size}" not in ("electra-mini", "gpt-mini")
+        if family != "bert"
+        and f"{family}-{size}" not in ("electra-mini", "gpt-mini", "deberta-v3-mini")
     }
     for name in own:
         args = PretrainArguments(name, ["-"], 9, "out").plan()
