@@ -24,6 +24,7 @@ from fastplm.reference.attention import attention_ref, attention_varlen_ref
 from fastplm.reference.bart_noise import bart_noise_ref
 from fastplm.reference.bias_gelu import bias_gelu_ref
 from fastplm.reference.corrupt_spans import corrupt_spans_ref
+from fastplm.reference.disentangled_attention import disentangled_attention_ref
 from fastplm.reference.dropout_add_layer_norm import dropout_add_layer_norm_ref
 from fastplm.reference.embedding_layer_norm import embedding_layer_norm_ref
 from fastplm.reference.gather_rows import gather_rows_ref
@@ -389,6 +390,25 @@ def geglu_checks() -> Iterator[Check]:
         yield Check("geglu", f"F={width} {activation}", "triton", inputs, *functions, ("input",))
 
 
+def disentangled_checks() -> Iterator[Check]:
+    def make(where: Where, longest: int) -> Inputs:
+        sequences, heads, dim = (2, 2, 16) if where.small else (8, 12, 64)
+        longest = 33 if where.small else longest
+        rows = [where.draw(sequences, heads, longest, dim) for _ in range(3)]
+        tables = [where.draw(512, heads, dim) for _ in range(2)]
+        names = ("query", "key", "value", "pos_key", "pos_query")
+        return dict(
+            zip(names, rows + tables, strict=True), key_mask=where.flags(0.8, sequences, longest)
+        )
+
+    both = (ops.disentangled_attention, disentangled_attention_ref)
+    functions = [lambda f=f, **given: f(**given, max_distance=512) for f in both]
+    for longest in (128, 512):
+        inputs = lambda where, n=longest: make(where, n)  # noqa: E731
+        names = ("query", "key", "value", "pos_key", "pos_query")
+        yield Check("disentangled_attention", f"T={longest}", "triton", inputs, *functions, names)
+
+
 def rotary_checks() -> Iterator[Check]:
     def make(where: Where, heads: int, dim: int) -> Inputs:
         batch, length = (1, 9) if where.small else (2, 513)
@@ -524,6 +544,7 @@ OPS: dict[str, Callable[[], Iterator[Check]]] = {
     "dropout_add_layer_norm": norm_checks,
     "bias_gelu": gelu_checks,
     "geglu": geglu_checks,
+    "disentangled_attention": disentangled_checks,
     "rotary": rotary_checks,
     "embedding_layer_norm": embedding_checks,
     "gather_rows": row_checks,

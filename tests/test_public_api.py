@@ -54,9 +54,10 @@ def test_an_op_documents_itself(function):
 
 @pytest.mark.parametrize("function", OP_FUNCTIONS, ids=lambda f: f.__name__)
 def test_options_are_keyword_only_as_in_torch(function):
-    by_position = {ops.linear: ["bias"], ops.linear_int8: ["bias"], ops.dropout: ["p"]}.get(
-        function, []
-    )  # as in torch
+    by_position = {
+        **{ops.linear: ["bias"], ops.linear_int8: ["bias"], ops.dropout: ["p"]},
+        ops.geglu: ["activation"],
+    }.get(function, [])  # as in torch
     if function in (ops.linear_distillation, ops.linear_distillation_topk):
         by_position = ["target"]  # the same place as in linear_cross_entropy
     parameters = inspect.signature(function).parameters.values()

@@ -176,7 +176,7 @@ def _disentangled_attention_fwd_kernel(
     PRECISION: tl.constexpr,
 ):
     # One program handles one tile of queries and loops over the keys in order.
-    TILE: tl.constexpr = Tile(HEAD_DIM, BLOCK_D, BLOCK, BLOCK, False, PRECISION)
+    TILE: tl.constexpr = Tile(HEAD_DIM, BLOCK_D, BLOCK, BLOCK, PRECISION)
     zero_spare_rows(out_ptr, cu_ptr, num_seqs, num_rows, num_heads * HEAD_DIM, stride_ot)
     num_tiles = tl.cdiv(seqlen, BLOCK)
     start_q = tl.program_id(0) % num_tiles * BLOCK
@@ -195,7 +195,7 @@ def _disentangled_attention_fwd_kernel(
     pq_rows = None
     if pq_ptr is not None:
         pq_rows = Rows(pq_ptr + h * HEAD_DIM, stride_p)
-    head = Head(b, h, length, length, 0, None, mask_ptr, None, None, None, dropout)
+    head = Head(b, h, length, length, None, None, 0, mask_ptr, None, None, None, dropout)
     if start_q >= head.length_q:
         return
     key = rows_of(Tensor(k_ptr, stride_kb, stride_kh, stride_kt), head.b, head.h, first)
@@ -319,7 +319,7 @@ def _disentangled_attention_bwd_dq_kernel(
     PRECISION: tl.constexpr,
 ):
     # One program handles one tile of queries and loops over the keys in order.
-    TILE: tl.constexpr = Tile(HEAD_DIM, BLOCK_D, BLOCK, BLOCK, False, PRECISION)
+    TILE: tl.constexpr = Tile(HEAD_DIM, BLOCK_D, BLOCK, BLOCK, PRECISION)
     zero_spare_rows(dq_ptr, cu_ptr, num_seqs, num_rows, num_heads * HEAD_DIM, stride_ot)
     num_tiles = tl.cdiv(seqlen, BLOCK)
     start_q = tl.program_id(0) % num_tiles * BLOCK
@@ -338,7 +338,7 @@ def _disentangled_attention_bwd_dq_kernel(
     pq_rows = None
     if pq_ptr is not None:
         pq_rows = Rows(pq_ptr + h * HEAD_DIM, stride_p)
-    head = Head(b, h, length, length, 0, None, mask_ptr, None, None, None, dropout)
+    head = Head(b, h, length, length, None, None, 0, mask_ptr, None, None, None, dropout)
     if start_q >= head.length_q:
         return
     query = rows_of(Tensor(q_ptr, stride_qb, stride_qh, stride_qt), head.b, head.h, first)
@@ -460,7 +460,7 @@ def _disentangled_attention_bwd_dkdv_kernel(
     PRECISION: tl.constexpr,
 ):
     # One program handles every ``groups``-th tile of keys of one head, and loops over the queries.
-    TILE: tl.constexpr = Tile(HEAD_DIM, BLOCK_D, BLOCK, BLOCK, False, PRECISION)
+    TILE: tl.constexpr = Tile(HEAD_DIM, BLOCK_D, BLOCK, BLOCK, PRECISION)
     row_size = num_heads * HEAD_DIM
     zero_spare_rows(dk_ptr, cu_ptr, num_seqs, num_rows, row_size, stride_ot)
     zero_spare_rows(dv_ptr, cu_ptr, num_seqs, num_rows, row_size, stride_ot)
@@ -480,7 +480,7 @@ def _disentangled_attention_bwd_dkdv_kernel(
     pq_rows = None
     if pq_ptr is not None:
         pq_rows = Rows(pq_ptr + h * HEAD_DIM, stride_p)
-    head = Head(b, h, length, length, 0, None, mask_ptr, None, None, None, dropout)
+    head = Head(b, h, length, length, None, None, 0, mask_ptr, None, None, None, dropout)
     query = rows_of(Tensor(q_ptr, stride_qb, stride_qh, stride_qt), head.b, head.h, first)
     key = rows_of(Tensor(k_ptr, stride_kb, stride_kh, stride_kt), head.b, head.h, first)
     value = rows_of(Tensor(v_ptr, stride_vb, stride_vh, stride_vt), head.b, head.h, first)

@@ -65,8 +65,9 @@ class Encoder:
         """The modules whose outputs are the hidden states, as Transformers records them."""
         recorded = _CAN_RECORD_REGISTRY.get(self.backbone).get("hidden_states")
         kind = getattr(recorded, "target_class", recorded)
-        if kind is None:  # GPT
-            return list(getattr(self.backbone, "h", []))
+        if kind is None:  # GPT, MPNet, DeBERTa
+            layers = getattr(self.backbone, "_layers", lambda: getattr(self.backbone, "h", ()))
+            return list(layers())
         return [module for module in self.backbone.modules() if isinstance(module, kind)]
 
     @property

@@ -16,6 +16,8 @@ import fastplm.models
 from fastplm.data import train_tokenizer
 from fastplm.testing import check_in_fp64
 
+from ..models.conftest import in_double
+
 LETTERS = "abcdefghijklmnop"
 #: Texts of different lengths, in no order; one has no letter, one occurs twice.
 TEXTS = ["ab cde", "p", "abc defg hi klm", "", "fg fg fgh", "p", "olm nop bad", "k lm"]
@@ -170,8 +172,10 @@ def of_texts(parent, tokenizer, layers=(-1,), kinds=("mean",)):
 
 def hold(model, parent, ours, theirs):
     """Checks that ``ours(model)`` equals ``theirs(parent)`` in fp64."""
-    out = torch.as_tensor(ours(model.double()))
-    gold, single = theirs(parent.double()), theirs(parent.float())
+    with in_double(model):
+        out = torch.as_tensor(ours(model.double()))
+        gold = theirs(parent.double())
+    single = theirs(parent.float())
     check_in_fp64({"result": out}, {"result": gold}, {"result": single})
 
 

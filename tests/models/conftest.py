@@ -57,6 +57,14 @@ def _outputs_and_gradients(model: nn.Module, run: Callable) -> tuple[Outputs, Ou
     return {name: value.detach() for name, value in outputs.items()}, gradients
 
 
+def in_double(model: Any) -> Any:
+    """A context in which the parent's modules compute rotary positions and ESM's embeddings in the
+    dtype of the model; in fp32 else."""
+    kinds = (type(one).__name__ for one in model.modules())
+    theirs = any("Rotary" in kind or kind == "EsmEmbeddings" for kind in kinds)
+    return KeptDouble() if theirs else contextlib.nullcontext()
+
+
 def _in_fp64(model: nn.Module, run: Callable) -> tuple[Outputs, Outputs]:
     with KeptDouble():
         return _outputs_and_gradients(model.double(), run)
@@ -140,10 +148,7 @@ def _hold(
             gold = _in_fp64(parent, parent_run)
             sensitivity = condition(parent)
             # The model is converted in place, as a compiled form of it may run.
-            # The parent's modules compute rotary positions and ESM's embeddings, in fp32 else.
-            kinds = (type(one).__name__ for one in ours.modules())
-            theirs = any("Rotary" in kind or kind == "EsmEmbeddings" for kind in kinds)
-            with KeptDouble() if theirs else contextlib.nullcontext():
+            with in_double(ours):
                 outputs, gradients = _outputs_and_gradients(ours.double(), run)
         finally:
             parent.float()

@@ -11,12 +11,17 @@ import transformers
 from fastplm import models
 from fastplm.models import _NAMES
 
-from .conftest import FAMILIES, small_config
+from .conftest import CLONES, FAMILIES, small_config
 
 NAMES = [name for name in models.__all__ if name.startswith("Auto")]
 BERT = small_config("bert")
-DISTIL = transformers.DistilBertConfig(
-    vocab_size=37, dim=16, n_layers=1, n_heads=2, hidden_dim=24, max_position_embeddings=20
+#: A family without classes here.
+LLAMA = transformers.LlamaConfig(
+    vocab_size=37,
+    hidden_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    intermediate_size=24,
 )
 
 
@@ -43,10 +48,10 @@ def test_auto_classes_return_drop_in_classes(name, family):
 
 def test_every_family_is_tried():
     others = {"auto", "bart_translation", "electra_joint", "encoder_decoder", "layer_report"}
-    assert set(_NAMES) - others == set(FAMILIES)
+    assert set(_NAMES) - others == {*FAMILIES, *CLONES}
 
 
-@pytest.mark.parametrize("config", [BERT, DISTIL], ids=["bert", "distilbert"])
+@pytest.mark.parametrize("config", [BERT, LLAMA], ids=["bert", "llama"])
 def test_auto_classes_take_the_attention_of_the_call(config, tmp_path):
     config = copy.deepcopy(config)
     argument = {"attn_implementation": "eager"}
@@ -82,13 +87,13 @@ def test_from_pretrained(tmp_path):
 
 
 def test_other_models_get_fused_attention(tmp_path):
-    config = copy.deepcopy(DISTIL)
+    config = copy.deepcopy(LLAMA)
     model = models.AutoModel.from_config(config)
-    assert type(model) is transformers.DistilBertModel
+    assert type(model) is transformers.LlamaModel
     assert config._attn_implementation is None, "the caller's configuration is not changed"
     model.save_pretrained(tmp_path)
     loaded = models.AutoModel.from_pretrained(tmp_path)
-    assert type(loaded) is transformers.DistilBertModel
+    assert type(loaded) is transformers.LlamaModel
     for either in (model, loaded):
         assert either.config._attn_implementation == "fastplm"
 

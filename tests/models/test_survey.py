@@ -82,7 +82,7 @@ def test_the_survey_finds_what_is_wrong(monkeypatch, broken):
 
     transformers.AttentionInterface.register(hf.NAME, wrong)
     try:
-        kind = "LlamaForCausalLM" if broken == "causality" else "DistilBertForMaskedLM"
+        kind = "LlamaForCausalLM" if broken == "causality" else "GPTNeoXForCausalLM"
         row = survey_models.survey(Case("x", getattr(transformers, kind), {}), "name")
     finally:
         transformers.AttentionInterface.register(hf.NAME, right)
