@@ -346,7 +346,7 @@ class EncoderModel(FastplmModel):
         if self.training and padding_reason in NUMBERED_REASONS:
             row_plan.number(given, sample_index, offsets, drops and know_their_rows(self._layers()))
             layers, numbers = list(self._layers()), self._layer_numbers
-            if layers and not any(getattr(one, "_is_numbered", True) for one in layers):
+            if layers and not getattr(layers[0], "_is_numbered", True):
                 row_plan.order = {id(one): at for at, one in enumerate(layers)}
                 numbers = lambda: [*row_plan.order.values()]  # noqa: E731
             row_plan.draw_seeds(self, given, numbers)
@@ -577,11 +577,12 @@ class EncoderLayer(SetsDropoutRows):
             return None
         itself, join = around[1]._modules, around[2]._modules
         mid, end = inner._modules, outer._modules
+        query, key, value = self._projections
         attention = Attention(
             module=around[1],
             head_size=around[1].attention_head_size,
             dropout=itself["dropout"].p,
-            projections=tuple(itself[name] for name in self._projections),
+            projections=(itself[query], itself[key], itself[value]),
             join=Join(join["dense"], join["LayerNorm"], join["dropout"]),
             function=self._attention_function,
         )

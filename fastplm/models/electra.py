@@ -89,12 +89,12 @@ class ReplacedTokenDetection(FastplmModel):
         Raises:
             ArgumentValueError, ArgumentTypeError: wrong shapes, dtypes or (on the CPU) ids.
         """
+        check_parts(self, self.base_model)
         (ragged, full), shape = (None, False), _heads.shape_of(inputs)
         if attention_mask is not None and attention_mask.dim() == 2:
             if shape is not None:
                 attention_mask = of_batch(attention_mask, shape[0])
             ragged, full = self.base_model._unpadded(attention_mask, None, unpad)
-        check_parts(self, self.base_model)
         outputs = self.base_model(
             attention_mask=attention_mask,
             return_dict=True,

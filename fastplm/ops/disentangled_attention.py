@@ -196,9 +196,9 @@ def disentangled_attention(
     Examples:
         >>> query = torch.ones(1, 1, 3, 1)
         >>> value = torch.tensor([1.0, 3.0, 7.0]).view(1, 1, 3, 1)
-        >>> table = torch.tensor([0.0, 0.0, 0.0, 100.0]).view(4, 1, 1)  # distance 1: the key before
+        >>> table = torch.tensor([0.0, 0.0, 0.0, 100.0]).view(4, 1, 1)  # the keys before
         >>> ops.disentangled_attention(query, query, value, table, None)[0, 0, 1:, 0]
-        tensor([1., 3.])
+        tensor([1., 2.])
 
     Source: He et al. 2020, "DeBERTa" (arXiv 2006.03654), equation 4; buckets as in Transformers'
         DeBERTa-v2.

@@ -83,7 +83,7 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
         >>> query = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
         >>> turn = torch.full((1, 1, 2), torch.pi / 2)
         >>> ops.rotary(query, query, turn.cos(), turn.sin())[0].round()
-        tensor([[[[-0.,  1.]]]])
+        tensor([[[[-0., 1.]]]])
 
     Source: Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding" (arXiv
         2104.09864), equation 34.

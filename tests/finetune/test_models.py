@@ -150,12 +150,12 @@ def test_wrong_models(arguments, checkpoint, tmp_path):
         tokenizer.save_pretrained(path)
         with pytest.raises(DataError, match=expected):
             build_model(prepare_task(arguments("tagging", path)), 0)
-    path = tmp_path / "distil"
-    small = {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 16, "vocab_size": 80}
-    config = transformers.DistilBertConfig(**small)
-    transformers.DistilBertModel(config).save_pretrained(path)
+    path = tmp_path / "xlnet"
+    small = {"d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16, "vocab_size": 80}
+    config = transformers.XLNetConfig(**small)
+    transformers.XLNetModel(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
-    with pytest.raises(DataError, match="a DistilBertForTokenClassification; .*--library"):
+    with pytest.raises(DataError, match="a XLNetForTokenClassification; .*--library"):
         build_model(prepare_task(arguments("tagging", path)), 0)
     build_model(prepare_task(arguments("tagging", path, library="transformers")), 0)
 

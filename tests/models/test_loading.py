@@ -24,7 +24,7 @@ from fastplm.finetune.features import (
 )
 from fastplm.run.checkpoint import weights_at
 
-from .conftest import CLASSES, config_of, every_class, parent_of
+from .conftest import CLASSES, CLONED, config_of, every_class, parent_of, small_config
 
 
 def joint(**options):
@@ -48,7 +48,8 @@ def two_berts(**options):
 HEADS_OF_TABLES = ("lm_head.weight", "predictions.decoder.weight")
 THOUGHTS = dict(vocab_size=20, embedding_size=16, hidden_size=24)
 #: {name: (class, its configuration)} of every class that has ``from_pretrained``.
-MODELS = {name: (getattr(models, name), config_of(name)) for name in CLASSES}
+MODELS = {name: (getattr(models, name), config_of(name)) for name in CLASSES | CLONED}
+MODELS["replaced tokens"] = (models.DebertaV2ForPreTraining, small_config("deberta_v2"))
 MODELS |= {
     f"joint {option}": (models.ElectraForJointPreTraining, joint(**dict([option])))
     for option in (
@@ -130,7 +131,9 @@ def test_what_a_checkpoint_lacks_is_initialized(name, dirty, tmp_path):
         for each, value in tensors_of(kind.from_pretrained(tmp_path)).items()
         if not is_as_new(value, tensors_of(new)[each])
     }
-    if wrong and name in CLASSES:  # Transformers leaves the products of OpenAI GPT as memory is
+    if (
+        wrong and name in CLASSES | CLONED
+    ):  # Transformers leaves the products of OpenAI GPT as memory is
         theirs = tensors_of(parent_of(kind).from_pretrained(tmp_path))
         wrong = {each for each in wrong if is_as_new(theirs[each], tensors_of(new)[each])}
     assert not wrong
