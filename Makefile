@@ -43,6 +43,7 @@ test-rest: $(VENV)/.test
 	@$(MAKE) --no-print-directory test-compile PART=rest
 	@$(MAKE) --no-print-directory test-triton
 	@$(MAKE) --no-print-directory test-transformers
+	@$(MAKE) --no-print-directory test-transformers TRANSFORMERS=5.24.0
 	@$(MAKE) --no-print-directory test-study
 	@$(MAKE) --no-print-directory test-cpu PART=rest
 

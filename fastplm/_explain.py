@@ -21,7 +21,7 @@ from fastplm.errors import BackendError
 TESTED = {
     "torch": SpecifierSet(">=2.11,<2.16"),
     "triton": SpecifierSet(">=3.6,<3.10"),
-    "transformers": SpecifierSet(">=5.17,<5.24"),
+    "transformers": SpecifierSet(">=5.17,<5.25"),
 }
 
 

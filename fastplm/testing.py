@@ -312,6 +312,8 @@ class KeptDouble(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.float:
             func = torch.Tensor.double
+        elif func is torch.Tensor.to and kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.promote_types(args[0].dtype, torch.float32)
         elif func is torch.nn.functional.softmax and kwargs.get("dtype") is torch.float32:
             kwargs["dtype"] = torch.promote_types(args[0].dtype, torch.float32)
         return func(*args, **kwargs)

@@ -45,7 +45,7 @@ def test_no_layer_above_the_chosen_ones_runs(family, tokenizer):
     blocks = getattr(backbone, "h", None) or getattr(backbone, "layers", None)
     blocks = blocks or getattr(backbone, "block", None)
     if blocks is None:
-        encoder = backbone.encoder
+        encoder = getattr(backbone, "encoder", None) or backbone.transformer  # DistilBERT
         blocks = encoder.albert_layer_groups if family == "albert" else encoder.layer
     ran = []
     for block in set(blocks):
