@@ -55,7 +55,11 @@ from fastplm.triton_kernels.attention.tiles import (
 # None was measured on a device yet: the compile tests, which allow no spills, chose them.
 _TABLE = {
     "half": {80: ((32, 4), (32, 4), (32, 8))},
-    "half, wide": {80: ((32, 8), (32, 8), (32, 8)), 100: ((32, 8), (16, 8), (16, 8))},
+    "half, wide": {
+        80: ((32, 8), (32, 8), (32, 8)),
+        100: ((32, 8), (16, 8), (16, 8)),
+        120: ((32, 8), (16, 8), (16, 8)),
+    },
     "fp32": {80: ((16, 4), (16, 4), (16, 8))},
 }
 
