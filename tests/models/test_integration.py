@@ -248,7 +248,9 @@ def test_half_precision_is_as_accurate_as_the_parent(family):
     @torch.no_grad()
     def run(model):
         logits = model(**inputs).logits
-        assert logits.isfinite().all(), "of padding too"
+        # Transformers' ModernBERT gives NaN where a window holds padding alone.
+        theirs = family == "modernbert" and not type(model).__module__.startswith("fastplm.")
+        assert theirs or logits.isfinite().all(), "of padding too"
         return logits[MASK.bool()]
 
     ours, parent = ours_of(family).half(), parent_of(family).half()
