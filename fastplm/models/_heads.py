@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForQuestionAnsweringLoss
@@ -19,7 +18,7 @@ from fastplm import ops
 from fastplm._backends import note
 from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor
 from fastplm.errors import check_choice, fail
-from fastplm.models._base import CACHE, FastplmModel, TiedLookup, check_parts, joined
+from fastplm.models._base import CACHE, FastplmModel, TiedLookup, check_parts
 from fastplm.models._ragged import (
     Batches,
     either,
@@ -647,18 +646,3 @@ STANDARD: dict[str, Any] = {
     "ForSequenceClassification": SequenceClassification,
     "ForTokenClassification": TokenClassification,
 }
-
-
-def standard(prefix: str, module: str, *between: type) -> dict[str, type]:
-    """{name: drop-in class} of these heads, of a family whose classes have this prefix.
-
-    Args:
-        module: the name of the Python module that gets them; ``models/__init__.py`` lists them.
-        between: mixins between those of the heads and their parents.
-    """
-    parents = ((getattr(transformers, prefix + end, None), one) for end, one in STANDARD.items())
-    return {
-        parent.__name__: joined(mixin, *between, parent, __module__=module)
-        for parent, mixin in parents
-        if parent is not None
-    }

@@ -23,7 +23,7 @@ from transformers.utils import logging
 from fastplm.errors import UnsupportedError, fail
 from fastplm.hf import NAME
 from fastplm.models import _heads, bart, bert, roberta
-from fastplm.models._base import MADE, FastplmModel, documented, drop_in_for, fitted
+from fastplm.models._base import CACHE, MADE, FastplmModel, documented, drop_in_for, fitted
 from fastplm.models._encoder import EncoderLayer, EncoderModel
 from fastplm.models._own_attention import (
     GetsMore,
@@ -46,11 +46,14 @@ from fastplm.models._seq2seq import (
 
 logger = logging.get_logger(__name__)
 #: The inputs of a backbone that every family may have, and those that have a value for each token.
-_INPUTS = """
+_INPUTS = (
+    """
     input_ids attention_mask token_type_ids position_ids inputs_embeds encoder_hidden_states
-    encoder_attention_mask past_key_values use_cache output_attentions output_hidden_states
-    return_dict kwargs self cache_position
+    encoder_attention_mask use_cache output_attentions output_hidden_states return_dict kwargs self
+    cache_position
 """.split()
+    + [CACHE]
+)
 _OF_TOKENS = """
     bbox input_pronunciation_ids input_shape_ids task_type_ids xpath_subs_seq xpath_tags_seq
 """.split()
@@ -474,7 +477,7 @@ def _stack_like_barts(
         found |= [_of(layer, bart.PostNormLayer, _attention=kind)]
     kinds = frozenset((found.get(type(layer), type(layer)), kind))
     inputs = inspect.signature(stack.forward).parameters
-    how: dict[str, Any] = dict(_kinds=kinds, _takes_cache="past_key_values" in inputs, _owns=own)
+    how: dict[str, Any] = dict(_kinds=kinds, _takes_cache=CACHE in inputs, _owns=own)
     how |= {} if name is None else {"_name": name}
     known = set(_INPUTS) - {"position_ids", "token_type_ids"}
     how["_others"] = tuple(one for one in inputs if one not in known)

@@ -22,4 +22,21 @@ class CamembertForMaskedLM(roberta.LMHead, _heads.MaskedLM, transformers.Camembe
 class CamembertForCausalLM(roberta.LMHead, _heads.CausalLM, transformers.CamembertForCausalLM): ...
 
 
-globals().update(_heads.standard("Camembert", __name__))
+class CamembertForSequenceClassification(
+    _heads.SequenceClassification, transformers.CamembertForSequenceClassification
+): ...
+
+
+class CamembertForMultipleChoice(
+    _heads.MultipleChoice, transformers.CamembertForMultipleChoice
+): ...
+
+
+class CamembertForTokenClassification(
+    _heads.TokenClassification, transformers.CamembertForTokenClassification
+): ...
+
+
+class CamembertForQuestionAnswering(
+    _heads.QuestionAnswering, transformers.CamembertForQuestionAnswering
+): ...

@@ -28,4 +28,21 @@ class Data2VecTextForCausalLM(
 ): ...
 
 
-globals().update(_heads.standard("Data2VecText", __name__))
+class Data2VecTextForSequenceClassification(
+    _heads.SequenceClassification, transformers.Data2VecTextForSequenceClassification
+): ...
+
+
+class Data2VecTextForMultipleChoice(
+    _heads.MultipleChoice, transformers.Data2VecTextForMultipleChoice
+): ...
+
+
+class Data2VecTextForTokenClassification(
+    _heads.TokenClassification, transformers.Data2VecTextForTokenClassification
+): ...
+
+
+class Data2VecTextForQuestionAnswering(
+    _heads.QuestionAnswering, transformers.Data2VecTextForQuestionAnswering
+): ...

@@ -65,4 +65,21 @@ class DistilBertForMaskedLM(_heads.MaskedLM, transformers.DistilBertForMaskedLM)
         return self.vocab_layer_norm(self.activation(self.vocab_transform(rows)))
 
 
-globals().update(_heads.standard("DistilBert", __name__))
+class DistilBertForSequenceClassification(
+    _heads.SequenceClassification, transformers.DistilBertForSequenceClassification
+): ...
+
+
+class DistilBertForMultipleChoice(
+    _heads.MultipleChoice, transformers.DistilBertForMultipleChoice
+): ...
+
+
+class DistilBertForTokenClassification(
+    _heads.TokenClassification, transformers.DistilBertForTokenClassification
+): ...
+
+
+class DistilBertForQuestionAnswering(
+    _heads.QuestionAnswering, transformers.DistilBertForQuestionAnswering
+): ...

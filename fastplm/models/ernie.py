@@ -28,4 +28,24 @@ class ErnieForPreTraining(bert.PreTraining, transformers.ErnieForPreTraining):
     _output = modeling_ernie.ErnieForPreTrainingOutput
 
 
-globals().update(_heads.standard("Ernie", __name__))
+class ErnieForSequenceClassification(
+    _heads.SequenceClassification, transformers.ErnieForSequenceClassification
+): ...
+
+
+class ErnieForMultipleChoice(_heads.MultipleChoice, transformers.ErnieForMultipleChoice): ...
+
+
+class ErnieForTokenClassification(
+    _heads.TokenClassification, transformers.ErnieForTokenClassification
+): ...
+
+
+class ErnieForQuestionAnswering(
+    _heads.QuestionAnswering, transformers.ErnieForQuestionAnswering
+): ...
+
+
+class ErnieForNextSentencePrediction(
+    _heads.SequenceClassification, transformers.ErnieForNextSentencePrediction
+): ...

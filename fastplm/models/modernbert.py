@@ -65,16 +65,15 @@ class ModernBertForMaskedLM(_heads.MaskedLM, transformers.ModernBertForMaskedLM)
     def _head(self) -> _heads.Head:
         return self.head, self.decoder
 
-    def forward(self, *, labels: Tensor | None = None, **inputs: Any) -> Any:
-        """Like the parent, with the additional arguments of ``BertForMaskedLM``."""
+    def _compute(self, labels: Tensor | None, inputs: Any, *how: Any) -> Any:
         if labels is None or not self.sparse_prediction:
-            return super().forward(labels=labels, **inputs)
+            return super()._compute(labels, inputs, *how)
         labelled = labels != self.sparse_pred_ignore_index
-        inputs["return_dict"], as_dict = True, inputs.get("return_dict", True)
-        out = super().forward(labels=labels.masked_fill(~labelled, -100), **inputs)
-        if out.logits is not None:
-            out.logits = out.logits.flatten(0, 1)[labelled.flatten()]
-        return out if as_dict else out.to_tuple()
+        labels = labels.masked_fill(~labelled, -100)
+        outputs, loss, logits = super()._compute(labels, inputs, *how)
+        if logits is not None:
+            logits = logits.flatten(0, 1)[labelled.flatten()]
+        return outputs, loss, logits
 
 
 class ModernBertForSequenceClassification(

