@@ -242,7 +242,7 @@ def test_a_cache_with_an_update_of_its_own_is_asked(of, calls, monkeypatch):
     model, _ = made("gpt2")
     given, asked, original = prompt((0, 0, 0)), [], DynamicLayer.update
 
-    def update(self, keys, values, *others):
+    def update(self, keys, values, *others, **more):
         asked.append(keys.shape)
         return original(self, keys, values, *others[:0])
 
@@ -257,7 +257,7 @@ def test_a_cache_with_an_update_of_its_own_is_asked(of, calls, monkeypatch):
         elif of == "layer":
             cache.layers[1].update = functools.partial(update, cache.layers[1])
         elif of == "cache":
-            cache.update = lambda keys, values, layer: update(cache.layers[layer], keys, values)
+            cache.update = lambda keys, values, at, **_: update(cache.layers[at], keys, values)
         else:
             monkeypatch.setattr(DynamicLayer, "update", update)
         model(torch.tensor([[3], [4], [5]]), past_key_values=cache)
