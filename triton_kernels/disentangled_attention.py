@@ -809,7 +809,7 @@ def _case(
         value=query,
         pos_key=None if terms == "p2c" else table,
         pos_query=None if terms == "c2p" else table,
-        buckets=empty(1023, dtype=torch.int64),
+        buckets=torch.zeros(1023, dtype=torch.int64, device="meta"),
         key_mask=empty(*(rows[:1] if packed else (8, 512)), dtype=torch.bool) if mask else None,
         cu_seqlens=empty(9, dtype=torch.int32) if packed else None,
         max_seqlen=512,

@@ -34,6 +34,8 @@ NO_KEYS = {f"{mask} {dim}" for mask in ("mask", "states_mask") for dim in range(
 FREE = {
     "attention": {"query 0", "query 2", "bias_weight 0", "buckets 0"},
     "attention_backward": {"bias_weight 0", "buckets 0"},
+    "disentangled_attention": {"buckets 0", "cu_seqlens 0"},
+    "disentangled_attention_backward": {"buckets 0", "cu_seqlens 0"},
     "replaced_token_loss_backward": {"slope 0"},
     "gather_rows": {"input 0", "input 1", "input columns", "positions 0"},
     "gather_rows_backward": {"grad_out 1"},
