@@ -7,7 +7,8 @@ step is the masked-LM loss and its gradients, with the dropout of the family's c
 of the tokens labelled; inference is the backbone without gradients. Both models have the same
 weights and see the same texts, 16 x 128 tokens, whose lengths are spread evenly around their mean;
 in fp32, on CPUs. Their losses without dropout must agree before anything is timed. Rounds take
-turns, and a row has the medians. Transformers has SDPA; DeBERTa has eager attention alone.
+turns, and a row has the medians. Transformers has SDPA; of DeBERTa and MPNet it has eager attention
+alone.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def pair(family: str) -> tuple[Any, Any]:
     config = getattr(transformers, config_name)(**sizes)
     config.use_cache = False
     torch.manual_seed(0)
-    attention = "eager" if family == "deberta-v2" else "sdpa"
+    attention = "eager" if family in ("deberta-v2", "mpnet") else "sdpa"
     kind = getattr(transformers, name)
     theirs = kind._from_config(copy.deepcopy(config), attn_implementation=attention)
     ours = getattr(models, name)(config)
@@ -99,7 +100,7 @@ def training(model: Any, given: dict[str, torch.Tensor]) -> float:
     model.zero_grad(set_to_none=True)
     loss = model(**given).loss
     loss.backward()
-    return float(loss)
+    return loss.item()
 
 
 def inference(model: Any, given: dict[str, torch.Tensor]) -> None:

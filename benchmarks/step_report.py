@@ -32,7 +32,7 @@ CALLS = RESULTS.with_name("layer_calls.csv")
 PAGE = ROOT / "docs" / "step-model.md"
 ARCHS = """
     bert-base bert-large roberta-base albert-base electra-small gpt2-small bart-base t5-base
-    xlm-roberta-base modernbert-base
+    xlm-roberta-base modernbert-base deberta-v3-base
 """.split()
 SHAPES, PADDINGS = ("256x128", "64x512"), (0.0, 0.35)
 #: Transformers with SDPA as a flash kernel; the same as Inductor fuses it; fastplm with a capacity
@@ -102,7 +102,7 @@ def count(arch: str, shape: str, padding: float, variant: str) -> tuple[Totals, 
                 made = PlainElectra(changed, "sdpa")
             else:
                 kind = getattr(transformers, case.family.model)
-                made = kind._from_config(changed, attn_implementation="sdpa")
+                made = kind._from_config(changed, attn_implementation=case.family.attention)
             return made.train()
 
         if "compiled" in variant:
@@ -203,7 +203,7 @@ bytes over 2.9 TB/s, its FLOPs over 700 TFLOP/s, and 2 µs; the table has the su
   of the optimizer's counts that a CPU makes are no launches.
 - **Transformers**: SDPA counts as one flash kernel in each direction, also with a mask or T5's
   bias, for which PyTorch has none. ELECTRA is its generator and its discriminator one after the
-  other, and its draws are not counted.
+  other, and its draws are not counted. DeBERTa has eager attention, and learns masked tokens.
 - **Compiled**: Transformers as `torch.compile` runs it: traced, fused by Inductor's own scheduler
   for an H100, and counted before Triton. The optimizer is not compiled.
 - **fastplm** has a capacity and `masked_positions`, as a step in a CUDA graph: at 35 % padding

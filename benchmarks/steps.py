@@ -87,6 +87,8 @@ class Step:
             dropout=self.dropout,
             attention_dropout=self.dropout,
         )
+        if self.family.batch is masked and _is_joint(made):
+            made = made.discriminator
         made.use_cache = False  # a training reads no cache
         if self.layers is not None:
             for part in (made.generator, made.discriminator) if _is_joint(made) else (made,):
@@ -187,11 +189,13 @@ class Family:
         model: name of the class, in Transformers and here.
         batch: the inputs of a step.
         target_share: tokens of the decoder for each token of the encoder; 0 = no decoder.
+        attention: the best one that Transformers has.
     """
 
     model: str
     batch: Callable[[Step, Config], Batch]
     target_share: float = 0.0
+    attention: str = "sdpa"
 
 
 FAMILIES = {
@@ -206,6 +210,8 @@ FAMILIES = {
     "distilbert": Family("DistilBertForMaskedLM", masked),
     "xlm-roberta": Family("XLMRobertaForMaskedLM", masked),
     "modernbert": Family("ModernBertForMaskedLM", masked),
+    # Its preset learns by replaced tokens; Transformers has the masked-LM model alone.
+    "deberta-v3": Family("DebertaV2ForMaskedLM", masked, attention="eager"),
 }
 
 

@@ -265,13 +265,21 @@ def flops(name: str, given: dict[str, Any], batch: Batch) -> int:
         if left >= 0 or right >= 0:  # a tile of queries computes all keys that one of them sees
             sides = [keys if one < 0 else one for one in (left, 0 if share < 1 else right)]
             keys, share = min(keys * share, sum(sides) + TILE_OF_QUERIES), 1.0
-        return int((4 if forward else 10) * query.numel() * keys * share)
+        products = 2 if forward else 5
+        if name.startswith("disentangled"):  # a tile's two blocks of places, for each table
+            products += (2 if forward else 9) * len(_tables(given))
+        return int(2 * products * query.numel() * keys * share)
     if name.startswith("linear_cross_entropy"):
         rows, weight = batch.labelled, given["linear_weight"]
         if not forward:  # logits that were not kept are computed again
             rows = 3 * rows - min(rows, given["grad_logits"].shape[0])
         return 2 * rows * weight.numel()
     return 0
+
+
+def _tables(given: dict[str, Any]) -> list[Any]:
+    """The tables of positions of disentangled attention."""
+    return [given[name] for name in ("pos_key", "pos_query") if given[name] is not None]
 
 
 def moved(name: str, given: dict[str, Any], made: Any) -> int:
@@ -284,6 +292,12 @@ def moved(name: str, given: dict[str, Any], made: Any) -> int:
     if name == "add_rows_":  # as many rows of the table are read and written, at the most
         rows = _size(given["rows"])
         return rows + 2 * min(rows, _size(given["table"])) + _size(given["ids"])
+    if (
+        name == "disentangled_attention_bwd"
+    ):  # fp32 sums of a head's places are zeroed, written, read
+        query, sequences = given["query"], given["cu_seqlens"].shape[0] - 1
+        sums = sequences * query.shape[1] * (2 * given["max_seqlen"] - 1) * query.shape[2] * 4
+        written += 3 * sums * len(_tables(given))
     read = {key: value for key, value in given.items() if not key.startswith("out")}
     if name in ONLY_WRITTEN:
         read.pop("self")
