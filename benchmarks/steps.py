@@ -274,7 +274,8 @@ def build(step: Step, kind: str, device: torch.device, seed: int = 0) -> nn.Modu
         elif step.family.batch is replaced:
             made = PlainElectra(config, kind)
         else:
-            made = getattr(transformers, name)._from_config(config, attn_implementation=kind)
+            best = step.family.attention if kind == "sdpa" else kind
+            made = getattr(transformers, name)._from_config(config, attn_implementation=best)
     if kind == "fastplm":
         made.load_state_dict(build(step, "eager", device, seed).state_dict())
     return made.train()
@@ -492,6 +493,7 @@ SIZES = {
     "distilbert": (("base", 256, 64),),
     "xlm-roberta": (("base", 256, 64),),
     "modernbert": (("base", 256, 64),),
+    "deberta-v3": (("base", 256, 64),),
 }
 #: Sizes on a CPU: tiny if the vocabulary is large and all rows are predicted, and for ELECTRA,
 #: which has no mini.
@@ -506,6 +508,7 @@ NARROW = {
     "distilbert": "mini",
     "xlm-roberta": "tiny",
     "modernbert": "mini",
+    "deberta-v3": "tiny",
 }
 #: The share of the data sheet's FLOP/s that a step without padding must reach on an H200.
 MUST_REACH = {"bert-base": 0.42, "bert-large": 0.47}

@@ -87,6 +87,7 @@ def fake_device(as_real: bool, traced: bool = False) -> Iterator[Any]:
     from torch._inductor import scheduler
     from torch._inductor.runtime.hints import DeviceProperties
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental import proxy_tensor
 
     from fastplm import _modes
 
@@ -107,6 +108,8 @@ def fake_device(as_real: bool, traced: bool = False) -> Iterator[Any]:
         patches.append((_modes, "FakeTensor", ()))
         patches.append((installed, "is_fake_tensor", lambda tensor: False))
     if traced:
+        # DeBERTa moves numbers to the device, where PyTorch would compute with them.
+        patches.append((proxy_tensor, "CONSTANT_NUMEL_LIMIT", 0))
         patches.append((installed, "is_torchdynamo_compiling", lambda: True))
     with contextlib.ExitStack() as stack:
         for patch in patches:
@@ -258,7 +261,7 @@ def flops(name: str, given: dict[str, Any], batch: Batch) -> int:
     if "attention" in name and "query" in given:
         query, key = given["query"], given["key"]
         keys = key.shape[-2]
-        if (bounds := given.get("cu_seqlens_k")) is not None:
+        if (bounds := given.get("cu_seqlens_k", given.get("cu_seqlens"))) is not None:
             keys = key.shape[0] / (bounds.shape[0] - 1) * batch.spread
         share = 0.5 if given.get("is_causal") else 1.0
         left, right = given.get("window_left", -1), given.get("window_right", -1)
@@ -295,8 +298,10 @@ def moved(name: str, given: dict[str, Any], made: Any) -> int:
     if (
         name == "disentangled_attention_bwd"
     ):  # fp32 sums of a head's places are zeroed, written, read
-        query, sequences = given["query"], given["cu_seqlens"].shape[0] - 1
-        sums = sequences * query.shape[1] * (2 * given["max_seqlen"] - 1) * query.shape[2] * 4
+        query, bounds = given["query"], given["cu_seqlens"]
+        sequences = query.shape[0] if bounds is None else bounds.shape[0] - 1
+        places = 2 * (query.shape[2] if bounds is None else given["max_seqlen"]) - 1
+        sums = 4 * sequences * query.shape[1] * places * query.shape[-1]
         written += 3 * sums * len(_tables(given))
     read = {key: value for key, value in given.items() if not key.startswith("out")}
     if name in ONLY_WRITTEN:

@@ -24,7 +24,7 @@ from transformers.models.deberta_v2 import modeling_deberta_v2
 from transformers.models.electra.modeling_electra import ElectraDiscriminatorPredictions
 
 from fastplm import ops
-from fastplm._modes import values_can_be_read
+from fastplm._modes import values_are_known, values_can_be_read
 from fastplm.hf import ROWS, seed_of_layer
 from fastplm.models import _encoder, _heads
 from fastplm.models._base import choosing, drop_in, switch_modules, wants_output, warn_of_weights
@@ -237,8 +237,11 @@ class DebertaV2Model(_encoder.EncoderModel, _Layers, transformers.DebertaV2Model
         return list(range(len(self.encoder.layer)))
 
     def _unpadded(self, mask: Any, extra_rows: Any, unpad: Any) -> Any:
-        if mask is not None and extra_rows is not None and values_can_be_read(mask):
-            if bool((extra_rows & ~mask.bool()).any()):
+        if mask is not None and extra_rows is not None:
+            hidden = (extra_rows & ~mask.bool()).any()
+            if type(unpad) is int and not values_are_known(mask):  # no wait for a device
+                torch._assert_async(~hidden, "unpad: a masked token of DeBERTa has a label")
+            elif values_can_be_read(mask) and bool(hidden):
                 return None, False
         unpad = None if isinstance(unpad, Counted) else unpad  # it counts no rows in holes
         return unpadded(mask, extra_rows, unpad, contiguous=True, dtype=self.dtype)
@@ -306,7 +309,8 @@ class DebertaV2ForMaskedLM(_heads.MaskedLM, transformers.DebertaV2ForMaskedLM):
         if self.legacy:
             return head.transform, head.decoder
         decoder: Any = nn.Linear(1, 1, device="meta")
-        decoder.weight, decoder.bias = table.weight, head.bias
+        # In torch.func.functional_call these are tensors, which a module takes for no parameters.
+        decoder._parameters.update(weight=table.weight, bias=head.bias)
         return lambda rows: head.LayerNorm(head.transform_act_fn(head.dense(rows))), decoder
 
 

@@ -119,6 +119,27 @@ def test_dropout_is_that_of_packed_and_padded_rows():
     torch.testing.assert_close(*losses)
 
 
+def test_a_capacity_reads_no_value_and_refuses_a_label_of_padding():
+    model = DebertaV2ForMaskedLM(config()).eval()
+    inputs = batch(MASKS["right"]) | {"output_logits": False}
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**inputs, unpad=30).loss, model(**inputs).loss)
+    row, column = (MASKS["right"] == 0).nonzero()[0]
+    inputs["labels"][row, column] = 5
+    with pytest.raises(RuntimeError, match="a masked token of DeBERTa has a label"):
+        compiled(**inputs, unpad=30)
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_the_weights_may_be_those_of_a_functional_call(legacy):
+    model = DebertaV2ForMaskedLM(config(legacy=legacy)).eval()
+    weights = {name: 2 * one.detach() for name, one in model.named_parameters()}
+    inputs = batch(MASKS["right"])
+    found = torch.func.functional_call(model, weights, kwargs=inputs).loss
+    model.load_state_dict(weights, strict=False)
+    torch.testing.assert_close(found, model(**inputs).loss)
+
+
 def test_the_name_stays_refused_in_transformers_and_auto_classes_are_drop_ins():
     with pytest.raises(UnsupportedError, match="its attention does not go through"):
         transformers.AutoModel.from_config(config(), attn_implementation="fastplm")
