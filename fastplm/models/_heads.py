@@ -57,9 +57,10 @@ _INPUTS = (
 Head = tuple[Callable[[Tensor], Tensor] | None, Any]
 
 
-def as_made(head: nn.Module) -> bool:
-    """Whether a head is one of Transformers', and has no hooks."""
-    return are_plain((head,)) and kind_of(head).__module__.startswith("transformers.models.")
+def as_made(model: Any, head: nn.Module) -> bool:
+    """Whether a head is one of Transformers' for the family of a model, and has no hooks."""
+    own = {one.__module__ for one in type(model).__mro__}
+    return are_plain((head,)) and kind_of(head).__module__ in own
 
 
 def shape_of(inputs: dict[str, Any], prefix: str = "") -> torch.Size | None:

@@ -21,15 +21,16 @@ class BertModel(_encoder.EncoderModel, transformers.BertModel):
     _output = BaseModelOutputWithPoolingAndCrossAttentions
 
 
-def _split(head: Any) -> _heads.Head:
-    return (head.transform, head.decoder) if _heads.as_made(head) else (None, head)
+def _split(model: Any) -> _heads.Head:
+    head = model.cls.predictions
+    return (head.transform, head.decoder) if _heads.as_made(model, head) else (None, head)
 
 
 class PredictionHead:
     """Mixin of the heads that predict tokens alone."""
 
     def _head(self: Any) -> _heads.Head:
-        return _split(self.cls.predictions) if _heads.as_made(self.cls) else (None, self.cls)
+        return _split(self) if _heads.as_made(self, self.cls) else (None, self.cls)
 
 
 class PreTraining(_heads.SequencePairPreTraining):
@@ -40,10 +41,10 @@ class PreTraining(_heads.SequencePairPreTraining):
     cls: Any
 
     def _changed(self) -> nn.Module | None:
-        return None if _heads.as_made(self.cls) else self.cls
+        return None if _heads.as_made(self, self.cls) else self.cls
 
     def _head(self) -> _heads.Head:
-        return _split(self.cls.predictions) if self._changed() is None else (None, nn.Identity())
+        return _split(self) if self._changed() is None else (None, nn.Identity())
 
     def _pair_head(self) -> nn.Module:
         return self.cls.seq_relationship if self._changed() is None else nn.Identity()

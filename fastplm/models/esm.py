@@ -66,7 +66,7 @@ class EsmModel(_described.Encoder, roberta.Backbone, transformers.EsmModel):
 
 class EsmForMaskedLM(roberta.LMHead, _heads.MaskedLM, transformers.EsmForMaskedLM):
     def _logits_bias(self) -> Tensor | None:
-        return self.lm_head.bias if _heads.as_made(self.lm_head) else None
+        return self.lm_head.bias if _heads.as_made(self, self.lm_head) else None
 
 
 class EsmForSequenceClassification(

@@ -49,7 +49,7 @@ class LMHead:
 
     def _head(self: Any) -> _heads.Head:
         head = self.lm_head
-        return (self._transform, head.decoder) if _heads.as_made(head) else (None, head)
+        return (self._transform, head.decoder) if _heads.as_made(self, head) else (None, head)
 
     def _transform(self: Any, rows: Tensor) -> Tensor:
         return self.lm_head.layer_norm(nn.functional.gelu(self.lm_head.dense(rows)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch._dynamo.testing
+from transformers.models.esm.modeling_esm import EsmLMHead
 
 from fastplm.models import RobertaForMaskedLM, RobertaModel
 from fastplm.models._ragged import RaggedBatch
@@ -83,3 +84,16 @@ def test_unpad_with_a_ragged_batch_returns_its_rows(hold, extra):
         return {"hidden": out.last_hidden_state[mask.bool()].detach(), "pooled": alive.detach()}
 
     hold(RobertaModel(config()), eager_parent(RobertaModel, config()), packed, padded)
+
+
+def test_a_head_of_another_family_runs_as_it_is():
+    """ESM's has the modules of RoBERTa's, and a bias of its own beside that of the decoder."""
+    config = small_config("roberta")
+    ours, parent = RobertaForMaskedLM(config), eager_parent(RobertaForMaskedLM, config)
+    head = EsmLMHead(config)
+    torch.nn.init.normal_(head.bias)
+    parent.load_state_dict(ours.state_dict())
+    ours.lm_head = parent.lm_head = head
+    ids = torch.randint(2, config.vocab_size, (ROWS, LENGTH))
+    losses = [model.eval()(ids, labels=ids).loss for model in (ours, parent)]
+    torch.testing.assert_close(*losses)
