@@ -155,5 +155,25 @@ def test_speeds_are_of_one_commit():
 
 ROWS = [f"| {name} |" for name in SETTINGS]
 
+
+def family_lines() -> list[str]:
+    """Of each family and level: how many times as fast its training and its inference are."""
+    found: dict[str, dict[tuple[str, str], str]] = {}
+    with (ROOT / "benchmarks/results/cpu/families.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            times = found.setdefault(f"| {row['family']}, {row['level']}", {})
+            times[row["work"], row["padding"]] = f"{row['ratio']}×"
+    cases = [(work, p) for work in ("training", "inference") for p in ("0", "0.3", "0.5")]
+    return [
+        " | ".join([name, *(times[case] for case in cases)]) + " |" for name, times in found.items()
+    ]
+
+
+def test_speeds_of_families_are_the_committed_rows():
+    page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\| \S+, AVX\w+ \|.*$", page, re.M)
+    assert shown == family_lines(), "they are: python tests/docs/test_site.py"
+
+
 if __name__ == "__main__":
-    print("\n".join(speed_tables()[-1]))
+    print("\n".join(speed_tables()[-1] + family_lines()))

@@ -119,6 +119,14 @@ def test_dropout_is_that_of_packed_and_padded_rows():
     torch.testing.assert_close(*losses)
 
 
+@pytest.mark.parametrize("padding", MASKS)
+def test_labels_of_padding_count(hold, padding):
+    """In the parent a masked token attends to all tokens alike."""
+    made, inputs = config(), batch(MASKS[padding])
+    inputs["labels"] = torch.randint(4, 37, (ROWS, LENGTH))
+    hold(DebertaV2ForMaskedLM(made), eager_parent(DebertaV2ForMaskedLM, made), loss_of(**inputs))
+
+
 def test_a_capacity_reads_no_value_and_refuses_a_label_of_padding():
     model = DebertaV2ForMaskedLM(config()).eval()
     inputs = batch(MASKS["right"]) | {"output_logits": False}

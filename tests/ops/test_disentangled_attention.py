@@ -139,13 +139,13 @@ def test_the_reference_is_debertas_attention(buckets, furthest, shared, terms, s
         heads(dense, hidden).transpose(1, 2)
         for dense in (layer.query_proj, layer.key_proj, layer.value_proj)
     ]
-    out = ops.disentangled_attention(
-        *rows, *found, key_mask=mask, max_distance=layer.max_relative_positions * (buckets > 0)
-    )
-    # The parent rounds the root in its scale to fp32.
-    torch.testing.assert_close(
-        out.transpose(1, 2).flatten(2)[mask], expected[mask], rtol=1e-6, atol=1e-6
-    )
+    furthest = layer.max_relative_positions * (buckets > 0)
+    for attend in (ops.disentangled_attention, disentangled_attention_ref):
+        out = attend(*rows, *found, key_mask=mask, max_distance=furthest)
+        # The parent rounds the root in its scale to fp32.
+        torch.testing.assert_close(
+            out.transpose(1, 2).flatten(2)[mask], expected[mask], rtol=1e-6, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("name", BUCKETS)
