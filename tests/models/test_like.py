@@ -71,7 +71,7 @@ def stock(way: str, **changed) -> transformers.PreTrainedModel:
     name, sizes = MADE[way]
     kind = getattr(transformers, name)
     torch.manual_seed(1)
-    return kind(kind.config_class(**{**sizes, **changed})).eval()
+    return kind(kind.config_class(**{**sizes, **changed})).eval().double()
 
 
 def batch(model, mask=MASK):
@@ -105,7 +105,7 @@ def test_classes_are_made_and_taken_back(way):
     fastplm.accelerate(model)
     assert type(model).__module__ == "fastplm.models._like"
     assert type(model).__mro__[-1] is object and issubclass(type(model), kinds[0])
-    torch.testing.assert_close(outputs(model), before, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(outputs(model), before)
     again = [type(module) for module in model.modules()]
     fastplm.accelerate(model)
     assert [type(module) for module in model.modules()] == again
@@ -117,7 +117,7 @@ def test_classes_are_made_and_taken_back(way):
 
 @every_way
 def test_padding_is_left_out(way):
-    model = fastplm.accelerate(stock(way))
+    model = fastplm.accelerate(stock(way).float())  # in which the kernels run
     stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == 2]
     shapes = rows_of(stacks[0][0])
     outputs(model)
@@ -182,7 +182,7 @@ def test_what_rows_cannot_have_the_parent_computes(way):
                     seen = seen[:, None].expand(one.shape[:3])
                 elif one.shape[:2] != MASK.shape:
                     continue
-                torch.testing.assert_close(one[seen], other[seen], rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(one[seen], other[seen])
 
 
 @pytest.mark.parametrize("way", ["decoder", "seq2seq", "seq2seq, own attention", "decoder alone"])
@@ -215,24 +215,19 @@ def test_checkpointed_layers_know_their_rows(way, reentrant):
         out.square().sum().backward()
         grads.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     assert grads[0].keys() == grads[1].keys()
-    scale = max(float(g.abs().max()) for g in grads[0].values())
     for name, one in grads[0].items():
-        torch.testing.assert_close(grads[1][name], one, rtol=1e-4, atol=1e-5 * scale)
+        torch.testing.assert_close(grads[1][name], one)
 
 
 def test_inputs_of_tokens_are_packed_and_others_keep_padding():
     theirs, ours = stock("own masks"), fastplm.accelerate(stock("own masks"))
     boxes = torch.randint(0, 500, (3, 8, 2)).sort(1)[0]
     given = {"bbox": torch.cat((boxes, boxes + 100), -1), "token_type_ids": IDS % 2}
-    torch.testing.assert_close(
-        outputs(ours, **given), outputs(theirs, **given), rtol=1e-4, atol=1e-5
-    )
+    torch.testing.assert_close(outputs(ours, **given), outputs(theirs, **given))
     theirs, ours = stock("adapters"), fastplm.accelerate(stock("adapters"))
     shapes = rows_of(ours.encoder.layer[0])
     given = {"lang_ids": torch.tensor([0, 1, 0])}
-    torch.testing.assert_close(
-        outputs(ours, **given), outputs(theirs, **given), rtol=1e-4, atol=1e-5
-    )
+    torch.testing.assert_close(outputs(ours, **given), outputs(theirs, **given))
     assert shapes == [tuple(IDS.shape)]
 
 
@@ -322,7 +317,7 @@ def test_a_class_that_computes_something_else_is_not_replaced(monkeypatch, way, 
     assert not is_made(model)
     if model.config._attn_implementation != "fastplm":
         assert [type(module) for module in model.modules()] == kinds
-    torch.testing.assert_close(outputs(model), before, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(outputs(model), before)
 
 
 @pytest.mark.parametrize("missing", ["scaling", "keys", "causal", "positions", "dropout"])
@@ -406,7 +401,7 @@ def test_a_replaced_module_makes_the_parent_run():
     for model in (theirs, ours):
         attention = model.bert.encoder.layer[1].attention
         attention.self = _Mean(attention.self)
-    torch.testing.assert_close(outputs(ours), outputs(theirs), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(outputs(ours), outputs(theirs))
 
 
 class _Mean(nn.Module):
