@@ -598,6 +598,8 @@ def _attention_with_weights(
     scaling: float | None,
     position_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    if (repeats := query.shape[1] // max(key.shape[1], 1)) > 1:  # grouped heads
+        key, value = (one.repeat_interleave(repeats, 1) for one in (key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = torch.matmul(query, key.transpose(2, 3)) * scale  # [B, H, Tq, Tk]
     if position_bias is not None:

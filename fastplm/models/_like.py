@@ -122,6 +122,13 @@ class _Backbone(EncoderModel):
         return "inputs" if others else super()._keeps_padding(masks, kwargs, layers)
 
 
+class _LinearPooler:
+    """Mixin of a backbone, as BigBird's, whose pooler is a product, and its activation beside."""
+
+    def _pooled(self: Any, first: Tensor) -> Tensor:
+        return self.activation(self.pooler(first[:, 0]))
+
+
 class _OwnMasks(FastplmModel):
     """Mixin of a model whose attention, or whose masks, do not follow Transformers' interface: on
     its rows the attention is ours, and elsewhere the parent is left alone."""
@@ -229,6 +236,8 @@ def classes_like_berts(root: PreTrainedModel, name: str | None) -> dict[type, ty
     others = [name for name in inputs if name not in (*_INPUTS, *of_tokens)]
     others += [] if has_types else ["token_type_ids"]
     mixins = [_Backbone, *([roberta.Backbone] if counted else [])]
+    if isinstance(getattr(backbone, "pooler", None), nn.Linear):
+        mixins = [_LinearPooler, *mixins]
     if own:
         mixins = [GetsMore, _OwnMasks, *mixins, OnRows if sines is None else _RotaryRows]
     how = dict(_of_tokens=of_tokens, _others=tuple(others), _output=None, _has_types=has_types)

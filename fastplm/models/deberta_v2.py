@@ -124,7 +124,11 @@ def attend(
     else:
         if lengths is not None:
             options |= dict(cu_seqlens=lengths[1], max_seqlen=lengths[3])
+        longest = key.shape[2] if lengths is None else lengths[3]
         furthest = module.max_relative_positions if module.position_buckets > 0 else 0
+        near = module.position_buckets // 2 + 1
+        if furthest <= near and longest <= near:  # each distance has a bucket of its own
+            furthest = 0
         out = ops.disentangled_attention(
             query, key, value, *tables, max_distance=furthest, **options
         )

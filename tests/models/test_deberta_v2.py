@@ -29,6 +29,7 @@ KINDS = {
     "v3": {},
     "own projections": dict(share_att_key=False),
     "one term": dict(pos_att_type="p2c", share_att_key=False, hidden_size=16),
+    "no far bucket": dict(position_buckets=40, max_relative_positions=20),
     "each distance": dict(position_buckets=-1, max_relative_positions=5),
     "no norm": dict(norm_rel_ebd="none", position_biased_input=True),
     "absolute": dict(relative_attention=False, position_biased_input=True, type_vocab_size=0),

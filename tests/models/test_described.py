@@ -210,3 +210,15 @@ def test_a_fused_gate_equals_the_parents(activation):
     expected = parent(**inputs).loss
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(found, gradients(parent, expected), rtol=1e-3, atol=1e-4)
+
+
+def test_grouped_heads_have_attention_weights():
+    config = config_of("EuroBertModel")
+    config.num_key_value_heads = 1
+    assert config.num_attention_heads > 1
+    ours = models.EuroBertModel(config).eval()
+    parent = eager_parent(models.EuroBertModel, config).eval()
+    parent.load_state_dict(ours.state_dict())
+    ids = torch.randint(5, 30, (ROWS, LENGTH))
+    found, expected = (one(ids, output_attentions=True).attentions for one in (ours, parent))
+    torch.testing.assert_close(found, expected)

@@ -62,6 +62,10 @@ MADE = {
         _BART | dict(hidden_size=16, cross_attention_hidden_size=16),
     ),
 }
+MADE["pooler"] = (
+    "BigBirdForSequenceClassification",
+    SIZES | dict(attention_type="original_full"),
+)
 every_way = pytest.mark.parametrize("way", MADE)
 IDS = torch.arange(4, 28).view(3, 8)
 MASK = torch.tensor(_proof._MASKS[1])
@@ -385,6 +389,13 @@ def test_what_cannot_be_proved_is_as_before(how):
 
 class _Own(MEGATRON.MegatronBertSelfAttention):
     """Attention of the user."""
+
+
+def test_bigbirds_pooler_is_a_product_and_its_activation():
+    theirs, ours = (stock("pooler"), fastplm.accelerate(stock("pooler")))
+    assert is_made(ours)
+    found = [model.bert(**batch(model)).pooler_output for model in (ours, theirs)]
+    torch.testing.assert_close(*found)
 
 
 def test_only_the_outermost_models_of_transformers_are_looked_at():
