@@ -104,7 +104,7 @@ def tile_head(
     TILE: tl.constexpr,
 ):
     """All three gradients of one head, whose scores are one tile of keys by one of queries."""
-    b, h = row // num_heads, row % num_heads
+    b, h = (row // num_heads).to(tl.int64), (row % num_heads).to(tl.int64)
     query, key, value, d_out, d_query, d_key, d_value = tensors
     q_rows = rows_of(query, b, h, first_q)
     k_rows = rows_of(key, b, h, first_k)
@@ -240,11 +240,11 @@ def _attention_tile_bwd_kernel(
     attn_mask = Tensor(attn_mask_ptr, stride_ab, stride_ah, stride_at)
     numbers = Numbers(scale, scale_log2, None)
     dropout = Dropout(seed_ptr, sample_ptr, threshold, keep_scale)
-    first = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(0)  # no grid has 2^31 heads; division of 64 bits takes many registers
     first_q, length_q = bounds(cu_q_ptr, first // num_heads, seqlen_q)
     first_k, length_k = bounds(cu_k_ptr, first // num_heads, seqlen_k)
     if PERSISTENT:
-        total = (first * 0 + num_seqs) * num_heads
+        total = ((first.to(tl.int64) * 0 + num_seqs) * num_heads).to(tl.int32)
         for row in tl.range(first, total, tl.num_programs(0)):  # flat (sequence, head)
             tile_head(
                 row,
