@@ -295,9 +295,8 @@ def moved(name: str, given: dict[str, Any], made: Any) -> int:
     if name == "add_rows_":  # as many rows of the table are read and written, at the most
         rows = _size(given["rows"])
         return rows + 2 * min(rows, _size(given["table"])) + _size(given["ids"])
-    if (
-        name == "disentangled_attention_bwd"
-    ):  # fp32 sums of a head's places are zeroed, written, read
+    if name == "disentangled_attention_bwd":
+        # The fp32 sums of a head's places, no output, are zeroed, written, and read.
         query, bounds = given["query"], given["cu_seqlens"]
         sequences = query.shape[0] if bounds is None else bounds.shape[0] - 1
         places = 2 * (query.shape[2] if bounds is None else given["max_seqlen"]) - 1

@@ -392,7 +392,7 @@ class _Own(MEGATRON.MegatronBertSelfAttention):
 
 
 def test_bigbirds_pooler_is_a_product_and_its_activation():
-    theirs, ours = (stock("pooler"), fastplm.accelerate(stock("pooler")))
+    theirs, ours = stock("pooler"), fastplm.accelerate(stock("pooler"))
     assert is_made(ours)
     found = [model.bert(**batch(model)).pooler_output for model in (ours, theirs)]
     torch.testing.assert_close(*found)
