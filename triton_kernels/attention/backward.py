@@ -240,11 +240,12 @@ def _attention_tile_bwd_kernel(
     attn_mask = Tensor(attn_mask_ptr, stride_ab, stride_ah, stride_at)
     numbers = Numbers(scale, scale_log2, None)
     dropout = Dropout(seed_ptr, sample_ptr, threshold, keep_scale)
-    first = tl.program_id(0)  # no grid has 2^31 heads; division of 64 bits takes many registers
+    # In 64 bits where programs loop, which saves registers there, and takes more elsewhere.
+    first = tl.program_id(0).to(tl.int64 if PERSISTENT else tl.int32)
     first_q, length_q = bounds(cu_q_ptr, first // num_heads, seqlen_q)
     first_k, length_k = bounds(cu_k_ptr, first // num_heads, seqlen_k)
     if PERSISTENT:
-        total = ((first.to(tl.int64) * 0 + num_seqs) * num_heads).to(tl.int32)
+        total = (first * 0 + num_seqs) * num_heads
         for row in tl.range(first, total, tl.num_programs(0)):  # flat (sequence, head)
             tile_head(
                 row,

@@ -29,7 +29,7 @@ from fastplm.triton_kernels._launch import (
 )
 
 _LENGTHS = (64, 128)
-_TILE_KINDS = (64, 128, "128 dropout")
+_TILE_KINDS = (64, 128, "128 and more")
 #: "mask": with an attention mask, whatever the other options.
 STREAM_KINDS = ("plain", "dropout", "bias", "bias dropout", "mask")
 
@@ -203,7 +203,7 @@ _TABLE: dict[str, dict[tuple[int, bool, int], tuple[tuple[int, ...], ...]]] = {
         (100, False, 64): ((64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 1)),
         (80, False, 128): ((32, 64, 8, 1),),
         (86, False, 128): ((16, 64, 8, 1),),
-        (90, False, 128): ((32, 32, 8, 1),),
+        (90, False, 128): ((32, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1), (16, 32, 8, 1)),
         (100, False, 128): ((64, 64, 8, 1), (32, 64, 8, 1)),
     },
     "tf32 stream_dkdv": {
@@ -271,7 +271,6 @@ _MASKED: dict[tuple[str, int, bool, int], tuple[int, ...]] = {
     ("tf32 stream_dq", 80, False, 64): (16, 64, 4, 2),
     ("tf32 stream_dq", 90, False, 64): (32, 64, 8, 1),
     ("tf32 stream_dq", 80, False, 128): (16, 64, 8, 1),
-    ("tf32 stream_dq", 90, False, 128): (16, 32, 8, 1),
     ("tf32 stream_dq", 100, False, 128): (16, 64, 8, 1),
     ("tf32 stream_fwd", 80, False, 64): (64, 32, 8, 2),
     ("tf32 stream_fwd", 80, False, 128): (16, 32, 8, 1),
@@ -317,7 +316,8 @@ def length_class(seqlen: int) -> int:
 
 def tile_kind(shape: Any) -> str | int:
     longest = length_class(max(shape.seqlen_q, shape.seqlen_k))
-    return "128 dropout" if longest == 128 and shape.kind in ("dropout", "mask") else longest
+    more = shape.has_window or shape.kind in ("dropout", "mask")  # which takes more registers
+    return "128 and more" if longest == 128 and more else longest
 
 
 def config_of(kernel: str, shape: Any, kind: str | int) -> dict[str, int]:

@@ -134,6 +134,7 @@ class Shape:
         has_dropout = dropout_threshold is not None
         self.has_attn_mask = attn_mask_strides is not None
         self.kind = "mask" if self.has_attn_mask else STREAM_KINDS[2 * has_bias + has_dropout]
+        self.has_window = max(window) >= 0
         threshold, self.scale = dropout_threshold or 0, scale
         attn_mask = NO_ATTN_MASK
         if attn_mask_strides is not None:
