@@ -12,7 +12,6 @@ import inspect
 import sys
 import types
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from fastplm.models import _heads, bart, bert, roberta
 from fastplm.models._base import CACHE, MADE, FastplmModel, documented, drop_in_for, fitted
 from fastplm.models._encoder import EncoderLayer, EncoderModel
 from fastplm.models._own_attention import (
+    HERE,
     GetsMore,
     InContext,
     Now,
@@ -86,11 +86,6 @@ copyreg.pickle(_Made, _recipe_of)
 def _of(module: nn.Module, *mixins: Any, **attributes: Any) -> tuple[type, type]:
     parent: Any = type(module)
     return parent, made(parent, mixins, tuple(sorted(attributes.items())))
-
-
-#: The padded ids or embeddings of a batch, and how it is packed.
-_GIVEN: ContextVar[Any] = ContextVar("_GIVEN", default=None)
-_PACKED: ContextVar[tuple[Tensor, Any] | None] = ContextVar("_PACKED", default=None)
 
 
 # --- mixins ---------------------------------------------------------------------------------------
@@ -278,11 +273,7 @@ class _RotaryRows(OnRows):
         now = None
         if packed is not None:
             now = packed.positions.new_empty(packed.batch, packed.seqlen), packed
-        token = _PACKED.set(now)
-        try:
-            return super().forward(rows=rows, **inputs)
-        finally:
-            _PACKED.reset(token)
+        return within({"packed": now}, super().forward, rows=rows, **inputs)
 
 
 class _Rotated(OwnAttention):
@@ -301,7 +292,7 @@ class _Positions:
     """Mixin of position embeddings: on packed rows they are those of the padded batch."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        theirs, now = super().forward, _PACKED.get()  # type: ignore[misc]
+        theirs, now = super().forward, HERE.packed  # type: ignore[misc]
         if now is None:
             return theirs(*args, **kwargs)
         given, packed = now
@@ -354,26 +345,21 @@ class _Stack(Stack):
     def forward(self, *, input_ids: Any = None, inputs_embeds: Any = None, **inputs: Any) -> Any:
         # Rows that are packed have their positions in the batch that is given here.
         given = input_ids if inputs_embeds is None else inputs_embeds
-        token = _GIVEN.set(given)
-        try:
-            return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds, **inputs)
-        finally:
-            _GIVEN.reset(token)
+        inputs |= dict(input_ids=input_ids, inputs_embeds=inputs_embeds)
+        return within({"given": given}, super().forward, **inputs)
 
     def _on_rows(self, *, attention_mask: Any = None, rows: Any = None, **inputs: Any) -> Any:
-        token = _PACKED.set((_GIVEN.get(), rows.packed))
-        try:
-            if not self._owns:
-                return super()._on_rows(attention_mask=attention_mask, rows=rows, **inputs)
-            keys_of_encoder = inputs.pop("encoder_attention_mask", None)
-            now = Now(rows, attention_mask, keys_of_encoder, {"is_causal": self._is_causal()})
-            where = rows.packed.positions.device
-            nothing = torch.zeros((1, 1, 1, 1), dtype=self.dtype, device=where)
-            if "encoder_hidden_states" in inputs:
-                inputs["encoder_attention_mask"] = nothing
-            return within(now, super()._on_rows, attention_mask=nothing, **inputs)
-        finally:
-            _PACKED.reset(token)
+        here: dict[str, Any] = {"packed": (HERE.given, rows.packed)}
+        if not self._owns:
+            inputs |= dict(attention_mask=attention_mask, rows=rows)
+            return within(here, super()._on_rows, **inputs)
+        keys_of_encoder = inputs.pop("encoder_attention_mask", None)
+        here["now"] = Now(rows, attention_mask, keys_of_encoder, {"is_causal": self._is_causal()})
+        where = rows.packed.positions.device
+        nothing = torch.zeros((1, 1, 1, 1), dtype=self.dtype, device=where)
+        if "encoder_hidden_states" in inputs:
+            inputs["encoder_attention_mask"] = nothing
+        return within(here, super()._on_rows, attention_mask=nothing, **inputs)
 
 
 class _Projected(OwnAttention):

@@ -1,15 +1,15 @@
 """Families whose attention computes its scores itself, and knows neither names nor packed rows.
 
 Their models run as Transformers wrote them, on packed rows and with a mask that masks nothing.
-While they do, a context holds what their attention needs. Where the context is empty, as with a
+While they do, ``HERE`` holds what their attention needs. Where it is empty, as with a
 cache, the parent's attention runs.
 """
 
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -32,52 +32,64 @@ class Now(NamedTuple):
     others: dict[str, Any]  # for self-attention: whether it is causal, the bias
 
 
-_NOW: ContextVar[Now | None] = ContextVar("_NOW", default=None)
-_MORE: ContextVar[dict[str, Any]] = ContextVar("_MORE", default={})  # noqa: B039
+class _Here(threading.local):
+    """What a model that runs has for the modules below it. (Dynamo traces no ContextVar.)"""
+
+    now: Now | None = None
+    more: dict[str, Any] | None = None  # inputs that a head did not pass on
+    given: Tensor | None = None  # the padded ids or embeddings of a batch
+    packed: tuple[Tensor, Any] | None = None  # these, and how they are packed
+
+
+HERE = _Here()
 _STATES = ("encoder_hidden_states", "key_value_states")
 
 
-def runs() -> bool:
-    """Whether a model runs with this context."""
-    return _NOW.get() is not None
-
-
-def within(now: Now | None, function: Callable, *args: Any, **kwargs: Any) -> Any:
-    token = _NOW.set(now)
+def within(values: dict[str, Any], function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """``function(*args, **kwargs)``, in which ``HERE`` has these values."""
+    before = {name: getattr(HERE, name) for name in values}
+    for name, value in values.items():
+        setattr(HERE, name, value)
     try:
         return function(*args, **kwargs)
     finally:
-        _NOW.reset(token)
+        for name, value in before.items():
+            setattr(HERE, name, value)
+
+
+def _inputs_of_parent(kind: type) -> list[str]:
+    """The arguments of the forward of the class of Transformers that a class extends."""
+    for base in kind.__mro__:
+        if base.__module__.startswith("transformers.models."):
+            return list(inspect.signature(base.forward).parameters)  # type: ignore[attr-defined]
+    return []  # a mixin
 
 
 class PassesOn:
     """Mixin between the two forwards of a head, whose parent passes only what it knows on to the
-    model without head: the rest reaches that by a context, too."""
+    model without head: the rest reaches that here."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._known = _inputs_of_parent(cls)
+
+    _known: list[str]
 
     def forward(self, **inputs: Any) -> Any:
-        theirs = super().forward  # type: ignore[misc]
-        known = inspect.signature(theirs).parameters
-        token = _MORE.set({name: inputs.pop(name) for name in [*inputs] if name not in known})
-        try:
-            return theirs(**inputs)
-        finally:
-            _MORE.reset(token)
+        more = {name: inputs.pop(name) for name in [*inputs] if name not in self._known}
+        return within({"more": more}, super().forward, **inputs)  # type: ignore[misc]
 
 
 class GetsMore:
     """Mixin before the two forwards of a model, which may have such a head."""
 
     def forward(self, **inputs: Any) -> Any:
-        more = _MORE.get()
-        token = _MORE.set({})
-        try:
-            return super().forward(**inputs, **more)  # type: ignore[misc]
-        finally:
-            _MORE.reset(token)
+        inputs |= HERE.more or {}
+        return within({"more": None}, super().forward, **inputs)  # type: ignore[misc]
 
 
 class OnRows(FastplmModel):
-    """Mixin between the two forwards of a model: it fills the context, where it can."""
+    """Mixin between the two forwards of a model: it fills ``HERE``, where it can."""
 
     _is_causal: Callable[[], bool]
     _keeps_padding: Callable[..., str | None]
@@ -104,7 +116,7 @@ class OnRows(FastplmModel):
         nothing = torch.zeros((1, 1, 1, 1), dtype=self.dtype, device=self.device)  # type: ignore
         if inputs.get("encoder_hidden_states") is not None:
             inputs["encoder_attention_mask"] = nothing
-        return within(now, forward, attention_mask=nothing, **inputs)
+        return within({"now": now}, forward, attention_mask=nothing, **inputs)
 
     def _mask_of_parent(self, mask: Tensor | None) -> Tensor | None:
         """A mask that is added to the scores, unless the parent makes one."""
@@ -131,12 +143,9 @@ class _Own:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for base in cls.__mro__:
-            if base.__module__.startswith("transformers.models."):
-                names = list(inspect.signature(base.forward).parameters)  # type: ignore[attr-defined]
-                places = [names.index(name) - 1 for name in _STATES if name in names]
-                cls._place = places[0] if places else None
-                return
+        names = _inputs_of_parent(cls)
+        places = [names.index(name) - 1 for name in _STATES if name in names]
+        cls._place = places[0] if places else None
 
     def _states(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         if self._place is not None and len(args) > self._place:
@@ -145,7 +154,7 @@ class _Own:
 
 
 class OwnAttention(_Own):
-    """Mixin of a module with query, key and value: in the context it calls fastplm's attention."""
+    """Mixin of a module with query, key and value: in ``OnRows`` it calls fastplm's attention."""
 
     _projections: tuple[str, ...] = ("query", "key", "value")
 
@@ -157,7 +166,7 @@ class OwnAttention(_Own):
         return getattr(self, self._size) ** -0.5
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        now, theirs = _NOW.get(), super().forward  # type: ignore[misc]
+        now, theirs = HERE.now, super().forward  # type: ignore[misc]
         if now is None:
             return theirs(*args, **kwargs)
         hidden, states = args[0] if args else kwargs["hidden_states"], self._states(args, kwargs)
@@ -188,13 +197,13 @@ class InContext(_Own):
     """Mixin of a layer with such attention."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # A checkpointed layer runs again when the context is empty.
-        now = _NOW.get()
+        # A checkpointed layer runs again when ``HERE`` is empty.
+        now = HERE.now
         given = kwargs if now is None else kwargs | {"now": now}
         return super().__call__(*args, **given)  # type: ignore[misc]
 
     def forward(self, *args: Any, now: Now | None = None, **kwargs: Any) -> Any:
-        return within(now, super().forward, *args, **kwargs)  # type: ignore[misc]
+        return within({"now": now}, super().forward, *args, **kwargs)  # type: ignore[misc]
 
 
 class OwnLayer(InContext, EncoderLayer):
@@ -214,6 +223,6 @@ class OwnLayer(InContext, EncoderLayer):
         made = None if self._states(args, kwargs) is not None else ready_layer(self, rows, hidden)
         if made is None:
             now = now._replace(rows=rows.of_others())
-            return on_rows(rows.numbers, within, now, theirs, *args, **kwargs)
+            return on_rows(rows.numbers, within, {"now": now}, theirs, *args, **kwargs)
         out = run_layer(made, hidden, now.keys, last, {"rows": rows, **now.others})
         return (out,) if self._returns_tuple else out

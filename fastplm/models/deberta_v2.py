@@ -29,6 +29,7 @@ from fastplm.hf import ROWS, seed_of_layer
 from fastplm.models import _encoder, _heads
 from fastplm.models._base import choosing, drop_in, switch_modules, wants_output, warn_of_weights
 from fastplm.models._layer import ready_layer, run_layer, stand_for
+from fastplm.models._own_attention import GetsMore, PassesOn
 from fastplm.models._ragged import Counted, Rows, slots_of, unpadded
 from fastplm.models.electra import ReplacedTokenDetection
 from fastplm.nn._rows import is_plain, kind_of
@@ -213,7 +214,7 @@ class _Layers:
         return BaseModelOutput(last_hidden_state=hidden, hidden_states=(*seen,) if keeps else None)
 
 
-class DebertaV2Model(_encoder.EncoderModel, _Layers, transformers.DebertaV2Model):
+class DebertaV2Model(GetsMore, _encoder.EncoderModel, _Layers, transformers.DebertaV2Model):
     """``transformers.DebertaV2Model`` with fused attention, computing only tokens.
 
     The parent's padded computation is also used with a convolution after the first layer
@@ -258,37 +259,6 @@ class DebertaV2Model(_encoder.EncoderModel, _Layers, transformers.DebertaV2Model
 # --- heads ----------------------------------------------------------------------------------------
 
 
-class _Passing:
-    """A model whose ``deberta`` gets more arguments than the forward of the parent passes on."""
-
-    def __init__(self, model: Any, options: dict[str, Any]) -> None:
-        self._model, self._options = model, options
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def deberta(self, *args: Any, **kwargs: Any) -> Any:
-        return self._model.deberta(*args, **kwargs, **self._options)
-
-
-#: What the forwards of the parents' heads take.
-_TAKEN = (
-    *("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "labels"),
-    *("start_positions", "end_positions", "output_attentions", "output_hidden_states"),
-    "return_dict",
-)
-
-
-class _Head:
-    """Mixin in front of a parent with a head."""
-
-    def forward(self, **inputs: Any) -> Any:
-        options = {name: one for name, one in inputs.items() if name not in _TAKEN}
-        inputs = {name: one for name, one in inputs.items() if name in _TAKEN}
-        parent: Any = super().forward.__func__  # type: ignore[misc]
-        return parent(_Passing(self, options), **inputs)
-
-
 _HEADS = (
     modeling_deberta_v2.LegacyDebertaV2OnlyMLMHead,
     modeling_deberta_v2.LegacyDebertaV2LMPredictionHead,
@@ -319,22 +289,22 @@ class DebertaV2ForMaskedLM(_heads.MaskedLM, transformers.DebertaV2ForMaskedLM):
 
 
 class DebertaV2ForSequenceClassification(
-    _heads.SequenceClassification, _Head, transformers.DebertaV2ForSequenceClassification
+    _heads.SequenceClassification, PassesOn, transformers.DebertaV2ForSequenceClassification
 ): ...
 
 
 class DebertaV2ForMultipleChoice(
-    _heads.MultipleChoice, _Head, transformers.DebertaV2ForMultipleChoice
+    _heads.MultipleChoice, PassesOn, transformers.DebertaV2ForMultipleChoice
 ): ...
 
 
 class DebertaV2ForTokenClassification(
-    _heads.TokenClassification, _Head, transformers.DebertaV2ForTokenClassification
+    _heads.TokenClassification, PassesOn, transformers.DebertaV2ForTokenClassification
 ): ...
 
 
 class DebertaV2ForQuestionAnswering(
-    _heads.QuestionAnswering, _Head, transformers.DebertaV2ForQuestionAnswering
+    _heads.QuestionAnswering, PassesOn, transformers.DebertaV2ForQuestionAnswering
 ): ...
 
 

@@ -100,6 +100,25 @@ def test_spare_slots_change_nothing(hold_drop_in, spare_slots, name):
     assert any(spare_slots) or name.endswith("QuestionAnswering")
 
 
+_QUICK_TO_COMPILE = ("DebertaV2ForSequenceClassification", "MPNetForSequenceClassification")
+_COMPILED = [name for name in CLASSES if not has_decoder(name)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in _QUICK_TO_COMPILE else pytest.param(n, marks=pytest.mark.slow) for n in _COMPILED],
+)
+def test_compiles_as_a_whole(hold, name):
+    torch._dynamo.reset()
+    config = config_of(name)
+    if "SequenceClassification" in name:
+        config.problem_type = "single_label_classification"  # else forward changes it
+    model, inputs = getattr(models, name)(config), inputs_of(name, config, PADDINGS["right"])
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    hold(model, model, lambda _: {"out": compiled(**inputs)[0]}, lambda m: {"out": m(**inputs)[0]})
+
+
 @every_class
 def test_checkpoints_go_both_ways(round_trip, name):
     round_trip(getattr(models, name), config_of(name))
