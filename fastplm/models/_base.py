@@ -348,11 +348,16 @@ class FastplmModel:
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         """Like the parent."""
-        say_what_is_lost(attn_implementation, type(self))
         with choosing():
             super().set_attn_implementation(  # type: ignore[misc]
                 attn_implementation, *args, **kwargs
             )
+        say_what_is_lost(attn_implementation, type(self))
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        """Every drop-in class can. (The parent's answer, which it keeps, would be inherited.)"""
+        return True
 
 
 @contextlib.contextmanager

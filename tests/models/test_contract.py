@@ -119,6 +119,20 @@ def test_compiles_as_a_whole(hold, name):
     hold(model, model, lambda _: {"out": compiled(**inputs)[0]}, lambda m: {"out": m(**inputs)[0]})
 
 
+@every_family
+def test_attention_can_be_set_whatever_the_parents_class_can(family):
+    ours = getattr(models, LANGUAGE_MODELS[family])
+    parent_of(ours)._can_set_attn_implementation()  # which keeps its answer on the class
+    model = ours(config_of(LANGUAGE_MODELS[family]))
+    for name in ("eager", "fastplm"):
+        model.set_attn_implementation(name)
+        assert model.config._attn_implementation == name
+    if not ours._supports_sdpa:
+        with pytest.raises(ValueError, match="scaled_dot_product_attention"):
+            model.set_attn_implementation("sdpa")
+        assert model.config._attn_implementation == "fastplm"
+
+
 @every_class
 def test_checkpoints_go_both_ways(round_trip, name):
     round_trip(getattr(models, name), config_of(name))
