@@ -44,7 +44,9 @@ class Proof:
         found, model = [], self.model
         with _left_alone(model, self.parameters), torch.enable_grad():
             for mask in _MASKS:
-                found.append(self._of_batch(mask))
+                found.append(self._of_batch(model, mask))
+            if (inner := model.base_model) is not model:  # what the head does not read, as a pooler
+                found.append(self._of_batch(inner, _MASKS[1]))
             # What is dropped with a probability of 1 is known, and where it is dropped is seen. (In
             # layers: without embeddings, norms would have no numbers.)
             rates = list(_rates(model))
@@ -52,12 +54,12 @@ class Proof:
                 model.train()
                 for its_role, module, name in rates:
                     vars(module)[name] = float(its_role == role)
-                found.append(self._of_batch(_MASKS[1]))
+                found.append(self._of_batch(model, _MASKS[1]))
         return found
 
-    def _of_batch(self, mask: Any) -> tuple[list[Tensor], list[Tensor]]:
-        inputs = _batch_for(self.model, mask)
-        outputs = _tensors(self.model(**inputs), inputs)
+    def _of_batch(self, model: Any, mask: Any) -> tuple[list[Tensor], list[Tensor]]:
+        inputs = _batch_for(model, mask)
+        outputs = _tensors(model(**inputs), inputs)
         total: Any = 0
         for one in outputs:
             weights = torch.linspace(-1, 1, one.numel(), device=one.device, dtype=one.dtype)

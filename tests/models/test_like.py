@@ -398,6 +398,14 @@ def test_bigbirds_pooler_is_a_product_and_its_activation():
     torch.testing.assert_close(*found)
 
 
+def test_what_no_head_reads_is_proved_too(monkeypatch):
+    monkeypatch.setattr(
+        _like._LinearPooler, "_pooled", lambda self, first: self.pooler(first[:, 0])
+    )
+    with pytest.raises(UnsupportedError):
+        fastplm.accelerate(stock("pooler"))
+
+
 def test_only_the_outermost_models_of_transformers_are_looked_at():
     inner = stock("interface")
     outer = nn.Sequential(nn.ModuleDict({"model": inner}), nn.Linear(2, 2))
