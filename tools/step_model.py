@@ -32,6 +32,7 @@ from unittest import mock
 
 SOURCE = Path(__file__).with_name("fake_cuda.cpp")
 BYTES_A_SECOND, FLOPS_A_SECOND, LAUNCH_SECONDS = 2.9e12, 7.0e14, 2e-6
+SMS = 132
 
 # --- the device -----------------------------------------------------------------------------------
 
@@ -91,7 +92,7 @@ def fake_device(as_real: bool, traced: bool = False) -> Iterator[Any]:
 
     from fastplm import _modes
 
-    h100 = dict(multi_processor_count=132, regs_per_multiprocessor=65536, warp_size=32)
+    h100 = dict(multi_processor_count=SMS, regs_per_multiprocessor=65536, warp_size=32)
     h100 |= dict(major=9, max_threads_per_multi_processor=2048, max_threads_per_block=1024)
     found = DeviceProperties(type="cuda", index=0, cc=90, **h100)
     patches: list[tuple[Any, str, Any]] = [
@@ -296,11 +297,11 @@ def moved(name: str, given: dict[str, Any], made: Any) -> int:
         rows = _size(given["rows"])
         return rows + 2 * min(rows, _size(given["table"])) + _size(given["ids"])
     if name == "disentangled_attention_bwd":
-        # The fp32 sums of a head's places, no output, are zeroed, written, and read.
+        # The fp32 sums of places, one set for each SM, are no output; zeroed, written, and read.
         query, bounds = given["query"], given["cu_seqlens"]
-        sequences = query.shape[0] if bounds is None else bounds.shape[0] - 1
         places = 2 * (query.shape[2] if bounds is None else given["max_seqlen"]) - 1
-        sums = 4 * sequences * query.shape[1] * places * query.shape[-1]
+        heads = query.shape[1]
+        sums = 4 * max(1, SMS // heads) * heads * places * query.shape[-1]
         written += 3 * sums * len(_tables(given))
     read = {key: value for key, value in given.items() if not key.startswith("out")}
     if name in ONLY_WRITTEN:

@@ -8,12 +8,12 @@ that are BLOCK apart only one, so that both products make one tile, whose rows a
 element of key j stands at (i - j - 1) mod BLOCK, and back again by the same number. So gradients
 take the same way as scores, and no two of them meet.
 
-The gradients of the tables are sums over all tiles. A program owns a group of keys of one head, and
-goes through its tiles in order: what the high block gets is kept for the next queries, whose low
+The gradients of the tables are sums over all tiles. A program owns tiles of keys of one head, and
+goes through them in order: what the high block gets is kept for the next queries, whose low
 block it is. So each block is added once to the program's partial sums, which a last kernel adds up
 by the rows of the table. Nothing is atomic, and results repeat bit for bit.
 
-Legend: N rows · H heads · D head dim · T length · G groups of keys · places [2 reach - 1]
+Legend: N rows · H heads · D head dim · T length · places [2 reach - 1]
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from fastplm.triton_kernels._launch import (
     launch,
     nearest_arch,
     next_power_of_2,
+    sm_count,
     upcast_dot,
 )
 from fastplm.triton_kernels.attention.tiles import (
@@ -64,8 +65,6 @@ _TABLE = {
 }
 
 
-# Programs that the backward of keys wants; with fewer heads, the keys of each are in groups.
-_PROGRAMS = 512
 _BLOCK_P = 32  # partial sums that are added at a time
 _COUNTS = ("num_seqs", "num_rows", "seqlen", "reach", "threshold", "stride_sh")
 
@@ -261,12 +260,13 @@ def score_gradient(
     s = products(q, k, pk_rows, pq_rows, first, reach, TILE)
     p = tl.exp2(s * scale_log2 - m_i[:, None] - log2l[:, None])
     p = tl.where(mask_k[None, :] & (offs_q < head.length_q)[:, None], p, 0.0)
-    dp = multiply(do, tl.trans(v), tl.zeros([BLOCK, BLOCK], tl.float32), TILE.PRECISION)
     kept = p
     if head.dropout.seed_ptr is not None:
         keep = keep_mask(head, offs_q, start_k, BLOCK)
         kept = tl.where(keep, p * head.dropout.keep_scale, 0.0)
-        dp = tl.where(keep, dp * head.dropout.keep_scale, 0.0)
+    dp = multiply(do, tl.trans(v), tl.zeros([BLOCK, BLOCK], tl.float32), TILE.PRECISION)
+    if head.dropout.seed_ptr is not None:  # what was kept is not 0, unless its gradient is
+        dp = tl.where(kept != 0.0, dp * head.dropout.keep_scale, 0.0)
     return p * (dp - delta[:, None]), kept
 
 
@@ -408,7 +408,7 @@ def add_rows(sums, tile, first, reach, TILE: tl.constexpr):
     tl.store(ptrs, tl.load(ptrs, mask=mask, other=0.0) + tile, mask=mask)
 
 
-@triton.jit(do_not_specialize=[*_COUNTS, "groups"])
+@triton.jit(do_not_specialize=[*_COUNTS])
 def _disentangled_attention_bwd_dkdv_kernel(
     # pointers
     q_ptr,
@@ -434,7 +434,6 @@ def _disentangled_attention_bwd_dkdv_kernel(
     num_rows,
     seqlen,
     reach,
-    groups,
     scale,
     scale_log2,
     threshold,
@@ -463,39 +462,44 @@ def _disentangled_attention_bwd_dkdv_kernel(
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    # One program handles every ``groups``-th tile of keys of one head, and loops over the queries.
+    # A program handles tiles of keys of one head, of all sequences in turn, and loops over the
+    # queries. Each sequence counts its tiles from another one, as its last may be empty.
     TILE: tl.constexpr = Tile(HEAD_DIM, BLOCK_D, BLOCK, BLOCK, PRECISION)
     row_size = num_heads * HEAD_DIM
     zero_spare_rows(dk_ptr, cu_ptr, num_seqs, num_rows, row_size, stride_ot)
     zero_spare_rows(dv_ptr, cu_ptr, num_seqs, num_rows, row_size, stride_ot)
-    group = tl.program_id(0) % groups
-    row = (tl.program_id(0) // groups).to(tl.int64)  # flat (sequence, head)
+    program = tl.program_id(0)
+    h = (program % num_heads).to(tl.int64)
     dropout = Dropout(seed_ptr, sample_ptr, threshold, keep_scale)
-    b, h = row // num_heads, row % num_heads
-    first, length = bounds(cu_ptr, b, seqlen)
-    stats = stats_head(cu_ptr, b, h, first, seqlen, stride_sh)
-    if mask_ptr is not None:
-        mask_ptr += b * stride_mb + first
     # Not by a helper, which under Triton 3.6 cannot return None for a term that there is not.
-    stride_p = num_heads * HEAD_DIM
     pk_rows = None
     if pk_ptr is not None:
-        pk_rows = Rows(pk_ptr + h * HEAD_DIM, stride_p)
+        pk_rows = Rows(pk_ptr + h * HEAD_DIM, row_size)
     pq_rows = None
     if pq_ptr is not None:
-        pq_rows = Rows(pq_ptr + h * HEAD_DIM, stride_p)
-    head = Head(b, h, length, length, None, None, 0, mask_ptr, None, None, None, dropout)
-    query = rows_of(Tensor(q_ptr, stride_qb, stride_qh, stride_qt), head.b, head.h, first)
-    key = rows_of(Tensor(k_ptr, stride_kb, stride_kh, stride_kt), head.b, head.h, first)
-    value = rows_of(Tensor(v_ptr, stride_vb, stride_vh, stride_vt), head.b, head.h, first)
-    d_out = rows_of(Tensor(do_ptr, stride_dob, stride_doh, stride_dot), head.b, head.h, first)
-    d_key = rows_of(Tensor(dk_ptr, stride_ob, stride_oh, stride_ot), head.b, head.h, first)
-    d_value = rows_of(Tensor(dv_ptr, stride_ob, stride_oh, stride_ot), head.b, head.h, first)
-    own = tl.program_id(0).to(tl.int64) * (2 * reach.to(tl.int64) - 1) * HEAD_DIM
+        pq_rows = Rows(pq_ptr + h * HEAD_DIM, row_size)
+    own = program.to(tl.int64) * (2 * reach.to(tl.int64) - 1) * HEAD_DIM
     low_1, low_0 = is_low(BLOCK, 1), is_low(BLOCK, 0)
-    for start_k in range(group * BLOCK, head.length_k, groups * BLOCK):
+    num_tiles = tl.cdiv(seqlen, BLOCK)
+    step = tl.num_programs(0) // num_heads
+    for tile in range((program // num_heads).to(tl.int64), (h * 0 + num_seqs) * num_tiles, step):
+        b = tile // num_tiles
+        start_k = ((tile + b) % num_tiles).to(tl.int32) * BLOCK
+        first, length = bounds(cu_ptr, b, seqlen)
+        length = tl.where(start_k < length, length, 0)  # 0: the sequence has no such tile
+        stats = stats_head(cu_ptr, b, h, first, seqlen, stride_sh)
+        mask_row = None
+        if mask_ptr is not None:
+            mask_row = mask_ptr + b * stride_mb + first
+        head = Head(b, h, length, length, None, None, 0, mask_row, None, None, None, dropout)
+        query = rows_of(Tensor(q_ptr, stride_qb, stride_qh, stride_qt), b, h, first)
+        key = rows_of(Tensor(k_ptr, stride_kb, stride_kh, stride_kt), b, h, first)
+        value = rows_of(Tensor(v_ptr, stride_vb, stride_vh, stride_vt), b, h, first)
+        d_out = rows_of(Tensor(do_ptr, stride_dob, stride_doh, stride_dot), b, h, first)
+        d_key = rows_of(Tensor(dk_ptr, stride_ob, stride_oh, stride_ot), b, h, first)
+        d_value = rows_of(Tensor(dv_ptr, stride_ob, stride_oh, stride_ot), b, h, first)
         offs_k = start_k + tl.arange(0, BLOCK)
-        mask_k = keys_seen(head.mask_ptr, offs_k, head.length_k)
+        mask_k = keys_seen(mask_row, offs_k, length)
         k = load_rows(key, offs_k, mask_k, TILE)  # [BLOCK, BLOCK_D]
         v = load_rows(value, offs_k, mask_k, TILE)
         dk = tl.zeros([BLOCK, BLOCK_D], tl.float32)
@@ -532,7 +536,6 @@ def _disentangled_attention_bwd_dkdv_kernel(
                 TILE,
             )
             dv = multiply(tl.trans(kept.to(do.dtype)), do, dv, PRECISION)
-            dk = multiply(tl.trans(ds.to(q.dtype)), q, dk, PRECISION)
             if pk_rows is not None:
                 turn = back(ds, BLOCK, 1).to(q.dtype)  # [queries, places]
                 zero = tl.zeros_like(turn)
@@ -552,18 +555,19 @@ def _disentangled_attention_bwd_dkdv_kernel(
                 add_rows(dpq_ptr + own, dpq, place, reach, TILE)
                 dpq = tl.zeros([BLOCK, BLOCK_D], tl.float32)
                 dpq = multiply(high, k, dpq, PRECISION)
+            dk = multiply(tl.trans(ds.to(q.dtype)), q, dk, PRECISION)
         last = tl.cdiv(head.length_q, BLOCK) * BLOCK - start_k - BLOCK + reach
         if pk_rows is not None:
             add_rows(dpk_ptr + own, dpk, last, reach, TILE)
         if pq_rows is not None:
             add_rows(dpq_ptr + own, dpq, last, reach, TILE)
         tl.debug_barrier()  # the next tile of keys adds to these sums
-        exists = offs_k < head.length_k  # masked keys too: their gradient is 0, and is written
+        exists = offs_k < length  # masked keys too: their gradient is 0, and is written
         store_rows(d_key, dk * scale, offs_k, exists, TILE)
         store_rows(d_value, dv, offs_k, exists, TILE)
 
 
-@triton.jit(do_not_specialize=["programs", "reach", "groups"])
+@triton.jit(do_not_specialize=["programs", "reach"])
 def _disentangled_attention_tables_kernel(
     # pointers
     sums_ptr,
@@ -573,22 +577,20 @@ def _disentangled_attention_tables_kernel(
     programs,
     num_heads,
     reach,
-    groups,
     scale,
     # constexprs
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    # One program adds up one row of one head: its places, of all programs [B, H, groups] in order.
+    # One program adds up one row of one head: its places, of all programs of the head in order.
     row, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     offs_d, mask_d = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D) < HEAD_DIM
     total = tl.zeros([BLOCK_D], tl.float32)
     for place in range(tl.load(ends_ptr + row), tl.load(ends_ptr + row + 1)):
         for first in range(0, programs, BLOCK_P):
-            offs_p = first + tl.arange(0, BLOCK_P)  # flat (sequence, group)
-            program = (offs_p.to(tl.int64) // groups * num_heads + h) * groups + offs_p % groups
-            at = program * (2 * reach - 1) + place
+            offs_p = first + tl.arange(0, BLOCK_P)
+            at = (offs_p.to(tl.int64) * num_heads + h) * (2 * reach - 1) + place
             ptrs = sums_ptr + at[:, None] * HEAD_DIM + offs_d[None, :]
             mask = (offs_p < programs)[:, None] & mask_d[None, :]
             total += tl.sum(tl.load(ptrs, mask=mask, other=0.0), 0)
@@ -713,7 +715,7 @@ def disentangled_attention_bwd(
     ]
     if shape.is_empty:
         return tuple(grad.zero_() for grad in (*grads, *tables))
-    delta, heads = torch.empty_like(stats[0]), shape.batch * shape.heads
+    delta = torch.empty_like(stats[0])
     shared = shape.shared | dict(
         do_ptr=grad_out,
         m_ptr=stats[0],
@@ -726,7 +728,7 @@ def disentangled_attention_bwd(
     tiles, config = shape.tiles(1)
     launch(
         _disentangled_attention_bwd_dq_kernel,
-        (tiles * heads,),
+        (tiles * shape.batch * shape.heads,),
         shape.device,
         out_ptr=out,
         dq_ptr=grads[0],
@@ -734,20 +736,20 @@ def disentangled_attention_bwd(
         **shared,
     )
     tiles, config = shape.tiles(2)
-    groups = min(tiles, cdiv(_PROGRAMS, heads))
-    size = heads * groups, 2 * shape.reach - 1, shape.dim
+    # A program fills an SM, and has sums of its own: their size does not grow with the batch.
+    programs = min(tiles * shape.batch, max(1, sm_count(shape.device) // shape.heads))
+    size = programs * shape.heads, 2 * shape.reach - 1, shape.dim
     sums = [
         query.new_zeros(size, dtype=torch.float32) if table.numel() else None for table in tables
     ]
     launch(
         _disentangled_attention_bwd_dkdv_kernel,
-        (heads * groups,),
+        (programs * shape.heads,),
         shape.device,
         dk_ptr=grads[1],
         dv_ptr=grads[2],
         dpk_ptr=sums[0],
         dpq_ptr=sums[1],
-        groups=groups,
         **config,
         **shared,
     )
@@ -760,10 +762,9 @@ def disentangled_attention_bwd(
                 sums_ptr=partial,
                 ends_ptr=ends,
                 grad_ptr=grad,
-                programs=shape.batch * groups,
+                programs=programs,
                 num_heads=shape.heads,
                 reach=shape.reach,
-                groups=groups,
                 scale=call.scale,
                 HEAD_DIM=shape.dim,
                 BLOCK_D=shape.shared["BLOCK_D"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from fastplm.reference.disentangled_attention import (
     disentangled_buckets,
 )
 from fastplm.testing import assert_within_budget
+from fastplm.triton_kernels import disentangled_attention as kernels
+from fastplm.triton_kernels._launch import record_launches
 
 from ..pairwise import pairwise
 from .test_attention import NAN, hide, pack_rows, up_to
@@ -305,3 +308,27 @@ def test_a_nan_in_a_table_reaches_the_rows_at_its_distance_alone():
     inputs["pos_key"][100 + 15] = NAN  # queries 15 and later see a key so far before them
     out = run("cpp", **inputs)
     assert out[:, :, :15].isfinite().all() and out[:, :, 15:].isnan().all()
+
+
+def test_the_sums_of_the_tables_do_not_grow_with_the_batch():
+    """The backward's own memory: each program has sums of all places of its head."""
+    sizes = []
+    for batch in (2, 64):
+        call = SimpleNamespace(
+            query=torch.empty((batch, 2, 100, 16), device="meta"),
+            key_mask=None,
+            cu_seqlens=None,
+            seed=None,
+            dropout_threshold=0,
+            scale=0.2,
+            buckets=torch.zeros(199, dtype=torch.int64, device="meta"),
+        )
+        call.key = call.value = call.query
+        call.pos_key = call.pos_query = torch.empty((200, 2, 16), device="meta")
+        ends = torch.empty(201, dtype=torch.int32, device="meta")
+        with record_launches(90) as launches:
+            out, stats = kernels.disentangled_attention_fwd(call)
+            kernels.disentangled_attention_bwd(out, call, out, stats, ends)
+        given = next(one.arguments for one in launches if "dpk_ptr" in one.arguments)
+        sizes.append((given["dpk_ptr"].shape, given["dpq_ptr"].shape))
+    assert sizes[0] == sizes[1]
