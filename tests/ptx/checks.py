@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 from fastplm import ops  # noqa: E402
 from fastplm.reference.attention import attention_ref, attention_varlen_ref  # noqa: E402
 from fastplm.reference.bias_gelu import bias_gelu_ref  # noqa: E402
+from fastplm.reference.disentangled_attention import disentangled_attention_ref  # noqa: E402
 from fastplm.reference.dropout_add_layer_norm import dropout_add_layer_norm_ref  # noqa: E402
 from fastplm.reference.embedding_layer_norm import embedding_layer_norm_ref  # noqa: E402
 from fastplm.reference.gather_rows import gather_rows_ref  # noqa: E402
@@ -145,6 +146,23 @@ def attention(arch, dtype, shape, option="", seeds=(0, 1), schedule=None) -> lis
         with emulated(arch), pytest.raises(BudgetExceeded, match="output"):
             assert_within_budget(function, reference, inputs)
         return hold(arch, function, reference, inputs, wrt, seeds, schedule, [peer])
+
+
+def disentangled_attention(arch, dtype, width, packed, seeds=(0, 1)) -> list[str]:
+    """Three sequences, and programs that take tiles of several."""
+    batch, heads, length = 3, 2, 40
+    torch.manual_seed(width)
+    inputs = {name: drawn(dtype, batch, heads, length, width) for name in QKV}
+    inputs |= {name: drawn(dtype, 16, heads, width) for name in ("pos_key", "pos_query")}
+    inputs |= dict(max_distance=24, dropout_p=0.2, seed=7)
+    if packed:
+        inputs |= {name: inputs[name].transpose(1, 2).flatten(0, 1)[:70] for name in QKV}
+        ends = torch.tensor([0, 40, 45, 70], dtype=torch.int32)
+        inputs |= dict(cu_seqlens=ends, max_seqlen=length)
+    else:
+        inputs["key_mask"] = torch.rand(batch, length) < 0.7
+    functions = ops.disentangled_attention, disentangled_attention_ref
+    return hold(arch, *functions, inputs, [*QKV, "pos_key", "pos_query"], seeds)
 
 
 def gather_rows(arch, dtype, width, seeds=(0, 1)) -> list[str]:

@@ -20,6 +20,7 @@ CASES = {
     "attention": dict(dtype="bfloat16", option="mask causal", shape=(2, 1, 40, 70, 64)),
     "gather_rows": dict(dtype="bfloat16", width=40),
     "replaced_token_loss": dict(dtype="bfloat16", width=40),
+    "disentangled_attention": dict(dtype="bfloat16", width=32, packed=True),
     "linear_cross_entropy": dict(dtype="bfloat16", shape=(70, 200, 64)),
 }
 

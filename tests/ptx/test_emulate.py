@@ -57,6 +57,12 @@ def every(*small):
     return [pair if pair in small else pytest.param(*pair, marks=slow) for pair in pairs]
 
 
+@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=slow)])
+@pytest.mark.parametrize(("arch", "dtype"), every((90, "bfloat16")))
+def test_disentangled_attention(emulate, arch, dtype, packed):
+    emulate("disentangled_attention", arch=arch, dtype=dtype, width=32, packed=packed)
+
+
 WIDTHS = dict(gather_rows=40, maxsim=80, replaced_token_loss=72, embedding_layer_norm=40)
 
 
