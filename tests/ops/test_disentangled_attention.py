@@ -205,9 +205,9 @@ def test_longer_sequences(device, backend, head_dim, dtype):
 
 
 @each_backend
-def test_more_sequences_than_groups(device, backend):
-    """The gradients of the tables are sums over groups of sequences."""
-    inputs = make(device, 12, batch=11, heads=1)
+def test_more_sequences_than_programs(device, backend):
+    """The gradients of the tables are sums of programs, each of several sequences."""
+    inputs = make(device, 12, batch=11)
     check(backend, pack(inputs, (3, 0, 12, 7, 1, 9, 12, 2, 5, 8, 4)))
 
 
