@@ -22,6 +22,7 @@ from fastplm._backends import note, requested, takes_notes
 from fastplm._rules import ALONE, slower
 from fastplm.models._base import DROP_INS, wants_output
 from fastplm.models._encoder import EMBEDDING_TABLES, EncoderLayer, EncoderModel
+from fastplm.models._layer import Blocks
 from fastplm.models._ragged import LastRows, RaggedBatch, Rows
 from fastplm.models._watch import (
     LINEAR,
@@ -75,7 +76,8 @@ class _Plan(NamedTuple):
 
 def plans(module: nn.Module) -> Plans:
     """The plan of a model without a head, which runs by ``backbone_call`` and ``layers_call``."""
-    if isinstance(module, EncoderModel) and module._output is not None:
+    like_bert = isinstance(module, EncoderModel) and not isinstance(module, Blocks)
+    if like_bert and module._output is not None:
         yield _plan_of(module), (backbone_call, layers_call)
 
 

@@ -124,15 +124,18 @@ class _LinearPooler:
         return self.activation(self.pooler(first[:, 0]))
 
 
-class _OwnMasks(FastplmModel):
-    """Mixin of a model whose attention, or whose masks, do not follow Transformers' interface: on
-    its rows the attention is ours, and elsewhere the parent is left alone."""
+class _Named(FastplmModel):
+    """Mixin of a model that may be ours under the name of another attention implementation."""
 
-    #: The attention implementation that stands for ours.
     _name = NAME
 
     def _has_our_attention(self) -> bool:
         return self.config._attn_implementation == self._name
+
+
+class _OwnMasks(_Named):
+    """Mixin of a model whose attention, or whose masks, do not follow Transformers' interface: on
+    its rows the attention is ours, and elsewhere the parent is left alone."""
 
     def _mask_of_parent(self, mask: Tensor | None) -> Tensor | None:
         return mask
@@ -310,14 +313,13 @@ class _Positions:
         return rows[0] if out.dim() == 2 else rows
 
 
-class _Stack(Stack):
+class _Stack(_Named, Stack):
     """Mixin of an encoder or a decoder, whose parent runs on packed rows."""
 
     _embeds_ids = True
-    #: The classes of layers and their attention; the name is as in ``_OwnMasks``.
+    #: The classes of layers and their attention.
     _kinds: frozenset[type] = frozenset()
     _others: tuple[str, ...] = ()
-    _name = NAME
     _owns = False
 
     def _layers(self: Any) -> Any:
@@ -325,9 +327,6 @@ class _Stack(Stack):
 
     def _layer_numbers(self: Any) -> list[Any]:
         return [getattr(layer.self_attn, "layer_idx", None) for layer in self.layers]
-
-    def _has_our_attention(self) -> bool:
-        return self.config._attn_implementation == self._name
 
     def _keeps_padding(self, masks: Any, kwargs: dict[str, Any], *caching: Any, **more: Any) -> Any:
         if kwargs.get("cu_seq_lens_q") is not None:
@@ -379,11 +378,15 @@ class _Shifts(EncoderDecoder):
         return None if input_ids is None else shifted_right(self, input_ids)
 
 
-class _Generation(ConditionalGeneration):
-    _caches_beside_loss = False
+class _PlainHead:
+    """Mixin of a model whose logits are a product with the last hidden state."""
 
     def _head(self: Any) -> _heads.Head:
         return None, self.get_output_embeddings()
+
+
+class _Generation(_PlainHead, ConditionalGeneration):
+    _caches_beside_loss = False
 
     def _backbone(self: Any, **inputs: Any) -> Any:
         return self.base_model(**inputs)
@@ -394,13 +397,6 @@ class _Generation(ConditionalGeneration):
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         return shifted_right(self, labels)
-
-
-class _PlainHead:
-    """Mixin of a model whose logits are a product with the last hidden state."""
-
-    def _head(self: Any) -> _heads.Head:
-        return None, self.get_output_embeddings()
 
 
 def shifted_right(model: Any, ids: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from fastplm.models._freeze import freeze_parts
 from fastplm.models._watch import freeze_of
 from fastplm.nn._rows import THAWED
 
+from .conftest import small_config
 from .frozen import batch, hold, made, prompt, steps
 
 pytestmark = pytest.mark.usefixtures("of_csrc")
@@ -815,7 +816,9 @@ def test_what_is_left_is_said(caplog):
         model.train()
         assert fastplm.freeze(model) is model and not model.training and not is_frozen(model)
         assert "`BertModel`, as there is a hook" in caplog.messages[-1]
-        fastplm.freeze(nn.Linear(2, 2))
-        assert "no part of this Linear runs in one call" in caplog.messages[-1]
+        described = models.NomicBertModel(small_config("nomic_bert"))
+        for other in (nn.Linear(2, 2), described):
+            fastplm.freeze(other)
+            assert f"no part of this {type(other).__name__} runs" in caplog.messages[-1]
     finally:
         logger.removeHandler(caplog.handler)
