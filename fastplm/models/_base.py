@@ -348,16 +348,22 @@ class FastplmModel:
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         """Like the parent."""
+        before = self.config._attn_implementation
         with choosing():
             super().set_attn_implementation(  # type: ignore[misc]
                 attn_implementation, *args, **kwargs
             )
-        say_what_is_lost(attn_implementation, type(self))
+        if (now := self.config._attn_implementation) != before:
+            say_what_is_lost(now, type(self))
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        """Every drop-in class can. (The parent's answer, which it keeps, would be inherited.)"""
-        return True
+        """A class of this package can, one that ``accelerate`` made if its parent can.
+
+        (The parent's answer, which it keeps, would be inherited.)
+        """
+        parent: Any = MADE.get(cls)
+        return parent is None or parent._can_set_attn_implementation()
 
 
 @contextlib.contextmanager

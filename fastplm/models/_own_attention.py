@@ -33,12 +33,20 @@ class Now(NamedTuple):
 
 
 class _Here(threading.local):
-    """What a model that runs has for the modules below it. (Dynamo traces no ContextVar.)"""
+    """What a model that runs has for the modules below it. (Dynamo traces no ContextVar.)
 
-    now: Now | None = None
-    more: dict[str, Any] | None = None  # inputs that a head did not pass on
-    given: Tensor | None = None  # the padded ids or embeddings of a batch
-    packed: tuple[Tensor, Any] | None = None  # these, and how they are packed
+    Args:
+        now: what its layers get.
+        more: a model without head, and the inputs that the parent of its head did not pass on.
+        given: the padded ids or embeddings of a batch.
+        packed: these, and how they are packed.
+    """
+
+    def __init__(self) -> None:  # not in the class: Dynamo guards what an instance has
+        self.now: Now | None = None
+        self.more: tuple[Any, dict[str, Any]] = None, {}
+        self.given: Tensor | None = None
+        self.packed: tuple[Tensor, Any] | None = None
 
 
 HERE = _Here()
@@ -74,18 +82,20 @@ class PassesOn:
         cls._known = _inputs_of_parent(cls)
 
     _known: list[str]
+    base_model: Any
 
     def forward(self, **inputs: Any) -> Any:
         more = {name: inputs.pop(name) for name in [*inputs] if name not in self._known}
-        return within({"more": more}, super().forward, **inputs)  # type: ignore[misc]
+        return within({"more": (self.base_model, more)}, super().forward, **inputs)  # type: ignore[misc]
 
 
 class GetsMore:
     """Mixin before the two forwards of a model, which may have such a head."""
 
     def forward(self, **inputs: Any) -> Any:
-        inputs |= HERE.more or {}
-        return within({"more": None}, super().forward, **inputs)  # type: ignore[misc]
+        model, more = HERE.more  # another model may run inside of a head, in a hook
+        inputs |= more if model is self else {}
+        return within({"more": (None, {})}, super().forward, **inputs)  # type: ignore[misc]
 
 
 class OnRows(FastplmModel):
@@ -109,7 +119,8 @@ class OnRows(FastplmModel):
         if self._keeps_padding(masks, inputs) is not None:
             if encoder_attention_mask is not None:
                 inputs["encoder_attention_mask"] = encoder_attention_mask
-            return forward(attention_mask=self._mask_of_parent(attention_mask), **inputs)
+            inputs["attention_mask"] = self._mask_of_parent(attention_mask)
+            return within({"now": None}, forward, **inputs)
         keys, others = (None if mask is None else mask.bool() for mask in masks)
         now = Now(rows or Rows(), keys, others, self._of_attention() | packed)
         # A mask with four dimensions is passed on unchanged.

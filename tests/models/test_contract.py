@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import threading
 
 import pytest
 import torch
@@ -117,6 +118,47 @@ def test_compiles_as_a_whole(hold, name):
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     hold(model, model, lambda _: {"out": compiled(**inputs)[0]}, lambda m: {"out": m(**inputs)[0]})
+
+
+@pytest.mark.parametrize("name", _QUICK_TO_COMPILE)
+def test_compiles_again_in_a_thread_that_ran_no_model(name):
+    """What a thread has for modules must not change between two graphs of a frame."""
+    torch._dynamo.reset()
+    model, found = getattr(models, name)(config_of(name)).eval(), []
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    ids = torch.randint(4, 16, (2, 9))
+
+    def run():
+        with torch.no_grad():
+            found.extend(compiled(ids[:, :length]).logits for length in (9, 6))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    expected = [model(ids[:, :length]).logits for length in (9, 6)]
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("place", ["base_model", "classifier"])
+@pytest.mark.parametrize("name", _QUICK_TO_COMPILE)
+def test_another_model_may_run_inside_of_a_head(name, place):
+    """As a teacher does in a hook. What the head gives its own model is not for that one."""
+    model, teacher = (getattr(models, name)(config_of(name)).eval() for _ in range(2))
+    ids, mask, found = torch.randint(4, 16, (2, LENGTH)), torch.ones(2, LENGTH), []
+    mask[1, 5:] = 0
+
+    def hook(*_):
+        given = dict(input_ids=ids, attention_mask=mask)
+        weights = teacher.base_model(**given, output_attentions=True)
+        found.append((teacher.base_model(**given)[0], weights[0]))
+
+    expected = model(input_ids=ids, attention_mask=mask).logits
+    getattr(model, place).register_forward_pre_hook(hook)
+    assert torch.equal(model(input_ids=ids, attention_mask=mask).logits, expected)
+    outside = teacher.base_model(ids, attention_mask=mask)[0]
+    for hidden in found[0]:
+        assert hidden.shape == outside.shape
+        torch.testing.assert_close(hidden[mask.bool()], outside[mask.bool()])
 
 
 @every_family

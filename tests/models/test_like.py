@@ -430,3 +430,12 @@ class _Mean(nn.Module):
 
     def forward(self, hidden_states, attention_mask=None, **kwargs):
         return self.value(hidden_states.mean(1, keepdim=True)).expand_as(hidden_states), None
+
+
+def test_attention_of_its_own_cannot_be_set():
+    """As in Transformers, which says so; the rows stay right."""
+    model = fastplm.accelerate(stock("rotary")).eval()
+    expected = model(IDS, attention_mask=MASK).logits
+    model.set_attn_implementation("fastplm")
+    assert model.config._attn_implementation == "eager"
+    assert torch.equal(model(IDS, attention_mask=MASK).logits, expected)
