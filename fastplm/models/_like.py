@@ -125,9 +125,9 @@ class _LinearPooler:
 
 
 class _Named(FastplmModel):
-    """Mixin of a model that may be ours under the name of another attention implementation."""
+    """Mixin of a model whose attention is fastplm's where its configuration says ``_name``."""
 
-    _name = NAME
+    _name = NAME  # "eager" in models with own attention, which may have no other
 
     def _has_our_attention(self) -> bool:
         return self.config._attn_implementation == self._name

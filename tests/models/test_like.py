@@ -186,7 +186,8 @@ def test_what_rows_cannot_have_the_parent_computes(way):
                     seen = seen[:, None].expand(one.shape[:3])
                 elif one.shape[:2] != MASK.shape:
                     continue
-                torch.testing.assert_close(one[seen], other[seen])
+                # As close as in fp32: the parents' eager softmax is fp32 whatever the dtype is.
+                torch.testing.assert_close(one[seen].float(), other[seen].float())
 
 
 @pytest.mark.parametrize("way", ["decoder", "seq2seq", "seq2seq, own attention", "decoder alone"])
