@@ -643,7 +643,8 @@ def _attention_in(module: str) -> str:
         source = inspect.getsource(sys.modules[module])
     except (KeyError, OSError, TypeError):  # there is no source, as of a class written in a shell
         return "none"
-    if ".get_interface(" in source:
+    # Some have both, as BigBird-Pegasus, whose encoder adds the mask to scores of its own.
+    if ".get_interface(" in source and "attention_scores + attention_mask" not in source:
         return "interface"
     own = re.search(r"^class \w*Attention\w*\([^)]*\bModule\b", source, re.MULTILINE)
     return "own" if own else "none"

@@ -20,7 +20,7 @@ SAMPLE = {
     "mobilebert": "an encoder of the interface",
     "mistral": "grouped heads, a sliding window",
     "splinter": "its attention does not say whether it is causal",
-    "bigbird_pegasus": "its decoder says that it is not causal",
+    "bigbird_pegasus": "has attention of its own beside the interface",
     "doge": "wants masks in full",
     "prophetnet": "adds masks to its scores",
     "rembert": "has the shape of BERT's layers",
@@ -106,6 +106,16 @@ def test_a_model_of_the_user_with_attention_of_its_own_is_refused():
         Own._from_config(transformers.BertConfig(), attn_implementation=hf.NAME)
     with pytest.raises(UnsupportedError, match="cannot change"):
         fastplm.accelerate(Own(transformers.BertConfig()))
+
+
+def test_a_model_with_attention_of_its_own_beside_the_interface_is_refused():
+    """BigBird-Pegasus' encoder adds the mask to its scores, unless its texts are long."""
+    config = transformers.BigBirdPegasusConfig(vocab_size=99, d_model=16, encoder_layers=1)
+    model = transformers.BigBirdPegasusModel(config).eval()
+    with pytest.raises(UnsupportedError, match="Leave attn_implementation out, or use 'eager'"):
+        model.set_attn_implementation(hf.NAME)
+    with pytest.raises(UnsupportedError, match="cannot change"):
+        fastplm.accelerate(model)
 
 
 class Extends(transformers.BertPreTrainedModel):
