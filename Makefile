@@ -163,10 +163,10 @@ $(VENV)/.base: pyproject.toml setup.py constraints.txt $(wildcard csrc/*/*)
 	@$(BIN)/python -c "from fastplm._extension import lacks; print('csrc/:', lacks('mask_tokens', 'CPU') or 'built')"
 	touch $@
 
-# fastplm is installed already, so this adds what the extra asks for and builds nothing again. Of the
-# version that it is: another project has its name on the index, and pip must not fall back on that.
+# It is installed already, so this adds what the extra asks for and builds nothing again. The version
+# that it is: pip must not fall back on one of the index.
 $(VENV)/.test $(VENV)/.docs $(VENV)/.peers $(VENV)/.lint: $(VENV)/.%: $(VENV)/.base
-	$(PIP) "fastplm[$*]==$$($(BIN)/python -c 'from importlib.metadata import version; print(version("fastplm"))')"
+	$(PIP) "fastplm-torch[$*]==$$($(BIN)/python -c 'from importlib.metadata import version; print(version("fastplm-torch"))')"
 	touch $@
 
 # The site is built by a test.

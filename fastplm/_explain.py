@@ -13,7 +13,7 @@ import torch
 from packaging.specifiers import SpecifierSet
 
 import fastplm.ops  # noqa: F401 (fills OPS)
-from fastplm import _backends, _extension, _machine, _rules
+from fastplm import __version__, _backends, _extension, _machine, _rules
 from fastplm._registry import OPS
 from fastplm.errors import BackendError
 
@@ -62,7 +62,7 @@ def info(*, all: bool = False) -> str:
 
 
 def _overview() -> list[str]:
-    names = [f"{name} {_version(name)}" for name in ("fastplm", *TESTED)]
+    names = [f"fastplm {__version__}", *(f"{name} {_version(name)}" for name in TESTED)]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     bf16 = _machine.hardware_has_bf16()
     lines = [
@@ -126,7 +126,8 @@ def _table() -> list[str]:
     devices = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(count))]
     lines = [
         f"python {platform.python_version()} on {platform.platform()}",
-        *(f"{name} {_version(name)}" for name in ("fastplm", *TESTED)),
+        f"fastplm {__version__}",
+        *(f"{name} {_version(name)}" for name in TESTED),
         *(_gpu(index) for index in range(count)),
         f"vector instructions of csrc/: {_machine.level()}, {_machine.cpu_model()}",
         f"the CUDA code of csrc/ {_extension.cuda_code()}",
@@ -160,7 +161,6 @@ def _version(package: str) -> str:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "is not installed"
-    tested = TESTED.get(package)
-    if tested is None or tested.contains(version, prereleases=True):
+    if TESTED[package].contains(version, prereleases=True):
         return version
-    return f"{version}  NOT TESTED: fastplm's tests have run with {package}{tested}"
+    return f"{version}  NOT TESTED: fastplm's tests have run with {package}{TESTED[package]}"

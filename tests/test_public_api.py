@@ -126,7 +126,7 @@ def test_info_says_which_versions_were_never_tested(version, tested, monkeypatch
 def test_the_tested_versions_begin_where_the_requirements_do_and_hold_the_pins():
     text = Path(__file__).parents[1].joinpath("constraints.txt").read_text(encoding="utf-8")
     pins = dict(re.findall(r"^([\w-]+)==([\w.]+)", text, re.MULTILINE))
-    required = {r.name: r for r in map(Requirement, importlib.metadata.requires("fastplm"))}
+    required = {r.name: r for r in map(Requirement, importlib.metadata.requires("fastplm-torch"))}
     for name, tested in _explain.TESTED.items():
         assert pins[name] in tested
         lowest = {bound for bound in required[name].specifier if bound.operator == ">="}
