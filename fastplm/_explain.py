@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from packaging.specifiers import SpecifierSet
 
-import fastplm.ops  # noqa: F401 (fills OPS)
-from fastplm import __version__, _backends, _extension, _machine, _rules
+import fastplm.ops  # fills OPS
+from fastplm import _backends, _extension, _machine, _rules
 from fastplm._registry import OPS
 from fastplm.errors import BackendError
 
@@ -62,7 +62,7 @@ def info(*, all: bool = False) -> str:
 
 
 def _overview() -> list[str]:
-    names = [f"fastplm {__version__}", *(f"{name} {_version(name)}" for name in TESTED)]
+    names = [f"fastplm {fastplm.__version__}", *(f"{name} {_version(name)}" for name in TESTED)]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     bf16 = _machine.hardware_has_bf16()
     lines = [
@@ -126,7 +126,7 @@ def _table() -> list[str]:
     devices = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(count))]
     lines = [
         f"python {platform.python_version()} on {platform.platform()}",
-        f"fastplm {__version__}",
+        f"fastplm {fastplm.__version__}",
         *(f"{name} {_version(name)}" for name in TESTED),
         *(_gpu(index) for index in range(count)),
         f"vector instructions of csrc/: {_machine.level()}, {_machine.cpu_model()}",

@@ -31,7 +31,9 @@ from fastplm._modes import (
 from fastplm._rules import CallClass, slower
 from fastplm.errors import BackendError, UnsupportedError
 
-_LIBRARY = torch.library.Library("fastplm", "DEF")
+#: Under ``torch.ops``; a Hub kernel has another one, unique to its build (tools/hub_kernel.py).
+NAMESPACE = "fastplm"
+_LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 #: Every op by name, in the order of definition.
 OPS: dict[str, Op] = {}
 
@@ -181,7 +183,10 @@ class Op:
         gradient = Gradient(self, results, gradients, **options)
         self._function = gradient.function()
         torch.library.register_autograd(
-            f"fastplm::{name}_fwd", gradient.backward, setup_context=gradient.setup, lib=_LIBRARY
+            f"{NAMESPACE}::{name}_fwd",
+            gradient.backward,
+            setup_context=gradient.setup,
+            lib=_LIBRARY,
         )
 
     def backend(
@@ -369,8 +374,8 @@ def define(
     _LIBRARY.impl(operator, run, "CompositeExplicitAutograd")
     # Where any transform of torch.func begins to handle a call.
     _LIBRARY.impl(operator, partial(_refuse_transform, operator), "FuncTorchDynamicLayerFrontMode")
-    torch.library.register_fake(f"fastplm::{operator}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.fastplm, operator).default
+    torch.library.register_fake(f"{NAMESPACE}::{operator}", fake, lib=_LIBRARY)
+    return getattr(getattr(torch.ops, NAMESPACE), operator).default
 
 
 def _tensors(count: int) -> str:

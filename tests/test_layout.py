@@ -29,7 +29,13 @@ RECIPES = (
 )
 #: The core, in the same way.
 CORE = (
-    *(("graphs",), ("models",), ("hf", "_explain", "_measure"), ("_judge", "nn"), ("ops",)),
+    *(
+        ("graphs",),
+        ("models",),
+        ("hf", "_explain", "_measure"),
+        ("_judge", "flash_attn", "nn"),
+        ("ops",),
+    ),
     *(("reference",), ("_registry",), ("_autograd",), ("_backends", "_declare", "_rules")),
     *(("_checks", "_machine", "_modes"), ("errors", "_extension", "_budget")),
 )

@@ -1,0 +1,109 @@
+"""``fastplm.flash_attn``: what the package ``flash_attn`` documents, against its formulas."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fastplm.errors import UnsupportedError
+from fastplm.flash_attn import flash_attn_func, flash_attn_varlen_func
+
+WINDOWS = ((-1, -1), (2, -1), (1, 3), (2, 0))
+
+
+def expected(q, k, v, causal, window, scale=None):
+    """By the masks of the package's documentation, with bottom-right alignment."""
+    k, v = (one.repeat_interleave(q.shape[2] // one.shape[2], 2) for one in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (
+        q.shape[-1] ** -0.5 if scale is None else scale
+    )
+    rows = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
+    distance = torch.arange(k.shape[1]) - rows
+    left, right = (math.inf if bound < 0 else bound for bound in window)
+    seen = (distance >= -left) & (distance <= (0 if causal else right))
+    weights = scores.masked_fill(~seen, -math.inf).softmax(-1).nan_to_num()
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def tensors(queries, keys, heads=4, groups=2):
+    torch.manual_seed(0)
+    sizes = ((queries, heads), (keys, groups), (keys, groups))
+    return [
+        torch.randn(2, length, count, 8, dtype=torch.float64, requires_grad=True)
+        for length, count in sizes
+    ]
+
+
+def check(ours, theirs, inputs):
+    torch.testing.assert_close(ours, theirs)
+    weights = torch.randn_like(ours)
+    for one, other in zip(
+        torch.autograd.grad((ours * weights).sum(), inputs),
+        torch.autograd.grad((theirs * weights).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("causal, keys", [(False, 6), (True, 6), (True, 9)])
+def test_a_batch_without_padding(causal, keys, window):
+    inputs = tensors(6, keys)
+    ours = flash_attn_func(*inputs, causal=causal, window_size=window, softmax_scale=0.3)
+    check(ours, expected(*inputs, causal, window, 0.3), inputs)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_packed_sequences_equal_each_alone(causal, window, groups):
+    packed = [one.flatten(0, 1)[:10] for one in tensors(6, 6, groups=groups)]
+    starts = torch.tensor([0, 6, 10], dtype=torch.int32)
+    options = dict(causal=causal, window_size=window)
+    ours = flash_attn_varlen_func(*packed, starts, starts, 6, 6, **options)
+    parts = slice(0, 6), slice(6, 10)
+    alone = [expected(*(one[None, part] for one in packed), causal, window)[0] for part in parts]
+    check(ours, torch.cat(alone), packed)
+
+
+def test_queries_and_keys_may_be_cut_differently():
+    q, k, v = tensors(6, 9)
+    of_q, of_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 6], [0, 5, 9]))
+    ours = flash_attn_varlen_func(q[0], k[0], v[0], of_q, of_k, 4, 5, causal=True)
+    parts = (slice(0, 2), slice(0, 5)), (slice(2, 6), slice(5, 9))
+    alone = [expected(q[:1, a], k[:1, b], v[:1, b], True, (-1, -1))[0] for a, b in parts]
+    torch.testing.assert_close(ours, torch.cat(alone))
+    with pytest.raises(UnsupportedError, match="window_size.* got .1, 1.; expected"):
+        flash_attn_varlen_func(q[0], k[0], v[0], of_q, of_k, 4, 5, window_size=(1, 1))
+    with pytest.raises(UnsupportedError, match="window_size"):
+        flash_attn_func(q, k, v, window_size=(1, 1))
+
+
+def test_dropout_drops_and_keeps_the_mean():
+    q, k, v = (one.detach().float() for one in tensors(6, 6))
+    ones, same = torch.ones_like(v), dict(dropout_p=0.5)
+    torch.manual_seed(1)
+    out = torch.stack([flash_attn_func(q, k, ones, **same) for _ in range(200)])
+    assert out.std(0).min() > 0.1 and (out.mean(0) - 1).abs().max() < 0.3
+    torch.manual_seed(1)
+    assert torch.equal(flash_attn_func(q, k, ones, **same), out[0])
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("softcap", 30.0),
+        ("return_attn_probs", True),
+        *((name, torch.zeros(4)) for name in ("alibi_slopes", "s_aux", "block_table")),
+    ],
+)
+def test_what_is_not_computed_is_refused(name, value):
+    q, k, v = tensors(6, 6)
+    starts = torch.tensor([0, 6], dtype=torch.int32)
+    with pytest.raises(UnsupportedError, match=f"`{name}` got .*Use attn_implementation='sdpa'"):
+        flash_attn_varlen_func(q[0], k[0], v[0], starts, starts, 6, 6, **{name: value})
+    if name != "block_table":
+        with pytest.raises(UnsupportedError, match=name):
+            flash_attn_func(q, k, v, **{name: value})

@@ -1,0 +1,188 @@
+"""tools/hub_kernel.py: what it writes is loaded by `kernels` from a local folder, and used by name.
+
+The release of `kernels` that a Transformers asks for may be out of reach, so its check of versions
+is opened; all else is theirs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import hub_kernel
+
+pytest.importorskip("kernels", reason="kernels not installed: pip install kernels")
+
+NAME = "fastplm/flash-attn"
+HEAD = """
+import copy, sys
+import transformers.utils.import_utils as utils
+utils.is_kernels_available.__wrapped__.__defaults__ = ("0", "99")
+import torch, transformers
+from pathlib import Path
+torch.manual_seed(0)
+SIZES = dict(vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+             intermediate_size=64, pad_token_id=0)
+ids = torch.randint(5, 99, (3, 16))
+mask = torch.arange(16) < torch.tensor([[10], [16], [7]])
+ids = ids.masked_fill(~mask, 0)
+
+def pair(name, config, **options):
+    kind = getattr(transformers, name)
+    theirs = kind._from_config(copy.deepcopy(config), attn_implementation="sdpa", **options)
+    ours = kind._from_config(copy.deepcopy(config), attn_implementation=NAME, **options)
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.config._attn_implementation == NAME
+    return theirs.eval(), ours.eval()
+
+def results(model, rows=None, **inputs):
+    model.zero_grad()
+    out = model(**inputs)
+    out = out.logits if "logits" in out else out.last_hidden_state
+    out = out[rows] if rows is not None else out
+    (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
+    return out.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+def compare(a, b, least=1e-5):
+    assert a[1].keys() == b[1].keys()
+    most = max(float(g.abs().max()) for g in a[1].values())
+    assert (a[0] - b[0]).abs().max() <= least * a[0].abs().max(), (a[0] - b[0]).abs().max()
+    for name, grad in a[1].items():
+        assert (grad - b[1][name]).abs().max() <= least * most, name
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    out = tmp_path_factory.mktemp("hub")
+    subprocess.run([sys.executable, hub_kernel.__file__, str(out)], check=True)
+    return out
+
+
+@pytest.fixture
+def run(folder, tmp_path):
+    def run(script):
+        text = f"NAME = {NAME!r}\nFOLDER = {str(folder)!r}\n{HEAD}\n{textwrap.dedent(script)}"
+        environment = os.environ | {"LOCAL_KERNELS": f"{NAME}={folder}", "HF_HUB_OFFLINE": "1"}
+        words = [sys.executable, "-W", "error::UserWarning:__main__", "-c", text]
+        done = subprocess.run(
+            words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+def test_it_is_loaded_without_transformers_and_beside_fastplm_and_another_build(folder, tmp_path):
+    other = tmp_path / "other"
+    texts = hub_kernel.sources()
+    for kind in ("cpu", "cuda"):
+        hub_kernel.write(other / f"build/torch-{kind}", texts, "fastplm_other", {"type": kind})
+    script = f"""
+        import sys, torch
+        from pathlib import Path
+        from kernels import get_local_kernel
+        first = get_local_kernel(Path({str(folder)!r}))
+        assert not {{"fastplm", "transformers", "tokenizers"}} & sys.modules.keys()
+        second = get_local_kernel(Path({str(other)!r}))
+        import fastplm.flash_attn
+        assert fastplm.__version__ == first.__version__
+        found = []
+        for module in (first, second, fastplm.flash_attn):
+            torch.manual_seed(0)
+            q = torch.randn(2, 9, 4, 16, requires_grad=True)
+            out = module.flash_attn_func(q, q, q, causal=True, dropout_p=0.1)
+            out.square().sum().backward()
+            found.append((out, q.grad))
+        for one in found[1:]:  # with csrc/ in fastplm, and without it in the two
+            torch.testing.assert_close(one, found[0])
+        hidden, weight = torch.randn(6, 16, requires_grad=True), torch.randn(50, 16)
+        labels = torch.tensor([3, -100, 7, 0, -100, 49])
+        loss = first.linear_cross_entropy(hidden, weight, labels)
+        loss.backward()
+        plain = torch.nn.functional.cross_entropy(hidden @ weight.T, labels)
+        torch.testing.assert_close(loss, plain)
+        torch.testing.assert_close(hidden.grad, torch.autograd.grad(plain, hidden)[0])
+        assert len({{first.ops, second.ops, fastplm.ops}}) == 3
+    """
+    words = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+
+
+def test_models_by_name_equal_their_sdpa_with_gradients(run):
+    run("""
+        given = dict(input_ids=ids, attention_mask=mask.long())
+        fp64 = dict(dtype=torch.float64)
+        decoder = dict(num_key_value_heads=2, sliding_window=5)
+        for name, config, options in (
+            ("BertModel", transformers.BertConfig(**SIZES), {}),
+            ("ModernBertModel", transformers.ModernBertConfig(**SIZES, local_attention=4), {}),
+            ("MistralForCausalLM", transformers.MistralConfig(**SIZES, **decoder), {}),
+            # In fp32 Transformers' wrapper fails before it calls any kernel: docs/dev/hub.md.
+            ("GPT2LMHeadModel", transformers.GPT2Config(**SIZES), fp64),
+        ):
+            pairs = pair(name, config, **options)
+            compare(*(results(model, mask, **given) for model in pairs))
+    """)
+
+
+def test_packed_sequences_equal_the_padded_batch(run):
+    run("""
+        config = transformers.BertConfig(**SIZES)
+        _, model = pair("BertModel", config)
+        padded = results(model, mask, input_ids=ids, attention_mask=mask.long())
+        collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+        packed = collator([{"input_ids": row[seen].tolist()} for row, seen in zip(ids, mask)])
+        del packed["labels"]
+        compare(padded, results(model, 0, **packed))
+    """)
+
+
+def test_sentence_transformers_leave_padding_out(run):
+    run("""
+        from sentence_transformers import SentenceTransformer, models as modules
+        from transformers import BertTokenizerFast
+        words = "[PAD] [UNK] [CLS] [SEP] [MASK] a cat sat on the mat and slept".split()
+        Path("vocab.txt").write_text("\\n".join(words))
+        BertTokenizerFast("vocab.txt").save_pretrained("model")
+        transformers.BertModel(transformers.BertConfig(**SIZES)).save_pretrained("model")
+        texts = ["a cat", "the cat sat on the mat and slept", "sat", "on the mat"]
+        found, lengths = [], []
+        for name in ("sdpa", NAME):
+            inner = modules.Transformer("model", model_kwargs={"attn_implementation": name})
+            model = SentenceTransformer(modules=[inner, modules.Pooling(32)])
+            hook = inner.auto_model.embeddings.register_forward_hook(
+                lambda module, args, out: lengths.append(out.shape[:-1].numel())
+            )
+            found.append(torch.tensor(model.encode(texts)))
+        torch.testing.assert_close(*found)
+        assert lengths == [4 * 10, 4 + 10 + 3 + 5], lengths
+    """)
+
+
+def test_metadata_and_imports(folder):
+    for variant in (folder / "build").iterdir():
+        metadata = json.loads((variant / "metadata.json").read_text())
+        assert metadata["name"] == hub_kernel.NAME and "flash" in metadata["name"]
+        assert variant.name == f"torch-{metadata['backend']['type']}"
+        for path in variant.rglob("*.py"):
+            text = path.read_text()
+            assert "fastplm_C." not in text and "import fastplm" not in text, path
+
+
+def test_a_module_that_cannot_be_made_relative_is_an_error():
+    with pytest.raises(ValueError, match="a.py: 'import fastplm' is not made relative"):
+        hub_kernel.relative(Path("ops/a.py"), "import fastplm\n", "x")
+    text = (
+        "from fastplm.ops import gelu\nfrom fastplm import _rules\n    from fastplm._b import c\n"
+    )
+    made = hub_kernel.relative(Path("ops/a.py"), text, "x")
+    assert made == "from ..ops import gelu\nfrom .. import _rules\n    from .._b import c\n"
