@@ -117,6 +117,30 @@ def test_it_is_loaded_without_transformers_and_beside_fastplm_and_another_build(
     assert done.returncode == 0, done.stderr
 
 
+def test_its_triton_kernels_equal_its_reference(folder, tmp_path):
+    script = f"""
+        import importlib, torch
+        from pathlib import Path
+        from kernels import get_local_kernel
+        kernel = get_local_kernel(Path({str(folder)!r}))
+        use_backend = importlib.import_module(kernel.__name__ + "._backends").use_backend
+        torch.manual_seed(0)
+        q = torch.randn(10, 2, 16, requires_grad=True)
+        starts = torch.tensor([0, 6, 10], dtype=torch.int32)
+        found = []
+        for backend in ("triton", "eager"):
+            with use_backend(backend):
+                packed = (q, q, q, starts, starts, 6, 6)
+                out = kernel.flash_attn_varlen_func(*packed, causal=True, window_size=(3, 0))
+            found.append((out, *torch.autograd.grad(out.square().sum(), q)))
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    """
+    words = [sys.executable, "-c", textwrap.dedent(script)]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_models_by_name_equal_their_sdpa_with_gradients(run):
     run("""
         given = dict(input_ids=ids, attention_mask=mask.long())

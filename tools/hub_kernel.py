@@ -47,6 +47,19 @@ __all__ = [
     "replaced_token_loss",
 ]
 '''
+CARD = """---
+library_name: kernels
+license: apache-2.0
+tags:
+- kernels
+---
+# Attention of packed and padded batches, and losses over a vocabulary
+
+`flash_attn_func` and `flash_attn_varlen_func` take what the package `flash_attn` takes, with
+gradients and dropout, in fp32, fp16 and bf16, on CPUs and GPUs. `linear_cross_entropy`,
+`linear_distillation` and `replaced_token_loss` store no logits of ignored rows. Part of fastplm
+{version}.
+"""
 _IMPORT = re.compile(r"^(\s*)from fastplm(?P<rest>[\w.]*) import ", re.MULTILINE)
 _WHOLE = re.compile(r"^import fastplm(?P<rest>[\w.]+)", re.MULTILINE)
 
@@ -115,15 +128,19 @@ def compiled(namespace: str, folder: Path) -> Path:
     return library
 
 
+def version() -> str:
+    found = re.search(r'__version__ = "(.+)"', (ROOT / "fastplm/__init__.py").read_text("utf-8"))
+    assert found is not None
+    return found[1]
+
+
 def write(folder: Path, texts: dict[Path, str], namespace: str, backend: dict[str, object]) -> None:
     """A variant: the modules and the metadata."""
-    version = re.search(r'__version__ = "(.+)"', (ROOT / "fastplm/__init__.py").read_text("utf-8"))
-    assert version is not None
     shutil.rmtree(folder, ignore_errors=True)
     for path, text in texts.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(relative(path, text, namespace), "utf-8")
-    (folder / "__init__.py").write_text(INIT.format(version=version[1]), "utf-8")
+    (folder / "__init__.py").write_text(INIT.format(version=version()), "utf-8")
     metadata = {
         "id": f"_{namespace}_{backend['type']}",
         "name": NAME,
@@ -142,6 +159,8 @@ def main() -> None:
     args = parser.parse_args()
     texts = sources()
     namespace, build = namespace_of(texts), args.out / "build"
+    build.mkdir(parents=True, exist_ok=True)
+    (args.out / "README.md").write_text(CARD.format(version=version()), "utf-8")
     for kind in ("cpu", "cuda"):
         write(build / f"torch-{kind}", texts, namespace, {"type": kind})
     if not args.compiled:
