@@ -24,7 +24,7 @@ REACHES_TORCH_CPU := from urllib.request import urlopen; urlopen('$(TORCH_CPU)/t
 # quick: what `make test` runs (tests/quick.py); rest: what it leaves; all.
 PART := all
 
-.PHONY: demo test test-rest test-all test-docs test-gpu test-device test-compile test-triton test-transformers test-study \
+.PHONY: demo test test-rest test-all test-docs test-gpu test-device test-compile test-triton test-transformers test-study test-eval \
 	test-study-killed test-cpu test-slow bench gpu-report docs lint clean
 
 demo: $(VENV)/.base
@@ -45,6 +45,7 @@ test-rest: $(VENV)/.test
 	@$(MAKE) --no-print-directory test-transformers
 	@$(MAKE) --no-print-directory test-transformers TRANSFORMERS=5.24.0
 	@$(MAKE) --no-print-directory test-study
+	@$(MAKE) --no-print-directory test-eval
 	@$(MAKE) --no-print-directory test-cpu PART=rest
 
 test-all: test
@@ -111,6 +112,17 @@ test-study: $(VENV)/.test
 test-study-there:
 	$(call lane,study,PYTHONPATH=$(CURDIR)/$(VENV)/study OMP_NUM_THREADS=1 $(PYTEST) $(PARALLEL) -rs tests/study -m slow -k "not killed")
 
+# lm-evaluation-harness, of which some packages want other versions than constraints.txt.
+test-eval: $(VENV)/.test
+	@if $(MAKE) --no-print-directory $(VENV)/eval; then \
+		$(MAKE) --no-print-directory test-eval-there; \
+	else \
+		echo "lm-evaluation-harness cannot be installed: its lane is skipped"; \
+	fi
+
+test-eval-there:
+	$(call lane,lm-evaluation-harness,PYTHONPATH=$(CURDIR)/$(VENV)/eval OMP_NUM_THREADS=1 $(PYTEST) $(PARALLEL) -rs tests/inference/test_lm_eval.py)
+
 # At random moments, so no lane of every day.
 test-study-killed: $(VENV)/study
 	$(call lane,killed study,PYTHONPATH=$(CURDIR)/$(VENV)/study OMP_NUM_THREADS=1 $(PYTEST) tests/study -m slow -k killed)
@@ -148,6 +160,11 @@ $(VENV)/transformers-%: $(VENV)/.test
 
 $(VENV)/study: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet --target $@ "snakemake==9.27.1"
+
+# The packages that a task imports, of all that it asks for.
+$(VENV)/eval: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ lm-eval==0.4.13 chardet==6.0.0.post1 dataproperty==1.1.1 \
+		mbstrdecoder==1.1.5 pathvalidate==3.3.1 pytablewriter==1.2.1 pytz==2026.6 sqlitedict==2.1.0 tabledata==1.3.5 tcolorpy==0.1.7 typepy==1.3.5
 
 clean:
 	rm -rf $(VENV) build dist site *.egg-info fastplm/_*.so .pytest_cache .mypy_cache .ruff_cache

@@ -24,6 +24,8 @@ except ImportError:  # there is none on Windows, where folders are not locked
 
 #: The sizes and hashes of a folder's files; written last.
 MANIFEST = "manifest.json"
+#: The card of a model, which no manifest has: users may edit it.
+CARD = "README.md"
 _LARGE = 1 << 30  # bytes; in a cache, of a larger file only some pages are read
 _PAGES, _PAGE = 256, 1 << 12
 _AT_ONCE = 1 << 22
@@ -80,7 +82,8 @@ def write_manifest(folder: Path, names: Iterable[str] | None = None, **facts: An
     roots = [folder] if names is None else [folder / name for name in names]
     inside = [path for root in roots for path in ([root] if root.is_file() else root.rglob("*"))]
     files: dict[str, dict[str, Any]] = {}
-    for path in sorted(path for path in inside if path.is_file() and path != folder / MANIFEST):
+    apart = {folder / MANIFEST, *(path for path in inside if path.name == CARD)}
+    for path in sorted(path for path in inside if path.is_file() and path not in apart):
         with path.open("rb") as file:
             os.fsync(file.fileno())
         stat = path.stat()

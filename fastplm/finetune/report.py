@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +52,29 @@ def announcement(run: Finetuning) -> str:
         "results": f"{args.out}, {counted(args.seeds, 'seed')}",
     }
     return "\n".join([block(rows), *task.doubts()])
+
+
+def write_seeds_card(out: Path, task: Task, model: Any, result: dict[str, Any]) -> None:
+    """Write the model card of a seed's model."""
+    from fastplm.run.card import write_card
+
+    args = task.args
+    base = args.given.get("encoder" if args.model is None else "model", args.checkpoint)
+    begun = "the sizes" if args.from_scratch else "the weights"
+    held_out = args.data if args.eval_data is None else args.eval_data
+    names = ("seed", "steps", "loss", "learning_rate", "tokens_per_second", "train_seconds")
+    write_card(
+        out,
+        args,
+        model,
+        trained=f"Trained from {begun} of `{base}` for the task `{args.task}` on "
+        f"{len(task.train):,} examples of {args.data}.",
+        data=[str(args.data)],
+        base=args.checkpoint,
+        scores=result["scores"],
+        scored=f"{len(task.test):,} examples of {held_out}",
+        facts={name: result[name] for name in names},
+    )
 
 
 def scores_of(task: Task, result: dict[str, Any]) -> str:

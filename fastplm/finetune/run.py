@@ -20,7 +20,7 @@ from fastplm.data._output import move_aside
 from fastplm.errors import DivergenceError
 from fastplm.finetune.data import prepare_task
 from fastplm.finetune.models import build_model, usual_learning_rate
-from fastplm.finetune.report import announcement, scores_of
+from fastplm.finetune.report import announcement, scores_of, write_seeds_card
 from fastplm.finetune.settings import FinetuneArguments
 from fastplm.finetune.tasks._task import Task, predict
 from fastplm.finetune.teacher import order_of_labels, teacher_logits
@@ -34,6 +34,7 @@ from fastplm.run.folder import (
     write_hashed,
     writing,
 )
+from fastplm.run.fsdp import states_of
 from fastplm.run.report import curve, scores_by_step, settings_of, versions
 from fastplm.run.runner import Run
 from fastplm.run.seeds import interval
@@ -133,7 +134,7 @@ class Finetuning(Run):
     def compare(self, before: dict[str, Any]) -> None:
         args, task, record = self.args, self.task, self.record
         same = {n: record[n] for n in record if n != "examples"}
-        began = before | {"precision": _precision_of(before)}
+        began = {"fsdp": False} | before | {"precision": _precision_of(before)}
         if args.is_default("pooling") and began.get("pooling") is None:
             began["pooling"] = args.pooling  # runs of several points once had none of the model's
         check_same("finetune", same, began)
@@ -315,10 +316,12 @@ def train_seed(
         "scores_by_step": by_step,
         **read,
     }
+    states = states_of(model, {"model": model}) if keep else {}
     if first_process():
         with writing("finetune", out):
             if keep:
-                save_models(out, {"model": model}, task.tokenizers)
+                save_models(out, {"model": model}, task.tokenizers, states)
+                write_seeds_card(out / "model", task, model, result)
             file = args.data if args.eval_data is None else args.eval_data
             _write_predictions(out / "predictions.json", file, task.records(predictions))
         write_result(out, result, "predictions.json", *["model"] * keep)

@@ -18,6 +18,7 @@ from fastplm.run.settings import (
     NOT_NEGATIVE,
     POSITIVE,
     SEEDS,
+    SHARDED,
     Number,
     Numbers,
     Rule,
@@ -42,6 +43,7 @@ POOLINGS = ("cls", "mean", "max", "last")
 #: Settings that mean nothing where nothing is trained.
 _OF_A_TRAINING = (
     *("steps", "epochs", "learning_rate", "layer_decay", "optimizer", "eval_every", "teacher"),
+    "fsdp",
 )
 _OF_A_TEACHER = ("teacher_weight", "teacher_temperature")
 
@@ -86,7 +88,9 @@ class FinetuneArguments(Settings):
             *("eval_every", "teacher", "teacher_weight", "teacher_temperature"),
         ),
         "seq2seq: texts to be written": SEQ2SEQ,
-        "the machine, and what is written": ("threads", "save_every", "log_every", "report_to"),
+        "the machine, and what is written": (
+            *("threads", "fsdp", "save_every", "log_every", "report_to"),
+        ),
     }
 
     task: str = setting(
@@ -340,6 +344,7 @@ class FinetuneArguments(Settings):
     log_every: int = common("log_every")
     report_to: str = common("report_to", default="none")
     threads: int | None = common("threads")
+    fsdp: bool = common("fsdp")
     resume: bool = common("resume")
     overwrite: bool = common("overwrite")
 
@@ -440,6 +445,11 @@ class FinetuneArguments(Settings):
         *(
             apart("own_head", name, f"no --{name.replace('_', '-')}, as nothing is trained")
             for name in (*ENCODERS, "from_scratch", "eval_data", "max_samples", *_OF_A_TRAINING)
+        ),
+        SHARDED,
+        apart("fsdp", "freeze", "no --freeze, as a head alone is small"),
+        apart(
+            "fsdp", "source_encoder_layers", "no new encoder, which trains a part of BART at first"
         ),
         apart("own_head", "seeds", "one seed, as nothing is drawn"),
         apart("own_head", "library", "--library fastplm"),

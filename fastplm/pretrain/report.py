@@ -242,6 +242,42 @@ def _points(entries: Curve, name: str) -> tuple[list[float], list[float]]:
     return [entry["step"] for entry in having], [entry[name] for entry in having]
 
 
+def write_cards(plan: Any, data: RunData, training: Training, metrics: dict[str, Any]) -> None:
+    """Write the model card of each model that a run over text has saved."""
+    from fastplm.run.card import FACTS, write_card
+
+    if hasattr(plan, "recipe"):  # of a distillation
+        base = plan.teacher
+        how = f"by the recipe `{plan.recipe}` with the teacher `{plan.given['teacher']}`"
+    else:
+        base, begun = plan.start_from, "random weights"
+        if base is not None:
+            begun = f"the weights of `{plan.given['start_from']}`"
+        how = f"from {begun}, with the objective `{plan.objective}`,"
+    files = _files(plan, data)
+    most = "at most " if training.at_most else ""
+    trained = (
+        f"Trained {how} on {files} ({len(data.all.documents) - 1:,} documents, "
+        f"{len(data.all):,} tokens): {plan.steps:,} steps of {plan.samples_a_step:,} samples of "
+        f"{most}{plan.block_size} tokens."
+    )
+    scores = numbers_of(metrics.get("held_out", {}))
+    scores.pop("samples", None)
+    for name, model in training.models.items():
+        write_card(
+            Path(plan.out) / name,
+            plan,
+            model,
+            trained=trained,
+            data=[str(path) for path in plan.corpus],
+            base=base,
+            scores=scores,
+            scored=f"the last {data.held_out_tokens:,} tokens of {files}",
+            facts={name: metrics[name] for name in FACTS}
+            | {"training loss": metrics["history"][-1]["loss"]},
+        )
+
+
 def summary(metrics: dict[str, Any]) -> str:
     """The result of a run as a table for the terminal."""
     history = metrics["history"]

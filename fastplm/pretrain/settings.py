@@ -38,6 +38,7 @@ from fastplm.run.settings import (
     MODEL,
     POSITIVE,
     SEEDS,
+    SHARDED,
     SHARE,
     Number,
     Plan,
@@ -104,6 +105,7 @@ class PretrainArguments(budget.BudgetSettings):
             *(
                 "threads",
                 "workers",
+                "fsdp",
                 "no_graphs",
                 "cache",
                 "save_every",
@@ -203,6 +205,7 @@ class PretrainArguments(budget.BudgetSettings):
     precision: str = common("precision")
     workers: int = common("workers")
     threads: int | None = common("threads")
+    fsdp: bool = common("fsdp")
     no_graphs: bool = setting(
         "on a GPU, launch each kernel of a step, and do not replay the step as CUDA graphs", False
     )
@@ -355,6 +358,8 @@ class PretrainArguments(budget.BudgetSettings):
         apart(
             "dry_run", "overwrite", "no --dry-run, or no --overwrite, as a dry run writes nothing"
         ),
+        SHARDED,
+        apart("fsdp", "two_stage", "no two_stage, which copies weights from model to model"),
         *budget.RULES,
         apart("start_from", "tokenizer", "no tokenizer beside it, as the checkpoint has its own"),
         apart("start_from", "vocab_size", "no vocab_size beside it, as the checkpoint has its own"),

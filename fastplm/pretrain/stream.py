@@ -21,6 +21,7 @@ from fastplm.data._folder import MANIFEST, first_process, say, verify
 from fastplm.pretrain.data import RunData
 from fastplm.pretrain.settings import COLLAPSED
 from fastplm.run.folder import check_same, checkpoint_to_resume, save_models, step_of, writing
+from fastplm.run.fsdp import states_of
 from fastplm.run.report import counted, settings_of
 from fastplm.run.runner import Run
 
@@ -182,11 +183,14 @@ class TextRun(Run):
             with writing(self.args.where, self.out):
                 self.data.tokenizer.save_pretrained(self.out / "tokenizer")
         with trained(trainer, self.checkpoint, self.args.report_to):
-            if first_process():
+            # A model that is sharded runs in all processes together.
+            if first_process() or trainer.args.fsdp:
                 held_out = self._scores()  # an error of it is none of the disk
+            states = states_of(trainer.model, self.training.models)
+            if first_process():
                 warn_of_collapse(held_out)
                 with writing(self.args.where, self.out):
-                    metrics = self._saved(held_out)
+                    metrics = self._saved(held_out, states)
         trainer.accelerator.wait_for_everyone()
         return metrics
 
@@ -202,18 +206,23 @@ class TextRun(Run):
         """The numbers of ``_scores`` in the first process, for which the others wait."""
         from fastplm.pretrain.report import numbers_of
 
-        scores = numbers_of(self._scores()) if first_process() else {}
-        self.training.trainer.accelerator.wait_for_everyone()
+        trainer = self.training.trainer
+        runs = first_process() or trainer.args.fsdp
+        scores = numbers_of(self._scores()) if runs else {}
+        trainer.accelerator.wait_for_everyone()
         return scores
 
-    def _saved(self, held_out: dict[str, Any]) -> dict[str, Any]:
-        """Write the models, the picture and ``metrics.json``, which it returns."""
-        from fastplm.pretrain.report import numbers_of, plot_losses
+    def _saved(self, held_out: dict[str, Any], states: Mapping[str, Any]) -> dict[str, Any]:
+        """Write the models, the picture and ``metrics.json``, which it returns.
+
+        ``states`` are the weights of models that are sharded.
+        """
+        from fastplm.pretrain.report import numbers_of, plot_losses, write_cards
         from fastplm.run.report import scores_by_step
 
         out, training = self.out, self.training
         log = training.trainer.state.log_history
-        save_models(out, training.models, {"": self.data.tokenizer})
+        save_models(out, training.models, {"": self.data.tokenizer}, states)
         metrics = metrics_of(self.args, self.data, training, self.record["starts"], out)
         if held_out:
             metrics["held_out"] = held_out
@@ -225,6 +234,7 @@ class TextRun(Run):
         losses = (metrics["history"], judged, training.token_loss, ngrams)
         drawn = plot_losses(picture, training.title, *losses)
         metrics["picture"] = str(picture) if drawn else None
+        write_cards(self.args, self.data, training, metrics)
         return self.finish(metrics, [*training.models, "tokenizer", *[picture.name] * drawn])
 
 

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeVar
 from safetensors import SafetensorError
 
 from fastplm.data._folder import (
+    CARD,
     MANIFEST,
     acquire_lock,
     first_process,
@@ -238,18 +239,27 @@ def place_checkpoint(
         shutil.rmtree(path, ignore_errors=True)
 
 
-def save_models(out: Path, models: Mapping[str, Any], tokenizers: Mapping[str, Any]) -> None:
+def save_models(
+    out: Path,
+    models: Mapping[str, Any],
+    tokenizers: Mapping[str, Any],
+    states: Mapping[str, Mapping[str, Any]] | None = None,
+) -> None:
     """Save models, each with the tokenizers, in folders that are there completely or not at all.
 
     Args:
         tokenizers: by the folder inside that of a model; "" is that of the model itself.
+        states: the weights of the models that have not all of them in this process.
     """
+    states = states or {}
     for name, model in models.items():
         scratch = out / f".{name}"
         shutil.rmtree(scratch, ignore_errors=True)
-        model.save_pretrained(scratch)
+        model.save_pretrained(scratch, **{"state_dict": states[name]} if name in states else {})
         for inside, tokenizer in tokenizers.items():
             tokenizer.save_pretrained(scratch / inside)
+        if (out / name / CARD).is_file():  # of the user, perhaps: ``write_card`` knows
+            shutil.copyfile(out / name / CARD, scratch / CARD)
         shutil.rmtree(out / name, ignore_errors=True)
         os.rename(scratch, out / name)
 

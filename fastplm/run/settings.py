@@ -236,6 +236,17 @@ SEEDS = Rule(
 )
 
 
+#: The rule of a command whose model may be sharded.
+SHARDED = needs(
+    "fsdp",
+    "optimizer",
+    ("adamw", "lamb"),
+    "adamw or lamb, as Adafactor takes means of whole rows and columns",
+    names_other=True,
+    fix="Choose another --optimizer, which has another rate, too, or leave --fsdp out.",
+)
+
+
 class Settings:
     """Base of the arguments of a command: frozen dataclasses of what is given.
 
@@ -492,6 +503,10 @@ class _Common:
         choices=PRECISIONS,
         excludes="precision",
         also={"bf16": "bf16"},
+    )
+    fsdp: bool = setting(
+        "with several processes, shard weights, gradients and the optimizer over them (FSDP2)",
+        False,
     )
     workers: int = setting(
         "processes that prepare batches; 0: the training process", 0, number=integer(0, 256)

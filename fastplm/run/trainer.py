@@ -28,6 +28,7 @@ from fastplm.graphs import GraphedStep
 from fastplm.models._base import FastplmModel
 from fastplm.ops.dropout import draws_by_row
 from fastplm.run.folder import last_checkpoint, place_checkpoint, step_of, writing
+from fastplm.run.fsdp import layers_of, own, shard_here, sharding
 from fastplm.run.interrupt import checkpoint_on_signal
 
 # After so many steps and seconds, a run without a terminal prints how long it will take.
@@ -41,7 +42,7 @@ def training_arguments(args: Any, out: Path, **settings: Any) -> TrainingArgumen
     on_gpu, bf16 = torch.cuda.is_available(), in_bf16(getattr(args, "precision", "fp32"))
     able = not (bf16 and on_gpu) or hardware_has_bf16()
     args.check("precision", able, "fp32, as this GPU has no bf16", "Train in fp32.", "bf16")
-    return TrainingArguments(
+    made = TrainingArguments(
         output_dir=str(out),
         bf16=bf16,
         use_cpu=not on_gpu,
@@ -55,9 +56,15 @@ def training_arguments(args: Any, out: Path, **settings: Any) -> TrainingArgumen
         disable_tqdm=True,
         report_to="none",
         per_device_train_batch_size=args.batch_size,
+        ddp_broadcast_buffers=False,  # they are constants, such as the numbers of positions
         # If the newest checkpoint is damaged, a run is resumed from the one before.
         **{"lr_scheduler_type": "linear", "save_total_limit": 2, "seed": args.seed} | settings,
+        **({"fsdp": True, "fsdp_config": {"version": 2}} if getattr(args, "fsdp", False) else {}),
     )
+    fix = f"Start it with torchrun --nproc-per-node N -m fastplm {args.where} …, or leave it out."
+    one = made.fsdp and made.world_size == 1
+    args.check("fsdp", not one, "several processes", fix, "True in one process")
+    return made
 
 
 @contextlib.contextmanager
@@ -168,6 +175,9 @@ class RunTrainer(Trainer):
         if self.args.world_size == 1 and self.args.n_gpu > 1:
             # With several GPUs Trainer would split a batch by rows, but not its flat positions.
             self.args._n_gpu = 1
+        if self.args.fsdp:
+            plugin = self.accelerator.state.fsdp_plugin
+            plugin.transformer_cls_names_to_wrap = layers_of(self.model)
         self.remove_callback(PrinterCallback)
         self.add_callback(Schedule(self))
         self.add_callback(Progress())
@@ -189,9 +199,23 @@ class RunTrainer(Trainer):
         tokens = sum(entry["tokens_per_second"] * entry["seconds"] for entry in entries)
         return tokens / max(self.train_seconds, 1e-9)
 
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.args.fsdp:
+            shard_here(self)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        self.processing_class = self._tokenizer
+        # Private, as no hook of Transformers is called around Accelerate's ``prepare``.
+        with sharding(self) if self.args.fsdp else contextlib.nullcontext():
+            return super()._prepare_for_training(*args, **kwargs)
+
     def train(self, *args: Any, **kwargs: Any) -> Any:
         # Else Transformers says at a resume that all names but one of a tied weight are missing.
         handle = self.model.register_load_state_dict_post_hook(_tied_are_not_missing)
+        # With a tokenizer Transformers gives the configuration its special tokens. But a GPT-2 has
+        # read the end of a document before each text, and no <s>: its configuration says so.
+        self._tokenizer, self.processing_class = self.processing_class, None
         try:
             return super().train(*args, **kwargs)
         finally:
@@ -283,7 +307,7 @@ class RunTrainer(Trainer):
             and self.args.device.type == "cpu"
             and isinstance(trained, FastplmModel)
             and trained._has_our_attention()
-            and draws_by_row(next(self.model.parameters()).new_empty(0))
+            and draws_by_row(torch.empty(0, dtype=self.model.dtype, device="cpu"))
         )
 
     def _check_finite(self, name: str, value: Tensor) -> None:
@@ -371,7 +395,9 @@ class RunTrainer(Trainer):
         # Private, as no hook of Transformers comes before a checkpoint is written: until
         # ``on_save`` it would lie under its name half written, and older ones would be gone.
         began, step = time.perf_counter(), self.state.global_step
-        if not all_finite(self.model):
+        # Of a sharded model each process sees its part, and all stop together.
+        bad = self.accelerator.reduce((~all_finite(self.model)).int(), reduction="sum")
+        if bad.item():
             self._diverged(step, "a weight is not finite")
         output = Path(self.args.output_dir)
         scratch = output / _SCRATCH
@@ -419,9 +445,9 @@ def why_not_finite(model: nn.Module) -> str:
     )
 
 
-def all_finite(model: nn.Module) -> bool:
-    """Whether no weight of a model is NaN or infinite."""
-    return bool(torch.stack([weight.isfinite().all() for weight in model.parameters()]).all())
+def all_finite(model: nn.Module) -> Tensor:
+    """Whether no weight of a model that is in this process is NaN or infinite, bool, 0-d."""
+    return torch.stack([own(weight).isfinite().all() for weight in model.parameters()]).all()
 
 
 class FiniteCheck:

@@ -10,6 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from huggingface_hub import ModelCard
 
 import fastplm.models
 from fastplm import _extension
@@ -66,6 +67,12 @@ def test_a_run(recipe, kind, parts, distilled, bert, tmp_path):
     assert metrics["history"][-1]["loss"] < metrics["history"][0]["loss"]
     headless = {} if kind == "BertForMaskedLM" else {"add_pooling_layer": False}
     loads_as(kind, out / "model", **headless)
+    card = ModelCard.load(out / "model" / "README.md")
+    assert f"by the recipe `{recipe}` with the teacher `{bert / 'model'}` on " in card.text
+    assert f"The class is `{kind}`" in card.text
+    assert {each.metric_type for each in card.data.eval_results} == {
+        f"{part}_loss" for part in parts
+    }
     config = json.loads((out / "model" / "config.json").read_text())
     assert config["num_hidden_layers"] == 1 and config["hidden_size"] == width.get(
         "student_hidden", 128

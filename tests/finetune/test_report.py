@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from huggingface_hub import ModelCard
 
 from fastplm.finetune.report import summary
 from fastplm.finetune.run import finetune
@@ -21,6 +22,18 @@ def test_summary():
     assert summary({**given, "scores": scores}) == shown
     alone = {**given, "seeds": seeds[:1], "scores": {"accuracy": interval([0.25])}}
     assert summary(alone) == "accuracy 0.2500  (1 seed, no interval)"
+
+
+def test_the_card_of_each_seed(arguments):
+    args = arguments("classification", steps=1, seeds=2)
+    for result in finetune(args)["seeds"]:
+        card = ModelCard.load(f"{result['model']}/README.md")
+        assert card.data.pipeline_tag == "text-classification" and card.data.base_model is None
+        found = {each.metric_type: each.metric_value for each in card.data.eval_results}
+        assert found == result["scores"]
+        assert f"of `{args.model}` for the task `classification` on " in card.text
+        assert f"| seed | {result['seed']} |" in card.text
+        assert "fastplm finetune --task classification " in card.text
 
 
 @pytest.mark.slow

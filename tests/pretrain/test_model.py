@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
+from transformers import AutoTokenizer, GPT2Config
+
+from fastplm.inference.score import start_token
 
 _STAGES = ("first", "second")
 
@@ -45,7 +49,15 @@ def test_a_second_stage_of_longer_sequences(run, tmp_path, capsys):
 )
 def test_each_family_begins_with_a_checkpoint(run, tmp_path, arch):
     options = {"arch": f"{arch}-tiny", "vocab_size": 300}
-    run(tmp_path / "first", steps=8, **options)
+    run(tmp_path / "first", steps=8, save_every=8, **options)
+    checkpoint = AutoTokenizer.from_pretrained(tmp_path / "first" / "checkpoint-8")
+    config = json.loads((tmp_path / "first/model/config.json").read_text())
+    if "gpt" in arch:  # it has read ends of documents, and no beginning
+        assert config["bos_token_id"] == config["eos_token_id"] == checkpoint.eos_token_id
+        assert (
+            start_token(SimpleNamespace(config=GPT2Config(**config)), checkpoint)
+            == checkpoint.eos_token_id
+        )
     options |= {"vocab_size": None, "start_from": tmp_path / "first" / "model"}
     metrics = run(tmp_path / "second", steps=1, **options)
     before = json.loads((tmp_path / "first" / "metrics.json").read_text())

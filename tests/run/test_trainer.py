@@ -427,5 +427,5 @@ def test_a_private_method_of_transformers_is_overridden_for_a_reason():
             if name.startswith("_") and not name.startswith("__") and hasattr(Trainer, name):
                 private[name] = inspect.getsource(value)
     assert {DistillationTrainer, FinetuningTrainer, TwoStageTrainer} <= set(classes)
-    assert private.keys() == {"_clip_grad_norm", "_save_checkpoint"}
+    assert private.keys() == {"_clip_grad_norm", "_prepare_for_training", "_save_checkpoint"}
     assert all("# Private, as no hook of Transformers" in source for source in private.values())
