@@ -159,7 +159,7 @@ $(VENV)/transformers-%: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ transformers==$* huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9
 
 $(VENV)/study: $(VENV)/.test
-	$(BIN)/python -m pip install --quiet --target $@ "snakemake==9.27.1"
+	$(BIN)/python -m pip install --quiet --target $@ "snakemake==9.27.1" "snakemake-executor-plugin-slurm==2.8.0"
 
 # The packages that a task imports, of all that it asks for.
 $(VENV)/eval: $(VENV)/.test

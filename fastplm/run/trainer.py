@@ -186,6 +186,7 @@ class RunTrainer(Trainer):
         self._window_step = 0
         self._window_tokens: Tensor | int = 0
         self._graphed: GraphedStep | None = None
+        self._tokenizer: Any = None
 
     @property
     def train_seconds(self) -> float:
