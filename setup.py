@@ -64,7 +64,9 @@ def find_nvcc() -> str | None:
 
 
 def run(*command: str) -> tuple[int, str]:
-    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    # A compiler may quote a line of any bytes.
+    result = subprocess.run(command, **both, text=True, errors="replace")
     return result.returncode, result.stdout
 
 
@@ -158,6 +160,9 @@ def extension_arguments() -> dict:
             include_dirs=[str(Path("csrc").resolve())],
             depends=[str(path) for path in sources],
             extra_compile_args={"cxx": [*flags, STABLE_ABI]},
+            # Before torch's libraries: they export parts of libstdc++ that they were built with,
+            # and what is found there first is asked of every later torch.
+            libraries=["stdc++"] if sys.platform == "linux" else [],
             py_limited_api=True,
         ),
     ]

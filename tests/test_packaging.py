@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import fcntl
 import json
 import os
@@ -14,8 +15,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 from torch.utils.cpp_extension import include_paths
 
+import check_wheel
 import fastplm
 from fastplm import _extension
 
@@ -171,7 +174,9 @@ def test_without_cuda_code_one_notice_and_the_rest(why, tree, tmp_path):
     nvcc = tmp_path / "cuda/bin/nvcc"
     if "not found" not in why:  # a compiler that knows its architectures but compiles for none
         nvcc.parent.mkdir(parents=True)
-        nvcc.write_text('#!/bin/sh\n[ "$1" = --list-gpu-arch ] && echo compute_80\n')
+        # What it says is no text of any encoding.
+        fails = r"{ printf '\377\n'; exit 1; }"
+        nvcc.write_text(f'#!/bin/sh\n[ "$1" = --list-gpu-arch ] && echo compute_80 || {fails}\n')
         nvcc.chmod(0o755)
     (tmp_path / "out").mkdir()
     home = str(nvcc.parents[1])
@@ -201,10 +206,11 @@ def test_cuda_library_has_code_for_every_architecture(site):
     assert listed("--list-elf") == archs and listed("--list-ptx") == set(sorted(archs)[-2:])
 
 
-@needs_nvcc
+@pytest.mark.parametrize("name", ("_C", pytest.param("_C_cuda", marks=needs_nvcc)))
 @pytest.mark.skipif(shutil.which("nm") is None, reason="nm is not on the PATH")
-def test_cuda_library_needs_nothing_but_the_stable_abi(site):
-    library = site / "fastplm/_C_cuda.abi3.so"
+def test_wheel_libraries_need_nothing_but_the_stable_abi(name, site):
+    """Nor does it take from torch's libraries the parts of libstdc++ that some of them have."""
+    library = site / f"fastplm/{name}.abi3.so"
     command = ["nm", "--dynamic", "--undefined-only", str(library)]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     needed = {line.split()[-1] for line in said.splitlines() if line.split()[0] != "w"}
@@ -388,3 +394,69 @@ def test_the_newest_transformers_that_is_installed_is_one_that_was_tested():
     text = (ROOT / "pyproject.toml").read_text()
     wanted = Requirement(re.search(r'"(transformers[^"]*)"', text)[1]).specifier
     assert wanted == TESTED["transformers"]
+
+
+# --- the wheels of a release (docs/dev/wheels.md) -------------------------------------------------
+
+
+def made_wheel(folder: Path, platform: str, *names: str) -> Path:
+    """A file that looks like a wheel of version 0.1.0 with these files."""
+    path = folder / f"fastplm_torch-0.1.0-cp310-abi3-{platform}.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in ("fastplm/__init__.py", "fastplm_torch-0.1.0.dist-info/METADATA", *names):
+            archive.writestr(name, "text")
+    return path
+
+
+@pytest.mark.parametrize(
+    "platform, names, fault",
+    (
+        ("manylinux_2_28_x86_64", ("_C", "_C_cuda"), None),
+        ("manylinux_2_28_aarch64", ("_C",), None),
+        ("any", (), None),
+        ("manylinux_2_28_x86_64", ("_C",), "has the libraries"),
+        ("manylinux_2_28_aarch64", (), "has the libraries"),
+        ("any", ("_C",), "has the libraries"),
+    ),
+)
+def test_a_wheel_for_others_lacks_no_library(platform, names, fault, tmp_path):
+    made = made_wheel(tmp_path, platform, *(f"fastplm/{name}.abi3.so" for name in names))
+    if fault is None:
+        assert check_wheel.inside(made)[0].startswith(made.name)
+        return
+    with pytest.raises(SystemExit, match=fault):
+        check_wheel.inside(made)
+
+
+def test_a_wheel_with_a_second_package_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match="fastplm_torch.libs"):
+        check_wheel.inside(made_wheel(tmp_path, "any", "fastplm_torch.libs/libc10.so"))
+
+
+def test_a_tag_of_another_version_is_refused():
+    made = Path(f"fastplm_torch-{fastplm.__version__}-py3-none-any.whl")
+    check_wheel.check_tag(made, f"v{fastplm.__version__}")
+    for tag in (fastplm.__version__, "v9.9.9"):
+        with pytest.raises(SystemExit, match=f"the tag is {tag}, but"):
+            check_wheel.check_tag(made, tag)
+
+
+def test_the_page_of_wheels_has_the_committed_results():
+    page = (ROOT / "docs/dev/wheels.md").read_text("utf-8")
+    results = ROOT / "benchmarks/results/wheels"
+    with (results / "installed.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert rows and check_wheel.table(rows) in page
+    (audited,) = results.glob("*.txt")
+    assert audited.read_text("utf-8") in page
+
+
+def test_the_workflow_checks_the_oldest_torch_and_the_pinned_one():
+    from packaging.requirements import Requirement
+
+    workflow = yaml.safe_load((ROOT / ".github/workflows/wheels.yml").read_text("utf-8"))
+    torches = workflow["jobs"]["check"]["strategy"]["matrix"]["torch"]
+    needed = re.search(r'^    "(torch>=.*)",$', (ROOT / "pyproject.toml").read_text(), re.M)[1]
+    (oldest,) = (each.version for each in Requirement(needed).specifier)
+    pinned = re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M)[1]
+    assert {f"{oldest}.0", pinned} <= set(torches)

@@ -111,7 +111,9 @@ CUTS = {
         slow=True,
     ),
     "pip wheel": Cut(
-        leaves=(f"out/fastplm-{fastplm.__version__}-cp310-abi3-linux_{platform.machine()}.whl",),
+        leaves=(
+            f"out/fastplm_torch-{fastplm.__version__}-cp310-abi3-linux_{platform.machine()}.whl",
+        ),
         slow=True,
     ),
     "pytest benchmarks/ --benchmark-only": Cut(variables=ONE_OP, says=ITS_TABLE, slow=True),
