@@ -1,7 +1,7 @@
 """The Hub kernel of attention beside SDPA, in Transformers' own classes and sentence-transformers.
 
     python tools/hub_kernel.py OUT --compiled
-    python benchmarks/hub_kernel.py OUT [--model FOLDER] [--rounds 7]
+    python benchmarks/hub_attention.py OUT [--model FOLDER] [--rounds 7]
 
 The models and the batches are those of families.py; only the name of the attention differs. With
 ``--model``, a model of sentence-transformers also embeds texts, which it packs without padding if
@@ -82,7 +82,7 @@ def main() -> None:
     os.environ["LOCAL_KERNELS"] = f"{NAME}={args.kernel.absolute()}"
     about = {name: value for name, value in machine_line().items() if name in FIELDS}
     about["transformers"] = transformers.__version__
-    path = Path(__file__).with_name("results") / machine_folder() / "hub_kernel.csv"
+    path = Path(__file__).with_name("results") / machine_folder() / "hub_attention.csv"
     for family in ("xlm-roberta", "modernbert"):
         both = pair(family)
         for padding in families.PADDINGS:
