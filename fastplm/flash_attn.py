@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastplm import ops
+from fastplm._modes import values_are_known
 from fastplm.errors import UnsupportedError, fail
 from fastplm.ops._attention_call import Window
 
@@ -89,8 +90,8 @@ def flash_attn_varlen_func(
         k, v: [Nk, Hk, D], cut by ``cu_seqlens_k`` in the same way.
         cu_seqlens_q, cu_seqlens_k: int32 [B + 1], from 0, not decreasing.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths.
-        window_size: with a right bound or without ``causal``, only of sequences whose keys have
-            the same ``cu_seqlens``.
+        window_size: without ``causal`` only where keys are cut as queries are. On a GPU that is
+            not checked, as it would be a sync: equal totals and bounds are taken for it.
         block_table: must keep its default, as the others of ``flash_attn_func``.
 
     Returns:
@@ -101,7 +102,9 @@ def flash_attn_varlen_func(
     """
     where = "flash_attn_varlen_func"
     _check_defaults(where, softcap, alibi_slopes, return_attn_probs, s_aux, block_table)
-    alike = cu_seqlens_q is cu_seqlens_k or cu_seqlens_q.data_ptr() == cu_seqlens_k.data_ptr()
+    alike = cu_seqlens_q is cu_seqlens_k or (q.shape[0], max_seqlen_q) == (k.shape[0], max_seqlen_k)
+    if alike and values_are_known(cu_seqlens_q):
+        alike = torch.equal(cu_seqlens_q, cu_seqlens_k)
     window = _window(where, window_size, causal, alike)
     k, v = _repeated(q, k, v)
     lengths = cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k)

@@ -75,6 +75,14 @@ def test_queries_and_keys_may_be_cut_differently():
     parts = (slice(0, 2), slice(0, 5)), (slice(2, 6), slice(5, 9))
     alone = [expected(q[:1, a], k[:1, b], v[:1, b], True, (-1, -1))[0] for a, b in parts]
     torch.testing.assert_close(ours, torch.cat(alone))
+    # As a batch that is moved to a device: the same numbers in other memory, and then others.
+    same, windowed = of_q.clone(), dict(window_size=(1, 1))
+    ours = flash_attn_varlen_func(q[0], q[0], q[0], of_q, same, 4, 4, **windowed)
+    alone = [expected(*[q[:1, a]] * 3, False, (1, 1))[0] for a, _ in parts]
+    torch.testing.assert_close(ours, torch.cat(alone))
+    other = torch.tensor([0, 4, 6], dtype=torch.int32)
+    with pytest.raises(UnsupportedError, match="window_size"):
+        flash_attn_varlen_func(q[0], q[0], q[0], of_q, other, 4, 4, **windowed)
     with pytest.raises(UnsupportedError, match="window_size.* got .1, 1.; expected"):
         flash_attn_varlen_func(q[0], k[0], v[0], of_q, of_k, 4, 5, window_size=(1, 1))
     with pytest.raises(UnsupportedError, match="window_size"):

@@ -61,7 +61,6 @@ gradients and dropout, in fp32, fp16 and bf16, on CPUs and GPUs. `linear_cross_e
 {version}.
 """
 _IMPORT = re.compile(r"^(\s*)from fastplm(?P<rest>[\w.]*) import ", re.MULTILINE)
-_WHOLE = re.compile(r"^import fastplm(?P<rest>[\w.]+)", re.MULTILINE)
 
 
 def sources() -> dict[Path, str]:

@@ -220,6 +220,7 @@ class RunTrainer(Trainer):
         try:
             return super().train(*args, **kwargs)
         finally:
+            self.processing_class = self._tokenizer
             handle.remove()
 
     def get_batch_samples(
