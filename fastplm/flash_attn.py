@@ -1,18 +1,30 @@
-"""The functions of the package ``flash_attn`` that Transformers calls, over ``ops.attention``.
+"""What Transformers calls in a Hub kernel of attention, over ``ops.attention`` (docs/dev/hub.md).
 
-They take what ``flash_attn`` takes, and in addition fp32 and CPUs; both have gradients. So a
-Hub kernel of them serves any model of Transformers with flash attention, by name (docs/dev/hub.md).
+``flash_attn_func`` and ``flash_attn_varlen_func`` take what the package ``flash_attn`` takes, and
+in addition fp32 and CPUs. ``flash_attn_forward`` is the attention of one layer, for padded batches,
+with a bias on the scores. All have gradients.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastplm import ops
 from fastplm._modes import values_are_known
 from fastplm.errors import UnsupportedError, fail
-from fastplm.ops._attention_call import Window
+from fastplm.ops._attention_call import Window, table_on
+from fastplm.reference.attention import t5_buckets
+
+#: A kernel that has this, and ``flash_attn_forward``, is the attention of a layer for Transformers.
+supports_flash_attn = True
+#: Layers whose ``position_bias`` is that of T5. (In UDOP it depends on the layout of a page, too.)
+_T5_LAYERS = frozenset(
+    f"{family}Attention"
+    for family in ("LongT5", "MT5", "Pop2Piano", "SwitchTransformers", "T5", "UMT5")
+)
 
 
 def flash_attn_func(
@@ -51,7 +63,13 @@ def flash_attn_func(
         ArgumentValueError, ArgumentTypeError: as ``ops.attention``.
     """
     where = "flash_attn_func"
-    _check_defaults(where, softcap, alibi_slopes, return_attn_probs, s_aux)
+    _must_be_default(
+        where,
+        softcap=softcap or None,
+        alibi_slopes=alibi_slopes,
+        return_attn_probs=return_attn_probs or None,
+        s_aux=s_aux,
+    )
     window = _window(where, window_size, causal, q.shape[1] == k.shape[1])
     k, v = _repeated(q, k, v)
     out = ops.attention(
@@ -101,7 +119,14 @@ def flash_attn_varlen_func(
         UnsupportedError, ArgumentValueError, ArgumentTypeError: as ``flash_attn_func``.
     """
     where = "flash_attn_varlen_func"
-    _check_defaults(where, softcap, alibi_slopes, return_attn_probs, s_aux, block_table)
+    _must_be_default(
+        where,
+        softcap=softcap or None,
+        alibi_slopes=alibi_slopes,
+        return_attn_probs=return_attn_probs or None,
+        s_aux=s_aux,
+        block_table=block_table,
+    )
     alike = cu_seqlens_q is cu_seqlens_k or (q.shape[0], max_seqlen_q) == (k.shape[0], max_seqlen_k)
     if alike and values_are_known(cu_seqlens_q):
         alike = torch.equal(cu_seqlens_q, cu_seqlens_k)
@@ -113,19 +138,123 @@ def flash_attn_varlen_func(
     )
 
 
-def _check_defaults(
-    where: str,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    return_attn_probs: bool,
-    s_aux: Tensor | None,
-    block_table: Tensor | None = None,
-) -> None:
+def flash_attn_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention of one layer, in the calling convention of Transformers, with SDPA's masks.
+
+    Args:
+        module: the layer. Without a mask and ``is_causal`` its own ``is_causal`` decides; if it has
+            none, it is True, as in Transformers.
+        query: [B, H, Tq, D], fp32, fp16 or bf16 (fp64 on a CPU).
+        key, value: [B, Hk, Tk, D]; H is a multiple of Hk (grouped heads).
+        attention_mask: [B, 1 or H, Tq, Tk], causality included: bool, True = attend, or numbers
+            that are added to the scores.
+        dropout: the probability of dropping an attention probability.
+        scaling: factor on the scores; default ``D ** -0.5``.
+        position_bias: [1, H, Tq, Tk], added to the scores. T5's is read back into its table of
+            buckets, which the fused op takes. Where that cannot be done (another model's bias, or a
+            cache, so that Tq != Tk) PyTorch's function gets the sum of bias and mask.
+        kwargs: others of Transformers. ``softcap``, ``cu_seq_lens_q`` and tensors of floating-point
+            numbers must be None, as they change the result.
+
+    Returns:
+        The output [B, Tq, H, D] in the dtype of ``query``, and None (no attention weights).
+
+    Raises:
+        UnsupportedError: an argument that must be None has a value.
+        ArgumentValueError, ArgumentTypeError: as ``ops.attention``.
+    """
+    where = "flash_attn_forward"
+    if kwargs.get("cu_seq_lens_q") is not None:
+        fix = "Pad the batch, or use a kernel with flash_attn_varlen_func."
+        fail(where, "cu_seq_lens_q", "a tensor", "None: a padded batch", fix, UnsupportedError)
+    for name, one in kwargs.items():
+        numbers = isinstance(one, Tensor) and one.dim() > 0 and one.is_floating_point()
+        if name == "softcap" or numbers:
+            _must_be_default(where, **{name: one})
+    key, value = _repeated(query, key, value, 1)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    is_causal = is_causal and attention_mask is None and query.shape[2] > 1
+    added = attention_mask is not None and attention_mask.dtype is not torch.bool
+    relative_bias = None
+    if position_bias is not None and not added:
+        relative_bias, added = _table(module, query, key, position_bias)
+    if added or key.shape != value.shape:
+        mask = _sum(query, key, position_bias, attention_mask, is_causal)
+        out = nn.functional.scaled_dot_product_attention(
+            query, key, value, mask, dropout, scale=scaling
+        )
+        return out.transpose(1, 2).contiguous(), None
+    out = ops.attention(
+        query,
+        key,
+        value,
+        attn_mask=attention_mask,
+        is_causal=is_causal,
+        dropout_p=dropout,
+        scale=scaling,
+        relative_bias=relative_bias,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _table(
+    module: Any, query: Tensor, key: Tensor, bias: Tensor
+) -> tuple[ops.T5RelativeBias | None, bool]:
+    """(the bias of the fused op, whether ``bias`` must be added by PyTorch's function)."""
+    kind = type(module)
+    if not kind.__module__.startswith("transformers.") or kind.__name__ not in _T5_LAYERS:
+        return None, True
+    if module.is_decoder and not module.is_causal:
+        return None, False  # attention to the source: zeros
+    if query.shape[2] != key.shape[2]:
+        return None, True
+    many, most = module.relative_attention_num_buckets, module.relative_attention_max_distance
+    two_sided, length = not module.is_decoder, min(query.shape[2], most + 1)
+    rows, columns = table_on(bias.device, _places, many, two_sided, most, length)
+    return ops.T5RelativeBias(bias[0, :, rows, columns].T, two_sided, most), False
+
+
+def _places(buckets: int, bidirectional: bool, max_distance: int, length: int) -> Tensor:
+    """Where a bias [length, length] holds the value of each bucket: int64 [2, buckets], rows and
+    columns. If no distance has a bucket, its place does not matter."""
+    of_distance = t5_buckets(buckets, bidirectional, max_distance).tolist()
+    found = [0] * buckets
+    for distance in sorted(range(1 - length, length), key=abs, reverse=True):
+        found[of_distance[distance + max_distance]] = distance
+    distances = torch.tensor(found, device="cpu")
+    return torch.stack([(-distances).clamp(min=0), distances.clamp(min=0)])
+
+
+def _sum(
+    query: Tensor, key: Tensor, bias: Tensor | None, mask: Tensor | None, is_causal: bool
+) -> Tensor | None:
+    """A mask that PyTorch's function adds: of a bias, a mask, and causality."""
+    if is_causal:
+        q, k = query.shape[2], key.shape[2]
+        mask = torch.ones(q, k, dtype=torch.bool, device=query.device).tril(k - q)
+    if bias is None or mask is None:
+        return mask if bias is None else bias.to(query.dtype)
+    if mask.dtype is torch.bool:
+        return bias.to(query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+    return (bias + mask).to(query.dtype)
+
+
+def _must_be_default(where: str, **arguments: Any) -> None:
     """Transformers leaves out, without a word, what a function has no argument for. So these are
     arguments."""
-    refused = {"softcap": softcap or None, "alibi_slopes": alibi_slopes, "s_aux": s_aux}
-    refused |= {"return_attn_probs": return_attn_probs or None, "block_table": block_table}
-    for name, given in refused.items():
+    for name, given in arguments.items():
         if given is not None:
             got = "a tensor" if isinstance(given, Tensor) else repr(given)
             fix = "Use attn_implementation='sdpa' or 'eager' for this model."
@@ -145,12 +274,12 @@ def _window(where: str, size: tuple[int, int], causal: bool, alike: bool) -> Win
     return left, right
 
 
-def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _repeated(q: Tensor, k: Tensor, v: Tensor, dim: int = -2) -> tuple[Tensor, Tensor]:
     """Keys and values with a head for each head of the queries."""
-    heads, groups = q.shape[-2], k.shape[-2]
+    heads, groups = q.shape[dim], k.shape[dim]
     if groups in (0, heads) or heads % groups:  # an error is that of ops.attention
         return k, v
     return (
-        torch.repeat_interleave(k, heads // groups, -2),
-        torch.repeat_interleave(v, heads // groups, -2),
+        torch.repeat_interleave(k, heads // groups, dim),
+        torch.repeat_interleave(v, heads // groups, dim),
     )

@@ -19,7 +19,8 @@ import hub_kernel
 
 pytest.importorskip("kernels", reason="kernels not installed: pip install kernels")
 
-NAME = "fastplm/flash-attn"
+#: The two repositories by the names under which a model asks for them.
+PACKED, PADDED = "fastplm/flash-attn", "fastplm/attention"
 HEAD = """
 import copy, sys
 import transformers.utils.import_utils as utils
@@ -33,12 +34,12 @@ ids = torch.randint(5, 99, (3, 16))
 mask = torch.arange(16) < torch.tensor([[10], [16], [7]])
 ids = ids.masked_fill(~mask, 0)
 
-def pair(name, config, **options):
+def pair(name, config, kernel=PACKED, reference="sdpa", **options):
     kind = getattr(transformers, name)
-    theirs = kind._from_config(copy.deepcopy(config), attn_implementation="sdpa", **options)
-    ours = kind._from_config(copy.deepcopy(config), attn_implementation=NAME, **options)
+    theirs = kind._from_config(copy.deepcopy(config), attn_implementation=reference, **options)
+    ours = kind._from_config(copy.deepcopy(config), attn_implementation=kernel, **options)
     ours.load_state_dict(theirs.state_dict())
-    assert ours.config._attn_implementation == NAME
+    assert ours.config._attn_implementation == kernel
     return theirs.eval(), ours.eval()
 
 def results(model, rows=None, **inputs):
@@ -68,8 +69,10 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def run(folder, tmp_path):
     def run(script):
-        text = f"NAME = {NAME!r}\nFOLDER = {str(folder)!r}\n{HEAD}\n{textwrap.dedent(script)}"
-        environment = os.environ | {"LOCAL_KERNELS": f"{NAME}={folder}", "HF_HUB_OFFLINE": "1"}
+        names = f"PACKED, PADDED = {PACKED!r}, {PADDED!r}"
+        text = f"{names}\n{HEAD}\n{textwrap.dedent(script)}"
+        both = ":".join(f"{name}={folder / name.split('/')[1]}" for name in (PACKED, PADDED))
+        environment = os.environ | {"LOCAL_KERNELS": both, "HF_HUB_OFFLINE": "1"}
         words = [sys.executable, "-W", "error::UserWarning:__main__", "-c", text]
         done = subprocess.run(
             words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
@@ -82,14 +85,15 @@ def run(folder, tmp_path):
 
 def test_it_is_loaded_without_transformers_and_beside_fastplm_and_another_build(folder, tmp_path):
     other = tmp_path / "other"
-    texts = hub_kernel.sources()
+    texts = hub_kernel.sources("flash-attn")
     for kind in ("cpu", "cuda"):
-        hub_kernel.write(other / f"build/torch-{kind}", texts, "fastplm_other", {"type": kind})
+        path = other / f"build/torch-{kind}"
+        hub_kernel.write(path, "flash-attn", texts, "fastplm_other", {"type": kind})
     script = f"""
         import sys, torch
         from pathlib import Path
         from kernels import get_local_kernel
-        first = get_local_kernel(Path({str(folder)!r}))
+        first = get_local_kernel(Path({str(folder)!r}) / "flash-attn")
         assert not {{"fastplm", "transformers", "tokenizers"}} & sys.modules.keys()
         second = get_local_kernel(Path({str(other)!r}))
         import fastplm.flash_attn
@@ -122,7 +126,7 @@ def test_its_triton_kernels_equal_its_reference(folder, tmp_path):
         import importlib, torch
         from pathlib import Path
         from kernels import get_local_kernel
-        kernel = get_local_kernel(Path({str(folder)!r}))
+        kernel = get_local_kernel(Path({str(folder)!r}) / "flash-attn")
         use_backend = importlib.import_module(kernel.__name__ + "._backends").use_backend
         torch.manual_seed(0)
         q = torch.randn(10, 2, 16, requires_grad=True)
@@ -180,7 +184,7 @@ def test_sentence_transformers_leave_padding_out(run):
         transformers.BertModel(transformers.BertConfig(**SIZES)).save_pretrained("model")
         texts = ["a cat", "the cat sat on the mat and slept", "sat", "on the mat"]
         found, lengths = [], []
-        for name in ("sdpa", NAME):
+        for name in ("sdpa", PACKED):
             inner = modules.Transformer("model", model_kwargs={"attn_implementation": name})
             model = SentenceTransformer(modules=[inner, modules.Pooling(32)])
             hook = inner.auto_model.embeddings.register_forward_hook(
@@ -192,10 +196,91 @@ def test_sentence_transformers_leave_padding_out(run):
     """)
 
 
+def test_models_with_a_bias_on_the_scores_equal_eager_with_gradients(run):
+    """T5 and its kin, whose bias is read back into its table, and one whose bias is not T5's."""
+    run("""
+        from collections import Counter
+        kin = dict(vocab_size=99, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_decoder_layers=2,
+                   num_heads=4, relative_attention_num_buckets=8, relative_attention_max_distance=12)
+        page = dict(relative_attention_num_buckets=32, image_size=16)
+        targets = torch.randint(5, 99, (3, 9))
+        given = dict(input_ids=ids, attention_mask=mask.long(), decoder_input_ids=targets)
+        short = torch.arange(9) < torch.tensor([[9], [4], [7]])
+        calls = Counter()
+        for name, config, fused, added in (
+            ("T5ForConditionalGeneration", transformers.T5Config(**kin), 4, 0),
+            ("MT5Model", transformers.MT5Config(**kin), 4, 0),
+            ("UMT5Model", transformers.UMT5Config(**kin), 4, 0),
+            ("SwitchTransformersModel", transformers.SwitchTransformersConfig(**kin), 2, 2),
+            ("LongT5Model", transformers.LongT5Config(**kin, local_radius=4), 2, 0),
+            ("UdopForConditionalGeneration", transformers.UdopConfig(**kin | page), 0, 6),
+        ):
+            pairs = pair(name, config, PADDED, "eager")
+            inner = sys.modules[transformers.AttentionInterface()[PADDED].__module__]
+            attention, added_up = inner.ops.attention, inner._sum
+            def spied(*tensors, relative_bias, **options):
+                calls["fused"] += relative_bias is not None
+                return attention(*tensors, relative_bias=relative_bias, **options)
+            def spied_sum(*args):
+                calls["added"] += 1
+                return added_up(*args)
+            boxes = dict(bbox=torch.rand(3, 16, 4)) if fused == 0 else {}
+            for seen in (None, short):  # causality alone, and beside a mask
+                rows = slice(None) if seen is None else seen
+                masks = dict(decoder_attention_mask=None if seen is None else seen.long())
+                theirs = results(pairs[0], rows, **given, **masks, **boxes)
+                inner.ops.attention, inner._sum = spied, spied_sum
+                compare(theirs, results(pairs[1], rows, **given, **masks, **boxes))
+                inner.ops.attention, inner._sum = attention, added_up
+                assert calls == Counter(fused=fused, added=added), (name, calls)
+                calls.clear()
+    """)
+
+
+def test_a_cache_long_texts_and_compiled_code_of_t5(run):
+    run("""
+        kin = dict(vocab_size=99, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
+                   decoder_start_token_id=0, eos_token_id=None)
+        theirs, ours = pair("T5ForConditionalGeneration", transformers.T5Config(**kin), PADDED)
+        given = dict(input_ids=ids, attention_mask=mask.long())
+        for cache in (None, "static"):
+            options = dict(max_new_tokens=12, min_new_tokens=12, cache_implementation=cache,
+                           output_scores=True, return_dict_in_generate=True)
+            wanted, found = (one.generate(**given, **options) for one in (theirs, ours))
+            assert wanted.sequences.equal(found.sequences)
+            torch.testing.assert_close(wanted.scores, found.scores)
+        long = torch.randint(5, 99, (2, 150))  # beyond the largest distance of 128
+        given = dict(input_ids=long, decoder_input_ids=long.flip(1))
+        compare(*(results(one, **given) for one in (theirs, ours)))
+        encoder = torch.compile(ours.encoder, fullgraph=True, backend="aot_eager")
+        wanted, found = (one(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+                         for one in (theirs.encoder, encoder))
+        torch.testing.assert_close(found[mask], wanted[mask])
+    """)
+
+
+def test_other_models_by_the_attention_of_a_layer(run):
+    """Those that the kernel for packed batches cannot serve (docs/dev/hub.md), and grouped heads."""
+    run("""
+        bart = dict(vocab_size=99, d_model=32, encoder_layers=2, decoder_layers=2, pad_token_id=0,
+                    encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=64,
+                    decoder_ffn_dim=64, max_position_embeddings=32)
+        given = dict(input_ids=ids, attention_mask=mask.long())
+        decoder = dict(num_key_value_heads=2, sliding_window=5)
+        for name, config in (
+            ("BertModel", transformers.BertConfig(**SIZES)),
+            ("GPT2LMHeadModel", transformers.GPT2Config(**SIZES)),
+            ("BartModel", transformers.BartConfig(**bart)),
+            ("MistralForCausalLM", transformers.MistralConfig(**SIZES, **decoder)),
+        ):
+            compare(*(results(model, mask, **given) for model in pair(name, config, PADDED)))
+    """)
+
+
 def test_metadata_and_imports(folder):
-    for variant in (folder / "build").iterdir():
+    for variant in folder.glob("*/build/*"):
         metadata = json.loads((variant / "metadata.json").read_text())
-        assert metadata["name"] == hub_kernel.NAME and "flash" in metadata["name"]
+        assert metadata["name"] == f"fastplm-{variant.parent.parent.name}"
         assert variant.name == f"torch-{metadata['backend']['type']}"
         for path in variant.rglob("*.py"):
             text = path.read_text()

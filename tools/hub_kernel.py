@@ -1,12 +1,17 @@
-"""Write attention and the losses as a Hub kernel, in the layout that the package `kernels` loads.
+"""Write attention and the losses as Hub kernels, in the layout that the package `kernels` loads.
 
     python tools/hub_kernel.py OUT            # Python and Triton alone, in seconds
     python tools/hub_kernel.py OUT --compiled # and csrc/ for this machine's platform, in minutes
 
-OUT/build has a folder for each variant; OUT is what a repository of kernels on the Hub holds. The
-modules are those of fastplm.ops, fastplm.reference and triton_kernels with relative imports, and
-operators of a namespace that is unique to the build: several builds, and fastplm, may be loaded in
-one process. Transformers and fastplm need not be installed.
+OUT gets two repositories, as Transformers calls a kernel in one way or in the other:
+
+    flash-attn  by flash_attn_varlen_func: packed batches, and padded ones without their padding
+    attention   as the attention of a layer: padded batches, also with a bias on the scores (T5)
+
+In each, build/ has a folder for each variant. The modules are those of fastplm.ops,
+fastplm.reference and triton_kernels with relative imports, and operators of a namespace that is
+unique to the build: several builds, and fastplm, may be loaded in one process. Transformers and
+fastplm need not be installed.
 """
 
 from __future__ import annotations
@@ -22,30 +27,26 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-NAME = "fastplm-flash-attn"  # Transformers looks for "flash" in the name of an attention
 #: The version of the interface: a user's code asks for it, and a change that breaks code raises it.
 VERSION = 1
-INIT = '''"""Attention of packed and padded batches, and losses over a vocabulary, with gradients.
-
-``flash_attn_func`` and ``flash_attn_varlen_func`` are what Transformers calls; ``ops`` holds the
-ops themselves.
-"""
+#: {repository: what Transformers looks for in it}. A name with "flash" in it promises to
+#: sentence-transformers that the kernel takes packed batches.
+ENTRIES = {
+    "flash-attn": ("flash_attn_func", "flash_attn_varlen_func"),
+    "attention": ("flash_attn_forward", "supports_flash_attn"),
+}
+LOSSES = ("linear_cross_entropy", "linear_distillation", "replaced_token_loss")
+INIT = '''"""Attention, and losses over a vocabulary, with gradients. ``ops`` holds all ops."""
 
 from . import ops
-from .flash_attn import flash_attn_func, flash_attn_varlen_func
-from .ops import linear_cross_entropy, linear_distillation, replaced_token_loss
+from .flash_attn import {attention}
+from .ops import {losses}
 
 __version__ = "{version}"
-__all__ = [
-    "flash_attn_func",
-    "flash_attn_varlen_func",
-    "linear_cross_entropy",
-    "linear_distillation",
-    "ops",
-    "replaced_token_loss",
-]
+__all__ = {names}
 '''
 CARD = """---
 library_name: kernels
@@ -53,18 +54,16 @@ license: apache-2.0
 tags:
 - kernels
 ---
-# Attention of packed and padded batches, and losses over a vocabulary
+# Attention, and losses over a vocabulary
 
-`flash_attn_func` and `flash_attn_varlen_func` take what the package `flash_attn` takes, with
-gradients and dropout, in fp32, fp16 and bf16, on CPUs and GPUs. `linear_cross_entropy`,
-`linear_distillation` and `replaced_token_loss` store no logits of ignored rows. Part of fastplm
-{version}.
+{attention}: attention with gradients and dropout, in fp32, fp16 and bf16, on CPUs and GPUs.
+{losses}: losses that store no logits of ignored rows. Part of fastplm {version}.
 """
 _IMPORT = re.compile(r"^(\s*)from fastplm(?P<rest>[\w.]*) import ", re.MULTILINE)
 
 
-def sources() -> dict[Path, str]:
-    """{path in the kernel: text} of the modules, with absolute imports."""
+def sources(entry: str) -> dict[Path, str]:
+    """{path in the kernel: text} of the modules of a repository, with absolute imports."""
     found = {}
     for path in (ROOT / "fastplm").glob("*.py"):
         # Without what looks at a whole installation, or at models.
@@ -80,7 +79,15 @@ def sources() -> dict[Path, str]:
     for folder in ("fastplm/ops", "fastplm/reference", "triton_kernels"):
         for path in (ROOT / folder).rglob("*.py"):
             found[Path(Path(folder).name, path.relative_to(ROOT / folder))] = path
-    return {name: path.read_text("utf-8") for name, path in sorted(found.items())}
+    names = {"names": sorted((*ENTRIES[entry], *LOSSES, "ops"))}
+    return {Path("__init__.py"): text_of(INIT, entry, **names)} | {
+        name: path.read_text("utf-8") for name, path in sorted(found.items())
+    }
+
+
+def text_of(template: str, entry: str, **others: Any) -> str:
+    lists = {"attention": ", ".join(ENTRIES[entry]), "losses": ", ".join(LOSSES)}
+    return template.format(version=version(), **lists, **others)
 
 
 def relative(path: Path, text: str, namespace: str) -> str:
@@ -133,16 +140,17 @@ def version() -> str:
     return found[1]
 
 
-def write(folder: Path, texts: dict[Path, str], namespace: str, backend: dict[str, object]) -> None:
+def write(
+    folder: Path, entry: str, texts: dict[Path, str], namespace: str, backend: dict[str, object]
+) -> None:
     """A variant: the modules and the metadata."""
     shutil.rmtree(folder, ignore_errors=True)
     for path, text in texts.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(relative(path, text, namespace), "utf-8")
-    (folder / "__init__.py").write_text(INIT.format(version=version()), "utf-8")
     metadata = {
         "id": f"_{namespace}_{backend['type']}",
-        "name": NAME,
+        "name": f"fastplm-{entry}",
         "version": VERSION,
         "license": "Apache-2.0",
         "python-depends": [],
@@ -156,20 +164,21 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--compiled", action="store_true", help="csrc/ for this platform, too")
     args = parser.parse_args()
-    texts = sources()
-    namespace, build = namespace_of(texts), args.out / "build"
-    build.mkdir(parents=True, exist_ok=True)
-    (args.out / "README.md").write_text(CARD.format(version=version()), "utf-8")
-    for kind in ("cpu", "cuda"):
-        write(build / f"torch-{kind}", texts, namespace, {"type": kind})
-    if not args.compiled:
-        return
-    where = f"{platform.machine()}-{platform.system().lower()}"
-    with tempfile.TemporaryDirectory() as temporary:
-        variant = build / f"torch-stable-abi211-cpu-{where}"
-        library = compiled(namespace, Path(temporary))
-        write(variant, texts, namespace, {"type": "cpu"})
-        shutil.copy(library, variant)
+    for entry in ENTRIES:
+        texts = sources(entry)
+        namespace, build = namespace_of(texts), args.out / entry / "build"
+        build.mkdir(parents=True, exist_ok=True)
+        (args.out / entry / "README.md").write_text(text_of(CARD, entry), "utf-8")
+        for kind in ("cpu", "cuda"):
+            write(build / f"torch-{kind}", entry, texts, namespace, {"type": kind})
+        if not args.compiled:
+            continue
+        where = f"{platform.machine()}-{platform.system().lower()}"
+        with tempfile.TemporaryDirectory() as temporary:
+            variant = build / f"torch-stable-abi211-cpu-{where}"
+            library = compiled(namespace, Path(temporary))
+            write(variant, entry, texts, namespace, {"type": "cpu"})
+            shutil.copy(library, variant)
 
 
 if __name__ == "__main__":
