@@ -1,9 +1,10 @@
-"""The Hub kernel of attention beside SDPA, in Transformers' own classes and sentence-transformers.
+"""The Hub kernels of attention beside SDPA, in Transformers' own classes and sentence-transformers.
 
     python tools/hub_kernel.py OUT --compiled
-    python benchmarks/hub_attention.py OUT [--model FOLDER] [--rounds 7]
+    python benchmarks/hub_attention.py OUT [--families t5] [--model FOLDER] [--rounds 7]
 
-The models and the batches are those of families.py; only the name of the attention differs. With
+The batches and all models but T5 are those of families.py; only the name of the attention differs.
+T5 has the kernel for padded batches; its inference is that of its encoder. With
 ``--model``, a model of sentence-transformers also embeds texts, which it packs without padding if
 it has the kernel. Losses and embeddings must agree before anything is timed. Rounds take turns, and
 a row has the medians.
@@ -26,7 +27,16 @@ import transformers
 import families
 from harness import append_row, machine_folder, machine_line
 
-NAME = "fastplm/flash-attn"
+PACKED, PADDED = KERNELS = "fastplm/flash-attn", "fastplm/attention"
+FAMILIES = {"xlm-roberta": PACKED, "modernbert": PACKED, "t5": PADDED}
+T5 = {
+    "num_layers": 4,
+    "d_model": 384,
+    "d_kv": 64,
+    "num_heads": 6,
+    "d_ff": 1536,
+    "vocab_size": 32128,
+}
 FIELDS = (
     *("model", "work", "padding", "rounds", "sdpa_ms", "kernel_ms", "ratio"),
     *("machine", "torch", "transformers", "commit", "date"),
@@ -35,15 +45,18 @@ WORDS = "the cat sat on a mat and the dogs ran to see what it was that made them
 
 
 def pair(family: str) -> list[Any]:
-    config_name, name, special = families.FAMILIES[family]
-    config = getattr(transformers, config_name)(
-        **families.SIZES | {"intermediate_size": 1536, "pad_token_id": 1} | special
-    )
+    if family == "t5":
+        name, config = "T5ForConditionalGeneration", transformers.T5Config(**T5)
+        config.decoder_start_token_id, config.use_cache = 0, False
+    else:
+        config_name, name, special = families.FAMILIES[family]
+        sizes = families.SIZES | {"intermediate_size": 1536, "pad_token_id": 1} | special
+        config = getattr(transformers, config_name)(**sizes)
     torch.manual_seed(0)
     kind = getattr(transformers, name)
     both = [
         kind._from_config(copy.deepcopy(config), attn_implementation=name)
-        for name in ("sdpa", NAME)
+        for name in ("sdpa", FAMILIES[family])
     ]
     both[1].load_state_dict(both[0].state_dict())
     return both
@@ -75,15 +88,17 @@ def texts(padding: float) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("kernel", type=Path, help="a folder of tools/hub_kernel.py")
+    parser.add_argument("kernel", type=Path, help="the folder of tools/hub_kernel.py")
+    parser.add_argument("--families", nargs="*", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--model", type=Path, help="a folder of sentence-transformers")
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
-    os.environ["LOCAL_KERNELS"] = f"{NAME}={args.kernel.absolute()}"
+    folders = (f"{name}={args.kernel.absolute() / name.split('/')[1]}" for name in KERNELS)
+    os.environ["LOCAL_KERNELS"] = ":".join(folders)
     about = {name: value for name, value in machine_line().items() if name in FIELDS}
     about["transformers"] = transformers.__version__
     path = Path(__file__).with_name("results") / machine_folder() / "hub_attention.csv"
-    for family in ("xlm-roberta", "modernbert"):
+    for family in args.families:
         both = pair(family)
         for padding in families.PADDINGS:
             given = families.batch(padding, both[0].config.vocab_size)
@@ -93,7 +108,8 @@ def main() -> None:
             for work in (families.training, families.inference):
                 for model in both:
                     model.train(work is families.training)
-                works = [partial(work, model, given) for model in both]
+                encoder = family == "t5" and work is families.inference
+                works = [partial(work, one.encoder if encoder else one, given) for one in both]
                 row = about | {"model": family, "work": work.__name__, "padding": padding}
                 compare(works, row, args.rounds, path)
     if args.model is None:
@@ -102,7 +118,7 @@ def main() -> None:
 
     both = [
         SentenceTransformer(str(args.model), model_kwargs={"attn_implementation": name})
-        for name in ("sdpa", NAME)
+        for name in ("sdpa", PACKED)
     ]
     for padding in (0.0, 0.5):
         given = texts(padding)

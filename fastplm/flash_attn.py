@@ -154,7 +154,7 @@ def flash_attn_forward(
 
     Args:
         module: the layer. Without a mask and ``is_causal`` its own ``is_causal`` decides; if it has
-            none, it is True, as in Transformers.
+            none, it is True, as in Transformers. Then query i sees the keys j <= i.
         query: [B, H, Tq, D], fp32, fp16 or bf16 (fp64 on a CPU).
         key, value: [B, Hk, Tk, D]; H is a multiple of Hk (grouped heads).
         attention_mask: [B, 1 or H, Tq, Tk], causality included: bool, True = attend, or numbers
@@ -186,6 +186,9 @@ def flash_attn_forward(
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     is_causal = is_causal and attention_mask is None and query.shape[2] > 1
+    if is_causal and key.shape[2] > query.shape[2]:  # the first texts of a static cache
+        key, value = (one[:, :, : query.shape[2]] for one in (key, value))
+        position_bias = None if position_bias is None else position_bias[..., : key.shape[2]]
     added = attention_mask is not None and attention_mask.dtype is not torch.bool
     relative_bias = None
     if position_bias is not None and not added:
@@ -242,8 +245,8 @@ def _sum(
 ) -> Tensor | None:
     """A mask that PyTorch's function adds: of a bias, a mask, and causality."""
     if is_causal:
-        q, k = query.shape[2], key.shape[2]
-        mask = torch.ones(q, k, dtype=torch.bool, device=query.device).tril(k - q)
+        sizes = query.shape[2], key.shape[2]
+        mask = torch.ones(sizes, dtype=torch.bool, device=query.device).tril()
     if bias is None or mask is None:
         return mask if bias is None else bias.to(query.dtype)
     if mask.dtype is torch.bool:

@@ -6,9 +6,13 @@ import math
 
 import pytest
 import torch
+from transformers import T5Config
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.t5.modeling_t5 import T5Attention
 
+from fastplm import ops
 from fastplm.errors import UnsupportedError
-from fastplm.flash_attn import flash_attn_func, flash_attn_varlen_func
+from fastplm.flash_attn import flash_attn_forward, flash_attn_func, flash_attn_varlen_func
 
 WINDOWS = ((-1, -1), (2, -1), (1, 3), (2, 0))
 
@@ -115,3 +119,96 @@ def test_what_is_not_computed_is_refused(name, value):
     if name != "block_table":
         with pytest.raises(UnsupportedError, match=name):
             flash_attn_func(q, k, v, **{name: value})
+
+
+def layer(is_decoder, buckets=32, distance=128, cross=False):
+    torch.manual_seed(0)
+    config = T5Config(
+        d_model=32,
+        num_heads=4,
+        d_kv=8,
+        relative_attention_num_buckets=buckets,
+        relative_attention_max_distance=distance,
+        is_decoder=is_decoder,
+    )
+    own = not cross
+    return T5Attention(config, own, layer_idx=0, is_causal=is_decoder and own).double().eval()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 17, 70])
+@pytest.mark.parametrize("buckets, distance", [(32, 128), (8, 20), (16, 64)])
+@pytest.mark.parametrize("is_decoder", [False, True])
+def test_the_bias_of_t5_is_read_back_into_its_table(is_decoder, buckets, distance, length, masked):
+    module, inputs = layer(is_decoder, buckets, distance), tensors(length, length, groups=4)
+    mask = None
+    if masked:
+        keys = torch.arange(length) < torch.tensor([[length], [max(length // 2, 1)]])
+        mask = keys[:, None, None].expand(-1, 1, length, -1)
+        mask = mask.tril() if is_decoder else mask
+
+    def output(attention):
+        q, k, v = (one.transpose(1, 2) for one in inputs)
+        bias = module.compute_bias(length, length)
+        return attention(module, q, k, v, mask, scaling=1.0, position_bias=bias)[0]
+
+    table = module.relative_attention_bias.weight
+    check(output(flash_attn_forward), output(sdpa_attention_forward), [*inputs, table])
+
+
+def test_what_cannot_be_read_back_is_added(monkeypatch):
+    calls = []
+    attention = ops.attention
+    monkeypatch.setattr(ops, "attention", lambda *a, **b: calls.append(b) or attention(*a, **b))
+    torch.manual_seed(0)
+
+    def equal(module, queries, keys, bias, mask=None, groups=4, fused=0, **options):
+        calls.clear()
+        inputs = tensors(queries, keys, groups=groups)
+        module.num_key_value_groups = 4 // groups
+        q, k, v = (one.transpose(1, 2) for one in inputs)
+        if bias is not None:
+            bias = bias.double()
+        both = [
+            one(module, q, k, v, mask, position_bias=bias, **options)[0]
+            for one in (flash_attn_forward, sdpa_attention_forward)
+        ]
+        check(*both, inputs)
+        assert len(calls) == fused
+
+    encoder, decoder = layer(False), layer(True)
+    equal(decoder, 2, 6, decoder.compute_bias(2, 6, past_seen_tokens=4), torch.ones(2, 1, 2, 6) > 0)
+    equal(decoder, 1, 6, decoder.compute_bias(1, 6, past_seen_tokens=5))
+    numbers = torch.randn(2, 1, 6, 6, dtype=torch.float64)
+    equal(encoder, 6, 6, encoder.compute_bias(6, 6), numbers)
+    equal(torch.nn.Identity(), 6, 6, torch.randn(1, 4, 6, 6))  # causal, as Transformers takes it
+    equal(torch.nn.Identity(), 6, 6, torch.randn(1, 4, 6, 6), is_causal=False)
+    equal(torch.nn.Identity(), 6, 6, torch.randn(2, 1, 6, 6), torch.ones(6, 6).tril() > 0)
+    equal(torch.nn.Identity(), 6, 6, None, numbers)
+    # No bias, or one of zeros.
+    equal(torch.nn.Identity(), 6, 6, None, groups=2, fused=1, scaling=0.5)
+    equal(torch.nn.Identity(), 3, 6, None, numbers[:, :, :3] > 0, groups=2, fused=1)
+    equal(layer(True, cross=True), 3, 6, torch.zeros(1, 4, 3, 6), fused=1)
+    # Causal without a mask: the keys behind the queries are the empty rest of a static cache.
+    equal(torch.nn.Identity(), 3, 6, None, fused=1)
+    equal(torch.nn.Identity(), 3, 6, torch.randn(1, 4, 3, 6))
+    equal(decoder, 3, 6, decoder.compute_bias(3, 6), fused=1)
+    # A class of the user's may have another bias.
+    own = type("T5Attention", (T5Attention,), {})(encoder.config, True, 0).double()
+    equal(own, 6, 6, torch.randn(1, 4, 6, 6))
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("softcap", 30.0),
+        ("s_aux", torch.zeros(4)),
+        ("a_name_to_come", torch.zeros(4)),
+        ("cu_seq_lens_q", torch.tensor([0, 6])),
+    ],
+)
+def test_what_a_layer_does_not_compute_is_refused(name, value):
+    inputs = [one.transpose(1, 2) for one in tensors(6, 6)]
+    with pytest.raises(UnsupportedError, match=f"`{name}` got "):
+        flash_attn_forward(torch.nn.Identity(), *inputs, None, **{name: value})
+    flash_attn_forward(torch.nn.Identity(), *inputs, None, **{name: None})

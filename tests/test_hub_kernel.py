@@ -273,7 +273,12 @@ def test_other_models_by_the_attention_of_a_layer(run):
             ("BartModel", transformers.BartConfig(**bart)),
             ("MistralForCausalLM", transformers.MistralConfig(**SIZES, **decoder)),
         ):
-            compare(*(results(model, mask, **given) for model in pair(name, config, PADDED)))
+            pairs = pair(name, config, PADDED)
+            compare(*(results(model, mask, **given) for model in pairs))
+            if "LM" in name:
+                options = dict(max_new_tokens=4, cache_implementation="static", do_sample=False)
+                one, other = (model.generate(ids[1:2], **options) for model in pairs)
+                assert one.equal(other) and one.shape == (1, 20), (one, other)
     """)
 
 
