@@ -1233,6 +1233,8 @@ def test_the_faster_forward_of_a_size_runs(monkeypatch, queries, keys, is_causal
     attention = sys.modules["fastplm.ops.attention"]
     monkeypatch.setattr(attention, "_capability", lambda index: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    # PyTorch 2.11 starts the GPU for a fake tensor on it.
+    monkeypatch.setattr(torch._subclasses.fake_tensor, "init_gpu_context", lambda device: None)
     monkeypatch.setattr(_backends, "_WHY_NOT_NVIDIA", {0: None})
     monkeypatch.setattr(torch.backends.cuda, "SDPAParams", lambda *given: given)
     allowed = [True]
