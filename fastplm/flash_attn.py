@@ -184,7 +184,7 @@ def flash_attn_forward(
             _must_be_default(where, **{name: one})
     key, value = _repeated(query, key, value, 1)
     if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
+        is_causal = getattr(module, "is_causal", True) or _is_causal_umt5(module)
     is_causal = is_causal and attention_mask is None and query.shape[2] > 1
     if is_causal and key.shape[2] > query.shape[2]:  # the first texts of a static cache
         key, value = (one[:, :, : query.shape[2]] for one in (key, value))
@@ -212,14 +212,23 @@ def flash_attn_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
+def _has_t5_bias(module: nn.Module) -> bool:
+    kind = type(module)
+    return kind.__module__.startswith("transformers.") and kind.__name__ in _T5_LAYERS
+
+
+def _is_causal_umt5(module: Any) -> bool:
+    """UMT5's decoder does not say that it is causal in Transformers 5.17: with SDPA it is not."""
+    return _has_t5_bias(module) and module.is_decoder and module.has_relative_attention_bias
+
+
 def _table(
     module: Any, query: Tensor, key: Tensor, bias: Tensor
 ) -> tuple[ops.T5RelativeBias | None, bool]:
     """(the bias of the fused op, whether ``bias`` must be added by PyTorch's function)."""
-    kind = type(module)
-    if not kind.__module__.startswith("transformers.") or kind.__name__ not in _T5_LAYERS:
+    if not _has_t5_bias(module):
         return None, True
-    if module.is_decoder and not module.is_causal:
+    if module.is_decoder and not (module.is_causal or module.has_relative_attention_bias):
         return None, False  # attention to the source: zeros
     if query.shape[2] != key.shape[2]:
         return None, True
