@@ -99,7 +99,7 @@ test-transformers: $(VENV)/.test
 	fi
 
 test-transformers-there:
-	$(call lane,Transformers $(TRANSFORMERS),PYTHONPATH=$(CURDIR)/$(VENV)/transformers-$(TRANSFORMERS) OMP_NUM_THREADS=1 $(PYTEST) $(PARALLEL) -rs tests/models -m "not gpu and not slow" -k "equals_its_parent or its_error_is_that_of_the_parent")
+	$(call lane,Transformers $(TRANSFORMERS),PYTHONPATH=$(CURDIR)/$(VENV)/transformers-$(TRANSFORMERS) OMP_NUM_THREADS=1 $(PYTEST) $(PARALLEL) -rs tests/models tests/test_hub_kernel.py -m "not gpu and not slow" -k "equals_its_parent or its_error_is_that_of_the_parent or bias_on_the_scores")
 
 # Snakemake wants another packaging than constraints.txt, so it has a folder of its own.
 test-study: $(VENV)/.test

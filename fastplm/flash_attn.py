@@ -164,8 +164,9 @@ def flash_attn_forward(
         position_bias: [1, H, Tq, Tk], added to the scores. T5's is read back into its table of
             buckets, which the fused op takes. Where that cannot be done (another model's bias, or a
             cache, so that Tq != Tk) PyTorch's function gets the sum of bias and mask.
-        kwargs: others of Transformers. ``softcap``, ``cu_seq_lens_q`` and tensors of floating-point
-            numbers must be None, as they change the result.
+        kwargs: others of Transformers. ``softcap``, ``cu_seq_lens_q``, ``indices``,
+            ``block_indices`` and tensors of floating-point numbers must be None, as they change the
+            result.
 
     Returns:
         The output [B, Tq, H, D] in the dtype of ``query``, and None (no attention weights).
@@ -180,15 +181,22 @@ def flash_attn_forward(
         fail(where, "cu_seq_lens_q", "a tensor", "None: a padded batch", fix, UnsupportedError)
     for name, one in kwargs.items():
         numbers = isinstance(one, Tensor) and one.dim() > 0 and one.is_floating_point()
-        if name == "softcap" or numbers:
+        if name in ("softcap", "indices", "block_indices") or numbers:
             _must_be_default(where, **{name: one})
     key, value = _repeated(query, key, value, 1)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True) or _is_causal_umt5(module)
     is_causal = is_causal and attention_mask is None and query.shape[2] > 1
-    if is_causal and key.shape[2] > query.shape[2]:  # the first texts of a static cache
-        key, value = (one[:, :, : query.shape[2]] for one in (key, value))
-        position_bias = None if position_bias is None else position_bias[..., : key.shape[2]]
+    queries, keys = query.shape[2], key.shape[2]
+    if attention_mask is None and queries != keys and getattr(module, "is_kv_shared_layer", False):
+        got = "None beside fewer queries than keys, in a layer that shares keys"
+        fix = "Load the kernel by a name with 'flash' in it, or use attn_implementation='sdpa'."
+        fail(where, "attention_mask", got, "a mask", fix, UnsupportedError)
+    if is_causal and queries < keys:  # the rest of the keys is that of a static cache, empty yet
+        key, value = key[:, :, :queries], value[:, :, :queries]
+        position_bias = None if position_bias is None else position_bias[..., :queries]
+    elif is_causal and queries > keys:
+        attention_mask, is_causal = _before(query, key), False
     added = attention_mask is not None and attention_mask.dtype is not torch.bool
     relative_bias = None
     if position_bias is not None and not added:
@@ -226,27 +234,44 @@ def _table(
     module: Any, query: Tensor, key: Tensor, bias: Tensor
 ) -> tuple[ops.T5RelativeBias | None, bool]:
     """(the bias of the fused op, whether ``bias`` must be added by PyTorch's function)."""
-    if not _has_t5_bias(module):
+    if not _has_t5_bias(module) or bias.shape[0] != 1:
         return None, True
     if module.is_decoder and not (module.is_causal or module.has_relative_attention_bias):
         return None, False  # attention to the source: zeros
-    if query.shape[2] != key.shape[2]:
-        return None, True
     many, most = module.relative_attention_num_buckets, module.relative_attention_max_distance
-    two_sided, length = not module.is_decoder, min(query.shape[2], most + 1)
-    rows, columns = table_on(bias.device, _places, many, two_sided, most, length)
+    two_sided = not module.is_decoder
+    least = 4 if two_sided else 2
+    if query.shape[2] != key.shape[2] or many < least or many % 2 or most <= many // least:
+        return None, True
+    # What stands beyond the bias has a bucket that the op does not read.
+    nearest = _nearest(bias.device, many, two_sided, most)
+    rows, columns = (side.clamp(0, query.shape[2] - 1) for side in (-nearest, nearest))
     return ops.T5RelativeBias(bias[0, :, rows, columns].T, two_sided, most), False
 
 
-def _places(buckets: int, bidirectional: bool, max_distance: int, length: int) -> Tensor:
-    """Where a bias [length, length] holds the value of each bucket: int64 [2, buckets], rows and
-    columns. If no distance has a bucket, its place does not matter."""
+def _nearest(device: torch.device, *settings: Any) -> Tensor:
+    """The smallest distance of each bucket, or 0 if it has none: int64 [buckets]."""
+    with torch.utils._python_dispatch._disable_current_modes():  # of ``torch.export``
+        table = table_on(device, _nearest_distances, *settings)
+    table._dynamo_static_indices = {0}  # type: ignore[attr-defined]  # ``mark_static``
+    return table
+
+
+# A constant of compiled code, as in ``ops.attention``.
+_nearest._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _nearest_distances(buckets: int, bidirectional: bool, max_distance: int) -> Tensor:
     of_distance = t5_buckets(buckets, bidirectional, max_distance).tolist()
     found = [0] * buckets
-    for distance in sorted(range(1 - length, length), key=abs, reverse=True):
+    for distance in sorted(range(-max_distance, max_distance + 1), key=abs, reverse=True):
         found[of_distance[distance + max_distance]] = distance
-    distances = torch.tensor(found, device="cpu")
-    return torch.stack([(-distances).clamp(min=0), distances.clamp(min=0)])
+    return torch.tensor(found, device="cpu")
+
+
+def _before(query: Tensor, key: Tensor) -> Tensor:
+    sizes = query.shape[2], key.shape[2]
+    return torch.ones(sizes, dtype=torch.bool, device=query.device).tril()
 
 
 def _sum(
@@ -254,8 +279,7 @@ def _sum(
 ) -> Tensor | None:
     """A mask that PyTorch's function adds: of a bias, a mask, and causality."""
     if is_causal:
-        sizes = query.shape[2], key.shape[2]
-        mask = torch.ones(sizes, dtype=torch.bool, device=query.device).tril()
+        mask = _before(query, key)
     if bias is None or mask is None:
         return mask if bias is None else bias.to(query.dtype)
     if mask.dtype is torch.bool:
@@ -269,7 +293,7 @@ def _must_be_default(where: str, **arguments: Any) -> None:
     for name, given in arguments.items():
         if given is not None:
             got = "a tensor" if isinstance(given, Tensor) else repr(given)
-            fix = "Use attn_implementation='sdpa' or 'eager' for this model."
+            fix = "Use attn_implementation='eager' for this model."
             fail(where, name, got, "its default", fix, UnsupportedError)
 
 

@@ -74,7 +74,7 @@ _WHERE = "attn_implementation='fastplm'"
 #: The argument with which the models of fastplm pass ``models._ragged.Rows`` to attention.
 ROWS = "rows"
 # Arguments of some models' attention that change its result and are not supported here.
-_UNSUPPORTED = ("softcap", "s_aux", "head_mask", "cache")
+_UNSUPPORTED = ("softcap", "s_aux", "head_mask", "cache", "indices", "block_indices")
 #: The bounds of packed sequences, in the order of the arguments of ``ops.attention_varlen``.
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # Arguments that change what a call needs. Most calls have none of them.

@@ -114,7 +114,7 @@ def test_dropout_drops_and_keeps_the_mean():
 def test_what_is_not_computed_is_refused(name, value):
     q, k, v = tensors(6, 6)
     starts = torch.tensor([0, 6], dtype=torch.int32)
-    with pytest.raises(UnsupportedError, match=f"`{name}` got .*Use attn_implementation='sdpa'"):
+    with pytest.raises(UnsupportedError, match=f"`{name}` got .*Use attn_implementation='eager'"):
         flash_attn_varlen_func(q[0], k[0], v[0], starts, starts, 6, 6, **{name: value})
     if name != "block_table":
         with pytest.raises(UnsupportedError, match=name):
@@ -193,6 +193,13 @@ def test_what_cannot_be_read_back_is_added(monkeypatch):
     equal(torch.nn.Identity(), 3, 6, None, fused=1)
     equal(torch.nn.Identity(), 3, 6, torch.randn(1, 4, 3, 6))
     equal(decoder, 3, 6, decoder.compute_bias(3, 6), fused=1)
+    equal(torch.nn.Identity(), 6, 3, None, fused=1)
+    equal(torch.nn.Identity(), 6, 3, torch.randn(1, 4, 6, 3))
+    # Tables that the op does not take, and a bias for each text.
+    for kind, settings in ((False, (5, 20)), (False, (32, 8)), (True, (64, 20)), (True, (7, 20))):
+        module = layer(kind, *settings)
+        equal(module, 6, 6, module.compute_bias(6, 6))
+    equal(encoder, 6, 6, encoder.compute_bias(6, 6) * torch.ones(2, 1, 1, 1))
     # A class of the user's may have another bias.
     own = type("T5Attention", (T5Attention,), {})(encoder.config, True, 0).double()
     equal(own, 6, 6, torch.randn(1, 4, 6, 6))
@@ -204,6 +211,7 @@ def test_what_cannot_be_read_back_is_added(monkeypatch):
         ("softcap", 30.0),
         ("s_aux", torch.zeros(4)),
         ("a_name_to_come", torch.zeros(4)),
+        *((name, torch.zeros(4, dtype=torch.long)) for name in ("indices", "block_indices")),
         ("cu_seq_lens_q", torch.tensor([0, 6])),
     ],
 )
@@ -212,3 +220,14 @@ def test_what_a_layer_does_not_compute_is_refused(name, value):
     with pytest.raises(UnsupportedError, match=f"`{name}` got "):
         flash_attn_forward(torch.nn.Identity(), *inputs, None, **{name: value})
     flash_attn_forward(torch.nn.Identity(), *inputs, None, **{name: None})
+
+
+def test_queries_that_a_model_cut_off_need_a_mask():
+    """Gemma 4 keeps the last queries alone in layers that share keys, where a name has no "flash":
+    so without a mask nobody knows where they stand."""
+    module = torch.nn.Identity()
+    module.is_kv_shared_layer = True
+    inputs = [one.transpose(1, 2) for one in tensors(3, 6)]
+    with pytest.raises(UnsupportedError, match="`attention_mask` got None .* 'flash' in it"):
+        flash_attn_forward(module, *inputs, None)
+    flash_attn_forward(module, *inputs, torch.ones(1, 1, 3, 6) > 0)

@@ -28,6 +28,7 @@ SAMPLE = {
     "deberta": "ignores the name",
     "falcon": "looks the name up in a table of its own",
     "fnet": "has no attention",
+    "deepseek_v32": "passes the keys that it chose",
     "gpt_oss": "passes attention sinks",
     "inkling2_text": "passes attention sinks by another name",
 }
