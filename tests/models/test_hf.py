@@ -688,10 +688,14 @@ def test_is_causal_false_makes_gpt2_bidirectional(hold):
         assert not same(run(ours, attention_mask=mask), run(ours, is_causal=False))
 
 
-@pytest.mark.parametrize("argument", ["softcap", "s_aux", "head_mask", "sinks of a new model"])
+UNSUPPORTED = {name: 1.0 for name in ("softcap", "s_aux", "head_mask", "sinks of a new model")}
+UNSUPPORTED |= {name: 1 for name in ("indices", "block_indices")}  # of sparse attention
+
+
+@pytest.mark.parametrize("argument", UNSUPPORTED)
 def test_unsupported_arguments_raise(argument):
     with pytest.raises(UnsupportedError, match=argument):
-        build("bert")(random_ids(1, 4), **{argument: torch.ones(2)})
+        build("bert")(random_ids(1, 4), **{argument: torch.tensor([UNSUPPORTED[argument]])})
 
 
 def test_a_two_dimensional_mask_must_be_boolean():
