@@ -140,8 +140,11 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(skip)
 
 
-def pytest_collection_finish():
-    """Let no collection of cycles, of which each ``Trainer`` asks for one, look at all tests."""
+@pytest.fixture(scope="module", autouse=True)
+def _no_old_objects_in_collections():
+    """Let no collection of cycles, of which each ``Trainer`` asks for one, look at all tests, and
+    at what earlier ones left."""
+    gc.collect()
     gc.freeze()
 
 
