@@ -22,8 +22,7 @@ from fastplm.reference.attention import t5_buckets
 supports_flash_attn = True
 #: Layers whose ``position_bias`` is that of T5. (In UDOP it depends on the layout of a page, too.)
 _T5_LAYERS = frozenset(
-    f"{family}Attention"
-    for family in ("LongT5", "MT5", "Pop2Piano", "SwitchTransformers", "T5", "UMT5")
+    f"{family}Attention" for family in ("LongT5", "MT5", "SwitchTransformers", "T5", "UMT5")
 )
 
 
@@ -63,13 +62,8 @@ def flash_attn_func(
         ArgumentValueError, ArgumentTypeError: as ``ops.attention``.
     """
     where = "flash_attn_func"
-    _must_be_default(
-        where,
-        softcap=softcap or None,
-        alibi_slopes=alibi_slopes,
-        return_attn_probs=return_attn_probs or None,
-        s_aux=s_aux,
-    )
+    given = dict(softcap=softcap, alibi_slopes=alibi_slopes, s_aux=s_aux)
+    _must_be_default(where, **given, return_attn_probs=return_attn_probs)
     window = _window(where, window_size, causal, q.shape[1] == k.shape[1])
     k, v = _repeated(q, k, v)
     out = ops.attention(
@@ -119,14 +113,8 @@ def flash_attn_varlen_func(
         UnsupportedError, ArgumentValueError, ArgumentTypeError: as ``flash_attn_func``.
     """
     where = "flash_attn_varlen_func"
-    _must_be_default(
-        where,
-        softcap=softcap or None,
-        alibi_slopes=alibi_slopes,
-        return_attn_probs=return_attn_probs or None,
-        s_aux=s_aux,
-        block_table=block_table,
-    )
+    given = dict(softcap=softcap, alibi_slopes=alibi_slopes, s_aux=s_aux, block_table=block_table)
+    _must_be_default(where, **given, return_attn_probs=return_attn_probs)
     alike = cu_seqlens_q is cu_seqlens_k or (q.shape[0], max_seqlen_q) == (k.shape[0], max_seqlen_k)
     if alike and values_are_known(cu_seqlens_q):
         alike = torch.equal(cu_seqlens_q, cu_seqlens_k)
@@ -251,13 +239,15 @@ def _table(
 
 def _nearest(device: torch.device, *settings: Any) -> Tensor:
     """The smallest distance of each bucket, or 0 if it has none: int64 [buckets]."""
-    with torch.utils._python_dispatch._disable_current_modes():  # of ``torch.export``
+    # ``torch.export`` would trace how the table is made, which reads values.
+    with torch.utils._python_dispatch._disable_current_modes():
         table = table_on(device, _nearest_distances, *settings)
-    table._dynamo_static_indices = {0}  # type: ignore[attr-defined]  # ``mark_static``
+    # As by ``mark_static``: the op checks the count of buckets, also where sizes are symbols.
+    table._dynamo_static_indices = {0}  # type: ignore[attr-defined]
     return table
 
 
-# A constant of compiled code, as in ``ops.attention``.
+# A constant of compiled code: see ``_allows_tf32`` of ``ops.attention``.
 _nearest._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -291,7 +281,7 @@ def _must_be_default(where: str, **arguments: Any) -> None:
     """Transformers leaves out, without a word, what a function has no argument for. So these are
     arguments."""
     for name, given in arguments.items():
-        if given is not None:
+        if isinstance(given, Tensor) or given:
             got = "a tensor" if isinstance(given, Tensor) else repr(given)
             fix = "Use attn_implementation='eager' for this model."
             fail(where, name, got, "its default", fix, UnsupportedError)

@@ -10,7 +10,7 @@ from transformers import T5Config
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from fastplm import ops
+from fastplm import ops, use_backend
 from fastplm.errors import UnsupportedError
 from fastplm.flash_attn import flash_attn_forward, flash_attn_func, flash_attn_varlen_func
 
@@ -154,6 +154,19 @@ def test_the_bias_of_t5_is_read_back_into_its_table(is_decoder, buckets, distanc
 
     table = module.relative_attention_bias.weight
     check(output(flash_attn_forward), output(sdpa_attention_forward), [*inputs, table])
+
+
+@pytest.mark.parametrize("is_decoder", [False, True])
+def test_the_triton_kernels_take_the_table(is_decoder):
+    module, found = layer(is_decoder).float(), []
+    q, k, v = (one.detach().float().transpose(1, 2) for one in tensors(17, 17, groups=4))
+    for backend in ("triton", "eager"):
+        with use_backend(backend):
+            given = dict(scaling=1.0, position_bias=module.compute_bias(17, 17))
+            out, _ = flash_attn_forward(module, q, k, v, None, **given)
+        (grad,) = torch.autograd.grad(out.square().sum(), module.relative_attention_bias.weight)
+        found.append((out, grad))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 def test_what_cannot_be_read_back_is_added(monkeypatch):

@@ -257,7 +257,6 @@ def test_t5_with_a_cache_with_long_texts_compiled_and_exported(run):
         program = torch.export.export(ours.encoder, (), given, dynamic_shapes=sizes)
         encoder_is_equal(program.module(), 16)
         encoder_is_equal(program.module(), 11)
-        given = dict(input_ids=ids, attention_mask=mask.long())
         for cache in (None, "static"):
             options = dict(max_new_tokens=12, min_new_tokens=12, cache_implementation=cache,
                            output_scores=True, return_dict_in_generate=True)
