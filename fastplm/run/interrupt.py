@@ -106,8 +106,8 @@ def _watched(left: threading.Event, told: Callable[[], None]) -> Iterator[None]:
 def handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
     """In this block ``handler`` is what Python calls at a signal that ends a command.
 
-    One that is ignored stays so: a shell starts the background jobs of a script (``command &``) with
-    SIGINT ignored, as Ctrl-C is not meant for them.
+    One that is ignored stays so: a shell starts the background jobs of a script (``command &``)
+    with SIGINT ignored, as Ctrl-C is not meant for them.
     """
     asked = [each for each in _SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in asked}
