@@ -116,6 +116,19 @@ class Tokens:
         return Batch(torch.from_numpy(ids), rows)
 
 
+def around(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The tokens that a tokenizer puts before a text, and those that it puts after it."""
+    one = tokenizer("a", return_special_tokens_mask=True, **ONLY_IDS)
+    ids, added = one["input_ids"], one["special_tokens_mask"]
+    text = [place for place, its in enumerate(added) if not its] or [len(ids)]
+    return ids[: text[0]], ids[text[-1] + 1 :]
+
+
+def begun(start: list[int], ids: list[int]) -> list[int]:
+    """``ids`` with the tokens ``start`` before them, unless they begin with these."""
+    return ids if ids[: len(start)] == start else start + ids
+
+
 def padded(rows: Sequence[Any], pad: int | None, device: torch.device) -> dict[str, Tensor]:
     """``input_ids`` [B, T] of rows of ids, and their ``attention_mask`` if there is padding."""
     ids = [torch.as_tensor(row, device="cpu") for row in rows]
