@@ -205,6 +205,17 @@ def test_the_harness_keeps_the_answers(both, tmp_path, monkeypatch):
     assert {kind: getattr(kept, kind)(asked(kind, *calls[kind])) for kind in calls} == first
 
 
+def test_one_token_stands_before_a_text(both):
+    """Also where the text has it."""
+    ours, _ = both(add_bos_token=True)
+    start = ours.prefix_token_id
+    token, ids = ours.tokenizer.convert_ids_to_tokens(start), ours.tok_encode("a dog")
+    assert ids[0] == start and ours.tok_encode(token + "a dog") == ids
+    requests = asked("loglikelihood_rolling", ("a dog",), (token + "a dog",))
+    one, other = ours.loglikelihood_rolling(requests, disable_tqdm=True)
+    assert one == other
+
+
 @pytest.mark.slow  # it reads the list of all tasks
 def test_the_command(made, task, tmp_path):
     model, _, tokenizer = made("GPT2LMHeadModel")

@@ -19,36 +19,34 @@ from .conftest import VOCABULARIES
 #: Sizes of a model that is made, trained and saved at once.
 SMALLEST = {"layers": 1, "hidden": 16, "heads": 2, "steps": 2, "batch_size": 2, "block_size": 16}
 SMALLEST |= {"save_every": 2, "threads": 1}
-#: The settings of ELECTRA's two models, each with what it needs beside it.
+#: What some choices for ELECTRA's two models need beside them.
 _BESIDE = {
     ("electra_sharing", "all"): {"generator_size": 1},
-    ("second_stage_from", "generator"): {"two_stage": True, "generator_size": 1},
     ("second_stage_from", "scratch"): {"two_stage": True},
 }
 
 
-def _first_of_its_family(arch: str) -> bool:
-    family = PRESETS[arch].family
-    return arch == next(name for name, each in PRESETS.items() if each.family == family)
+def _kinds(of):
+    """The first architectures of each kind, which the others of it differ from in numbers alone."""
+    return list({of(preset): arch for arch, preset in reversed(PRESETS.items())}.values())[::-1]
+
+
+FIRST = _kinds(lambda preset: preset.family)
 
 
 def _runs():
-    """(architecture, settings): each objective of each, and each choice for a joint model.
-
-    The large sizes of a family differ from its first one in numbers alone.
-    """
-    settings = PretrainArguments.__dataclass_fields__
+    """(architecture, settings): each objective of each, and each choice for a joint model."""
+    kinds = _kinds(lambda preset: (preset.family, preset.optimizer, bool(preset.source)))
     for arch, preset in PRESETS.items():
-        marks = () if _first_of_its_family(arch) else pytest.mark.slow
+        marks = () if arch in kinds else pytest.mark.slow
         for objective in learned_by(preset.family):
             yield pytest.param(arch, {"objective": objective}, marks=marks)
-    for arch in filter(_first_of_its_family, PRESETS):
-        if PRESETS[arch].family not in JOINT_FAMILIES:
-            continue
-        for name, field in settings.items():
-            if field.metadata["of"] == JOINT_FAMILIES or name == "second_stage_from":
-                choices = field.metadata["choices"] or ([True] if field.default is False else [])
-                for choice in choices:
+    for arch in FIRST:
+        for name, field in PretrainArguments.__dataclass_fields__.items():
+            of_both = PRESETS[arch].family in field.metadata["of"] == JOINT_FAMILIES
+            choices = field.metadata["choices"] or ([True] if field.default is False else [])
+            for choice in choices if of_both else ():
+                if choice != field.default:
                     yield arch, {name: choice, **_BESIDE.get((name, choice), {})}
 
 
@@ -73,13 +71,13 @@ def to_its_end(run, out, arch, **options):
     return metrics
 
 
-@pytest.mark.parametrize("arch, options", _runs(), ids=str)
+@pytest.mark.parametrize("arch, options", list(_runs()), ids=str)
 def test_to_its_end(arch, options, run, tmp_path):
     to_its_end(run, tmp_path / "out", arch, **options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", filter(_first_of_its_family, PRESETS))
+@pytest.mark.parametrize("arch", FIRST)
 def test_further_endings(arch, run, arguments, tmp_path, monkeypatch, capsys):
     """Scores between the steps, several seeds, a resumed run, and a dry run."""
     monkeypatch.setattr("fastplm.pretrain.trainer._TIMED_SECONDS", 0.0)
