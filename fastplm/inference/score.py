@@ -400,7 +400,8 @@ def _encoded(
 
     def begun(tokens: list[Any]) -> list[Any]:
         tokens = tokens[left_out:]
-        begins = start is None or (tokens and tokens[0][0] == start)
+        # The first token of the text itself, and not one that the tokenizer puts after it.
+        begins = start is None or (tokens and tokens[0][:2] == (start, 0))
         return tokens if begins else [(start, 1, None), *tokens]
 
     for number, written in enumerate(_tokens(tokenizer, texts, **options)):

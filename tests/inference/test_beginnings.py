@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 from tokenizers import processors
 
 from fastplm.cli import main
@@ -92,7 +93,9 @@ def test_a_decoder_reads_one_token_before_a_text(name, written, made, rows):
     (read, pairs), (_, others) = both(lambda its: minimal_pairs(model, its, PAIRS))
     assert all(row[0] == start and start not in row[1:] for row in read)
     assert torch.equal(pairs.good, others.good) and torch.equal(pairs.bad, others.bad)
-    # A prompt, which goes on with the word.
+    # A prompt, which goes on with the word. Of these decoders it takes GPTs alone.
+    if first == "cls":
+        return
     prompt = Prompt("{text} {label}", {"one": ["dogs"], "two": ["fox"]})
     (read, _), _ = both(lambda its: score_labels(model, its, prompt, [(text,) for text in TEXTS]))
     assert all(row.count(start) <= 1 and start not in row[1:] for row in read)
@@ -123,6 +126,10 @@ def test_the_command(written, made, tmp_path, capsys):
     model, _, given = made("GPT2LMHeadModel")
     model.config.bos_token_id = given.bos_token_id
     tokenizer = writing(given, written, "bos", "eos")
+    # A class of which Transformers obeys the file.
+    names = {name: getattr(given, name) for name in ("bos_token", "eos_token", "pad_token")}
+    backend = tokenizer.backend_tokenizer
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **names)
     folder, data = saved(tmp_path / "model", model, tokenizer), tmp_path / "data.txt"
     data.write_text("the lazy foxes jump\n")
     words = ["score", "--model", str(folder), "--data", str(data), "--bos", "--by", "token"]

@@ -25,7 +25,7 @@ WORDS = {
         "seed-0/model",
     ),
     "classic": (f"{_CLASSIC} elmo --embedding 8 {_STEPS}", "model"),
-    "classic word2vec": (f"{_CLASSIC} word2vec --steps 2 --threads 1", "vectors.kv"),
+    "classic word2vec": (f"{_CLASSIC} word2vec --steps 2", "vectors.kv"),
 }
 _CARD = ("fastplm.run.card.write_card", "the model card")
 _OF_TEXT = [
