@@ -384,9 +384,10 @@ class _Asked:
         start = start_token(self.model, self.tokenizer)
         if start is not None and self.beginning:
             return begun([start], ids[self.beginning :])
-        expected = "text before {label}, as the tokenizer has no token for the beginning"
-        check(bool(ids) or start is not None, _WHERE, "template", "none", expected, "Add some.")
-        return ids or [start]
+        if not ids and start is None:
+            expected = "text before {label}, as the tokenizer has no token for the beginning"
+            fail(_WHERE, "template", "none", expected, "Add some.")
+        return ids if start is None else ids or [start]
 
     def fitted(self, texts: Sequence[str]) -> tuple[str, str]:
         """``around`` for these texts, which are cut off if they are too long."""
