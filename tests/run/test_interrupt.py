@@ -18,6 +18,16 @@ from fastplm.run.folder import RECORD
 from fastplm.study.cell import _awaited
 
 
+@pytest.fixture(autouse=True)
+def _heard():
+    """No signal is ignored, as SIGINT is where pytest is a background job of a script."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def signalled(monkeypatch):
     """A step of the training gets a signal, or several."""
