@@ -303,10 +303,10 @@ def train_seed(
         with ending(f"the evaluation of seed {seed}", saved):
             scores, predictions = task.evaluate(trainer)
             read = task.reading(trainer)
-        history = curve(trainer.state.log_history)
-        by_step = scores_by_step(trainer.state.log_history)
-        trainer.log({f"eval_{name}": value for name, value in scores.items()})
-    most_frequent = task.most_frequent(predictions)
+            most_frequent = task.most_frequent(predictions)
+            history = curve(trainer.state.log_history)
+            by_step = scores_by_step(trainer.state.log_history)
+            trainer.log({f"eval_{name}": value for name, value in scores.items()})
     result = {
         "seed": seed,
         "scores": scores,
