@@ -37,7 +37,7 @@ def test_the_names_of_what_is_hashed(place):
     model = {"cell": training.key, "name": "model"}
     settings = {"model": model, "data": [module.hash_of(place / "pairs.jsonl")], "threads": 1}
     settings |= {"metric": "minimal-pairs"}
-    assert score.facts == {**start, "command": "score", "settings": settings}
+    assert score.facts == {**start, "command": "score", "recipe": 2, "settings": settings}
     settings = {"model": {"shape of": shape}, "data": data, "task": "classification", "seeds": 2}
     settings |= {"steps": 3, "batch_size": 4, "max_length": 32, "threads": 1, "from_scratch": True}
     scratch = planned.scratch["sentiment"]
