@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -259,15 +260,15 @@ def test_a_signal_that_is_ignored_stays_so(command, number, tmp_path, monkeypatc
         os.kill(os.getpid(), number)
         time.sleep(0.01)
         shows = "import signal, sys; sys.exit(signal.getsignal(int(sys.argv[1])) is signal.SIG_IGN)"
-        child = subprocess.Popen([sys.executable, "-S", "-c", shows, str(int(number))])
-        return 1 - (_awaited(child) if command == "cell" else child.wait())
+        child = [sys.executable, "-S", "-c", shows, str(int(number))]
+        return 1 - subprocess.run(child).returncode
 
     monkeypatch.setattr(cli._Command, "__call__", run)
     monkeypatch.setattr(cli, "_demo", run)
     before = signal.signal(number, signal.SIG_IGN)
     try:
-        if command == "cell":
-            assert run() == 0
+        if command == "cell":  # of a study, which waits for its command
+            assert _awaited(SimpleNamespace(wait=run)) == 0
         else:
             assert main([*WORDS[command].split(), "--out", str(tmp_path / "out")]) == 0
         assert signal.getsignal(number) is signal.SIG_IGN
