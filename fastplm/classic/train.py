@@ -14,7 +14,7 @@ from fastplm.classic.settings import ClassicArguments
 from fastplm.classic.words import PAD, Sentences, Words
 from fastplm.data.corpus import fingerprint, read_documents
 from fastplm.errors import DataError, TooLittleTextError, about, message
-from fastplm.run.folder import checkpoint_to_resume, save_models, writing
+from fastplm.run.folder import checkpoint_to_resume, ending, save_models, writing
 from fastplm.run.report import block, curve, settings_of, versions
 from fastplm.run.runner import Run
 from fastplm.run.settings import resolve_warmup
@@ -124,22 +124,25 @@ class _Steps(_Classic):
     def train(self) -> dict[str, Any]:
         trainer, out, count = self.trainer, self.out, len(self.sentences)
         model: Any = trainer.model
+        saved = [out / "model"]
         with trained(trainer, self.checkpoint):
-            held_out = _held_out(trainer, self.collate, range(count - self.held_out, count))
-        trainer.check_held_out(held_out)
-        metrics = {
-            "arguments": settings_of(self.args),
-            "versions": versions(),
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "words": len(self.words),
-            "history": curve(trainer.state.log_history),
-            "held_out": held_out,
-            "train_seconds": trainer.train_seconds,
-            "tokens_per_second": trainer.tokens_per_second,
-            "model": str(out / "model"),
-        }
-        with writing("classic", out):
-            save_models(out, {"model": model}, {"": self.words})
+            with writing("classic", out):  # before anything else that may fail
+                save_models(out, {"model": model}, {"": self.words})
+            with ending("the evaluation on held-out text", saved):
+                held_out = _held_out(trainer, self.collate, range(count - self.held_out, count))
+                trainer.check_held_out(held_out)
+        with ending("the writing of metrics.json", saved), writing("classic", out):
+            metrics = {
+                "arguments": settings_of(self.args),
+                "versions": versions(),
+                "parameters": sum(parameter.numel() for parameter in model.parameters()),
+                "words": len(self.words),
+                "history": curve(trainer.state.log_history),
+                "held_out": held_out,
+                "train_seconds": trainer.train_seconds,
+                "tokens_per_second": trainer.tokens_per_second,
+                "model": str(out / "model"),
+            }
             return self.finish(metrics, ["model"])
 
 
@@ -239,15 +242,20 @@ class _Word2Vec(_Classic):
         model, out = self.model, self.out
         words = self.sentences.words
         model.train(words, total_examples=model.corpus_count, epochs=self.args.steps)
-        metrics = {
-            "arguments": settings_of(self.args),
-            "versions": versions(),
-            "words": len(model.wv),
-            "train_seconds": model.total_train_time,
-            "model": str(out / "vectors.kv"),
-        }
+        vectors = out / "vectors.kv"
         with writing("classic", out):
-            model.wv.save(str(out / "vectors.kv"))
+            model.wv.save(str(vectors))
+        with (
+            ending("the writing of metrics.json", [vectors], self.args.resumable),
+            writing("classic", out),
+        ):
+            metrics = {
+                "arguments": settings_of(self.args),
+                "versions": versions(),
+                "words": len(model.wv),
+                "train_seconds": model.total_train_time,
+                "model": str(vectors),
+            }
             kept = [path.name for path in out.iterdir() if path.suffix in (".kv", ".npy")]
             return self.finish(metrics, kept)
 

@@ -28,6 +28,7 @@ from fastplm.finetune.trainer import FinetuningTrainer, arguments_of, make_train
 from fastplm.run.folder import (
     check_same,
     checkpoints,
+    ending,
     last_checkpoint,
     read_hashed,
     save_models,
@@ -182,7 +183,7 @@ class Finetuning(Run):
             return written
         self.processes.wait_for_everyone()
         if self.processes.is_main_process:
-            with writing("finetune", self.out):
+            with ending("the writing of metrics.json", []), writing("finetune", self.out):
                 write_hashed(self.out / "metrics.json", metrics)
         return metrics
 
@@ -293,13 +294,19 @@ def train_seed(
     if args.freeze:
         compute_once(trainer)
     training = trained(trainer, checkpoint, args.report_to)
+    saved = [out / "model"] if keep else []
     with contextlib.nullcontext() if args.own_head else training:
-        scores, predictions = task.evaluate(trainer)
-        read = task.reading(trainer)
-        history = curve(trainer.state.log_history)
-        by_step = scores_by_step(trainer.state.log_history)
-        trainer.log({f"eval_{name}": value for name, value in scores.items()})
-    most_frequent = task.most_frequent(predictions)
+        states = states_of(model, {"model": model}) if keep else {}
+        if keep and first_process():  # before anything else that may fail
+            with writing("finetune", out):
+                save_models(out, {"model": model}, task.tokenizers, states)
+        with ending(f"the evaluation of seed {seed}", saved):
+            scores, predictions = task.evaluate(trainer)
+            read = task.reading(trainer)
+            most_frequent = task.most_frequent(predictions)
+            history = curve(trainer.state.log_history)
+            by_step = scores_by_step(trainer.state.log_history)
+            trainer.log({f"eval_{name}": value for name, value in scores.items()})
     result = {
         "seed": seed,
         "scores": scores,
@@ -316,15 +323,15 @@ def train_seed(
         "scores_by_step": by_step,
         **read,
     }
-    states = states_of(model, {"model": model}) if keep else {}
     if first_process():
-        with writing("finetune", out):
+        with ending(f"the model card of seed {seed}", saved), writing("finetune", out):
             if keep:
-                save_models(out, {"model": model}, task.tokenizers, states)
                 write_seeds_card(out / "model", task, model, result)
+        with ending(f"the writing of the predictions of seed {seed}", saved):
             file = args.data if args.eval_data is None else args.eval_data
-            _write_predictions(out / "predictions.json", file, task.records(predictions))
-        write_result(out, result, "predictions.json", *["model"] * keep)
+            with writing("finetune", out):
+                _write_predictions(out / "predictions.json", file, task.records(predictions))
+            write_result(out, result, "predictions.json", *["model"] * keep)
         for _, checkpoint in checkpoints(out):
             shutil.rmtree(checkpoint)
     return result

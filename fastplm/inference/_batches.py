@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from fastplm.models._base import most_positions
 from fastplm.models._ragged import RaggedBatch
 
 _AT_ONCE = 10_000  # texts
+_PROBED = 256  # tokens of a vocabulary that are tried as a text
 #: What a tokenizer is to leave out, warnings of texts that are longer than the model among it.
 ONLY_IDS = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
 
@@ -114,6 +116,21 @@ class Tokens:
             seqlen=seqlen,
         )
         return Batch(torch.from_numpy(ids), rows)
+
+
+def around(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The tokens that a tokenizer puts before a text, and those that it puts after it."""
+    # A vocabulary may lack any letter, but none of its own tokens.
+    text = " ".join(["a", *islice(tokenizer.get_vocab(), _PROBED)])
+    one = tokenizer(text, return_special_tokens_mask=True, **ONLY_IDS)
+    ids, added = one["input_ids"], one["special_tokens_mask"]
+    of_text = [place for place, its in enumerate(added) if not its]
+    return (ids[: of_text[0]], ids[of_text[-1] + 1 :]) if of_text else ([], [])
+
+
+def begun(start: list[int], ids: list[int]) -> list[int]:
+    """``ids`` with the tokens ``start`` before them, unless they begin with these."""
+    return ids if ids[: len(start)] == start else start + ids
 
 
 def padded(rows: Sequence[Any], pad: int | None, device: torch.device) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from fastplm.data import load_tokenizer
 from fastplm.errors import DataError, UnsupportedError, check
-from fastplm.inference._batches import ONLY_IDS, progress_bar
+from fastplm.inference._batches import ONLY_IDS, around, begun, progress_bar
 from fastplm.inference._checkpoint import head_of, load_model
 from fastplm.inference._token_scores import Found, Part, token_scores
 from fastplm.inference.score import start_token
@@ -102,18 +102,19 @@ class FastplmLM(TemplateLM):
         self._begins = [self.prefix_token_id] if add_bos_token and self.causal else []
         self._around: tuple[list[int], list[int]] = [], []
         if masked:  # its texts stand between tokens such as [CLS] and [SEP]
-            one = own("a", return_special_tokens_mask=True, **ONLY_IDS)
-            ids, added = one["input_ids"], one["special_tokens_mask"]
-            self._around = ids[: added.index(0)], ids[len(ids) - added[::-1].index(0) :]
+            self._around = around(own)
         self._room = self.max_length - sum(map(len, self._around))
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None) -> list[int]:
         ids = self.tokenizer(string, add_special_tokens=False, **ONLY_IDS)["input_ids"]
-        return self._begins + ids if add_special_tokens is None else ids
+        return begun(self._begins, ids) if add_special_tokens is None else ids
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """The (pseudo-)log-likelihood of whole texts; a long one is read in windows."""
         texts = [self.tok_encode(request.args[0], False) for request in requests]
+        # The windows put the first token there.
+        first = [self.prefix_token_id]
+        texts = [ids[1:] if self.causal and ids[:1] == first else ids for ids in texts]
         windows = [
             [*get_rolling_token_windows(ids, self.prefix_token_id, self._room, 1)] for ids in texts
         ]

@@ -37,7 +37,15 @@ from fastplm.errors import (
     fail,
     message,
 )
-from fastplm.inference._batches import batches, evaluating, longest_input, padded, progress_bar
+from fastplm.inference._batches import (
+    around,
+    batches,
+    begun,
+    evaluating,
+    longest_input,
+    padded,
+    progress_bar,
+)
 from fastplm.inference._checkpoint import (
     announce,
     computing_results,
@@ -45,6 +53,7 @@ from fastplm.inference._checkpoint import (
     load_model,
     warnings_said,
 )
+from fastplm.inference.score import start_token
 from fastplm.inference.settings import CALIBRATIONS, PromptArguments
 from fastplm.models._gpt import CausalModel
 from fastplm.models._heads import CausalLM, MaskedLM
@@ -300,6 +309,8 @@ class _Asked:
         reads_all = not causal or before.count("\0") == len(prompt.fields)
         expected = "{label} after the text, as a decoder reads only what is before it"
         check(reads_all, _WHERE, "template", repr(prompt.template), expected)
+        #: How many tokens the tokenizer puts before a text, and after it.
+        self.beginning, self.ending = map(len, around(tokenizer))
         self._check_words(before)
         self.limit = longest_input(tokenizer, model.config)
         self.cut = self.prompts = 0
@@ -367,16 +378,16 @@ class _Asked:
             start = self.model.config.decoder_start_token_id
             return [start, self.tokenizer.convert_tokens_to_ids(_SENTINEL)]
         ids = self._ids(before.rstrip(" "))
+        ids = ids[: len(ids) - self.ending]  # what ends a text comes after the word
         if self.paired:
-            if ids and ids[-1] == self.tokenizer.eos_token_id:
-                del ids[-1]
             return [self.model.config.decoder_start_token_id, *ids]
-        if not ids:
-            start = self.tokenizer.bos_token_id
+        start = start_token(self.model, self.tokenizer)
+        if start is not None and self.beginning:
+            return begun([start], ids[self.beginning :])
+        if not ids and start is None:
             expected = "text before {label}, as the tokenizer has no token for the beginning"
-            check(start is not None, _WHERE, "template", "none", expected, "Add some.")
-            ids = [start]
-        return ids
+            fail(_WHERE, "template", "none", expected, "Add some.")
+        return ids if start is None else ids or [start]
 
     def fitted(self, texts: Sequence[str]) -> tuple[str, str]:
         """``around`` for these texts, which are cut off if they are too long."""

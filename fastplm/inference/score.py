@@ -24,7 +24,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fastplm._checks import check_int
 from fastplm.errors import check, check_choice
-from fastplm.inference._batches import ONLY_IDS, batches, check_texts, evaluating, padded
+from fastplm.inference._batches import (
+    ONLY_IDS,
+    around,
+    batches,
+    check_texts,
+    evaluating,
+    padded,
+)
 from fastplm.inference.score_settings import METHODS
 from fastplm.models._base import most_positions
 from fastplm.models._heads import CausalLM, MaskedLM, requested_rows
@@ -186,7 +193,8 @@ def log_likelihood(
     - A decoder (GPT, GPT-2) has no probability for the first token, since nothing is before it.
       It is not scored, unless ``bos`` puts a token there.
     - An encoder-decoder (BART, T5, BERT2BERT) scores all tokens that its tokenizer makes of the
-      text, also those that it adds, such as </s>: they are the labels of its training.
+      text, also those that it adds, such as </s>: they are the labels of its training. The decoder
+      of a BERT2BERT begins with [CLS], which is then no label.
 
     What texts begin with is scored once: if two begin with the same tokens (and have the same
     source), so do their log-probabilities, exactly.
@@ -197,7 +205,8 @@ def log_likelihood(
         texts: any number.
         sources: of an encoder-decoder, one for each text; None = empty texts, of which the encoder
             reads the tokens that the tokenizer adds.
-        bos: put the beginning-of-text token (see ``start_token``) before each text of a decoder.
+        bos: put the beginning-of-text token (see ``start_token``) before each text of a decoder, in
+            the place of what the tokenizer puts there.
         special_tokens: False = without the tokens that the tokenizer adds to a decoder's text.
         batch_tokens: the most tokens of a batch, those of the sources among them; a longer text is
             a batch of its own.
@@ -233,8 +242,12 @@ def log_likelihood(
     expected = "a tokenizer with a beginning-of-text token"
     check(not bos or start is not None, where, "bos", "True for another", expected, fix)
     limit = most_positions(getattr(model.config, "decoder", model.config))
-    before = [start] if bos and start is not None else []
-    options: dict[str, Any] = {"before": before, "special": special_tokens}
+    written, _ = around(tokenizer) if special_tokens else ([], [])
+    joined = isinstance(model, EncoderDecoderModel)
+    # As in its training, what the decoder begins with is no label.
+    is_start = joined and written == [model.config.decoder_start_token_id]
+    options: dict[str, Any] = {"start": start if bos else None, "special": special_tokens}
+    options["left_out"] = len(written) if bos or is_start else 0
     encoded = _encoded(where, "texts", tokenizer, texts, limit, truncate, **options)
     if paired:
         given = [""] * len(texts) if sources is None else sources
@@ -369,28 +382,40 @@ def _encoded(
     texts: Sequence[str],
     limit: int | None,
     truncate: bool,
-    before: Sequence[int] = (),
+    start: int | None = None,
     special: bool = True,
+    left_out: int = 0,
 ) -> list[_Text]:
-    """The tokens of texts; scored are those that neither the tokenizer nor ``before`` adds.
+    """The tokens of texts; scored are those of the text itself.
 
-    Without ``special`` the tokenizer adds none.
+    Args:
+        start: the token that each text begins with, whoever puts it there; None = any.
+        special: whether the tokenizer adds its tokens.
+        left_out: how many of these, at the beginning, are left out.
     """
     check_texts(where, argument, texts)
     limit = 1 << 40 if limit is None else limit
     options = {"add_special_tokens": special}
     found: list[_Text] = []
-    for number, tokens in enumerate(_tokens(tokenizer, texts, **options)):
-        length = len(before) + len(tokens)
+
+    def begun(tokens: list[Any]) -> list[Any]:
+        tokens = tokens[left_out:]
+        # The first token of the text itself, and not one that the tokenizer puts after it.
+        begins = start is None or (tokens and tokens[0][:2] == (start, 0))
+        return tokens if begins else [(start, 1, None), *tokens]
+
+    for number, written in enumerate(_tokens(tokenizer, texts, **options)):
+        tokens = begun(written)
+        length = len(tokens)
         truncated = length > limit
         if truncated:
             got = f"text {number}, {texts[number][:_SHOWN]!r}…, of {length} tokens"
             expected = f"{limit} at most, the positions of this model"
             fix = "Shorten it, or cut it with truncate=True (--truncate)."
             check(truncate, where, argument, got, expected, fix)
-            room = {"truncation": True, "max_length": limit - len(before)}
-            (tokens,) = _tokens(tokenizer, [texts[number]], **room, **options)
-        tokens = [*((each, 1, None) for each in before), *tokens]
+            room = {"truncation": True, "max_length": limit + len(written) - length}
+            (written,) = _tokens(tokenizer, [texts[number]], **room, **options)
+            tokens = begun(written)
         # A token of no word is a word of its own.
         rows = [(*of, -1 - j if word is None else word) for j, (*of, word) in enumerate(tokens)]
         ids, added, words = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 3).T

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -420,6 +420,26 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         with torch.no_grad():
             whole.get_input_embeddings().weight += self.generator.get_input_embeddings().weight
         return whole
+
+    def whole_states(self, states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
+        """``states`` with the weights of ``whole_discriminator``, where those are not its own.
+
+        Args:
+            states: of "discriminator" and "generator" the state dict, where it is not the part's
+                own, as of one that is sharded.
+        """
+        if not self._adds_embeddings():
+            return dict(states)
+        whole = dict(states.get("discriminator", self.discriminator.state_dict()))
+        below = states.get("generator", self.generator.state_dict())
+        own, added = (
+            [name for name, value in part.state_dict(keep_vars=True).items() if value is table]
+            for part in (self.discriminator, self.generator)
+            for table in [part.get_input_embeddings().weight]
+        )
+        # A head may have the same table, under another name.
+        whole |= dict.fromkeys(own, whole[own[0]] + below[added[0]])
+        return {**states, "discriminator": whole}
 
     def save_discriminator(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
         """Save only the discriminator, for ``transformers.ElectraForPreTraining``, or for

@@ -261,7 +261,8 @@ def _detected(
     words = ~torch.isin(originals, special) & batch["attention_mask"].bool()
     if model.config.objective == "rtd_masked":
         words &= chosen
-    scores = model.discriminator(replaced_ids, batch["attention_mask"]).logits
+    inputs = {"input_ids": replaced_ids, "attention_mask": batch["attention_mask"]}
+    scores = model.discriminator(**inputs).logits
     return scores[words].cpu(), (replaced_ids != originals)[words].cpu()
 
 
@@ -284,7 +285,8 @@ def _over_chosen(
     the language, and a unigram or a bigram has no such part.
     """
     chosen = batch["labels"] != IGNORE_INDEX
-    hidden = model.discriminator.electra(replaced_ids, batch["attention_mask"]).last_hidden_state
+    inputs = {"input_ids": replaced_ids, "attention_mask": batch["attention_mask"]}
+    hidden = model.discriminator.base_model(**inputs).last_hidden_state
     loss: torch.Tensor = model._predict(hidden[chosen], batch["labels"][chosen], reduction="sum")
     return loss
 

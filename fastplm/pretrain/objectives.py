@@ -274,7 +274,7 @@ class ReplacedTokens(MaskedTokens):
 
     @staticmethod
     def saved(model: Any) -> dict[str, Any]:
-        both = {"discriminator": model.whole_discriminator(), "generator": model.generator}
+        both = {"discriminator": model.discriminator, "generator": model.generator}
         return {name: part for name, part in both.items() if part is not None}
 
 

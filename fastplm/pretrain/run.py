@@ -143,6 +143,7 @@ def build(
         trainer=trainer,
         collator=collator,
         models=objective.saved(model),
+        **({"whole": model.whole_states} if objective.is_joint else {}),
         score=score,
         flops_a_token=objective.flops_a_token(model.config),
         rows=report.rows_of_model(plan, data, model, objective),

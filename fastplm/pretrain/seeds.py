@@ -13,7 +13,7 @@ from fastplm.errors import DivergenceError
 from fastplm.pretrain.report import numbers_of
 from fastplm.pretrain.settings import PretrainArguments
 from fastplm.pretrain.stream import TextRun
-from fastplm.run.folder import RECORD, last_checkpoint, writing
+from fastplm.run.folder import RECORD, ending, last_checkpoint, writing
 from fastplm.run.report import block, settings_of, versions
 from fastplm.run.runner import Run
 from fastplm.run.seeds import interval
@@ -77,17 +77,18 @@ class Seeds(Run):
                 raise DivergenceError(f"{error} This was seed {part.seed}.") from error
         if not first_process():
             return {}
-        runs = [
-            {"seed": part.seed, "out": str(part.out), **_figures(result)}
-            for part, result in zip(self.parts, results, strict=True)
-        ]
-        metrics = {
-            "arguments": settings_of(self.args),
-            "versions": versions(),
-            "seeds": runs,
-            **_means(runs),
-        }
-        with writing(self.args.where, self.out):
+        models = [Path(path) for each in results for path in each["models"].values()]
+        with ending("the report of the seeds", models), writing(self.args.where, self.out):
+            runs = [
+                {"seed": part.seed, "out": str(part.out), **_figures(result)}
+                for part, result in zip(self.parts, results, strict=True)
+            ]
+            metrics = {
+                "arguments": settings_of(self.args),
+                "versions": versions(),
+                "seeds": runs,
+                **_means(runs),
+            }
             return self.finish(metrics, [])
 
 

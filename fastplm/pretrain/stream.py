@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,14 @@ from fastplm._machine import device_label
 from fastplm.data._folder import MANIFEST, first_process, say, verify
 from fastplm.pretrain.data import RunData
 from fastplm.pretrain.settings import COLLAPSED
-from fastplm.run.folder import check_same, checkpoint_to_resume, save_models, step_of, writing
+from fastplm.run.folder import (
+    check_same,
+    checkpoint_to_resume,
+    ending,
+    save_models,
+    step_of,
+    writing,
+)
 from fastplm.run.fsdp import states_of
 from fastplm.run.report import counted, settings_of
 from fastplm.run.runner import Run
@@ -28,6 +36,8 @@ from fastplm.run.runner import Run
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
+#: The weights of models, by the names of their folders.
+States = Mapping[str, Mapping[str, Any]]
 _A_WHILE = 2.0  # seconds, after which the preparation of data is announced
 
 
@@ -39,6 +49,8 @@ class Training:
         trainer: of an untrained model.
         collator: of its samples.
         models: those that are saved, by the names of their folders.
+        whole: of the weights of those that are sharded, by the same names, the weights that are
+            saved where they are others than the model's.
         score: the losses of held-out text, of the model as it is.
         flops_a_token: the FLOPs of a step's forward and backward; None: they are not counted.
         title: of the picture of the losses.
@@ -59,6 +71,7 @@ class Training:
     at_most: bool = False
     token_loss: str | None = None
     beside_ngrams: bool = False
+    whole: Callable[[States], States] = lambda states: states
 
 
 Read = Callable[[Any, "TrainingArguments", Path | None], tuple[Any, RunData]]
@@ -182,15 +195,20 @@ class TextRun(Run):
         if first_process():
             with writing(self.args.where, self.out):
                 self.data.tokenizer.save_pretrained(self.out / "tokenizer")
+        models, held_out = self.training.models, {}
+        saved = [self.out / name for name in models]
         with trained(trainer, self.checkpoint, self.args.report_to):
+            states = self.training.whole(states_of(trainer.model, models))
+            if first_process():  # before anything else that may fail
+                with writing(self.args.where, self.out):
+                    save_models(self.out, models, {"": self.data.tokenizer}, states)
             # A model that is sharded runs in all processes together.
             if first_process() or trainer.args.fsdp:
-                held_out = self._scores()  # an error of it is none of the disk
-            states = states_of(trainer.model, self.training.models)
+                with ending("the evaluation on held-out text", saved):
+                    held_out = self._scores()
             if first_process():
                 warn_of_collapse(held_out)
-                with writing(self.args.where, self.out):
-                    metrics = self._saved(held_out, states)
+                metrics = self._reported(held_out, saved)
         trainer.accelerator.wait_for_everyone()
         return metrics
 
@@ -212,30 +230,36 @@ class TextRun(Run):
         trainer.accelerator.wait_for_everyone()
         return scores
 
-    def _saved(self, held_out: dict[str, Any], states: Mapping[str, Any]) -> dict[str, Any]:
-        """Write the models, the picture and ``metrics.json``, which it returns.
-
-        ``states`` are the weights of models that are sharded.
-        """
+    def _reported(self, held_out: dict[str, Any], saved: list[Path]) -> dict[str, Any]:
+        """Draw the picture, and write the cards and ``metrics.json``, which it returns."""
         from fastplm.pretrain.report import numbers_of, plot_losses, write_cards
         from fastplm.run.report import scores_by_step
 
         out, training = self.out, self.training
-        log = training.trainer.state.log_history
-        save_models(out, training.models, {"": self.data.tokenizer}, states)
-        metrics = metrics_of(self.args, self.data, training, self.record["starts"], out)
-        if held_out:
-            metrics["held_out"] = held_out
-            scores = {f"eval_{name}": value for name, value in numbers_of(held_out).items()}
-            training.trainer.log(scores)
-            metrics["held_out_by_step"] = scores_by_step(log)
-        picture, judged = out / "loss.png", metrics.get("held_out_by_step", [])
-        ngrams = ("unigram_loss", "bigram_loss") if training.beside_ngrams else ()
-        losses = (metrics["history"], judged, training.token_loss, ngrams)
-        drawn = plot_losses(picture, training.title, *losses)
-        metrics["picture"] = str(picture) if drawn else None
-        write_cards(self.args, self.data, training, metrics)
-        return self.finish(metrics, [*training.models, "tokenizer", *[picture.name] * drawn])
+        picture, log = out / "loss.png", training.trainer.state.log_history
+
+        @contextmanager
+        def step(what: str) -> Iterator[None]:
+            with ending(what, saved), writing(self.args.where, out):
+                yield
+
+        with step("the report of the scores"):
+            metrics = metrics_of(self.args, self.data, training, self.record["starts"], out)
+            if held_out:
+                metrics["held_out"] = held_out
+                scores = {f"eval_{name}": value for name, value in numbers_of(held_out).items()}
+                training.trainer.log(scores)
+                metrics["held_out_by_step"] = scores_by_step(log)
+        with step("the picture of the losses"):
+            judged = metrics.get("held_out_by_step", [])
+            ngrams = ("unigram_loss", "bigram_loss") if training.beside_ngrams else ()
+            losses = (metrics["history"], judged, training.token_loss, ngrams)
+            drawn = plot_losses(picture, training.title, *losses)
+            metrics["picture"] = str(picture) if drawn else None
+        with step("the model card"):
+            write_cards(self.args, self.data, training, metrics)
+        with step("the writing of metrics.json"):
+            return self.finish(metrics, [*training.models, "tokenizer", *[picture.name] * drawn])
 
 
 def continued(plan: Any, before: Mapping[str, Any], done: int) -> Any:

@@ -27,7 +27,15 @@ from fastplm.data._folder import (
     write_manifest,
 )
 from fastplm.data._output import check_apart, make_room
-from fastplm.errors import DataError, FastplmError, check, fail, first_line, message
+from fastplm.errors import (
+    DataError,
+    DivergenceError,
+    FastplmError,
+    check,
+    fail,
+    first_line,
+    message,
+)
 
 #: The file that locks a run's folder, and the one that describes the run.
 LOCK = "run.lock"
@@ -262,6 +270,36 @@ def save_models(
             shutil.copyfile(out / name / CARD, scratch / CARD)
         shutil.rmtree(out / name, ignore_errors=True)
         os.rename(scratch, out / name)
+
+
+@contextmanager
+def ending(what: str, models: Collection[Path], resumable: bool = True) -> Iterator[None]:
+    """In this block a run does what is left after its last step; a line names what of it failed.
+
+    What has diverged is no model: then those that were saved before are removed.
+
+    Args:
+        what: what is done, for the line.
+        models: the folders or files that were saved before.
+        resumable: whether such a run can be resumed.
+    """
+    try:
+        yield
+    except DivergenceError:
+        for path in models if first_process() else ():
+            shutil.rmtree(path, ignore_errors=True)
+        raise
+    except Exception as error:
+        line = f"fastplm: after the last step, {what} failed"
+        if not isinstance(error, FastplmError):  # which says more than its first line
+            line += f" ({type(error).__name__}: {first_line(error)})"
+        line += "."
+        if models:
+            line += f" The training is saved in {' and '.join(map(str, models))}."
+        if resumable:
+            line += " The same command with --resume does the rest, without training."
+        say(line)
+        raise
 
 
 def _sync_folder(folder: Path) -> None:

@@ -79,7 +79,6 @@ def _watched(left: threading.Event, told: Callable[[], None]) -> Iterator[None]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    before = {number: signal.signal(number, _interrupt) for number in _SIGNALS}
 
     def watch() -> None:
         waits = False  # for the checkpoint of a training
@@ -95,14 +94,29 @@ def _watched(left: threading.Event, told: Callable[[], None]) -> Iterator[None]:
 
     threading.Thread(target=watch, daemon=True).start()
     try:
-        yield
+        with handled(_interrupt):
+            yield
     finally:
         left.set()
-        for number, handler in before.items():
-            with suppress(TypeError):  # one that was not set by Python
-                signal.signal(number, handler)
         signal.set_wakeup_fd(wakeup)
         os.close(writer)  # the thread reads the end
+
+
+@contextmanager
+def handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """In this block ``handler`` is what Python calls at a signal that ends a command.
+
+    One that is ignored stays so: a shell starts the background jobs of a script (``command &``)
+    with SIGINT ignored, as Ctrl-C is not meant for them.
+    """
+    asked = [each for each in _SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in asked}
+    try:
+        yield
+    finally:
+        for number, own in before.items():
+            with suppress(TypeError):  # one that was not set by Python
+                signal.signal(number, own)
 
 
 @contextmanager

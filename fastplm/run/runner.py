@@ -1,4 +1,4 @@
-"""The order of every run that trains: begin or resume, train, report, and save."""
+"""The order of every run that trains: begin or resume, train, save, and report."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Run:
         raise NotImplementedError
 
     def train(self) -> dict[str, Any]:
-        """Train and write the results; returns ``metrics.json``."""
+        """Train, save the models, then write the results; returns ``metrics.json``."""
         raise NotImplementedError
 
     def run(self) -> dict[str, Any]:

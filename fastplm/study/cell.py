@@ -22,6 +22,7 @@ from typing import Any
 from fastplm.data._folder import lock, say, unlock
 from fastplm.errors import DivergenceError
 from fastplm.run.folder import RECORD, can_resume, last_checkpoint, read_hashed, write_hashed
+from fastplm.run.interrupt import handled
 from fastplm.study.progress import CELL, DONE, LOG, clock, progress, seconds_of
 
 _LOCK = "cell.lock"
@@ -139,12 +140,8 @@ def _awaited(child: subprocess.Popen) -> int:
         if number == signal.SIGTERM:
             child.send_signal(number)
 
-    before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handled(hand_on):
         return child.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 # --- figures --------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from fastplm.study.grid import COMMANDS, kind_of_path
 
 #: The code that matters, by command. A change that may change a result of a command raises its
 #: number, and so makes new cells; every other change of the code keeps the nights that are done.
-CACHE_VERSIONS = {"pretrain": 2, "distill": 2, "finetune": 1, "score": 1}
+CACHE_VERSIONS = {"pretrain": 2, "distill": 2, "finetune": 1, "score": 2}
 #: The same of objectives of a pre-training that a change touched alone.
 OBJECTIVE_VERSIONS = {kind.name: kind.version for kind in OBJECTIVES if kind.version is not None}
 #: The same of what ELECTRA's discriminator learns.

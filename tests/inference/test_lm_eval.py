@@ -93,7 +93,7 @@ def both(made):
 
 def test_the_answers_of_its_own_model(both):
     requests = asked("loglikelihood", *PAIRS)
-    texts = asked("loglikelihood_rolling", *[(text,) for text in ("", "a dog", LONG, "\u00fcber")])
+    texts = asked("loglikelihood_rolling", *[(text,) for text in ("", "a fox", LONG, "\u00fcber")])
     found = {}
     for dtype in (torch.float32, torch.float64):
         for whose, lm in zip(("ours", "theirs"), both(dtype, batch_tokens=90), strict=True):
@@ -203,6 +203,17 @@ def test_the_harness_keeps_the_answers(both, tmp_path, monkeypatch):
     for kind in calls:
         monkeypatch.setattr(lm, kind, None)
     assert {kind: getattr(kept, kind)(asked(kind, *calls[kind])) for kind in calls} == first
+
+
+def test_one_token_stands_before_a_text(both):
+    """Also where the text has it."""
+    ours, _ = both(add_bos_token=True)
+    start = ours.prefix_token_id
+    token, ids = ours.tokenizer.convert_ids_to_tokens(start), ours.tok_encode("a dog")
+    assert ids[0] == start and ours.tok_encode(token + "a dog") == ids
+    requests = asked("loglikelihood_rolling", ("a dog",), (token + "a dog",))
+    one, other = ours.loglikelihood_rolling(requests, disable_tqdm=True)
+    assert one == other
 
 
 @pytest.mark.slow  # it reads the list of all tasks

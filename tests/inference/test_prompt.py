@@ -135,12 +135,14 @@ def test_calibration(words):
 def test_words_share_inputs(words):
     """Words of one token need one input of a decoder, and words of equal length one mask."""
     model, _, tokenizer = models("gpt2", words)
+    model.config.bos_token_id = tokenizer.cls_token_id
     computed = []
     model.transformer.wte.register_forward_hook(lambda m, i, output: computed.append(output.shape))
     prompt = Prompt("{text} a {label}", {"x": ["b"], "y": ["c", "d"]})
     score_labels(model, tokenizer, prompt, [("p",)] * 5)
     distinct = 1 + len(CONTENT_FREE)  # the prompt with the empty text is also the premise
-    ids = [tokenizer(f"{text} a".strip())["input_ids"] for text in ("p", *CONTENT_FREE)]
+    # Without the [SEP] at the end.
+    ids = [tokenizer(f"{text} a".strip())["input_ids"][:-1] for text in ("p", *CONTENT_FREE)]
     assert sum(shape[-2] for shape in computed) == sum(map(len, ids)) and len(ids) == distinct
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,17 @@ from fastplm import cli
 from fastplm.cli import main
 from fastplm.run import config_file, interrupt
 from fastplm.run.folder import RECORD
+from fastplm.study.cell import _awaited
+
+
+@pytest.fixture(autouse=True)
+def _heard():
+    """No signal is ignored, as SIGINT is where pytest is a background job of a script."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -236,6 +248,63 @@ def test_with_a_file_of_settings(command, place, form, ended, tmp_path, monkeypa
     again, found = ended(again, None)
     assert settings_of(found) == settings_of(given)
     assert settings_of(ended(again, None)[1]) == settings_of(given)
+
+
+@pytest.mark.parametrize("number", interrupt._SIGNALS, ids=lambda each: each.name)
+@pytest.mark.parametrize("command", [*WORDS, "cell"])
+def test_a_signal_that_is_ignored_stays_so(command, number, tmp_path, monkeypatch):
+    """As SIGINT is in a background job of a shell script, and in what such a command starts."""
+
+    def run(self=None, **values):
+        assert signal.getsignal(number) is signal.SIG_IGN
+        os.kill(os.getpid(), number)
+        time.sleep(0.01)
+        shows = "import signal, sys; sys.exit(signal.getsignal(int(sys.argv[1])) is signal.SIG_IGN)"
+        child = [sys.executable, "-S", "-c", shows, str(int(number))]
+        return 1 - subprocess.run(child).returncode
+
+    monkeypatch.setattr(cli._Command, "__call__", run)
+    monkeypatch.setattr(cli, "_demo", run)
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        if command == "cell":  # of a study, which waits for its command
+            assert _awaited(SimpleNamespace(wait=run)) == 0
+        else:
+            assert main([*WORDS[command].split(), "--out", str(tmp_path / "out")]) == 0
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
+def test_every_command_that_writes_is_here():
+    (commands,) = (each.choices for each in cli._parser()._actions if each.choices)
+    writes = {name for name in commands if any(a.dest == "out" for a in commands[name]._actions)}
+    assert writes == {*WORDS}
+
+
+#: A training as a background job of a shell script, which gets Ctrl-C in its second step.
+JOB = """
+import os, signal
+from transformers import Trainer
+from fastplm.cli import main
+step = Trainer.training_step
+def training_step(self, *args, **kwargs):
+    os.kill(os.getpid(), signal.SIGINT)
+    return step(self, *args, **kwargs)
+Trainer.training_step = training_step
+raise SystemExit(main(os.environ["WORDS"].split()))
+"""
+
+
+@pytest.mark.slow
+def test_a_background_job_of_a_script_goes_on(arguments, command, tmp_path):
+    (python, *_), environment = command
+    words = " ".join(arguments(tmp_path / "out", steps=2))
+    environment = environment | {"WORDS": words, "JOB": JOB}
+    script = [*("sh", "-c"), f'{python} -c "$JOB" & wait $!']
+    ran = subprocess.run(script, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0 and "interrupted" not in ran.stderr, ran.stderr
+    assert (tmp_path / "out" / "metrics.json").is_file()
 
 
 def test_a_program_is_named_as_it_was_called(monkeypatch, tmp_path):

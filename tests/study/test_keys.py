@@ -37,7 +37,7 @@ def test_the_names_of_what_is_hashed(place):
     model = {"cell": training.key, "name": "model"}
     settings = {"model": model, "data": [module.hash_of(place / "pairs.jsonl")], "threads": 1}
     settings |= {"metric": "minimal-pairs"}
-    assert score.facts == {**start, "command": "score", "settings": settings}
+    assert score.facts == {**start, "command": "score", "recipe": 2, "settings": settings}
     settings = {"model": {"shape of": shape}, "data": data, "task": "classification", "seeds": 2}
     settings |= {"steps": 3, "batch_size": 4, "max_length": 32, "threads": 1, "from_scratch": True}
     scratch = planned.scratch["sentiment"]
@@ -110,7 +110,8 @@ def test_names_of_the_hub_stay_names(place, monkeypatch):
 def test_keys_change_with_threads_and_versions(place, monkeypatch):
     before = keys()
     assert not {*before} & {*keys(threads=2)}
-    monkeypatch.setitem(module.CACHE_VERSIONS, "score", 2)
+    versions = module.CACHE_VERSIONS
+    monkeypatch.setitem(versions, "score", versions["score"] + 1)
     after = {cell.key: cell for cell in plan_of().cells.values()}
     new = [cell for key, cell in after.items() if key not in before]
     assert new and {cell.command for cell in new} == {"score"}
