@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import machine_code
-from compile_kernels import ARCHS, SMALLER_ARCHS, Report, kernel_modules, table
+from compile_kernels import ARCHS, Report, kernel_modules, table
 
 pytestmark = pytest.mark.compile
 
@@ -276,13 +276,6 @@ def test_kernels_fit_a_card_with_less_shared_memory(run_reports):
     found = run_reports("tools/compile_kernels.py", *options)
     assert {(report.op, report.arch) for report in found} == {(op, 120) for op in options[3:]}
     assert_shippable(found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHS + SMALLER_ARCHS)
-def test_the_long_list_of_configurations(run_reports, arch):
-    options = ("--json", "--all", "--arch", str(arch))
-    assert_shippable(run_reports("tools/compile_kernels.py", *options))
 
 
 @pytest.mark.parametrize(
