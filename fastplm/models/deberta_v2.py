@@ -27,7 +27,14 @@ from fastplm import ops
 from fastplm._modes import values_are_known, values_can_be_read
 from fastplm.hf import ROWS, seed_of_layer
 from fastplm.models import _encoder, _heads
-from fastplm.models._base import choosing, drop_in, switch_modules, wants_output, warn_of_weights
+from fastplm.models._base import (
+    choosing,
+    drop_in,
+    fitted,
+    switch_modules,
+    wants_output,
+    warn_of_weights,
+)
 from fastplm.models._layer import ready_layer, run_layer, stand_for
 from fastplm.models._own_attention import GetsMore, PassesOn
 from fastplm.models._ragged import Counted, Rows, slots_of, unpadded
@@ -326,3 +333,7 @@ class DebertaV2ForPreTraining(ReplacedTokenDetection, transformers.DebertaV2PreT
 
     def get_input_embeddings(self) -> nn.Module:
         return self.deberta.get_input_embeddings()
+
+
+# It has no parent of its name, and takes its arguments by position as the others of its family.
+fitted(DebertaV2ForPreTraining, transformers.DebertaV2ForMaskedLM)
