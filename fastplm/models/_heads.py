@@ -16,7 +16,7 @@ from transformers.loss.loss_utils import (
     ForQuestionAnsweringLoss,
 )
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, MaskedLMOutput
-from transformers.utils.generic import can_return_tuple
+from transformers.utils.generic import TransformersKwargs, can_return_tuple
 
 from fastplm import ops
 from fastplm._backends import note
@@ -124,9 +124,15 @@ def set_output_rows(model: Any, inputs: dict[str, Any], rows: Tensor | str | Non
 
 
 def loss_options(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """What the parent passes on to its loss function: the arguments that it does not name."""
+    """What the parent passes on to its loss function: the arguments that it does not name.
+
+    Those that no model of Transformers knows are then no longer in ``inputs``.
+    """
     named = (*(model._named_by_parent or inputs), *_OURS)
-    return {name: value for name, value in inputs.items() if name not in named}
+    options = {name: value for name, value in inputs.items() if name not in named}
+    for name in options.keys() - TransformersKwargs.__annotations__.keys():
+        del inputs[name]
+    return options
 
 
 class LabelledRows:
@@ -266,17 +272,19 @@ class LanguageModel(FastplmModel):
         """
         if labels is None or self._named_by_parent is None or reduction != "mean":
             return None
-        function, usual = self.loss_function, self._fused_loss
-        if function is usual and inputs.get("ignore_index", IGNORE_INDEX) == IGNORE_INDEX:
+        function = self.loss_function
+        if function is self._fused_loss and not inputs.keys() & {"ignore_index", "vocab_size"}:
             return None
-        options = loss_options(self, inputs) | {"vocab_size": self.config.vocab_size}
+        options = loss_options(self, inputs)
         options |= {name: value for name, value in counts.items() if value is not None}
+        vocab_size = self.config.vocab_size
         inputs["unpad"] = False  # nobody knows which rows it reads, so all are computed
         set_output_rows(self, inputs, None)
         note(lambda: f"{type(self).__name__}: the logits of all rows, for its loss_function")
         if self._loss_by_name:
-            return lambda logits: function(logits=logits, labels=labels, **options)
-        return lambda logits: function(logits, labels, **options)
+            given: dict[str, Any] = dict(labels=labels, vocab_size=vocab_size)
+            return lambda logits: function(logits=logits, **given, **options)
+        return lambda logits: function(logits, labels, vocab_size=vocab_size, **options)
 
     def _compute(
         self,

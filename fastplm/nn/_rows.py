@@ -161,6 +161,16 @@ def kind_of(module: Any) -> Any:
     return THAWED.get(kind, kind)
 
 
+def is_known(function: Any) -> bool:
+    """Whether it and all that it wraps was written in PyTorch, Transformers or this package."""
+    while function is not None:
+        written = getattr(function, "__globals__", {}).get("__name__", "").split(".")[0]
+        if written not in ("fastplm", "torch", "transformers"):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
 def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     """Whether a module is of one of these classes, with no hooks and no replaced forward.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -10,125 +11,140 @@ from torch import Tensor
 
 import fastplm
 from fastplm import models
+from fastplm.testing import KeptDouble
 
-from .conftest import CLASSES, CLONED, in_dtype_of, inputs_of, pair, parent_of
+from .conftest import CLASSES, CLONED, config_of, in_dtype_of, inputs_of, pair
 
 #: Few tokens are padding, so that each window has a token and each row is defined.
 MASK = torch.tensor([[1] * 9, [1] * 7 + [0] * 2, [1] * 8 + [0], [1] * 7 + [0] * 2])
-#: Every class with a loss.
+#: Every class with a loss, and those whose parents ask their ``loss_function``.
 NAMES = [
     name
     for name in CLASSES | CLONED
-    if {"labels", "start_positions"} & inputs_of(name, pair(name)[1].config, MASK).keys()
+    if {"labels", "start_positions"} & inputs_of(name, config_of(name), MASK).keys()
 ]
-every_loss = pytest.mark.parametrize("name", NAMES)
 ASKING = [name for name in NAMES if getattr(models, name)._named_by_parent is not None]
-
-
-def models_of(name, way="class", **changed):
-    """(a model by a class of ours or by ``accelerate``, its parent), without dropout."""
-    model, parent = pair(name, **changed)
-    return (model if way == "class" else fastplm.accelerate(copy.deepcopy(parent))), parent
-
-
-def batch_of(name, model):
-    torch.manual_seed(0)
-    return inputs_of(name, model.config, MASK)
+every_loss = pytest.mark.parametrize("name", NAMES)
 
 
 def outcome(model, given):
-    """The loss, or the class of the error."""
+    """Whether there is a loss, or the class of the error."""
     try:
-        loss = model(**given).loss
-        return "None" if loss is None else "a loss"
+        return model(**given).loss is not None
     except Exception as error:
         return type(error)
 
 
-def test_the_list_of_classes_whose_parents_ask_their_loss_function():
+def losses_of(*batches):
+    """The function from a model to its loss of each batch, all in the dtype of the model."""
+
+    def run(model):
+        # Transformers' losses convert to fp32.
+        kept = KeptDouble() if model.dtype is torch.float64 else contextlib.nullcontext()
+        with kept:
+            found = [model(**in_dtype_of(model, given)).loss for given in batches]
+        return {"loss": sum(found), **{f"loss {at}": one for at, one in enumerate(found)}}
+
+    return run
+
+
+def test_which_parents_ask_their_loss_function():
     """A class that is not here computes its loss by itself, as its parent does."""
     causal = {n for n in NAMES if n.endswith(("ForCausalLM", "LMHeadModel"))} - {"BartForCausalLM"}
     others = {"ModernBertForMaskedLM", "ModernBertForQuestionAnswering", "EuroBertForMaskedLM"}
     assert {*ASKING} == causal | others
 
 
-@pytest.mark.parametrize("way", ["class", "accelerate"])
-@every_loss
+@pytest.mark.parametrize(
+    ("name", "way"), [(n, "class") for n in NAMES] + [(n, "accelerate") for n in ASKING]
+)
 def test_a_loss_function_of_the_users_is_asked_as_the_parent_asks_it(hold, name, way):
-    ours, parent = models_of(name, way)
-    given, calls = batch_of(name, ours), []
+    ours, parent = pair(name)
+    if way == "accelerate":
+        ours = fastplm.accelerate(copy.deepcopy(parent))
+    given, calls = inputs_of(name, ours.config, MASK), []
 
     def function(*args, **kwargs):
-        calls.append((len(args), [*kwargs]))
+        calls.append((len(args), {*kwargs}))
         read = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
         return sum(one.square().mean() for one in read if one.is_floating_point())
 
     ours.loss_function = parent.loss_function = function
     found = []
-    for model in (ours, parent):
+    given |= dict(class_weights=torch.ones(3)) if name in ASKING else {}
+    for model, options in ((parent, {}), (ours, {}), (ours, {"unpad": True})):
         calls.clear()
-        model(**given, output_hidden_states=True)
-        found.append([(count, {*names}) for count, names in calls])
-    assert found[0] == found[1]
+        if not options or name in ASKING:
+            model(**given, output_hidden_states=True, **options)
+            found.append([*calls])
+    assert all(one == found[0] for one in found)
     assert len(found[0]) == (name in ASKING)
-    hold(ours, parent, lambda model: {"loss": model(**given).loss})
+    hold(ours, parent, losses_of(given))
 
 
-KEYWORDS = {
-    "ignore_index": dict(ignore_index=5),
-    "ignore_index that hides no -100": dict(ignore_index=5, hides=False),
-    "num_items_in_batch": dict(num_items_in_batch=torch.tensor(7)),
-    "an int": dict(num_items_in_batch=7),
-    "shift_labels": dict(shift_labels=None),
-    "label_smoothing": dict(label_smoothing=0.5),
-    "weight": dict(weight=torch.ones(37)),
-    "problem_type": dict(problem_type="regression"),
-    "vocab_size": dict(vocab_size=37),
-    "labels": dict(pooled_logits=torch.ones(())),
-}
+def keywords_of(name, given):
+    """Inputs with each keyword that a loss of Transformers takes, and some that it does not."""
+    labels = given.get("labels")
+    cases = [dict(label_smoothing=0.5), dict(vocab_size=37)]
+    cases += [dict(problem_type="regression"), dict(ignore_index=5), dict(pooled_logits=None)]
+    if name in ASKING:  # others ignore it, which ours do not: see docs/models.md
+        cases += [dict(num_items_in_batch=one) for one in (7, torch.tensor(7))]
+    if labels is not None and labels.dtype == torch.int64:
+        cases += [dict(shift_labels=labels.roll(1, -1))]
+        cases += [dict(ignore_index=5, labels=labels.masked_fill(labels == -100, 5))]
+    return [given | case for case in cases]
 
 
-@pytest.mark.parametrize("keyword", KEYWORDS)
 @every_loss
-def test_each_keyword_does_what_it_does_in_the_parent(hold, name, keyword):
-    ours, parent = models_of(name)
-    given, options = batch_of(name, ours), dict(KEYWORDS[keyword])
-    if name not in ASKING and "num_items_in_batch" in options:
-        return  # the parent ignores it: `docs/models.md`
-    if options.pop("hides", True) and "ignore_index" in options:
-        if name in ASKING and "labels" in given:
-            given["labels"] = given["labels"].masked_fill(given["labels"] == -100, 5)
-    if "shift_labels" in options and "labels" in given:
-        options["shift_labels"] = given["labels"].roll(1, -1)
-    given |= options
-    assert outcome(ours, given) == outcome(parent, given)
-    if outcome(parent, given) == "a loss":
-        hold(ours, parent, lambda model: {"loss": model(**given).loss})
+def test_each_keyword_does_what_it_does_in_the_parent(hold, name):
+    ours, parent = pair(name)
+    batches = keywords_of(name, inputs_of(name, ours.config, MASK))
+    outcomes = [outcome(parent, given) for given in batches]
+    assert [outcome(ours, given) for given in batches] == outcomes
+    fine = [given for given, had in zip(batches, outcomes, strict=True) if had is True]
+    hold(ours, parent, losses_of(*fine))
 
 
 @pytest.mark.parametrize("loss_type", ["ForCausalLM", "ForMaskedLM", "ForTokenClassification"])
 @pytest.mark.parametrize("name", ASKING)
 def test_a_loss_type_of_the_configuration_is_that_of_the_parent(hold, name, loss_type):
-    ours, parent = models_of(name, loss_type=loss_type)
-    given = batch_of(name, ours)
+    ours, parent = pair(name)
+    ours.loss_type = parent.loss_type = loss_type
+    given = inputs_of(name, ours.config, MASK)
     assert outcome(ours, given) == outcome(parent, given)
-    if outcome(parent, given) == "a loss":
-        hold(ours, parent, lambda model: {"loss": model(**given).loss})
+    if outcome(parent, given) is True:
+        hold(ours, parent, losses_of(given))
 
 
-@pytest.mark.parametrize("mode", ["output_logits", "eval"])
+@pytest.mark.parametrize("sparse", [-100, 5])
+def test_sparse_predictions_of_modernbert_reach_the_users_loss(hold, sparse):
+    name = "ModernBertForMaskedLM"
+    ours, parent = pair(name, sparse_prediction=True, sparse_pred_ignore_index=sparse)
+    given = inputs_of(name, ours.config, MASK)
+    given["labels"][given["labels"] == -100] = sparse
+    hold(ours, parent, losses_of(given, given | dict(ignore_index=7)))
+    ours.loss_function = parent.loss_function = lambda logits, labels, **_: (
+        logits.square().mean() * len(labels)
+    )
+    hold(ours, parent, losses_of(given))
+
+
 @every_loss
-def test_the_loss_is_a_function_of_the_logits_that_are_returned(hold, name, mode):
-    ours, parent = models_of(name)
-    ours.train(mode == "output_logits")
-    given = batch_of(name, ours)
+def test_the_loss_is_a_function_of_the_logits_that_are_returned(hold, name):
+    """In ``eval()`` mode, and while training where they are asked for."""
+    ours, parent = pair(name)
+    given, has_option = inputs_of(name, ours.config, MASK), hasattr(ours, "_compute")
+    has_option |= name == "ElectraForPreTraining"
 
     def run(model):
-        asked = mode == "output_logits" and hasattr(ours, "_compute") and model is ours
-        out = model(**in_dtype_of(model, given), **({"output_logits": True} if asked else {}))
-        logits = {key: value for key, value in out.items() if key.endswith("logits")}
-        assert logits
-        grads = torch.autograd.grad(out.loss, [*logits.values()], retain_graph=True)
-        return {"loss": out.loss, **dict(zip(logits, grads, strict=True))}
+        found = {}
+        for training in (False, True):
+            asks = {"output_logits": True} if training and has_option and model is ours else {}
+            out = model.train(training)(**in_dtype_of(model, given), **asks)
+            logits = {key: value for key, value in out.items() if key.endswith("logits")}
+            loss = out.loss + (out.mc_loss if "mc_loss" in out else 0)
+            grads = torch.autograd.grad(loss, [*logits.values()], retain_graph=True)
+            found |= {f"{key} {training}": one for key, one in zip(logits, grads, strict=True)}
+        return {"loss": loss, **found}
 
     hold(ours, parent, run)
