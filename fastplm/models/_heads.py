@@ -33,9 +33,9 @@ from fastplm.models._ragged import (
 )
 from fastplm.nn._rows import (
     IGNORE_INDEX,
-    are_plain,
     as_tokens,
     batch_share,
+    is_plain,
     kind_of,
     labels_at,
     vocabulary_loss,
@@ -58,7 +58,7 @@ Head = tuple[Callable[[Tensor], Tensor] | None, Any]
 def as_made(model: Any, head: nn.Module) -> bool:
     """Whether a head is one of Transformers' for the family of a model, and has no hooks."""
     own = {one.__module__ for one in type(model).__mro__}
-    return are_plain((head,)) and kind_of(head).__module__ in own
+    return is_plain(head) and kind_of(head).__module__ in own
 
 
 def shape_of(inputs: dict[str, Any], prefix: str = "") -> torch.Size | None:
@@ -259,7 +259,7 @@ class LanguageModel(FastplmModel):
 
     #: What the fused loss computes.
     _fused_loss: Callable[..., Tensor]
-    #: Whether the parent calls its loss function as ``f(logits=…, labels=…, …)``, not ``f(…, …, …)``.
+    #: Whether the parent calls its loss function as ``f(logits=…, labels=…)``, not ``f(…, …)``.
     _loss_by_name = True
 
     def _loss_of_parent(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Iterable, Sequence
@@ -161,6 +162,7 @@ def kind_of(module: Any) -> Any:
     return THAWED.get(kind, kind)
 
 
+@functools.cache
 def is_known(function: Any) -> bool:
     """Whether it and all that it wraps was written in PyTorch, Transformers or this package."""
     while function is not None:
@@ -175,9 +177,11 @@ def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     """Whether a module is of one of these classes, with no hooks and no replaced forward.
 
     Only then may its weights be used without calling it. Adapters, hooks and wrappers that shard
-    the weight need the call.
+    the weight need the call, and so does a forward that somebody has set on the class.
     """
-    return are_plain((module,), *kinds)
+    if not are_plain((module,), *kinds):
+        return False
+    return torch.compiler.is_compiling() or is_known(type(module).forward)
 
 
 def are_plain(modules: Iterable[nn.Module], *kinds: type[nn.Module]) -> bool:

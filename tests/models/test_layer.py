@@ -14,6 +14,8 @@ from fastplm.models import _layer
 
 from .conftest import (
     CLASSES,
+    FAMILIES,
+    LANGUAGE_MODELS,
     PADDINGS,
     config_of,
     gradients,
@@ -321,3 +323,61 @@ def test_a_class_whose_forward_was_replaced_is_called(monkeypatch, ran):
     monkeypatch.setattr(nn.LayerNorm, "forward", lambda self, x: 2 * original(self, x))
     ran.clear()
     assert not torch.allclose(model(**inputs).loss, before) and not ran
+
+
+class _Counts(contextlib.AbstractContextManager):
+    """Counts the calls of a class, whose forward is another one inside."""
+
+    def __init__(self, kind):
+        self.kind, self.forward, self.count = kind, kind.forward, 0
+        self.own = "forward" in vars(kind)
+
+    def __enter__(self):
+        def forward(module, *args, **kwargs):
+            self.count += 1
+            return self.forward(module, *args, **kwargs)
+
+        self.kind.forward = forward
+        return self
+
+    def __exit__(self, *_):
+        if self.own:
+            self.kind.forward = self.forward
+        else:
+            del self.kind.forward
+
+
+def _first(out):
+    return out[0].detach()
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_forward_set_on_the_class_of_a_module_is_called_where_the_parents_is(family, frozen):
+    """``type(module).forward = f`` of each module, and then as before."""
+    name = LANGUAGE_MODELS[family]
+    ours, parent = pair(name)
+    given = inputs_of(name, ours.config, PADDINGS["right"])
+    fastplm.freeze(ours) if frozen else None
+    kinds = {}
+    for module, theirs in zip(ours.modules(), parent.modules(), strict=True):
+        kinds.setdefault(type(module), type(theirs))
+    with torch.set_grad_enabled(not frozen):
+        expected = _first(ours(**given))
+        for kind, theirs in kinds.items():
+            with _Counts(theirs) as of_parent:
+                parent(**given)
+            with _Counts(kind) as counted:
+                out = _first(ours(**given))
+            assert counted.count or not of_parent.count, kind
+            torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-4)
+            assert torch.equal(_first(ours(**given)), expected)
+
+
+def test_a_class_that_is_replaced_before_its_family_is_imported_is_called(monkeypatch):
+    monkeypatch.setattr(_layer, "_STANDS_FOR", dict(_layer._STANDS_FOR))
+    original = nn.LayerNorm.forward
+    monkeypatch.setattr(nn.LayerNorm, "forward", lambda self, x: original(self, x))
+    assert _layer.is_patched()
+    _layer.stand_for(nn.LayerNorm)
+    assert _layer.is_patched()

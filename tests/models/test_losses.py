@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fastplm import models
 from fastplm.testing import KeptDouble
 
 from .conftest import CLASSES, CLONED, config_of, in_dtype_of, inputs_of, pair
+from .test_like import MADE, batch, stock
 
 #: Few tokens are padding, so that each window has a token and each row is defined.
 MASK = torch.tensor([[1] * 9, [1] * 7 + [0] * 2, [1] * 8 + [0], [1] * 7 + [0] * 2])
@@ -148,3 +150,29 @@ def test_the_loss_is_a_function_of_the_logits_that_are_returned(hold, name):
         return {"loss": loss, **found}
 
     hold(ours, parent, run)
+
+
+@pytest.mark.parametrize("way", [way for way in MADE if "For" in MADE[way][0]] + ["seq2seq"])
+def test_classes_that_accelerate_makes_ask_as_their_parents(way):
+    parent = stock(way)
+    ours = fastplm.accelerate(copy.deepcopy(parent))
+    given, calls = batch(ours), []
+    shape = given.get("decoder_input_ids", given["input_ids"]).shape
+    given["labels"] = torch.arange(shape.numel()).view(shape) % 3
+    if "SequenceClassification" in MADE[way][0]:
+        given["labels"] = given["labels"][:, 0]
+
+    def function(**given):
+        calls.append({*given})
+        return given["logits"].square().mean()
+
+    found = []
+    for model in (parent, ours):
+        calls.clear()
+        model.loss_function = function
+        loss = model(**given).loss
+        found.append(([*calls], loss))
+    assert found[0][0] == found[1][0]
+    torch.testing.assert_close(found[0][1].double(), found[1][1].double())
+    asks = "loss_function" in inspect.unwrap(type(parent).forward).__code__.co_names
+    assert (ours._named_by_parent is not None) == asks
