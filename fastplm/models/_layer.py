@@ -241,7 +241,7 @@ def stand_for_frozen(frozen: Any, kind: Any) -> None:
         _STANDS_FOR[frozen] = frozen.forward if own else _STANDS_FOR[kind]
 
 
-stand_for(*_LINEAR, *_CONV1D, *_DROPOUT, nn.LayerNorm, GELUActivation, *_SILU, *_TANH)
+stand_for(*_LINEAR, *_CONV1D, *_DROPOUT, nn.LayerNorm, nn.ReLU, GELUActivation, *_SILU, *_TANH)
 
 
 def is_patched() -> bool:

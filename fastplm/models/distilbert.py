@@ -42,7 +42,7 @@ class _Layer(_encoder.EncoderLayer):
         return Layer((block,), feed_forward, self.training)
 
 
-stand_for(*_Layer._around)
+stand_for(*_Layer._around, modeling_distilbert.TransformerBlock)
 TransformerBlock = joined(_Layer, modeling_distilbert.TransformerBlock)
 
 

@@ -158,7 +158,7 @@ def test_classes_that_accelerate_makes_ask_as_their_parents(way):
     ours = fastplm.accelerate(copy.deepcopy(parent))
     given, calls = batch(ours), []
     shape = given.get("decoder_input_ids", given["input_ids"]).shape
-    given["labels"] = torch.arange(shape.numel()).view(shape) % 3
+    given["labels"] = torch.arange(shape.numel()).view(shape) % 2
     if "SequenceClassification" in MADE[way][0]:
         given["labels"] = given["labels"][:, 0]
 
