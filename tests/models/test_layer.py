@@ -376,7 +376,7 @@ def test_a_forward_set_on_the_class_of_a_module_is_called_where_the_parents_is(f
             assert torch.equal(_first(ours(**given)), expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES.keys() - {"bart"})
+@pytest.mark.parametrize("family", [one for one in FAMILIES if one != "bart"])
 def test_a_forward_set_on_transformers_class_of_a_layer_is_called(family):
     """But that of BART's layers: fastplm has another one in its place."""
     ours, parent = pair(LANGUAGE_MODELS[family])
