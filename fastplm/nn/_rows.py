@@ -258,11 +258,11 @@ def vocabulary_loss(
     logits = decoder(rows)
     logits = logits if bias is None else logits + bias
     logits = in_fp32(logits)
+    each = F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORE_INDEX)
     if reduction == "none":
-        return F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORE_INDEX)
-    total = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORE_INDEX)
+        return each
     count = (targets != IGNORE_INDEX).sum() if normalizer is None else normalizer
-    return total / as_normalizer(count, rows.device)
+    return each.sum() / as_normalizer(count, rows.device)
 
 
 def in_fp32(values: Tensor) -> Tensor:
