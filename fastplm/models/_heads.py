@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import (
+    LOSS_MAPPING,
     ForCausalLMLoss,
     ForMaskedLMLoss,
     ForQuestionAnsweringLoss,
@@ -133,6 +134,17 @@ def loss_options(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     for name in options.keys() - TransformersKwargs.__annotations__.keys():
         del inputs[name]
     return options
+
+
+def _loss_function(model: Any) -> Callable[..., Any]:
+    """Its ``loss_function``. Without the parent's warning of a class whose name says no loss, which
+    would end a compiled program."""
+    says_one = getattr(model, "loss_type", None) in LOSS_MAPPING or hasattr(model, "_loss_function")
+    if not says_one and torch.compiler.is_compiling():
+        return ForCausalLMLoss
+    if not says_one and type(model).loss_function is PreTrainedModel.loss_function:
+        return ForCausalLMLoss
+    return model.loss_function
 
 
 class LabelledRows:
@@ -272,7 +284,7 @@ class LanguageModel(FastplmModel):
         """
         if labels is None or self._named_by_parent is None or reduction != "mean":
             return None
-        function = self.loss_function
+        function = _loss_function(self)
         if function is self._fused_loss and not inputs.keys() & {"ignore_index", "vocab_size"}:
             return None
         options = loss_options(self, inputs)
