@@ -183,3 +183,25 @@ def test_classes_that_accelerate_makes_ask_as_their_parents(way):
     torch.testing.assert_close(found[0][1].double(), found[1][1].double())
     asks = "loss_function" in inspect.unwrap(type(parent).forward).__code__.co_names
     assert (ours._named_by_parent is not None) == asks
+
+
+@pytest.mark.parametrize("name", ["BertLMHeadModel", "EuroBertForMaskedLM"])
+def test_a_loss_function_of_a_subclass_is_asked(name):
+    def function(self, logits, **_):
+        return logits.square().mean()
+
+    kind = type("Own", (getattr(models, name),), {"loss_function": function})
+    model = kind(config_of(name)).eval()
+    out = model(**inputs_of(name, model.config, MASK))
+    assert torch.equal(out.loss, out.logits.square().mean())
+
+
+def test_a_loss_of_distilbert_with_options_is_asked(hold):
+    ours, parent = pair("DistilBertForMaskedLM")
+    given = inputs_of("DistilBertForMaskedLM", ours.config, MASK)
+    for options in (dict(label_smoothing=0.3), dict(ignore_index=5), dict(reduction="sum")):
+        ours.mlm_loss_fct = parent.mlm_loss_fct = torch.nn.CrossEntropyLoss(**options)
+        case = dict(given)
+        if "ignore_index" in options:
+            case["labels"] = given["labels"].masked_fill(given["labels"] == -100, 5)
+        hold(ours, parent, losses_of(case))
