@@ -8,13 +8,14 @@ import inspect
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 import fastplm
 from fastplm import models
 from fastplm.testing import KeptDouble
 
-from .conftest import CLASSES, CLONED, config_of, in_dtype_of, inputs_of, pair
+from .conftest import CLASSES, CLONED, config_of, in_dtype_of, inputs_of, pair, small_config
 from .test_like import batch, stock
 
 #: Few tokens are padding, so that each window has a token and each row is defined.
@@ -205,3 +206,28 @@ def test_a_loss_of_distilbert_with_options_is_asked(hold):
         if "ignore_index" in options:
             case["labels"] = given["labels"].masked_fill(given["labels"] == -100, 5)
         hold(ours, parent, losses_of(case))
+
+
+@pytest.mark.filterwarnings("ignore:Version v4.12.0:FutureWarning")
+def test_an_encoder_decoder_computes_its_loss_by_itself(hold):
+    """As its parent does, whatever its decoder would ask; and it is a function of its logits."""
+    parts = [small_config("bert"), small_config("bert")]
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*parts)
+    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    ours = models.EncoderDecoderModel(copy.deepcopy(config)).eval()
+    parent = transformers.EncoderDecoderModel(copy.deepcopy(config)).eval()
+    given = inputs_of("EncoderDecoderModel", config, MASK)
+    for model in (ours, parent):
+        model.loss_function = model.decoder.loss_function = lambda *_, **__: 1 / 0
+
+    def run(model):
+        out = model(**given, decoder_ignore_index=5)
+        return {"loss": out.loss, "logits": torch.autograd.grad(out.loss, out.logits)[0]}
+
+    def loss(model):
+        return {"loss": model(**given).loss}
+
+    hold(ours, parent, loss)
+    found = [run(model) for model in (ours, parent)]
+    for name, one in found[0].items():
+        torch.testing.assert_close(one, found[1][name], rtol=1e-4, atol=1e-6)
