@@ -16,7 +16,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -403,8 +403,9 @@ class _State:
                 if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
                     self.reason = "A weight has hooks"
         for config in configs.values():
-            self._values += vars(config).values()
-            if any(name.endswith("layerdrop") and p for name, p in vars(config).items()):
+            held = config if isinstance(config, dict) else getattr(config, "__dict__", {})
+            self._values += held.values()
+            if any(str(name).endswith("layerdrop") and p for name, p in held.items()):
                 self.reason = "Python draws which layers are dropped (layerdrop)"
         self.device = next(iter(tensors.values())).device
 
@@ -442,25 +443,38 @@ def _split(value: Any) -> tuple[Any, list[Tensor]]:
             tensors.append(value)
             return Tensor, value.shape, value.dtype
         if is_dataclass(value) and not isinstance(value, type):
-            return replace, type(value), split(vars(value))
+            held = {field.name: getattr(value, field.name) for field in fields(value)}
+            return fields, type(value), split(held | getattr(value, "__dict__", {}))
         if isinstance(value, dict):
-            return dict, tuple((name, split(each)) for name, each in value.items())
+            pairs = tuple((name, split(each)) for name, each in value.items())
+            return dict, type(value), getattr(value, "default_factory", None), pairs
         if isinstance(value, (list, tuple)):
-            return tuple, tuple(map(split, value))
+            return tuple, type(value), tuple(map(split, value))
         return type(value), value
 
     return split(value), tensors
 
 
 def _joined(kind: Any, tensors: Iterator[Tensor]) -> Any:
-    """The inverse of ``_split``, with other tensors; a list is a tuple."""
+    """The inverse of ``_split``, with other tensors."""
     if kind[0] is Tensor:
         return next(tensors)
-    if kind[0] is replace:
-        return kind[1](**_joined(kind[2], tensors))
+    if kind[0] is fields:
+        made, held = kind[1], _joined(kind[2], tensors)
+        if issubclass(made, dict):  # an output of Transformers
+            return made(**held)
+        made = made.__new__(made)
+        for name, each in held.items():
+            object.__setattr__(made, name, each)
+        return made
     if kind[0] is dict:
-        return {name: _joined(each, tensors) for name, each in kind[1]}
-    return tuple(_joined(each, tensors) for each in kind[1]) if kind[0] is tuple else kind[1]
+        made = kind[1]() if kind[2] is None else kind[1](kind[2])
+        made.update((name, _joined(each, tensors)) for name, each in kind[3])
+        return made
+    if kind[0] is tuple:
+        each = [_joined(one, tensors) for one in kind[2]]
+        return kind[1](*each) if hasattr(kind[1], "_fields") else kind[1](each)
+    return kind[1]
 
 
 def _each(value: Any, function: Callable[[Tensor], Tensor]) -> Any:

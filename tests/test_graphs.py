@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import OrderedDict, defaultdict
+from dataclasses import dataclass, field, is_dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from transformers import BertConfig
+from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
 
 import fastplm
 from fastplm import graphs, models
 from fastplm.errors import ArgumentValueError
-from fastplm.graphs import GraphedStep
+from fastplm.graphs import GraphedStep, _split
 from fastplm.models._ragged import RaggedBatch
 
 from .recorder import record_graphs
@@ -416,6 +421,123 @@ def test_a_cpu_has_no_graphs(caplog):
     for seed in range(3):
         step(**batch("a", seed))
     assert len(lines) == 1 and lines[0].startswith("The model is on cpu")
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclass(frozen=True)
+class Held:
+    one: Any
+    other: Any = field(init=False, default=None)
+
+
+def _held(one):
+    made = Held(one)
+    object.__setattr__(made, "other", [one])
+    return made
+
+
+#: What a step may get and return, made of a tensor.
+KINDS = {
+    "None": lambda x: None,
+    "a tensor": lambda x: x,
+    "a list": lambda x: [x, [x]],
+    "an empty list": lambda x: [],
+    "a tuple": lambda x: (x, (), [x]),
+    "a named tuple": lambda x: Pair(x, [Pair(None, x)]),
+    "a result of torch": lambda x: x.max(0),
+    "a size": lambda x: (x, x.shape),
+    "a dict": lambda x: {"a": x, 1: {"b": [x]}},
+    "an ordered dict": lambda x: OrderedDict(b=x, a=(x,)),
+    "a default dict": lambda x: defaultdict(list, {"a": [x]}),
+    "a dataclass": _held,
+    "an output": lambda x: MaskedLMOutput(loss=x.sum(), hidden_states=(x, x)),
+    "an output without a loss": lambda x: BaseModelOutput(last_hidden_state=x),
+    "other values": lambda x: [x, 1, 2.0, "a", True, torch.float32],
+}
+
+
+def kinds_in(value):
+    """The types of a value and of all in it."""
+    if isinstance(value, torch.Tensor):
+        return type(value), value.shape, value.requires_grad
+    if isinstance(value, dict):
+        return type(value), [(name, kinds_in(each)) for name, each in value.items()]
+    if isinstance(value, list | tuple):
+        return type(value), [*map(kinds_in, value)]
+    return type(value), kinds_in(vars(value)) if is_dataclass(value) else value
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_gets_and_returns_what_a_plain_one_does(recorded, kind):
+    """On a CPU, and of a graph."""
+    make, found = KINDS[kind], []
+
+    def function(**given):
+        found.append(kinds_in(given["x"]))
+        (model.weight * 2).sum().backward()
+        return make(model.weight.detach() * 2)
+
+    for device in ("cpu", "cuda"):
+        model = torch.nn.Linear(3, 2, bias=False)
+        step = GraphedStep(model, function=function, say=str)
+        if device == "cpu":
+            step._why_not = lambda *_: "The model is on a CPU"
+        x = make(torch.arange(6.0).view(3, 2))
+        for _ in range(3):
+            out = step(x=x)
+            expected = make(model.weight.detach() * 2)
+            assert kinds_in(out) == kinds_in(expected)
+            assert all(map(torch.equal, _split(out)[1], _split(expected)[1]))
+            assert all(one == kinds_in(x) for one in found)
+    assert recorded
+
+
+@pytest.mark.parametrize(
+    "config", [None, {"layerdrop": 0.0, 1: 2}, Pair(1, 2), 3, "a", SimpleNamespace(layerdrop=0.0)]
+)
+def test_a_module_may_have_any_config(config):
+    steps = []
+    for graphed in (True, False):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+        model.config, model[0].config = config, config
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def function(x, model=model):
+            loss = model(x).square().sum()
+            loss.backward()
+            return loss
+
+        step = GraphedStep(model, optimizer, function=function, say=str)
+        for _ in range(2):
+            if graphed:
+                step(x=torch.ones(4, 3))
+            else:
+                function(torch.ones(4, 3))
+                optimizer.step()
+                optimizer.zero_grad()
+        steps.append([*model.parameters()])
+    assert all(map(torch.equal, *steps))
+
+
+def test_a_changed_dict_of_a_module_makes_a_new_graph(recorded):
+    model = torch.nn.Linear(3, 2)
+    model.config = {"factor": 1.0}
+
+    def function(x):
+        loss = (model(x) * model.config["factor"]).sum()
+        loss.backward()
+        return loss
+
+    step, losses = GraphedStep(model, function=function, say=str), []
+    for factor in (1.0, 1.0, 1.0, 2.0):
+        model.config["factor"] = factor
+        losses.append(float(step(x=torch.ones(4, 3))))
+    assert losses == [losses[0]] * 3 + [2 * losses[0]]
 
 
 def test_a_step_that_reads_a_value_is_computed_as_usual(recorded):

@@ -92,9 +92,13 @@ def fitted(ours: _Class, parent: Any) -> _Class:
     arguments = inspect.signature(forward).parameters.values()
     passes_on = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in arguments)
     theirs = _positional(parent.forward)
-    reordered = _positional(forward)[: len(theirs)] != theirs
-    hides = issubclass(parent, PreTrainedModel) and any(_not_of(theirs, p.name) for p in arguments)
-    if not passes_on and (reordered or hides):
+    differs = _positional(forward)[: len(theirs)] != theirs
+    if issubclass(parent, PreTrainedModel):
+        differs |= any(_not_of(theirs, p.name) for p in arguments)
+        differs |= _keywords_of(forward) != _keywords_of(parent.forward)
+        asks = "loss_function" in inspect.unwrap(parent.forward).__code__.co_names
+        ours._named_by_parent = frozenset(theirs) if asks else None  # type: ignore[attr-defined]
+    if not passes_on and differs:
         ours.forward = _by_position(forward, parent.forward)  # type: ignore[attr-defined]
         # Transformers checkpoints a layer only if its outermost forward is the one that it wrapped.
         wrap = vars(GradientCheckpointingLayer).get("__init_subclass__")
@@ -140,6 +144,12 @@ def documented(ours: _Class) -> _Class:
 def _positional(function: Callable) -> list[str]:
     parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+
+def _keywords_of(function: Callable) -> Any:
+    """What a function says of the keywords that it does not name."""
+    parameters = inspect.signature(function).parameters.values()
+    return [p.annotation for p in parameters if p.kind is p.VAR_KEYWORD]
 
 
 def _not_of(theirs: Iterable[str], name: str) -> bool:
@@ -292,6 +302,9 @@ class FastplmModel:
     #: ``forward`` divides its loss by ``num_items_in_batch``. Trainer reads this attribute; it is
     #: False where Trainer counts other labels than the loss, and then averages means of batches.
     accepts_loss_kwargs = True
+    #: The arguments that the forward of the parent names, if it asks its ``loss_function``, which a
+    #: user may set, and passes the others on to it; None if it computes its loss by itself.
+    _named_by_parent: frozenset[str] | None = None
     config: Any
     base_model: Any
     dtype: Any

@@ -31,7 +31,7 @@ from fastplm.models._layer import (
     stand_for,
 )
 from fastplm.models._ragged import SetsDropoutRows
-from fastplm.nn._rows import are_plain, kind_of
+from fastplm.nn._rows import are_plain, is_plain, kind_of
 
 
 class Names(NamedTuple):
@@ -95,10 +95,11 @@ def layer(theirs: Any, prefix: str, name: str, parts: str, names: Names) -> Any:
         names: where these are.
     """
     kinds = tuple(getattr(theirs, prefix + part) for part in parts.split())
-    stand_for(*kinds)
     parent, module = getattr(theirs, prefix + name), sys._getframe(1).f_globals["__name__"]
     given = dict(_names=names, _wrappers=kinds, _around=_above(names), __module__=module)
-    return joined(DescribedLayer, parent, **given)
+    made = joined(DescribedLayer, parent, **given)
+    stand_for(*kinds, parent, made, *([] if names.rms is None else [names.rms]))
+    return made
 
 
 def _above(names: Names) -> tuple[str, ...]:
@@ -212,7 +213,7 @@ class Encoder(_encoder.EncoderModel, Blocks):
     def _described(self: Any, crossed: bool) -> list[Layer] | None:
         encoder = self._modules.get("encoder")
         made = encoder is None or kind_of(encoder).__module__.startswith("transformers.models.")
-        plain = made and (encoder is None or are_plain((encoder,)))
+        plain = made and (encoder is None or is_plain(encoder))
         return super()._described(crossed) if plain else None
 
     def _ready(self: Any, inputs: dict[str, Any]) -> list[Ready] | None:

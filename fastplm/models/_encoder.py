@@ -627,8 +627,9 @@ def layer_like_bert(theirs: Any, prefix: str, module: str) -> Any:
         module: the name of the Python module that gets the class.
     """
     kinds = tuple(getattr(theirs, prefix + part) for part in _PARTS)
-    stand_for(*kinds)
-    return joined(EncoderLayer, getattr(theirs, f"{prefix}Layer"), _around=kinds, __module__=module)
+    parent = getattr(theirs, f"{prefix}Layer")
+    stand_for(*kinds, parent)
+    return joined(EncoderLayer, parent, _around=kinds, __module__=module)
 
 
 def like_bert(theirs: Any, prefix: str, module: str) -> tuple[Any, Any]:

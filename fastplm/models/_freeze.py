@@ -82,5 +82,6 @@ def freeze_parts(model: nn.Module) -> tuple[bool, list[str]]:
         for root, plan, methods in found:
             for module in root.modules():
                 frozen.watch(module)
+            plan = plan._replace(facts=plan.facts.with_frozen(root))
             frozen.watch(root, plan, *methods)
     return bool(found), ["`{}`, as {}".format(*each[::-1]) for each in left.items()]

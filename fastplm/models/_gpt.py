@@ -192,7 +192,7 @@ class DoubleHeads(LanguageModel):
         # --- the rows that the heads read ---
         output_logits = wants_logits(self, output_logits, labels)
         all_rows, shape = output_logits or not reads_one, (prod(lead), seqlen)
-        loss = logits = mc_loss = chosen = labelled = None
+        loss = mc_loss = chosen = labelled = None
         if reads_one:
             chosen = _choice_rows(where, mc_token_ids, lead, seqlen, self.lm_head.weight.device)
             inputs["extra_rows"] = mask_at(chosen, *shape) if all_rows else None
@@ -207,10 +207,12 @@ class DoubleHeads(LanguageModel):
 
         # --- the two heads on these rows ---
         hidden = seen = outputs.last_hidden_state
+        logits = self.lm_head(hidden) if output_logits else None
         rows: Any = None
         if labelled is not None:
             read, count = labelled.read(hidden), labelled.positions.shape[0]
-            loss, rows = labelled.loss(read[:count], num_items_in_batch), read[count:]
+            loss = labelled.loss(read[:count], num_items_in_batch, logits=logits)
+            rows = read[count:]
         elif chosen is not None:
             rows = read_rows(self, hidden, chosen, all_rows)
         if reads_one:
@@ -222,8 +224,6 @@ class DoubleHeads(LanguageModel):
             )
             if labels is not None:
                 mc_loss = mc_loss * batch_share(labels, num_items_in_batch)
-        if output_logits:
-            logits = self.lm_head(hidden)
         made = dict(loss=loss, mc_loss=mc_loss, logits=logits, mc_logits=mc_logits)
         return self._output(**made, **{key: outputs[key] for key in _BESIDE if key in outputs})
 

@@ -10,9 +10,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.loss.loss_utils import ForQuestionAnsweringLoss
+from transformers.loss.loss_utils import (
+    LOSS_MAPPING,
+    ForCausalLMLoss,
+    ForMaskedLMLoss,
+    ForQuestionAnsweringLoss,
+)
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, MaskedLMOutput
-from transformers.utils.generic import can_return_tuple
+from transformers.utils.generic import TransformersKwargs, can_return_tuple
 
 from fastplm import ops
 from fastplm._backends import note
@@ -29,9 +34,9 @@ from fastplm.models._ragged import (
 )
 from fastplm.nn._rows import (
     IGNORE_INDEX,
-    are_plain,
     as_tokens,
     batch_share,
+    is_plain,
     kind_of,
     labels_at,
     vocabulary_loss,
@@ -43,14 +48,8 @@ _GIVEN = ("inputs_embeds", "input_ids")
 #: The choices of ``reduction``.
 REDUCTIONS = ("mean", "none")
 
-#: Arguments of a decoder's backbone. All others are passed on to the user's loss function.
-_INPUTS = (
-    """
-    input_ids attention_mask token_type_ids position_ids inputs_embeds encoder_hidden_states
-    encoder_attention_mask use_cache extra_rows
-""".split()
-    + [CACHE]
-)
+#: The arguments that our backbones add to their parents': no loss function gets them.
+_OURS = "unpad output_rows extra_rows encoder_rows lookup sample_index".split()
 
 #: (the layers before the projection to the vocabulary, or None; the projection). A head that the
 #: user has changed is (None, head): it is called as one module and returns logits.
@@ -60,7 +59,7 @@ Head = tuple[Callable[[Tensor], Tensor] | None, Any]
 def as_made(model: Any, head: nn.Module) -> bool:
     """Whether a head is one of Transformers' for the family of a model, and has no hooks."""
     own = {one.__module__ for one in type(model).__mro__}
-    return are_plain((head,)) and kind_of(head).__module__ in own
+    return is_plain(head) and kind_of(head).__module__ in own
 
 
 def shape_of(inputs: dict[str, Any], prefix: str = "") -> torch.Size | None:
@@ -123,6 +122,29 @@ def set_output_rows(model: Any, inputs: dict[str, Any], rows: Tensor | str | Non
         fail(type(model).__name__, "output_rows", got, expected, fix)
     if rows is not None:
         inputs["output_rows"] = rows
+
+
+def loss_options(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """What the parent passes on to its loss function: the arguments that it does not name.
+
+    Those that no model of Transformers knows are then no longer in ``inputs``.
+    """
+    named = (*(model._named_by_parent or inputs), *_OURS)
+    options = {name: value for name, value in inputs.items() if name not in named}
+    for name in options.keys() - TransformersKwargs.__annotations__.keys():
+        del inputs[name]
+    return options
+
+
+def _loss_function(model: Any) -> Callable[..., Any]:
+    """Its ``loss_function``. Without the parent's warning of a class whose name says no loss, which
+    would end a compiled program."""
+    says_one = getattr(model, "loss_type", None) in LOSS_MAPPING or hasattr(model, "_loss_function")
+    if not says_one and torch.compiler.is_compiling():
+        return ForCausalLMLoss
+    if not says_one and type(model).loss_function is PreTrainedModel.loss_function:
+        return ForCausalLMLoss
+    return model.loss_function
 
 
 class LabelledRows:
@@ -188,11 +210,16 @@ class LabelledRows:
         normalizer: int | Tensor | None,
         reduction: str = "mean",
         bias: Tensor | None = None,
+        logits: Tensor | None = None,
     ) -> Tensor:
         """The cross-entropy at the labelled tokens, of their ``rows`` [P, E].
 
-        The other arguments are those of ``vocabulary_loss``.
+        If gradients may flow through the ``logits`` of all tokens, [..., V], it is a function of
+        them, as in the parent. The other arguments are those of ``vocabulary_loss``.
         """
+        if logits is not None and logits.requires_grad:
+            read = ops.gather_rows(logits.flatten(0, -2), self.positions)
+            return loss_of_logits(self.model, read, self.targets, normalizer, reduction)
         name = type(self.model).__name__
         beside = "" if self.all_rows else ", without logits"
         note(lambda: f"{name}: head and loss of {rows.shape[0]} labelled rows{beside}")
@@ -205,6 +232,15 @@ class LabelledRows:
         if self.all_rows and reduction == "mean":
             loss = mean_of_labelled(self.model, loss, self.targets, normalizer)
         return loss
+
+
+def loss_of_logits(
+    model: Any, logits: Tensor, targets: Tensor, normalizer: Any, reduction: str = "mean"
+) -> Tensor:
+    """The cross-entropy of logits [P, V], which are returned, too."""
+    head = nn.Identity()  # these are the logits
+    loss = vocabulary_loss(logits, head, targets, normalizer, dense=True, reduction=reduction)
+    return mean_of_labelled(model, loss, targets, normalizer) if reduction == "mean" else loss
 
 
 class LanguageModel(FastplmModel):
@@ -233,6 +269,35 @@ class LanguageModel(FastplmModel):
     def _logits_bias(self) -> Tensor | None:
         return None
 
+    #: What the fused loss computes.
+    _fused_loss: Callable[..., Tensor]
+    #: Whether the parent calls its loss function as ``f(logits=…, labels=…)``, not ``f(…, …)``.
+    _loss_by_name = True
+
+    def _loss_of_parent(
+        self: Any, labels: Any, inputs: dict[str, Any], reduction: str, **counts: Any
+    ) -> Callable[[Tensor], Any] | None:
+        """The loss of logits as the parent computes it; None if the fused loss does the same.
+
+        It is that of a ``loss_function`` or a ``config.loss_type`` of the user's, and that with
+        another ``ignore_index``.
+        """
+        if labels is None or self._named_by_parent is None or reduction != "mean":
+            return None
+        function = _loss_function(self)
+        if function is self._fused_loss and not inputs.keys() & {"ignore_index", "vocab_size"}:
+            return None
+        options = loss_options(self, inputs)
+        options |= {name: value for name, value in counts.items() if value is not None}
+        vocab_size = self.config.vocab_size
+        inputs["unpad"] = False  # nobody knows which rows it reads, so all are computed
+        set_output_rows(self, inputs, None)
+        note(lambda: f"{type(self).__name__}: the logits of all rows, for its loss_function")
+        if self._loss_by_name:
+            given: dict[str, Any] = dict(labels=labels, vocab_size=vocab_size)
+            return lambda logits: function(logits=logits, **given, **options)
+        return lambda logits: function(logits, labels, vocab_size=vocab_size, **options)
+
     def _compute(
         self,
         labels: Tensor | None,
@@ -249,7 +314,10 @@ class LanguageModel(FastplmModel):
         """
         check_choice(type(self).__name__, "reduction", reduction, REDUCTIONS)
         loss = logits = labelled = None
+        ignored = inputs.pop("ignore_index", IGNORE_INDEX)  # which the backbone does not read
         if labels is not None:
+            if reduction == "none":  # which the parent does not have
+                labels = labels.masked_fill(labels == ignored, IGNORE_INDEX)
             labelled = LabelledRows(
                 self, labels, inputs, positions, all_rows=all_rows, exact=reduction != "mean"
             )
@@ -258,14 +326,15 @@ class LanguageModel(FastplmModel):
         if all_rows:
             hidden = padded(hidden, inputs.get(self._side + "unpad"))
         hidden, bias = self._rows_of_head(hidden, outputs), self._logits_bias()
-        if labelled is not None:
-            loss = labelled.loss(labelled.read(hidden), num_items, reduction, bias)
         if all_rows:
-            hidden, (transform, decoder) = hidden[:, chosen], self._head()
-            count, name = hidden.shape[:-1].numel(), type(decoder).__name__
+            shown, (transform, decoder) = hidden[:, chosen], self._head()
+            count, name = shown.shape[:-1].numel(), type(decoder).__name__
             note(lambda: f"{name}: logits of {count} rows")
-            logits = decoder(hidden if transform is None else transform(hidden))
+            logits = decoder(shown if transform is None else transform(shown))
             logits = logits if bias is None else logits + bias
+        if labelled is not None:
+            of_all = logits if isinstance(chosen, slice) and chosen == slice(None) else None
+            loss = labelled.loss(labelled.read(hidden), num_items, reduction, bias, of_all)
         return outputs, loss, logits
 
 
@@ -274,6 +343,7 @@ class MaskedLM(LanguageModel):
 
     _summary = "whose head and loss compute only labelled tokens."
     _most_have_labels = False
+    _fused_loss = staticmethod(ForMaskedLMLoss)
 
     @can_return_tuple
     def forward(
@@ -289,7 +359,8 @@ class MaskedLM(LanguageModel):
         """Like the parent, with these differences.
 
         Args:
-            labels: int64 [B, T] or flat, -100 = none.
+            labels: int64 [B, T] or flat, -100 = none. A ``loss_function`` set by the user gets
+                logits, where the parent asks it.
             masked_positions: int64 [P], flat positions of the labels, -1 in unused slots; fixes the
                 shapes of the head, for compiled models and CUDA. Default: computed from ``labels``.
             output_logits: whether to return logits. Default: as in the parent, but not for labels
@@ -309,9 +380,22 @@ class MaskedLM(LanguageModel):
             ArgumentValueError, ArgumentTypeError: wrong shapes, dtypes or (on the CPU) ids.
         """
         all_rows = wants_logits(self, output_logits, labels)
-        how = masked_positions, all_rows, num_items_in_batch, reduction
-        outputs, loss, logits = self._compute(labels, inputs, *how)
+        kept = None if labels is None else self._kept(labels)
+        its = labels if labels is None or kept is None else labels.flatten()[kept]
+        counts = dict(num_items_in_batch=num_items_in_batch)
+        function = self._loss_of_parent(its, inputs, reduction, **counts)
+        if function is not None:
+            outputs, _, logits = self._compute(None, inputs, None, True, None)
+            logits = logits if kept is None else logits.flatten(0, 1)[kept]
+            loss, logits = function(logits), None if output_logits is False else logits
+        else:
+            how = masked_positions, all_rows, num_items_in_batch, reduction
+            outputs, loss, logits = self._compute(labels, inputs, *how)
         return MaskedLMOutput(loss=loss, logits=logits, **recorded(outputs))
+
+    def _kept(self, labels: Tensor) -> Tensor | None:
+        """bool [B * T]: the tokens whose logits are returned; None = all."""
+        return None
 
 
 #: The labels of a pair of sequences: that of BERT and that of ALBERT.
@@ -417,6 +501,7 @@ class CausalLM(LanguageModel):
     """Mixin of a decoder with a language-model head. The loss computes no full logits."""
 
     _summary = "whose loss computes only labelled tokens, and no full logits."
+    _fused_loss = staticmethod(ForCausalLMLoss)
 
     @can_return_tuple
     def forward(
@@ -436,7 +521,7 @@ class CausalLM(LanguageModel):
         Args:
             labels: int64 [B, T], -100 = none; the token at t is predicted from those before it.
                 With labels, the cache is None unless ``use_cache`` is True. A ``loss_function``
-                set by the user gets logits, as in the parent.
+                set by the user gets logits, where the parent asks it.
             loss_positions: int64 [P], the flat positions whose next token is a label, -1 in unused
                 slots; fixes the shapes of the head. Default: computed from ``labels``.
             output_logits, num_items_in_batch: as in ``…ForMaskedLM``.
@@ -456,35 +541,23 @@ class CausalLM(LanguageModel):
         if labels is not None:
             check_tensor(where, "labels", labels)
         shift_labels = inputs.pop("shift_labels", None)
+        counts = dict(num_items_in_batch=num_items_in_batch, shift_labels=shift_labels)
+        function = self._loss_of_parent(labels, inputs, reduction, **counts)
         targets = shifted(labels) if shift_labels is None else shift_labels
         all_rows = wants_logits(self, output_logits, targets)
-        ignored = inputs.pop("ignore_index", IGNORE_INDEX)
-        if targets is not None and ignored != IGNORE_INDEX:
-            targets = targets.masked_fill(targets == ignored, IGNORE_INDEX)
-        users_loss = targets is not None and hasattr(self, "_loss_function") and reduction == "mean"
         inputs["use_cache"] = False if targets is not None and use_cache is None else use_cache
-        if users_loss and targets is not None:
-            targets = as_tokens(where, targets, shape_of(inputs) or targets.shape)
-            set_output_rows(self, inputs, None)
-            inputs["extra_rows"], targets, all_rows = targets != IGNORE_INDEX, None, True
         if torch.jit.is_tracing() and getattr(logits_to_keep, "ndim", 1) == 0:
             # ONNX's exporter with dynamo=False has made a tensor of this number.
             logits_to_keep = int(logits_to_keep)
         chosen: Any = logits_to_keep
         if isinstance(chosen, int):
             chosen = slice(-chosen or None, None)
-        how = loss_positions, all_rows, num_items_in_batch, reduction, chosen
-        outputs, loss, logits = self._compute(targets, inputs, *how)
-        if users_loss:
-            options = {name: value for name, value in inputs.items() if name not in _INPUTS}
-            loss = self.loss_function(  # type: ignore[attr-defined]
-                logits=logits,
-                labels=labels,
-                vocab_size=self.config.vocab_size,
-                num_items_in_batch=num_items_in_batch,
-                shift_labels=shift_labels,
-                **options,
-            )
+        if function is not None:
+            outputs, _, logits = self._compute(None, inputs, None, True, None, chosen=chosen)
+            loss, logits = function(logits), None if output_logits is False else logits
+        else:
+            how = loss_positions, all_rows, num_items_in_batch, reduction, chosen
+            outputs, loss, logits = self._compute(targets, inputs, *how)
         return CausalLMOutputWithCrossAttentions(
             loss=loss,
             logits=logits,
@@ -618,24 +691,31 @@ class QuestionAnswering(FastplmModel):
         Args:
             exclude_padding: leave padding out of the batch and of the softmax.
         """
+        asks, options = self._named_by_parent is not None, loss_options(self, inputs)
         inputs.update(attention_mask=attention_mask, return_dict=True)
-        if not exclude_padding or attention_mask is None:
-            inputs.update(start_positions=start_positions, end_positions=end_positions, unpad=False)
-            return super().forward(**inputs)  # type: ignore[misc]
-        if attention_mask.dim() != 2:
-            got = f"True with a mask of shape {tuple(attention_mask.shape)}"
+        leaves_out = exclude_padding and attention_mask is not None
+        if not leaves_out:
+            inputs["unpad"] = False
+            if not asks:
+                inputs.update(start_positions=start_positions, end_positions=end_positions)
+                return super().forward(**inputs)  # type: ignore[misc]
+        elif attention_mask.dim() != 2:  # type: ignore[union-attr]
+            got = f"True with a mask of shape {tuple(attention_mask.shape)}"  # type: ignore
             expected = "a mask [batch, tokens], which says what padding is"
             fix = "Leave it out: then the softmax includes every row."
             fail(type(self).__name__, "exclude_padding", got, expected, fix)
         outputs = super().forward(**inputs)  # type: ignore[misc]
-        padding = ~attention_mask.bool()
-        changed: dict[str, Any] = {}
-        for name in ("start_logits", "end_logits"):
-            logits = outputs[name]
-            changed[name] = logits.masked_fill(padding, torch.finfo(logits.dtype).min)
-        loss = ForQuestionAnsweringLoss(*changed.values(), start_positions, end_positions)
-        if loss is not None:
-            changed["loss"] = loss
+        changed = {name: outputs[name] for name in ("start_logits", "end_logits")}
+        if leaves_out:
+            padding = ~attention_mask.bool()  # type: ignore[union-attr]
+            for name, logits in changed.items():
+                changed[name] = logits.masked_fill(padding, torch.finfo(logits.dtype).min)
+        if start_positions is not None and end_positions is not None:
+            given = *changed.values(), start_positions, end_positions
+            function: Any = ForQuestionAnsweringLoss
+            if asks:
+                function = partial(self.loss_function, **options)  # type: ignore[attr-defined]
+            changed["loss"] = function(*given)
         return type(outputs)(**{**outputs, **changed})
 
 

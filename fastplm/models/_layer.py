@@ -46,7 +46,7 @@ from fastplm.models._base import CACHE, Conv1D, GELUTanh, NewGELUActivation, wan
 from fastplm.models._functions import NO_DROPOUT, RELU, SILU, Drawn
 from fastplm.models._ragged import LastRows, Rows
 from fastplm.nn import Dropout, Linear
-from fastplm.nn._rows import are_plain, kind_of
+from fastplm.nn._rows import are_plain, is_known, kind_of
 from fastplm.nn.dropout import dropout, on_rows
 from fastplm.nn.gelu import gelu
 from fastplm.ops._common import seed_tensor
@@ -225,15 +225,23 @@ def nothing_hides_modules(*modules: Any) -> bool:
 
 
 #: Classes whose modules these functions stand for, and their methods ``forward`` as they were made.
-_STANDS_FOR: dict[Any, Any] = {
-    kind: kind.forward
-    for kind in (*_LINEAR, *_CONV1D, *_DROPOUT, nn.LayerNorm, GELUActivation, *_SILU, *_TANH)
-}
+_STANDS_FOR: dict[Any, Any] = {}
 
 
 def stand_for(*kinds: Any) -> None:
     """Add classes of modules that a layer passes by."""
-    _STANDS_FOR.update({kind: kind.forward for kind in kinds})
+    # One whose forward somebody has replaced before is patched from the beginning.
+    _STANDS_FOR.update({kind: kind.forward if is_known(kind.forward) else None for kind in kinds})
+
+
+def stand_for_frozen(frozen: Any, kind: Any) -> None:
+    """Add the subclass that modules of a class have in a frozen model, if the class is here."""
+    if kind in _STANDS_FOR:
+        own = "forward" in vars(frozen)
+        _STANDS_FOR[frozen] = frozen.forward if own else _STANDS_FOR[kind]
+
+
+stand_for(*_LINEAR, *_CONV1D, *_DROPOUT, nn.LayerNorm, nn.ReLU, GELUActivation, *_SILU, *_TANH)
 
 
 def is_patched() -> bool:

@@ -23,9 +23,9 @@ from transformers.utils import logging
 
 from fastplm._modes import needs_dispatch
 from fastplm.hf import NAME
-from fastplm.models._layer import activation_of
+from fastplm.models._layer import activation_of, stand_for_frozen
 from fastplm.nn import Linear, LinearInt8
-from fastplm.nn._rows import RECORDER, THAWED, kind_of
+from fastplm.nn._rows import RECORDER, THAWED, is_known, kind_of
 
 LINEAR = (Linear, LinearInt8)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -212,7 +212,8 @@ def _frozen_class(
     body["__module__"] = ""
     frozen: Any = type(kind.__name__, (kind,), body)
     frozen.__module__, frozen.__qualname__ = kind.__module__, kind.__qualname__
-    THAWED[frozen] = kind
+    THAWED[frozen], _AS_MADE[frozen] = kind, frozen.forward
+    stand_for_frozen(frozen, kind)
     return frozen
 
 
@@ -267,20 +268,12 @@ def gelu_of(activation: Any) -> str:
     return str(form)
 
 
-def _is_known(function: Any) -> bool:
-    """Whether it and all that it wraps was written in one of these packages."""
-    while function is not None:
-        written = getattr(function, "__globals__", {}).get("__name__", "").split(".")[0]
-        if written not in ("fastplm", "torch", "transformers"):
-            return False
-        function = getattr(function, "__wrapped__", None)
-    return True
-
-
 _ATTENTION = "_attn_implementation_internal"
 _RECORDED = ("output_hidden_states", "_output_attentions")
 _FLAGS = (_ATTENTION, *_RECORDED, "return_dict", "is_decoder", "chunk_size_feed_forward")
 _RUNS = operator.attrgetter("forward", "__call__", "_call_impl")
+#: The methods ``forward`` of the classes of frozen modules, as these were made.
+_AS_MADE: dict[type, Any] = {}
 
 
 class Facts(NamedTuple):
@@ -290,6 +283,13 @@ class Facts(NamedTuple):
     flags: tuple[Any, ...]
     kinds: tuple[type, ...]  # the classes of modules and their bases, which they may call ...
     runs: tuple[Any, ...]  # ... and how they run
+
+    def with_frozen(self, root: nn.Module) -> Facts:
+        """The same with the classes that the modules in ``root`` have now that they are watched:
+        these are what a user finds by ``type(module)``, and may give another ``forward``."""
+        frozen = tuple({type(module) for module in root.modules()})
+        runs = tuple((_AS_MADE[kind], *_RUNS(THAWED[kind])[1:]) for kind in frozen)
+        return self._replace(kinds=self.kinds + frozen, runs=self.runs + runs)
 
     def may_call(self, given: tuple[Tensor, ...]) -> bool:
         """Whether no gradient is needed, and nobody would see the calls of the modules."""
@@ -311,7 +311,7 @@ def facts_of(root: nn.Module, config: Any) -> Facts:
     kinds = tuple(base for base in bases if issubclass(base, nn.Module))
     for kind in kinds:
         known = kind._call_impl is nn.Module._call_impl
-        known = known and _is_known(kind.__call__) and _is_known(kind.forward)
+        known = known and is_known(kind.__call__) and is_known(kind.forward)
         require(known, "the class {} runs in a way of its own", kind.__name__)
     for module in root.modules():
         attributes = vars(module)

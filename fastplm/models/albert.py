@@ -157,7 +157,7 @@ class _Sharing(FastplmModel):
 # --- the layers -----------------------------------------------------------------------------------
 
 
-stand_for(modeling_albert.AlbertAttention)
+stand_for(modeling_albert.AlbertAttention, modeling_albert.AlbertLayer)
 AlbertEmbeddings = joined(EncoderEmbeddings, modeling_albert.AlbertEmbeddings)
 
 

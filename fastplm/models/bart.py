@@ -216,7 +216,7 @@ class DecoderCausalLM(CausalLM):
         Args:
             labels: int64 [B, T], -100 = none. As in the parent, label t is predicted at t.
         """
-        if inputs.get("shift_labels") is None:
+        if labels is not None:  # the parent reads no other
             inputs["shift_labels"] = labels
         return super().forward(**inputs)
 

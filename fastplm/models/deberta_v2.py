@@ -27,12 +27,19 @@ from fastplm import ops
 from fastplm._modes import values_are_known, values_can_be_read
 from fastplm.hf import ROWS, seed_of_layer
 from fastplm.models import _encoder, _heads
-from fastplm.models._base import choosing, drop_in, switch_modules, wants_output, warn_of_weights
+from fastplm.models._base import (
+    choosing,
+    drop_in,
+    fitted,
+    switch_modules,
+    wants_output,
+    warn_of_weights,
+)
 from fastplm.models._layer import ready_layer, run_layer, stand_for
 from fastplm.models._own_attention import GetsMore, PassesOn
 from fastplm.models._ragged import Counted, Rows, slots_of, unpadded
 from fastplm.models.electra import ReplacedTokenDetection
-from fastplm.nn._rows import is_plain, kind_of
+from fastplm.nn._rows import is_plain
 from fastplm.nn.dropout import on_rows
 
 
@@ -183,6 +190,7 @@ class DebertaV2Layer(_encoder.EncoderLayer, modeling_deberta_v2.DebertaV2Layer):
 
 
 stand_for(*DebertaV2Layer._around, modeling_deberta_v2.DisentangledSelfAttention)
+stand_for(modeling_deberta_v2.DebertaV2Layer)
 
 
 class _Layers:
@@ -235,8 +243,8 @@ class DebertaV2Model(GetsMore, _encoder.EncoderModel, _Layers, transformers.Debe
 
     def _layers_are_ours(self) -> bool:
         encoder = self.encoder
-        plain = kind_of(encoder) is modeling_deberta_v2.DebertaV2Encoder and self.z_steps <= 1
-        return plain and encoder.conv is None and super()._layers_are_ours()
+        plain = is_plain(encoder, modeling_deberta_v2.DebertaV2Encoder)
+        return plain and self.z_steps <= 1 and encoder.conv is None and super()._layers_are_ours()
 
     def _layer_numbers(self) -> list[Any]:
         return list(range(len(self.encoder.layer)))
@@ -326,3 +334,7 @@ class DebertaV2ForPreTraining(ReplacedTokenDetection, transformers.DebertaV2PreT
 
     def get_input_embeddings(self) -> nn.Module:
         return self.deberta.get_input_embeddings()
+
+
+# It has no parent of its name, and takes its arguments by position as the others of its family.
+fitted(DebertaV2ForPreTraining, transformers.DebertaV2ForMaskedLM)

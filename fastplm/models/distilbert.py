@@ -42,7 +42,7 @@ class _Layer(_encoder.EncoderLayer):
         return Layer((block,), feed_forward, self.training)
 
 
-stand_for(*_Layer._around)
+stand_for(*_Layer._around, modeling_distilbert.TransformerBlock)
 TransformerBlock = joined(_Layer, modeling_distilbert.TransformerBlock)
 
 
@@ -51,10 +51,18 @@ class DistilBertModel(_encoder.EncoderModel, transformers.DistilBertModel):
         return self.transformer.layer
 
 
+def _is_as_made(loss: Any) -> bool:
+    """Whether a loss is the parent's: the user may set another, or one with other options."""
+    if not is_plain(loss, nn.CrossEntropyLoss) or loss.weight is not None:
+        return False
+    return (loss.ignore_index, loss.label_smoothing, loss.reduction) == (-100, 0.0, "mean")
+
+
 class DistilBertForMaskedLM(_heads.MaskedLM, transformers.DistilBertForMaskedLM):
     def _compute(self, labels: Tensor | None, inputs: Any, *how: Any) -> Any:
-        if labels is None or is_plain(self.mlm_loss_fct, nn.CrossEntropyLoss):
+        if labels is None or _is_as_made(self.mlm_loss_fct):
             return super()._compute(labels, inputs, *how)
+        inputs["unpad"] = False  # nobody knows which rows it reads, so all are computed
         outputs, _, logits = super()._compute(None, inputs, None, True, None)
         return outputs, self.mlm_loss_fct(logits.flatten(0, 1), labels.flatten()), logits
 

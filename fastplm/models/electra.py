@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.models.electra import modeling_electra
 from transformers.models.electra.modeling_electra import ElectraForPreTrainingOutput
@@ -103,6 +103,10 @@ class ReplacedTokenDetection(FastplmModel):
         )
         features = self.features(outputs.last_hidden_state)
         loss = logits = None
+        if _heads.wants_logits(self, output_logits, labels):
+            logits = self.logits(features)
+            if ragged is not None:
+                logits = ragged.pad(logits[..., None]).squeeze(-1)
         if labels is not None:
             where = type(self).__name__
             check_tensor(where, "labels", labels)
@@ -113,21 +117,13 @@ class ReplacedTokenDetection(FastplmModel):
                 check_shape(where, "labels", labels, attention_mask.shape, "[B, T]")
                 in_loss = in_loss & attention_mask.bool()
             share = batch_share(labels, num_items_in_batch)
-            if ragged is not None:
+            prediction = self.prediction()
+            if logits is not None and logits.requires_grad:  # the loss is a function of them
+                features, prediction = logits[..., None], nn.Identity()
+            elif ragged is not None:
                 labels = ragged.pack(labels)
                 in_loss = ragged.pack(in_loss) & (ragged.positions >= 0)
-            loss = rtd_loss(
-                features,
-                labels,
-                self.prediction(),
-                in_loss,
-                where=where,
-            )
-            loss = loss * share
-        if _heads.wants_logits(self, output_logits, labels):
-            logits = self.logits(features)
-            if ragged is not None:
-                logits = ragged.pad(logits[..., None]).squeeze(-1)
+            loss = rtd_loss(features, labels, prediction, in_loss, where=where) * share
         return ElectraForPreTrainingOutput(loss=loss, logits=logits, **_heads.recorded(outputs))
 
     def _splits_head(self) -> bool:

@@ -34,7 +34,7 @@ from fastplm.models import (
     ELECTRA_SECOND_STAGES,
     ELECTRA_SHARINGS,
 )
-from fastplm.models._base import FastplmModel, TiedLookup, check_input_ids, check_parts
+from fastplm.models._base import FastplmModel, TiedLookup, check_input_ids, check_parts, fitted
 from fastplm.models._encoder import EMBEDDING_TABLES
 from fastplm.models._ragged import Unpad, backbone_unpad, rows_at, slots_of_labels
 from fastplm.models.deberta_v2 import DebertaV2ForMaskedLM, DebertaV2ForPreTraining
@@ -756,6 +756,10 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
         either = torch.logaddexp(F.logsigmoid(copy), predicted)
         losses = torch.where(ids == originals, either, predicted).neg()
         return losses.masked_fill(originals == IGNORE_INDEX, 0.0)
+
+
+# Arguments by position come in the order of the discriminator's.
+fitted(ElectraForJointPreTraining, ElectraForPreTraining)
 
 
 def _per_token(

@@ -163,6 +163,8 @@ class GPT2LMHeadModel(CausalLM, transformers.GPT2LMHeadModel):
     Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
     """
 
+    _loss_by_name = False
+
 
 class GPT2DoubleHeadsModel(DoubleHeads, transformers.GPT2DoubleHeadsModel):
     _output = modeling_gpt2.GPT2DoubleHeadsModelOutput

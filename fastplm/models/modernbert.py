@@ -62,17 +62,24 @@ class ModernBertModel(_described.Encoder, transformers.ModernBertModel):
 
 
 class ModernBertForMaskedLM(_heads.MaskedLM, transformers.ModernBertForMaskedLM):
+    _loss_by_name = False
+
     def _head(self) -> _heads.Head:
         return self.head, self.decoder
 
+    def _kept(self, labels: Tensor) -> Tensor | None:
+        return labels.flatten() != self.sparse_pred_ignore_index if self.sparse_prediction else None
+
     def _compute(self, labels: Tensor | None, inputs: Any, *how: Any) -> Any:
-        if labels is None or not self.sparse_prediction:
+        kept = None if labels is None else self._kept(labels)
+        if labels is None or kept is None:
             return super()._compute(labels, inputs, *how)
-        labelled = labels != self.sparse_pred_ignore_index
-        labels = labels.masked_fill(~labelled, -100)
+        labels = labels.masked_fill(~kept.view(labels.shape), -100)
         outputs, loss, logits = super()._compute(labels, inputs, *how)
         if logits is not None:
-            logits = logits.flatten(0, 1)[labelled.flatten()]
+            logits = logits.flatten(0, 1)[kept]
+            if logits.requires_grad:
+                loss = _heads.loss_of_logits(self, logits, labels.flatten()[kept], *how[2:])
         return outputs, loss, logits
 
 

@@ -54,7 +54,7 @@ _AROUND = (
     *(modeling_mpnet.MPNetAttention, MPNetSelfAttention),
     *(modeling_mpnet.MPNetIntermediate, modeling_mpnet.MPNetOutput),
 )
-stand_for(*_AROUND)
+stand_for(*_AROUND, modeling_mpnet.MPNetLayer)
 MPNetLayer = joined(
     *(_Layer, modeling_mpnet.MPNetLayer), _around=_AROUND, _feed_forward_method=None
 )

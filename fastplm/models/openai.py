@@ -118,7 +118,7 @@ class Block(SetsDropoutRows, modeling_openai.Block):
         return Layer((attention,), feed_forward, self.training)
 
 
-stand_for(modeling_openai.Attention, modeling_openai.MLP, Attention, MLP)
+stand_for(modeling_openai.Attention, modeling_openai.MLP, modeling_openai.Block, Attention, MLP)
 
 
 class _FusedLayers:

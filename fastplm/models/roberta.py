@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
+from transformers.activations import gelu
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 from transformers.models.roberta import modeling_roberta
 
@@ -52,7 +53,7 @@ class LMHead:
         return (self._transform, head.decoder) if _heads.as_made(self, head) else (None, head)
 
     def _transform(self: Any, rows: Tensor) -> Tensor:
-        return self.lm_head.layer_norm(nn.functional.gelu(self.lm_head.dense(rows)))
+        return self.lm_head.layer_norm(gelu(self.lm_head.dense(rows)))
 
 
 class RobertaModel(Backbone, transformers.RobertaModel):

@@ -41,6 +41,7 @@ from fastplm.models._layer import (
     Layer,
     Ready,
     run_blocks,
+    stand_for,
 )
 from fastplm.models._ragged import SetsDropoutRows, Unpad
 from fastplm.models._seq2seq import (
@@ -176,6 +177,10 @@ _ATTENTIONS = {
     modeling_t5.T5LayerSelfAttention: "SelfAttention",
     modeling_t5.T5LayerCrossAttention: "EncDecAttention",
 }
+
+
+stand_for(*_ATTENTIONS, modeling_t5.T5LayerFF, T5Attention, T5Block, modeling_t5.T5Block)
+stand_for(T5DenseActDense, T5DenseGatedActDense, T5LayerNorm)
 
 
 class _Blocks(Blocks):

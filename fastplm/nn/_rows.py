@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Iterable, Sequence
@@ -161,13 +162,26 @@ def kind_of(module: Any) -> Any:
     return THAWED.get(kind, kind)
 
 
+@functools.cache
+def is_known(function: Any) -> bool:
+    """Whether it and all that it wraps was written in PyTorch, Transformers or this package."""
+    while function is not None:
+        written = getattr(function, "__globals__", {}).get("__name__", "").split(".")[0]
+        if written not in ("fastplm", "torch", "transformers"):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
 def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     """Whether a module is of one of these classes, with no hooks and no replaced forward.
 
     Only then may its weights be used without calling it. Adapters, hooks and wrappers that shard
-    the weight need the call.
+    the weight need the call, and so does a forward that somebody has set on the class.
     """
-    return are_plain((module,), *kinds)
+    if not are_plain((module,), *kinds):
+        return False
+    return torch.compiler.is_compiling() or is_known(type(module).forward)
 
 
 def are_plain(modules: Iterable[nn.Module], *kinds: type[nn.Module]) -> bool:
@@ -244,11 +258,11 @@ def vocabulary_loss(
     logits = decoder(rows)
     logits = logits if bias is None else logits + bias
     logits = in_fp32(logits)
+    each = F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORE_INDEX)
     if reduction == "none":
-        return F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORE_INDEX)
-    total = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORE_INDEX)
+        return each
     count = (targets != IGNORE_INDEX).sum() if normalizer is None else normalizer
-    return total / as_normalizer(count, rows.device)
+    return each.sum() / as_normalizer(count, rows.device)
 
 
 def in_fp32(values: Tensor) -> Tensor:

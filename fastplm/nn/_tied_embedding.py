@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, is_inference_mode_enabled, nn
 
 from fastplm._modes import is_exporting, is_transformed
-from fastplm.nn._rows import kind_of
+from fastplm.nn._rows import is_known, kind_of
 from fastplm.nn.linear import Linear
 from fastplm.ops.embedding_layer_norm import ADD_ROWS, adds_rows
 
@@ -73,6 +73,7 @@ def shares_table(
         and not embedding.scale_grad_by_freq
         and not embedding.sparse
         and "forward" not in vars(embedding)
+        and (torch.compiler.is_compiling() or is_known(type(embedding).forward))
         and not embedding._forward_pre_hooks
         and not embedding._forward_hooks_with_kwargs
         and not embedding._backward_hooks

@@ -8,7 +8,8 @@ import threading
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+import transformers
+from transformers import EncoderDecoderConfig, PreTrainedModel
 
 import fastplm
 from fastplm import models, ops
@@ -180,12 +181,59 @@ def test_checkpoints_go_both_ways(round_trip, name):
     round_trip(getattr(models, name), config_of(name))
 
 
-@every_class
+#: Classes without a parent of their name; their arguments come in the order of these.
+RELATIVES = {
+    "DebertaV2ForPreTraining": transformers.DebertaV2ForMaskedLM,
+    "ElectraForJointPreTraining": transformers.ElectraForPreTraining,
+}
+MODELS = [name for name in models.__all__ if hasattr(getattr(models, name), "forward")]
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_arguments_come_in_the_parents_order(name):
+    """With the parent's names, kinds and defaults, and what it says of other keywords."""
     ours = getattr(models, name)
-    theirs = list(inspect.signature(parent_of(ours).forward).parameters)
-    theirs = [argument for argument in theirs if argument != "kwargs"]
-    assert list(inspect.signature(ours.forward).parameters)[: len(theirs)] == theirs
+    parent = RELATIVES.get(name) or parent_of(ours)
+    theirs, found = (
+        [*inspect.signature(kind.forward).parameters.values()] for kind in (parent, ours)
+    )
+    assert theirs.pop().kind is found[-1].kind is inspect.Parameter.VAR_KEYWORD
+    for one, other in zip(theirs, found, strict=False):
+        assert (one.name, one.kind) == (other.name, other.kind)
+        assert one.default == other.default
+    said = inspect.signature(parent.forward).parameters["kwargs"].annotation
+    assert found[-1].annotation == said
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_argument_may_come_by_position(name):
+    if name == "EncoderDecoderModel":
+        config = EncoderDecoderConfig.from_encoder_decoder_configs(*[small_config("bert")] * 2)
+        config.update(dict(decoder_start_token_id=1, pad_token_id=0))
+    elif name == "ElectraForJointPreTraining":
+        config = models.ElectraJointConfig.from_discriminator(
+            small_config("electra"), generator_size=1.0
+        )
+    elif name == "DebertaV2ForPreTraining":
+        config = small_config("deberta_v2")
+    else:
+        config = config_of(name)
+    model = getattr(models, name)(config).eval()
+    like = {"ElectraForJointPreTraining": "ElectraForMaskedLM"}.get(name, name)
+    like = "ElectraForPreTraining" if name == "DebertaV2ForPreTraining" else like
+    given = inputs_of(like, getattr(config, "discriminator", config), PADDINGS["right"])
+    order = inspect.signature((RELATIVES.get(name) or parent_of(type(model))).forward).parameters
+    names = [one for one in order if one not in ("self", "kwargs")]
+    last = max(names.index(one) for one in given)
+    defaults = [order[one].default for one in names[: last + 1]]
+    torch.manual_seed(0)
+    expected = model(**given)
+    torch.manual_seed(0)
+    values = [given.get(one, other) for one, other in zip(names, defaults, strict=False)]
+    out = model(*values)
+    assert same([out[0]], [expected[0]])
+    with pytest.raises(TypeError, match="multiple values"):
+        model(*values, **{names[0]: values[0]})
 
 
 #: The arguments that our classes add; their docstrings say what these mean. Others read from a
@@ -210,6 +258,9 @@ def test_a_signature_has_the_parents_names_and_those_of_our_options():
         names = inspect.signature(ours.forward).parameters
         assert theirs.keys() <= names.keys(), ours
         assert names.keys() - theirs.keys() - {"inputs", "kwargs"} <= ADDED, ours
+        one, other = [*theirs.values()][-1], [*names.values()][-1]
+        if one.kind is one.VAR_KEYWORD:
+            assert one.annotation == other.annotation, ours
 
 
 @pytest.mark.parametrize("name", [n for n in CLASSES if takes_flat_labels(n)])

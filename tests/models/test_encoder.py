@@ -338,19 +338,6 @@ def test_a_backbone_of_transformers_in_a_head_of_ours_is_an_error():
         model(ids)
 
 
-@pytest.mark.parametrize("how", ["ignore_index", "loss_function"])
-def test_a_causal_loss_of_the_users(hold, how):
-    ids, labels = batch()
-    ours, parent = pair("BertLMHeadModel", is_decoder=True)
-    given = {"input_ids": ids, "attention_mask": MASK, "labels": labels}
-    if how == "ignore_index":
-        given |= {"labels": labels.masked_fill(labels == -100, 0), "ignore_index": 0}
-    else:
-        for model in (ours, parent):
-            model.loss_function = lambda logits, labels, **_: logits[labels != -100].square().mean()
-    hold(ours, parent, loss_of(**given))
-
-
 def test_a_decoder_takes_an_encoder_mask_of_4_dimensions(hold):
     ids, labels = batch()
     states = torch.randn(ROWS, 5, 32)

@@ -14,6 +14,8 @@ from fastplm.models import _layer
 
 from .conftest import (
     CLASSES,
+    FAMILIES,
+    LANGUAGE_MODELS,
     PADDINGS,
     config_of,
     gradients,
@@ -321,3 +323,80 @@ def test_a_class_whose_forward_was_replaced_is_called(monkeypatch, ran):
     monkeypatch.setattr(nn.LayerNorm, "forward", lambda self, x: 2 * original(self, x))
     ran.clear()
     assert not torch.allclose(model(**inputs).loss, before) and not ran
+
+
+class _Counts(contextlib.AbstractContextManager):
+    """Counts the calls of a class, whose forward is another one inside."""
+
+    def __init__(self, kind):
+        self.kind, self.forward, self.count = kind, kind.forward, 0
+        self.own = "forward" in vars(kind)
+
+    def __enter__(self):
+        def forward(module, *args, **kwargs):
+            self.count += 1
+            return self.forward(module, *args, **kwargs)
+
+        self.kind.forward = forward
+        return self
+
+    def __exit__(self, *_):
+        if self.own:
+            self.kind.forward = self.forward
+        else:
+            del self.kind.forward
+
+
+def _first(out):
+    return out[0].detach()
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_forward_set_on_the_class_of_a_module_is_called_where_the_parents_is(family, frozen):
+    """``type(module).forward = f`` of each module, and then as before."""
+    name = LANGUAGE_MODELS[family]
+    ours, parent = pair(name)
+    given = inputs_of(name, ours.config, PADDINGS["right"])
+    fastplm.freeze(ours) if frozen else None
+    kinds = {}
+    for module, theirs in zip(ours.modules(), parent.modules(), strict=True):
+        kinds.setdefault(type(module), type(theirs))
+    with torch.set_grad_enabled(not frozen):
+        expected = _first(ours(**given))
+        for kind, theirs in kinds.items():
+            with _Counts(theirs) as of_parent:
+                parent(**given)
+            with _Counts(kind) as counted:
+                out = _first(ours(**given))
+            # Of a frozen model's classes others may not be frozen; attention draws its own dropout.
+            few = frozen or issubclass(kind, nn.Dropout | nn.Identity)
+            assert counted.count >= (min(1, of_parent.count) if few else of_parent.count), kind
+            torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-4)
+            assert torch.equal(_first(ours(**given)), expected)
+
+
+@pytest.mark.parametrize("family", [one for one in FAMILIES if one != "bart"])
+def test_a_forward_set_on_transformers_class_of_a_layer_is_called(family):
+    """But that of BART's layers: fastplm has another one in its place."""
+    ours, parent = pair(LANGUAGE_MODELS[family])
+    given = inputs_of(LANGUAGE_MODELS[family], ours.config, PADDINGS["right"])
+    with _Counts(type(_layer_of(parent))) as counted:
+        ours(**given)
+    assert counted.count
+
+
+def _layer_of(model):
+    """The first module in a list that holds others: a layer."""
+    lists = [one for one in model.modules() if isinstance(one, nn.ModuleList)]
+    first = lists[0][0]
+    return first.albert_layers[0] if hasattr(first, "albert_layers") else first
+
+
+def test_a_class_that_is_replaced_before_its_family_is_imported_is_called(monkeypatch):
+    monkeypatch.setattr(_layer, "_STANDS_FOR", dict(_layer._STANDS_FOR))
+    original = nn.LayerNorm.forward
+    monkeypatch.setattr(nn.LayerNorm, "forward", lambda self, x: original(self, x))
+    assert _layer.is_patched()
+    _layer.stand_for(nn.LayerNorm)
+    assert _layer.is_patched()
