@@ -421,6 +421,14 @@ class _PlainHead:
 
 class _Generation(_PlainHead, _Shifts, ConditionalGeneration):
     _caches_beside_loss = False
+    #: The inputs with which the parent's head runs.
+    _others: tuple[str, ...] = ()
+
+    @functools.wraps(ConditionalGeneration.forward)
+    def forward(self, **inputs: Any) -> Any:
+        if _any_of(self._others, inputs):
+            return self._parent.forward(self, **inputs)
+        return super().forward(**inputs)
 
     def _backbone(self: Any, **inputs: Any) -> Any:
         return self.base_model(**inputs)
@@ -457,7 +465,7 @@ def classes_like_barts(root: PreTrainedModel, name: str | None, plain: bool) -> 
         "labels",
         "decoder_input_ids",
     } <= inputs.keys() and root.get_output_embeddings() is not None:
-        found |= [_of(root, _Generation)]
+        found |= [_of(root, _Generation, _others=())]
     elif "ForCausalLM" in kind or "logits_to_keep" in inputs:
         unshifted = "Decoder" in type(backbone).__name__
         causal = bart.DecoderCausalLM if unshifted else _heads.CausalLM

@@ -149,13 +149,16 @@ def _of_sides(model: Any, plain: Any, right: Any, predicts: bool) -> Iterator[Tr
     ids = alone["input_ids"].flip(0)
     yield Trial((_without(plain, "labels") | {"decoder_input_ids": ids},), "decoder_input_ids")
     seen = alone["attention_mask"]
-    both = {"decoder_input_ids": ids, "decoder_attention_mask": seen}
+    scattered = torch.tensor(_MASKS[0], device=model.device)
+    both = {"decoder_input_ids": ids, "decoder_attention_mask": scattered}
     yield Trial((alone | both,), "decoder_attention_mask")
     rows = model.get_input_embeddings()(ids).detach()
     yield Trial((alone | {"decoder_inputs_embeds": rows},), "decoder_inputs_embeds")
     if predicts:
         labels = ids.masked_fill(seen.flip(0) == 0, -100)
         yield Trial((alone | {"labels": labels},), gradients=True)
+        both = {"labels": labels, "decoder_inputs_embeds": rows}
+        yield Trial((alone | both,), "decoder_inputs_embeds")
 
 
 def _batch_for(model: Any, mask: Any) -> dict[str, Any]:
@@ -331,12 +334,16 @@ def _are_equal(ours: Any, theirs: Any) -> bool:
 
 def _rates(model: nn.Module) -> Iterator[tuple[_Role, nn.Module, str]]:
     """The probabilities of dropout: (where, the module, the attribute)."""
+    kinds = nn.Dropout, Dropout
     for path, module in model.named_modules():
-        alone = isinstance(module, (nn.Dropout, Dropout))
-        place = ".".join(part for part in path.split(".") if not part.isdigit())
+        alone = isinstance(module, kinds)
+        parts = path.split(".")[: -1 if alone else None]
+        place = ".".join(part for part in parts if not part.isdigit())
+        # Attention may have a module and a number of the same meaning.
+        beside = alone or any(isinstance(child, kinds) for child in module.children())
         for name, value in vars(module).items():
             if isinstance(value, float) and (alone and name == "p" or "drop" in name):
-                yield (place, name), module, name
+                yield (place, "" if beside else name), module, name
 
 
 @contextlib.contextmanager
