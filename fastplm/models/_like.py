@@ -156,6 +156,27 @@ class _ByModules(EncoderLayer):
         return None
 
 
+class _Summary(_heads.MultipleChoice):
+    """Mixin of a head that reads what its summary of the text says, as the last row."""
+
+    sequence_summary: Any
+
+    def _select_rows(self, inputs: dict[str, Any], labels: Tensor | None) -> None:
+        kind = self.sequence_summary.summary_type
+        if kind == "first":
+            super()._select_rows(inputs, labels)
+        elif kind != "last":
+            inputs["unpad"] = False
+        elif (shape := self._shape(inputs)) is not None:
+            count, length = shape[:-1].numel(), shape[-1]
+            ends = torch.arange(1, count + 1, device=self.device) * length - 1  # type: ignore
+            _heads.set_output_rows(self, inputs, ends)
+
+    def _shape(self, inputs: dict[str, Any]) -> torch.Size | None:
+        rows, ids = inputs.get("inputs_embeds"), inputs.get("input_ids")
+        return rows.shape[:-1] if rows is not None else None if ids is None else ids.shape
+
+
 class _WholeHead:
     """Mixin of a head with a module that makes logits of hidden states."""
 
@@ -259,6 +280,8 @@ def _head_of(root: Any, own_name: str | None) -> dict[type, type]:
         mixins = [_heads.CausalLM]
     if root.base_model is root or not mixins:
         return {}
+    if mixins[0] is _heads.MultipleChoice and hasattr(root, "sequence_summary"):
+        mixins = [_Summary]
     if issubclass(mixins[0], _heads.LanguageModel):
         known = {*inspect.signature(root.base_model.forward).parameters, *_INPUTS}
         if not inputs.keys() <= known | {"labels", "logits_to_keep"}:  # it has another task, too

@@ -111,7 +111,8 @@ def _trials(model: Any) -> Iterator[Trial]:
     if predicts:  # which may compute the labelled rows alone
         yield Trial((padded,), drops="", gradients=True, read=("loss",))
     if (inner := model.base_model) is not model:  # what the head does not read, as a pooler
-        yield Trial((_batch_for(inner, _MASKS[0]),), inner=True, gradients=True)
+        # At the right: before the first token, a decoder's pooler reads what attends to nothing.
+        yield Trial((_batch_for(inner, _MASKS[1]),), inner=True, gradients=True)
     for role in dict.fromkeys(role for role, *_ in _rates(model)):
         yield Trial((_without(padded, "labels"),), drops=role)
     if config.is_encoder_decoder:
@@ -126,11 +127,10 @@ def _trials(model: Any) -> Iterator[Trial]:
             elif name in within:
                 given = _without_ids(_batch_for(inner, _MASKS[1] if seed else None), name)
                 yield Trial((given | values,), name, inner=True, **how)
-            if name in within and "use_cache" in names and getattr(config, "is_decoder", False):
-                if name in names and name == "encoder_hidden_states":
-                    yield Trial(_in_two(model, batch | values), name, gradients=None)
-    caches = predicts or inner is model
-    if "use_cache" in names and caches and (config.is_encoder_decoder or config.is_decoder):
+            if name == "encoder_hidden_states" and {name, "use_cache"} <= names.keys():
+                yield Trial(_in_two(model, batch | values), name, gradients=None)
+    decodes = config.is_encoder_decoder or getattr(config, "is_decoder", False)
+    if "use_cache" in names and decodes and (predicts or inner is model):
         yield Trial(_in_two(model, right), "use_cache", gradients=None)
     yield Trial((right | {"output_hidden_states": True},), "output_hidden_states")
     if "logits_to_keep" in names:
