@@ -132,7 +132,6 @@ def _trials(model: Any) -> Iterator[Trial]:
     decodes = config.is_encoder_decoder or getattr(config, "is_decoder", False)
     if "use_cache" in names and decodes and (predicts or inner is model):
         yield Trial(_in_two(model, right), "use_cache", gradients=None)
-    yield Trial((right | {"output_hidden_states": True},), "output_hidden_states")
     if "logits_to_keep" in names:
         kept = _without(plain, "labels") | {"logits_to_keep": 2}
         yield Trial((kept,), "logits_to_keep", gradients=None)
