@@ -149,6 +149,7 @@ def _of_sides(model: Any, plain: Any, right: Any, predicts: bool) -> Iterator[Tr
     yield Trial((_without(plain, "labels") | {"decoder_input_ids": ids},), "decoder_input_ids")
     seen = alone["attention_mask"]
     scattered = torch.tensor(_MASKS[0], device=model.device)
+    scattered[:, 0] = 1  # as a row before it would attend to nothing
     both = {"decoder_input_ids": ids, "decoder_attention_mask": scattered}
     yield Trial((alone | both,), "decoder_attention_mask")
     rows = model.get_input_embeddings()(ids).detach()
