@@ -60,8 +60,9 @@ class Proof:
         with self._undisturbed():
             self.trials = list(_trials(model))
             self.before = [self._outcome(trial) for trial in self.trials]
-        if isinstance(self.before[0], type):
-            raise self.before[0]("the model does not take ids alone")
+        for one in self.before[:2]:
+            if isinstance(one, type):
+                raise ValueError(f"{one.__name__} for ids, or ids and a mask, alone")
 
     def differs(self) -> set[str]:
         """The inputs with which the model computes something else now, or raises another error.
@@ -92,7 +93,9 @@ class Proof:
                 outputs = _outputs(model, trial)
             found: Any = ()
             if trial.gradients:
-                total = sum((one * _weights(one)).sum() for one in outputs if one.requires_grad)
+                total: Any = sum(
+                    (one * _weights(one)).sum() for one in outputs if one.requires_grad
+                )
                 found = torch.autograd.grad(total, self.parameters, allow_unused=True)
         except Exception as error:
             return type(error)
