@@ -481,7 +481,7 @@ def classes_like_barts(root: PreTrainedModel, name: str | None, plain: bool) -> 
     kind, inputs = type(root).__name__, inspect.signature(root.forward).parameters
     backbone: Any = root.base_model
     if root.config.is_encoder_decoder and isinstance(backbone, PreTrainedModel):
-        found |= [_of(backbone, _DecodesIds)]
+        found |= [_of(backbone, GetsMore, _DecodesIds)]
     if root is backbone:
         return found
     if {
@@ -494,9 +494,9 @@ def classes_like_barts(root: PreTrainedModel, name: str | None, plain: bool) -> 
         causal = bart.DecoderCausalLM if unshifted else _heads.CausalLM
         found |= [_of(root, _PlainHead, causal)]
     elif kind.endswith("ForSequenceClassification"):
-        found |= [_of(root, LastEosClassification)]
+        found |= [_of(root, LastEosClassification, PassesOn)]
     elif kind.endswith("ForQuestionAnswering"):
-        found |= [_of(root, DecoderQuestionAnswering)]
+        found |= [_of(root, DecoderQuestionAnswering, PassesOn)]
     return found
 
 

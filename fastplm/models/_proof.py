@@ -212,10 +212,10 @@ def _further(model: Any, seed: int) -> dict[str, dict[str, Tensor]]:
 
     def numbers(most: int, *more: int, columns: int = _LENGTH) -> Tensor:
         shape = _BATCH, columns, *more
-        return torch.randint(most, shape, generator=generator).to(device)
+        return torch.randint(most, shape, generator=generator, device="cpu").to(device)
 
     def floats(columns: int, width: int) -> Tensor:
-        out = torch.randn(_BATCH, columns, width, generator=generator)
+        out = torch.randn(_BATCH, columns, width, generator=generator, device="cpu")
         return out.to(device, model.dtype)
 
     sizes = getattr(config, "type_vocab_sizes", None)  # of tables, one for each column
