@@ -359,3 +359,11 @@ def test_the_cells_of_a_table_count_their_own_positions():
     for mask in (None, MASK):
         given = {"input_ids": IDS, "attention_mask": mask, "token_type_ids": types}
         torch.testing.assert_close(ours(**given).logits, theirs(**given).logits)
+
+
+def test_sparse_attention_stays_sparse():
+    """BigBird's becomes full for good at the first short text, as those of the proof are."""
+    model = stock("bigbird_pegasus", "BigBirdPegasusModel", attention_type="block_sparse")
+    with contextlib.suppress(UnsupportedError):
+        fastplm.accelerate(model)
+    assert model.encoder.attention_type == "block_sparse"
