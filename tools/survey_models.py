@@ -541,7 +541,10 @@ what becomes of the {count} text models that its Auto classes list, made small w
 *By name* is `attn_implementation="fastplm"`; *by accelerate* is `fastplm.accelerate(model)`.
 Each is compared in fp64 with its own eager attention: without padding, with padding at the right,
 at the left and scattered, with other later tokens, with other values in the padding, its gradients,
-what it generates from left padding, and in fp32.
+what it generates from left padding, and in fp32. Where the last column says drop-in, every head of
+the family is one that reads a text alone (`tests/models/test_proof.py`): not LUKE's heads of
+entities, Splinter's pre-training, Whisper with its encoder, and BigBird-Pegasus with its encoder,
+whose attention is sparse.
 """
 
 

@@ -40,9 +40,10 @@ def accelerate(model: _Model) -> _Model:
     A model of Transformers without a class in ``fastplm.models``, whose layers are put together as
     those of BERT or BART, gets classes of its own, if these prove to compute the same: a few short
     texts, with and without padding, run through the model before and after, forward and backward,
-    and with each dropout. That needs a model in fp32 or fp64, on a CPU or a GPU; change its dtype
-    afterwards. In all other models of Transformers only the attention implementation changes, if
-    they support one.
+    with each input and each dropout. An input with which they compute something else is left to the
+    parent, which then computes padding, too. The proof needs a model in fp32 or fp64, on a CPU or a
+    GPU; change its dtype afterwards. In all other models of Transformers only the attention
+    implementation changes, if they support one.
 
     Args:
         model: a model of Transformers, a module that contains models, such as a

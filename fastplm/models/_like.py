@@ -9,7 +9,6 @@ from __future__ import annotations
 import copyreg
 import functools
 import inspect
-import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -91,9 +90,14 @@ def _of(module: nn.Module, *mixins: Any, **attributes: Any) -> tuple[type, type]
 # --- mixins ---------------------------------------------------------------------------------------
 
 
+def _any_of(names: tuple[str, ...], inputs: dict[str, Any]) -> bool:
+    return any(inputs.get(name) is not None for name in names)
+
+
 class _Backbone(EncoderModel):
     """Mixin of a backbone that may have further inputs."""
 
+    #: The inputs with which the parent computes everything, padding too.
     _others: tuple[str, ...] = ()
     _has_types = True
 
@@ -106,15 +110,19 @@ class _Backbone(EncoderModel):
         **inputs: Any,
     ) -> Any:
         given = input_ids if inputs_embeds is None else inputs_embeds
+        inputs |= dict(input_ids=input_ids, inputs_embeds=inputs_embeds)
+        here = {"parents": _any_of(self._others, {**inputs, "token_type_ids": token_type_ids})}
         if token_type_ids is None and self._has_types and given is not None:
             # The parent may have them for as many rows as it has positions.
             token_type_ids = torch.zeros(given.shape[:2], dtype=torch.int64, device=given.device)
-        inputs |= dict(input_ids=input_ids, inputs_embeds=inputs_embeds)
-        return super().forward(token_type_ids=token_type_ids, **inputs)
+        return within(here, super().forward, token_type_ids=token_type_ids, **inputs)
 
     def _keeps_padding(self, masks: Any, kwargs: dict[str, Any], layers: bool = True) -> Any:
-        others = any(kwargs.get(name) is not None for name in self._others)
-        return "inputs" if others else super()._keeps_padding(masks, kwargs, layers)
+        return "inputs" if HERE.parents else super()._keeps_padding(masks, kwargs, layers)
+
+    def _positions(self, input_ids: Tensor | None, given: Tensor) -> Any:
+        # They may depend on these inputs, as TAPAS' on the cells of a table.
+        return None if HERE.parents else super()._positions(input_ids, given)
 
 
 class _LinearPooler:
@@ -146,6 +154,27 @@ class _ByModules(EncoderLayer):
 
     def _parts(self: Any, no_hooks: bool = True) -> None:
         return None
+
+
+class _Summary(_heads.MultipleChoice):
+    """Mixin of a head that reads what its summary of the text says, as the last row."""
+
+    sequence_summary: Any
+
+    def _select_rows(self, inputs: dict[str, Any], labels: Tensor | None) -> None:
+        kind = self.sequence_summary.summary_type
+        if kind == "first":
+            super()._select_rows(inputs, labels)
+        elif kind != "last":
+            inputs["unpad"] = False
+        elif (shape := self._shape(inputs)) is not None:
+            count, length = shape[:-1].numel(), shape[-1]
+            ends = torch.arange(1, count + 1, device=self.device) * length - 1  # type: ignore
+            _heads.set_output_rows(self, inputs, ends)
+
+    def _shape(self, inputs: dict[str, Any]) -> torch.Size | None:
+        rows, ids = inputs.get("inputs_embeds"), inputs.get("input_ids")
+        return rows.shape[:-1] if rows is not None else None if ids is None else ids.shape
 
 
 class _WholeHead:
@@ -251,6 +280,8 @@ def _head_of(root: Any, own_name: str | None) -> dict[type, type]:
         mixins = [_heads.CausalLM]
     if root.base_model is root or not mixins:
         return {}
+    if mixins[0] is _heads.MultipleChoice and hasattr(root, "sequence_summary"):
+        mixins = [_Summary]
     if issubclass(mixins[0], _heads.LanguageModel):
         known = {*inspect.signature(root.base_model.forward).parameters, *_INPUTS}
         if not inputs.keys() <= known | {"labels", "logits_to_keep"}:  # it has another task, too
@@ -333,7 +364,7 @@ class _Stack(_Named, Stack):
             fix = "Pass the padded batch and its attention_mask: its padding is left out."
             expected = "None, as the positions of this model count through a row"
             fail(type(self).__name__, "cu_seq_lens_q", "a value", expected, fix, UnsupportedError)
-        if any(kwargs.get(name) is not None for name in self._others):
+        if HERE.parents or _any_of(self._others, kwargs):
             return "inputs"
         parts = [*self._layers(), *(layer.self_attn for layer in self._layers())]
         parts += [layer.encoder_attn for layer in self._layers() if hasattr(layer, "encoder_attn")]
@@ -345,7 +376,8 @@ class _Stack(_Named, Stack):
         # Rows that are packed have their positions in the batch that is given here.
         given = input_ids if inputs_embeds is None else inputs_embeds
         inputs |= dict(input_ids=input_ids, inputs_embeds=inputs_embeds)
-        return within({"given": given}, super().forward, **inputs)
+        here = {"given": given, "parents": _any_of(self._others, inputs)}
+        return within(here, super().forward, **inputs)
 
     def _on_rows(self, *, attention_mask: Any = None, rows: Any = None, **inputs: Any) -> Any:
         here: dict[str, Any] = {"packed": (HERE.given, rows.packed)}
@@ -371,11 +403,36 @@ class _Projected(OwnAttention):
         return self.out_proj(context)
 
 
-class _Shifts(EncoderDecoder):
+class _Shifts:
+    """Mixin of a model that may make the ids of a decoder of others, as its parent does."""
+
+    #: The function of the parent's Python module, if its forward calls it.
+    _shift: Callable[..., Tensor] | None = None
+    _parent: Any = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        theirs = [one for one in cls.__mro__ if one.__module__.startswith("transformers.models.")]
+        if theirs:
+            forward: Any = inspect.unwrap(theirs[0].forward)  # type: ignore[attr-defined]
+            cls._parent, name = theirs[0], "shift_tokens_right"
+            function = forward.__globals__[name] if name in forward.__code__.co_names else None
+            cls._shift = None if function is None else staticmethod(function)
+
+    def _shifted(self: Any, ids: Tensor) -> Tensor:
+        _, *names = inspect.signature(self._shift).parameters  # such as pad_token_id
+        return self._shift(ids, *(getattr(self.config, name) for name in names))
+
+
+class _DecodesIds(_Shifts, EncoderDecoder):
     """Mixin of an encoder and a decoder, which may begin with the ids of the encoder."""
 
     def _default_decoder_ids(self, input_ids: Tensor | None) -> Tensor | None:
-        return None if input_ids is None else shifted_right(self, input_ids)
+        if self._shift is None:  # the decoder raises then
+            return None
+        if input_ids is None:
+            self._parent.forward(self)  # which raises
+        return self._shifted(input_ids)  # type: ignore[arg-type]
 
 
 class _PlainHead:
@@ -385,8 +442,16 @@ class _PlainHead:
         return None, self.get_output_embeddings()
 
 
-class _Generation(_PlainHead, ConditionalGeneration):
+class _Generation(_PlainHead, _Shifts, ConditionalGeneration):
     _caches_beside_loss = False
+    #: The inputs with which the parent's head runs.
+    _others: tuple[str, ...] = ()
+
+    @functools.wraps(ConditionalGeneration.forward)
+    def forward(self, **inputs: Any) -> Any:
+        if _any_of(self._others, inputs):
+            return self._parent.forward(self, **inputs)
+        return super().forward(**inputs)
 
     def _backbone(self: Any, **inputs: Any) -> Any:
         return self.base_model(**inputs)
@@ -396,15 +461,7 @@ class _Generation(_PlainHead, ConditionalGeneration):
         return None if bias is None else bias[0]
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
-        return shifted_right(self, labels)
-
-
-def shifted_right(model: Any, ids: Tensor) -> Tensor:
-    """The ids of a decoder, by the function of the model's Python module."""
-    kind = next(one for one in type(model).__mro__ if one.__module__.startswith("transformers."))
-    shift, config = sys.modules[kind.__module__].shift_tokens_right, model.config
-    given = ids, config.pad_token_id, config.decoder_start_token_id
-    return shift(*given[: len(inspect.signature(shift).parameters)])
+        return self._shifted(labels)
 
 
 def classes_like_barts(root: PreTrainedModel, name: str | None, plain: bool) -> dict[type, type]:
@@ -424,22 +481,22 @@ def classes_like_barts(root: PreTrainedModel, name: str | None, plain: bool) -> 
     kind, inputs = type(root).__name__, inspect.signature(root.forward).parameters
     backbone: Any = root.base_model
     if root.config.is_encoder_decoder and isinstance(backbone, PreTrainedModel):
-        found |= [_of(backbone, _Shifts)]
+        found |= [_of(backbone, GetsMore, _DecodesIds)]
     if root is backbone:
         return found
     if {
         "labels",
         "decoder_input_ids",
     } <= inputs.keys() and root.get_output_embeddings() is not None:
-        found |= [_of(root, _Generation)]
+        found |= [_of(root, _Generation, _others=())]
     elif "ForCausalLM" in kind or "logits_to_keep" in inputs:
         unshifted = "Decoder" in type(backbone).__name__
         causal = bart.DecoderCausalLM if unshifted else _heads.CausalLM
         found |= [_of(root, _PlainHead, causal)]
     elif kind.endswith("ForSequenceClassification"):
-        found |= [_of(root, LastEosClassification)]
+        found |= [_of(root, LastEosClassification, PassesOn)]
     elif kind.endswith("ForQuestionAnswering"):
-        found |= [_of(root, DecoderQuestionAnswering)]
+        found |= [_of(root, DecoderQuestionAnswering, PassesOn)]
     return found
 
 
@@ -495,6 +552,9 @@ def prover(root: PreTrainedModel, own: bool) -> Callable[[], bool] | None:
         return None
     if not devices <= {"cpu", "cuda"} or {*map(type, parameters)} != {nn.Parameter}:
         return None
+    # A short text, as of the proof, makes BigBird's full for good.
+    if any(getattr(one, "attention_type", None) == "block_sparse" for one in root.modules()):
+        return None
     try:
         for name in ["eager"] if own else [None, NAME]:
             tried.append(classes_like_berts(root, name))
@@ -513,16 +573,31 @@ def prover(root: PreTrainedModel, own: bool) -> Callable[[], bool] | None:
 
 
 def _replaces(root: PreTrainedModel, classes: dict[type, type], proof: Any) -> bool:
+    """Replace the classes, if they are proved. Inputs with which they compute something else are
+    left to the parent, if it then computes the same."""
     before = [(module, type(module)) for module in root.modules()]
-    for module, kind in before:
-        if (ours := classes.get(kind) or drop_in_for(module)) is not None:
-            module.__class__ = ours
-    try:
-        why = None if proof.holds() else "other results"
-    except Exception as error:
-        why = str(error)
-    if why is not None:
-        logger.debug("%s is not replaced: %s", type(root).__name__, why)
+    left: set[str] = set()
+    while True:
+        for module, kind in before:
+            ours = _leaving(classes[kind], left) if kind in classes else drop_in_for(module)
+            if ours is not None:
+                module.__class__ = ours
+        differs = proof.differs()
+        if not differs:
+            return True
+        logger.debug("%s: other results with %s", type(root).__name__, sorted(differs))
         for module, kind in before:
             module.__class__ = kind
-    return why is None
+        if "" in differs or differs <= left:
+            return False
+        left |= differs
+
+
+def _leaving(ours: Any, inputs: set[str]) -> type:
+    """A class with further inputs with which the parent runs."""
+    parent, mixins, attributes = ours._recipe
+    how = dict(attributes)
+    if not inputs or "_others" not in how:
+        return ours
+    how["_others"] = tuple(sorted({*how["_others"], *inputs}))
+    return made(parent, mixins, tuple(sorted(how.items())))

@@ -40,6 +40,7 @@ class _Here(threading.local):
         more: a model without head, and the inputs that the parent of its head did not pass on.
         given: the padded ids or embeddings of a batch.
         packed: these, and how they are packed.
+        parents: whether a model has inputs with which its parent computes everything.
     """
 
     def __init__(self) -> None:  # not in the class: Dynamo guards what an instance has
@@ -47,6 +48,7 @@ class _Here(threading.local):
         self.more: tuple[Any, dict[str, Any]] = None, {}
         self.given: Tensor | None = None
         self.packed: tuple[Tensor, Any] | None = None
+        self.parents = False
 
 
 HERE = _Here()
