@@ -61,6 +61,7 @@ class _CachedFiles(TextFiles):
     def __init__(self, paths: Sequence[Path], cache: str | Path) -> None:
         self._paths, self._cache = list(paths), Path(cache)
         self._parts: list[tuple[int, int]] = []
+        self._left_out: list[str] = []
         self._text: mmap.mmap | bytes = b""
         self._state = self._state_of_files()
         # Version 3: rows have their text in either column, and .json, .csv and .tsv have rows.
@@ -92,7 +93,8 @@ class _CachedFiles(TextFiles):
 
     def _read(self) -> None:
         """Read all files, check them, and copy their text."""
-        self._parts, self.boundaries, self._left_out, end = [], [], [], 0
+        self._parts, self.boundaries, end = [], [], 0
+        self._left_out.clear()
         with tempfile.TemporaryFile(prefix=".corpus-", dir=self._cache) as copy:
             for path in self._paths:
                 begin = end
@@ -263,7 +265,7 @@ def _lines_of(path: Path, left_out: list[str] | None = None) -> Iterator[str]:
     count, lacking = 0, []
     for row, text in texts_of(path):
         count += 1
-        if text is None or not text.strip():
+        if text is None:
             lacking.append(row)
             continue
         yield from (f"{line.strip()}\n" for line in text.splitlines() if line.strip())

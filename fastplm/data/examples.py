@@ -191,7 +191,7 @@ def _several_targets(
 
 def _value(where: str, column: str, value: Any, *, is_text: bool) -> str:
     """The text or label in a column. A value of another type is an error."""
-    if is_missing(value) or str(value).strip() == "":
+    if is_missing(value):
         _refuse(where, f"nothing in column {column!r}", "a value in each row")
     if is_text or isinstance(value, bytes):
         check_is_text(where, column, value)

@@ -140,8 +140,8 @@ def texts_of(path: str | Path, *, lines: bool = False) -> Iterator[tuple[int, st
 
 
 def is_missing(value: Any) -> bool:
-    """Whether a table has no value here: null, or NaN, as pandas writes for it."""
-    return value is None or value != value
+    """Whether a table has nothing here: null, NaN, as pandas writes for it, or white space."""
+    return value is None or value != value or (isinstance(value, str) and not value.strip())
 
 
 def check_is_text(where: str, column: str, value: Any) -> None:

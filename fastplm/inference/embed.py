@@ -247,10 +247,10 @@ def _embed_file(args: EmbedArguments, out: Path, of_words: Path) -> str:
     options["max_length"] = args.max_length or known["max_length"]
     layers = options["layers"] = args.layers or (-1,)
     with about(_WHERE, "data"):
-        found = [text for _, text in texts_of(args.data)]
-    texts = [text or "" for text in found]
-    if None in found:
-        say(f"rows of {args.data} without a text, taken as empty ones: {found.count(None):,}")
+        given = [text for _, text in texts_of(args.data)]
+    texts = [text or "" for text in given]
+    if None in given:
+        say(f"rows of {args.data} without a text, taken as empty ones: {given.count(None):,}")
     some = any(text.strip() for text in texts)
     args.check("data", some, "a file with texts", "Check it.", error=DataError)
     split = args.words is not None
