@@ -139,7 +139,9 @@ def read_documents(paths: Iterable[str | Path], *, cache: str | Path | None = No
 
     Files are UTF-8, or UTF-16 or UTF-32 with a byte-order mark, and may be compressed by gzip,
     bzip2, xz or zstd (``*.txt.gz`` and so on in a folder): the same text gives the same documents.
-    Before Python 3.14 zstd needs the package ``zstandard``.
+    Before Python 3.14 zstd needs the package ``zstandard``. A row of a table (``sources.texts_of``)
+    is a document; a line on stderr says how many rows have no text, and how many files of a folder
+    are no text files.
 
     Args:
         paths: files or folders; files of a folder come in sorted order.
@@ -153,7 +155,8 @@ def read_documents(paths: Iterable[str | Path], *, cache: str | Path | None = No
 
     Raises:
         DataError: a path is missing or cannot be read twice, a file is empty, binary, damaged or in
-            another encoding, a folder has no text in it or a file both packed and unpacked.
+            another encoding, a folder has no text in it or a file both packed and unpacked, or a row of a table has
+            no text where it should be.
         ArgumentTypeError: one path instead of several.
     """
     if isinstance(paths, (str, Path)):

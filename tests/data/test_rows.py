@@ -28,8 +28,8 @@ from fastplm.inference.score_command import read_lines
 from fastplm.inference.score_settings import ScoreArguments
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow not installed: pip install datasets")
-import pyarrow.feather  # noqa: E402
-import pyarrow.parquet  # noqa: E402
+pq = pytest.importorskip("pyarrow.parquet")
+pf = pytest.importorskip("pyarrow.feather")
 
 TEXTS = ["a b", "é c", "d e", "f g"]
 
@@ -102,13 +102,13 @@ def stream(rows, make=pa.ipc.new_stream, kind=None):
 
 def parquet(rows, kind=None):
     file = io.BytesIO()
-    pa.parquet.write_table(arrow_table(rows, kind), file, row_group_size=3)
+    pq.write_table(arrow_table(rows, kind), file, row_group_size=3)
     return file.getvalue()
 
 
 def feather(rows):
     file = io.BytesIO()
-    pa.feather.write_feather(arrow_table(rows), file)
+    pf.write_feather(arrow_table(rows), file)
     return file.getvalue()
 
 
@@ -217,7 +217,6 @@ def test_lines_that_are_no_row_are_refused_by_their_line(name, tmp_path, capsys)
     path = tmp_path / "train.jsonl"
     lines = json_lines(second(TEXTS[1])).decode().splitlines()
     path.write_text("\n".join([lines[0], LINES[name], *lines[2:]]))
-    tables = (read_table, read_sources, read_choices, read_pairs)
     for read in READERS.values():
         held(read, path, "", 2, capsys)
     path.write_text(f"\n{LINES[name]}\n" if LINES[name].startswith("{") else f"{{}}\n{LINES[name]}")
@@ -250,7 +249,7 @@ def test_types_of_arrow(form, tmp_path, capsys):
         path.write_bytes(write(rows, kind=kind))
         for read in READERS.values():
             held(read, path, TEXTS[1], 2, capsys)
-    for name, (kind, value) in OTHERS.items():
+    for kind, value in OTHERS.values():
         path.write_bytes(write([{"text": None}, {"text": value}], kind=kind))
         for read in READERS.values():
             held(read, path, "", 2, capsys)
@@ -268,11 +267,11 @@ def test_columns_of_arrow(tmp_path, capsys):
     """A column in a column has both names; two of one name are refused; no row is no text."""
     path = tmp_path / "train.parquet"
     inner = pa.array([{"text": text} for text in TEXTS])
-    pa.parquet.write_table(pa.table({"a": inner, "n": pa.array(range(4))}), path)
+    pq.write_table(pa.table({"a": inner, "n": pa.array(range(4))}), path)
     assert documents(path) == TEXTS
-    pa.parquet.write_table(pa.table([pa.array(TEXTS)] * 2, ["text", "text"]), path)
+    pq.write_table(pa.table([pa.array(TEXTS)] * 2, ["text", "text"]), path)
     held(documents, path, "", 1, capsys)
-    pa.parquet.write_table(pa.table({"text": pa.array([], pa.string())}), path)
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), path)
     with pytest.raises(DataError, match="a table without a text"):
         documents(path)
 
