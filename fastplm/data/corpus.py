@@ -155,8 +155,8 @@ def read_documents(paths: Iterable[str | Path], *, cache: str | Path | None = No
 
     Raises:
         DataError: a path is missing or cannot be read twice, a file is empty, binary, damaged or in
-            another encoding, a folder has no text in it or a file both packed and unpacked, or a row of a table has
-            no text where it should be.
+            another encoding, a folder has no text in it or a file both packed and unpacked, or a
+            row of a table has its text elsewhere.
         ArgumentTypeError: one path instead of several.
     """
     if isinstance(paths, (str, Path)):
