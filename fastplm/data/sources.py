@@ -109,10 +109,9 @@ def table_of(path: str | Path, lines: Iterable[str]) -> Rows:
 def texts_of(path: str | Path, *, lines: bool = False) -> Iterator[tuple[int, str | None]]:
     """The line or row from 1 on, and its text: of a file of text, or of a table by its name.
 
-    With ``lines`` a .csv or .tsv is a file of text.
-
-    A row has its text in the column "text" or else "content"; a table with neither, but for a
-    header and rows, in its only column of strings. The text is None where a row has none.
+    With ``lines`` a .csv or .tsv is a file of text. A row has its text in the column "text" or else
+    "content"; a table with neither, but for a header and rows, in its only column of strings. The
+    text is None where a row has none.
 
     Raises:
         DataError: the file is wrong, or a row has its text elsewhere; the message has the line.
@@ -121,15 +120,15 @@ def texts_of(path: str | Path, *, lines: bool = False) -> Iterator[tuple[int, st
     if not is_table(path) or (lines and by_name):
         yield from ((row, line.rstrip("\n")) for row, line in enumerate(lines_of(Path(path)), 1))
         return
-    only = ""
+    only: str | None = None
     for row, values in rows_of(path):
         where = f"{path}:{row}"
         usual = [name for name in _TEXTS if name in values]
         by_name |= bool(usual)
-        if not (only or by_name):
+        if only is None and not by_name:
             texts = [name for name, value in values.items() if isinstance(value, str)]
-            only = texts[0] if len(texts) == 1 else ""
-        names = usual or [only][: only in values]
+            only = texts[0] if len(texts) == 1 else None
+        names = usual or [name for name in values if name == only]
         if not names and not all(map(is_missing, values.values())):
             got, expected = f"a row with the columns {', '.join(values)}", "one of its text"
             refuse_row(where, got, expected, _NAME_IT)

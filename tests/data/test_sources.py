@@ -125,6 +125,14 @@ def test_columns_of_a_corpus(place):
     Path("two.jsonl").write_text('{"a": "x", "b": "y"}\n')
     with pytest.raises(DataError, match='two.jsonl:1.*columns a, b.*Name the column.*"text"'):
         read_documents(["two.jsonl"])
+    for name, content in (
+        ("index.csv", ",sentence\n0,x\n"),  # as pandas writes one
+        ("title.jsonl", '{"title": "a", "text": "x"}\n{"title": "b"}\n'),
+        ("lines.csv", "x\ny\n"),
+    ):
+        Path(name).write_text(content)
+        with pytest.raises(DataError, match=rf"{name}:[12]\b"):
+            read_documents([name])
     Path("no.jsonl").write_text("[1]\n")
     with pytest.raises(DataError, match="no.jsonl:1: a int; expected one JSON object"):
         read_documents(["no.jsonl"])
