@@ -221,7 +221,9 @@ def _separated(path: str | Path, lines: Iterator[str]) -> Rows:
         names = next(csv.reader([head]), [])
         numbered = _csv_rows(path, lines)
     if len(names) < 2 and names not in ([name] for name in _TEXTS):
-        refuse_row(f"{path}:1", repr(head[:60]), "a header of two columns or more, or JSON lines")
+        fix = "Write a header, or name a file of plain text .txt."
+        expected = "a header of two columns or more, or JSON lines"
+        refuse_row(f"{path}:1", repr(head[:60]), expected, fix)
     # Several columns without a name are allowed: spreadsheets write them, and no task reads them.
     found = [name for name, count in Counter(map(str.strip, names)).items() if name and count > 1]
     if found:
