@@ -136,7 +136,7 @@ def documents(path, **options):
 
 
 def lines_to_score(path):
-    return [line.text for line in read_lines(ScoreArguments(data=path), paired=False)]
+    return [line.text for line in read_lines(ScoreArguments(model="none", data=path), paired=False)]
 
 
 def beside(path):
