@@ -15,15 +15,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fastplm.data._files import SUFFIXES, check_regular, lines_of, refuse
-from fastplm.data._folder import build_once
+from fastplm.data._folder import build_once, say
 from fastplm.data.sources import fingerprint as fingerprint_of
-from fastplm.data.sources import is_table, json_lines
+from fastplm.data.sources import is_arrow, is_table, texts_of
 from fastplm.errors import ArgumentTypeError, DataError, check, message
 
 #: How a file marks where a document begins.
-Boundary = Literal["title", "blank", "line", "json"]
-#: The names of the column of texts in JSON lines and tables; the first one that is there counts.
-_COLUMNS = ("text", "content")
+Boundary = Literal["title", "blank", "line"]
 
 # ` = Robert Boulter = ` begins an article of WikiText; ` = = Career = = ` only a section of it.
 _TITLE = re.compile(r"\s*= [^=\s](.*[^=\s])? =\s*")
@@ -36,7 +34,8 @@ class TextFiles(Iterable[str]):
 
     Args:
         files: each file and what marks its documents: a WikiText title, a blank line or,
-            where a file has neither, every line of its own.
+            where a file has neither, every line of its own. Each row of a table is a document,
+            and has a blank line behind it.
     """
 
     def __init__(self, files: Sequence[tuple[Path, Boundary]]) -> None:
@@ -62,14 +61,16 @@ class _CachedFiles(TextFiles):
     def __init__(self, paths: Sequence[Path], cache: str | Path) -> None:
         self._paths, self._cache = list(paths), Path(cache)
         self._parts: list[tuple[int, int]] = []
+        self._left_out: list[str] = []
         self._text: mmap.mmap | bytes = b""
         self._state = self._state_of_files()
-        # Version 2: a lone carriage return ends no line.
-        key = hashlib.sha256(f"2 {self._state}".encode()).hexdigest()
+        # Version 3: rows have their text in either column, and .json, .csv and .tsv have rows.
+        key = hashlib.sha256(f"3 {self._state}".encode()).hexdigest()
         folder = build_once(cache, f"corpus-{key[:32]}", self._build)
         known = json.loads((folder / "corpus.json").read_text("utf-8"))
         self.boundaries: list[Boundary | None] = known["boundaries"]
         self.fingerprint: str = known["fingerprint"]
+        say("\n".join(known["left_out"]))
         found = zip(self._paths, self.boundaries, strict=True)
         super().__init__([(path, boundary) for path, boundary in found if boundary is not None])
 
@@ -87,19 +88,20 @@ class _CachedFiles(TextFiles):
     def _build(self, folder: Path) -> None:
         self._read()
         digest = fingerprint(self._copied_documents())
-        known = {"boundaries": self.boundaries, "fingerprint": digest}
+        known = {"boundaries": self.boundaries, "fingerprint": digest, "left_out": self._left_out}
         (folder / "corpus.json").write_text(json.dumps(known), "utf-8")
 
     def _read(self) -> None:
         """Read all files, check them, and copy their text."""
         self._parts, self.boundaries, end = [], [], 0
+        self._left_out.clear()
         with tempfile.TemporaryFile(prefix=".corpus-", dir=self._cache) as copy:
             for path in self._paths:
                 begin = end
 
                 def lines(path: Path = path) -> Iterator[str]:
                     nonlocal end
-                    for line in _lines_of(path):
+                    for line in _lines_of(path, self._left_out):
                         end += copy.write(line.encode())
                         yield line
 
@@ -119,7 +121,7 @@ class _CachedFiles(TextFiles):
 
 
 def _state_of(path: Path) -> tuple[Any, ...]:
-    if is_table(path):
+    if is_arrow(path):
         return (fingerprint_of(path),)
     found = check_regular(path)
     return os.path.abspath(path), found.st_size, found.st_mtime_ns
@@ -137,7 +139,9 @@ def read_documents(paths: Iterable[str | Path], *, cache: str | Path | None = No
 
     Files are UTF-8, or UTF-16 or UTF-32 with a byte-order mark, and may be compressed by gzip,
     bzip2, xz or zstd (``*.txt.gz`` and so on in a folder): the same text gives the same documents.
-    Before Python 3.14 zstd needs the package ``zstandard``.
+    Before Python 3.14 zstd needs the package ``zstandard``. A row of a table (``sources.texts_of``)
+    is a document; a line on stderr says how many rows have no text, and how many files of a folder
+    are no text files.
 
     Args:
         paths: files or folders; files of a folder come in sorted order.
@@ -151,7 +155,8 @@ def read_documents(paths: Iterable[str | Path], *, cache: str | Path | None = No
 
     Raises:
         DataError: a path is missing or cannot be read twice, a file is empty, binary, damaged or in
-            another encoding, a folder has no text in it or a file both packed and unpacked.
+            another encoding, a folder has no text in it or a file both packed and unpacked, or a
+            row of a table has its text elsewhere.
         ArgumentTypeError: one path instead of several.
     """
     if isinstance(paths, (str, Path)):
@@ -167,15 +172,19 @@ def read_documents(paths: Iterable[str | Path], *, cache: str | Path | None = No
     check(bool(named), where, "paths", "no path", "one at least", fix, DataError)
     files = [file for _, inside in named for file in inside]
     if cache is None:
-        marks = ((file, _boundary_of(file, _lines_of(file))) for file in files)
+        left_out: list[str] = []
+        marks = [(file, _boundary_of(file, _lines_of(file, left_out))) for file in files]
         documents = TextFiles([(file, mark) for file, mark in marks if mark is not None])
+        say("\n".join(left_out))
     else:
         documents = _CachedFiles(files, cache)
     found = {file for file, _ in documents.files}
     for path, inside in named:
         if found.isdisjoint(inside):
-            folder = f"a folder with {len(inside)} .txt files and no text in them"
-            refuse(path, folder if os.path.isdir(path) else "an empty file")
+            if os.path.isdir(path):
+                got = f"a folder with {len(inside)} .txt files and no text in them"
+                refuse(path, got, "Name its files, if they have other names.")
+            refuse(path, "a table without a text" if is_table(path) else "an empty file")
     return documents
 
 
@@ -230,9 +239,14 @@ def fingerprint(documents: Iterable[str]) -> str:
 
 
 def _texts_in(folder: Path) -> list[Path]:
-    """The text files below a folder, sorted."""
-    found = sorted(folder.rglob("*.txt*"))
+    """The text files below a folder, sorted; a line says how many others are left out."""
+    # Links to folders are not followed.
+    found = [path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir()]
     texts = [path for path in found if path.name.endswith(SUFFIXES) and not path.is_dir()]
+    seen = (path for path in found if "/." not in f"/{path.relative_to(folder).as_posix()}")
+    others = [path for path in seen if path not in {*texts}]
+    if others:
+        say(f"{folder}: {len(others):,} files that are no .txt are left out, such as {others[0]}.")
     unpacked: dict[str, Path] = {}
     for path in texts:
         name = str(path)[: str(path).rindex(".txt")]
@@ -243,15 +257,32 @@ def _texts_in(folder: Path) -> list[Path]:
     return texts
 
 
-def _lines_of(path: Path) -> Iterator[str]:
-    return json_lines(path) if is_table(path) else lines_of(path)
+def _lines_of(path: Path, left_out: list[str] | None = None) -> Iterator[str]:
+    """The lines of a file; those of a row of a table have a blank one behind them.
+
+    ``left_out`` gets a line about the rows that have no text, if there are any.
+    """
+    if not is_table(path):
+        yield from lines_of(path)
+        return
+    count, lacking = 0, []
+    for row, text in texts_of(path):
+        count += 1
+        if text is None:
+            lacking.append(row)
+            continue
+        yield from (f"{line.strip()}\n" for line in text.splitlines() if line.strip())
+        yield "\n"
+    if lacking and left_out is not None:
+        left_out.append(
+            f"{path}: {len(lacking):,} of {count:,} rows have no text and are left out, the first "
+            f"of them at {lacking[0]}."
+        )
 
 
 def _boundary_of(path: Path, lines: Iterable[str]) -> Boundary | None:
     """What marks the documents of a file; None for a file without text. Takes all lines, so that
     a file that is not text fails before any work is done."""
-    if is_table(path) or ".jsonl" in path.suffixes:
-        return "json" if sum(1 for _ in _texts_of(path, lines)) else None
     text = blank = blank_inside = title = False
     for line in lines:
         if line.isspace():
@@ -262,33 +293,12 @@ def _boundary_of(path: Path, lines: Iterable[str]) -> Boundary | None:
             text = True
     if not text:
         return None
+    if is_table(path):
+        return "blank"
     return "title" if title else "blank" if blank_inside else "line"
 
 
-def _texts_of(path: Path | None, lines: Iterable[str]) -> Iterator[str]:
-    """The texts of JSON lines: of the column "text" or "content", or of the only one of texts."""
-    column = ""
-    for number, line in enumerate(lines, 1):
-        if line.isspace():
-            continue
-        try:
-            row = json.loads(line)
-            named = [name for name in _COLUMNS if name in row.keys()][:1]
-            columns = named or [name for name, value in row.items() if isinstance(value, str)]
-        except (ValueError, AttributeError):
-            refuse(Path(f"{path}:{number}"), "a line that is no JSON object", "Correct it.")
-        if not column and len(columns) != 1:
-            got = f"a row with the columns {', '.join(row)}"
-            refuse(Path(f"{path}:{number}"), got, 'Name the column of the texts "text".')
-        column = column or columns[0]
-        if isinstance(text := row.get(column), str) and text.strip():
-            yield "\n".join(line.strip() for line in text.splitlines() if line.strip())
-
-
 def _documents_of(lines: Iterable[str], boundary: Boundary) -> Iterator[str]:
-    if boundary == "json":
-        yield from _texts_of(None, lines)
-        return
     document: list[str] = []
     for line in lines:
         blank = line.isspace()

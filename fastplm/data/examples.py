@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
-import json
-import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from fastplm.data._files import lines_of
 from fastplm.data._folder import say
-from fastplm.data.sources import is_table, json_lines
-from fastplm.errors import DataError, check, fail
+from fastplm.data.sources import (
+    check_is_text,
+    is_arrow,
+    is_missing,
+    json_of,
+    rows_of,
+    texts_of,
+)
+from fastplm.data.sources import refuse_row as _refuse
+from fastplm.errors import check
 
-#: The maximum length of a CSV field: the largest C long, which has 32 bits on Windows.
-_MOST_LETTERS = 2**31 - 1
-#: The escape of half a surrogate pair in JSON.
-_HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 _WHERE = "examples"
 _T = TypeVar("_T")
 _LABELS = ("label", "labels", "class", "score", "sentiment", "quality", "gold_label")
@@ -95,8 +95,7 @@ def read_table(
         DataError: the file is wrong; the message names the line. So in the functions below.
     """
     path = Path(path)
-    text = _read(path)
-    return _some(path, _rows(path, text, counts, text_columns, label_column))
+    return _some(path, _rows(path, rows_of(path), counts, text_columns, label_column))
 
 
 def read_sources(
@@ -116,9 +115,9 @@ def read_sources(
     if targets is not None:
         files = [targets] if isinstance(targets, str | Path) else targets
         return list(_aligned(path, [Path(file) for file in files]))
-    text = _read(path)
-    source, target = _source_and_target(path, text, text_columns)
-    return _some(path, _rows(path, text, (1,), (source,), target, of_texts=True))
+    rows = list(rows_of(path))
+    source, target = _source_and_target(path, rows, text_columns)
+    return _some(path, _rows(path, rows, (1,), (source,), target, of_texts=True))
 
 
 def read_tagged(path: str | Path) -> list[Example]:
@@ -133,7 +132,7 @@ def read_questions(path: str | Path) -> list[Example]:
 
 def read_choices(path: str | Path) -> list[Example]:
     """Questions with several answers, one of them right, in JSON lines."""
-    return _some(Path(path), _choices(Path(path), _read(Path(path))))
+    return _some(Path(path), _choices(Path(path)))
 
 
 def _some(path: Path, found: Iterator[Example]) -> list[Example]:
@@ -156,7 +155,7 @@ def subset(examples: list[_T], count: int | None) -> list[_T]:
 
 def _rows(
     path: Path,
-    text: str,
+    rows: Iterable[tuple[int, dict[str, Any]]],
     counts: Sequence[int],
     text_columns: Sequence[str] | None,
     label_column: str | None,
@@ -165,7 +164,7 @@ def _rows(
 ) -> Iterator[Example]:
     """The rows of a table; ``of_texts`` says that the labels are texts, too, perhaps several."""
     columns: list[str] = []
-    for group, (line, row) in enumerate(_table(path, text)):
+    for group, (line, row) in enumerate(rows):
         if not columns:
             columns = _columns(path, list(row), counts, text_columns, label_column)
         where, last = f"{path}:{line}", len(columns) - 1
@@ -191,64 +190,16 @@ def _several_targets(
 
 
 def _value(where: str, column: str, value: Any, *, is_text: bool) -> str:
-    """The text or label in a column. A JSON value of another type is an error."""
-    if value is None or value != value or str(value).strip() == "":  # NaN is not equal to itself
+    """The text or label in a column. A value of another type is an error."""
+    if is_missing(value):
         _refuse(where, f"nothing in column {column!r}", "a value in each row")
-    kind = type(value).__name__
-    if isinstance(value, (list, dict)):
-        expected = "a text" if is_text else "a name or a number"
+    if is_text or isinstance(value, bytes):
+        check_is_text(where, column, value)
+    elif isinstance(value, (list, dict)):
+        got = f"a {type(value).__name__} in column {column!r}"
         fix = "Make one value of it, or name another column."
-        _refuse(where, f"a {kind} in column {column!r}", expected, fix)
-    if is_text and not isinstance(value, str):
-        got = f"the {kind} {value!r} in column {column!r}"
-        _refuse(where, got, "a text", "Put it in quotation marks, or name another column.")
+        _refuse(where, got, "a name or a number", fix)
     return str(value).strip()
-
-
-def _table(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line, values by column) of each row."""
-    if text.lstrip()[:1] in "{[":
-        yield from _json_lines(path, text)
-        return
-    head, _, body = text.partition("\n")
-    if "\t" in head:
-        names = head.rstrip("\r").split("\t")
-        rows = (line.rstrip("\r").split("\t") for line in body.split("\n"))
-        numbered: Iterator[tuple[int, list[str]]] = enumerate(rows, 2)
-    else:
-        names = next(csv.reader([head]), [])
-        numbered = _csv_rows(path, body)
-    if len(names) < 2:
-        _refuse(f"{path}:1", repr(head[:60]), "a header of two columns or more, or JSON lines")
-    # Several columns without a name are allowed: spreadsheets write them, and no task reads them.
-    found = [name for name, count in Counter(map(str.strip, names)).items() if name and count > 1]
-    if found:
-        places = [place for place, name in enumerate(names, 1) if name.strip() == found[0]]
-        got = f"the column {found[0]!r} {len(places)} times ({', '.join(map(str, places))})"
-        _refuse(f"{path}:1", got, "a name of its own for each column", "Rename or delete one.")
-    for line, values in numbered:
-        if values in ([], [""]):
-            continue
-        if len(values) != len(names):
-            _refuse(f"{path}:{line}", f"{len(values)} columns", f"{len(names)}, as in the header")
-        yield line, dict(zip(names, values, strict=True))
-
-
-def _csv_rows(path: Path, body: str) -> Iterator[tuple[int, list[str]]]:
-    csv.field_size_limit(_MOST_LETTERS)  # by default 131,072
-    # A "\r" without "\n" does not end a line; see ``lines_of``.
-    reader = csv.reader(io.StringIO(body, newline="\n"), strict=True)
-    while True:
-        line = reader.line_num + 2
-        try:
-            yield line, next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            if str(error).startswith("new-line character"):
-                got, fix = "a carriage return inside a value", "Delete it, or quote the value."
-                _refuse(f"{path}:{line}", got, "comma-separated values", fix)
-            _refuse(f"{path}:{line}", str(error), "comma-separated values")
 
 
 def _columns(
@@ -304,14 +255,16 @@ def _usual(
 # --- sources and targets --------------------------------------------------------------------------
 
 
-def _source_and_target(path: Path, text: str, columns: Sequence[str] | None) -> tuple[str, str]:
+def _source_and_target(
+    path: Path, rows: Sequence[tuple[int, dict[str, Any]]], columns: Sequence[str] | None
+) -> tuple[str, str]:
     """The columns of sources and targets."""
     if columns is not None:
         expected = "two: that of the sources and that of the targets"
         fits = len(columns) == 2 and columns[0] != columns[1]
         check(fits, _WHERE, "text_columns", list(columns), expected, "Name two.")
         return columns[0], columns[1]
-    _, row = next(_table(path, text), (0, {}))
+    row = rows[0][1] if rows else {}
     expected = "one of sources and one of targets"
     source, target = _usual(path, list(row), _SOURCES, expected, "--text-columns")
     return source, target
@@ -320,7 +273,8 @@ def _source_and_target(path: Path, text: str, columns: Sequence[str] | None) -> 
 def _aligned(path: Path, targets: list[Path]) -> Iterator[Example]:
     """One example for each line of the files: a source and its targets."""
     files = [path, *targets]
-    for line, texts in enumerate(itertools.zip_longest(*map(lines_of, files)), 1):
+    each = ((text or "" for _, text in texts_of(file)) for file in files)
+    for line, texts in enumerate(itertools.zip_longest(*each), 1):
         for file, text in zip(files, texts, strict=True):
             if text is None or not text.strip():
                 got = "no such line" if text is None else "an empty line"
@@ -356,7 +310,7 @@ def _sentences(path: Path, text: str) -> Iterator[Example]:
 
 
 def _questions(path: Path, text: str) -> Iterator[Example]:
-    content = _json(path, text)
+    content = json_of(path, text)
     where = str(path)
     group = 0
     known: dict[str, tuple[str, Example]] = {}
@@ -421,9 +375,9 @@ def _named(where: str, value: Any, name: str, kind: type) -> Any:
 # --- multiple choice ------------------------------------------------------------------------------
 
 
-def _choices(path: Path, text: str) -> Iterator[Example]:
+def _choices(path: Path) -> Iterator[Example]:
     count = 0
-    for group, (line, row) in enumerate(_json_lines(path, text)):
+    for group, (line, row) in enumerate(rows_of(path)):
         where = f"{path}:{line}"
         inner = row.get("question")
         nested = isinstance(inner, dict)
@@ -452,33 +406,6 @@ def _choices(path: Path, text: str) -> Iterator[Example]:
 
 
 def _read(path: Path) -> str:
-    return "".join(json_lines(path) if is_table(path) else lines_of(path))
-
-
-def _json(path: Path, text: str, first_line: int | None = None) -> Any:
-    try:
-        content = json.loads(text)
-        if _HALF_PAIR.search(text):  # valid JSON, but not valid UTF-8
-            json.dumps(content, ensure_ascii=False).encode()
-        return content
-    except json.JSONDecodeError as error:
-        line = (first_line or 1) + error.lineno - 1
-        _refuse(f"{path}:{line}", f"no JSON ({error.msg}, column {error.colno})", "JSON")
-    except UnicodeEncodeError:
-        got = "half of a surrogate pair, such as \\ud800, without the other half"
-        _refuse(f"{path}:{first_line or 1}", got, "text")
-    except (ValueError, RecursionError) as error:  # e.g. a number of thousands of digits
-        _refuse(f"{path}:{first_line or 1}", f"JSON that cannot be read ({error})", "JSON")
-
-
-def _json_lines(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    for line, content in enumerate(text.split("\n"), 1):
-        if content.strip():
-            row = _json(path, content, line)
-            if not isinstance(row, dict):
-                _refuse(f"{path}:{line}", f"a {type(row).__name__}", "one JSON object a line")
-            yield line, row
-
-
-def _refuse(where: str, got: str, expected: str, fix: str = "Correct the file.") -> NoReturn:
-    fail(_WHERE, "path", f"{where}: {got}", expected, fix, DataError)
+    if is_arrow(path):
+        _refuse(str(path), "a table", "a file of text, as this task has no table")
+    return "".join(lines_of(path))

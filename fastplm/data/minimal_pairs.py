@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastplm.data._files import lines_of
 from fastplm.data._folder import say
-from fastplm.data.examples import _table, _value, subset
+from fastplm.data.examples import _value, subset
+from fastplm.data.sources import Rows, rows_of, table_of
 from fastplm.errors import DataError, check, fail
 
 _WHERE = "read_pairs"
@@ -62,8 +62,8 @@ def read_pairs(path: str | Path) -> list[MinimalPair]:
     path = Path(path)
     pairs: list[MinimalPair] = []
     files: dict[str, Path] = {}  # of each paradigm
-    for file, text in _files(path):
-        own = [_pair(file, line, row) for line, row in _table(file, text)]
+    for file, rows in _files(path):
+        own = [_pair(file, line, row) for line, row in rows]
         for paradigm in {pair.paradigm for pair in own}:
             got = f"the UID {paradigm!r} in {files.get(paradigm)} and in {file}"
             fix = "Rename one of them, or join the files."
@@ -108,7 +108,7 @@ def read_published(path: str | Path) -> dict[str, dict[str, float]]:
         DataError: the file is wrong; the message names the line.
     """
     path, found = Path(path), {}
-    for line, row in _table(path, "".join(lines_of(path))):
+    for line, row in rows_of(path):
         where = f"{path}:{line}"
         paradigm = _text(where, row, _PARADIGM)
         if paradigm == _MEAN:
@@ -127,10 +127,10 @@ def read_published(path: str | Path) -> dict[str, dict[str, float]]:
     return found
 
 
-def _files(path: Path) -> Iterator[tuple[Path, str]]:
-    """(name for messages, text) of a file, or of each file of JSON lines in a zip."""
+def _files(path: Path) -> Iterator[tuple[Path, Rows]]:
+    """(name for messages, rows) of a file, or of each file of JSON lines in a zip."""
     if not path.is_file() or not zipfile.is_zipfile(path):
-        yield path, "".join(lines_of(path))
+        yield path, rows_of(path)
         return
     try:
         with zipfile.ZipFile(path) as archive:
@@ -140,7 +140,8 @@ def _files(path: Path) -> Iterator[tuple[Path, str]]:
             _check(bool(names), got, "a zip with the files of BLiMP")
             for name in names:
                 with archive.open(name) as file:
-                    yield path / name, io.TextIOWrapper(file, "utf-8-sig").read()
+                    text = io.TextIOWrapper(file, "utf-8-sig").read()
+                    yield path / name, table_of(path / name, io.StringIO(text))
     except _ZIP_ERRORS as error:
         got = f"{path}, a zip that cannot be read ({error})"
         fail(_WHERE, "path", got, "a zip of UTF-8 files", "Copy it again, or unpack it.", DataError)

@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import Dataset
 
 from fastplm.data import Collator, TokenStore, tokenize
-from fastplm.data._files import lines_of
 from fastplm.data._folder import say
+from fastplm.data.sources import texts_of
 from fastplm.errors import DataError, check
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def parallel_lines(
     check(as_many, _WHERE, "translation", got, expected, fix, DataError)
     sides: tuple[list[str], list[str]] = ([], [])
     for pair in zip(corpus, translation, strict=True):
-        lines = [[line.strip() for line in lines_of(Path(path))] for path in pair]
+        lines = [[(text or "").strip() for _, text in texts_of(path)] for path in pair]
         got = f"{pair[1]}, a file of {len(lines[1]):,} lines"
         expected = f"{len(lines[0]):,}, one for each line of {pair[0]}"
         as_many, fix = len(lines[0]) == len(lines[1]), "Give files that belong together."

@@ -79,15 +79,16 @@ class Tokens:
         cut: list[int] = []
         for first in range(0, len(texts), _AT_ONCE):
             some = list(texts[first : first + _AT_ONCE])
-            options = {"truncation": limit is not None, "max_length": limit, **ONLY_IDS}
-            encodings = tokenizer(some, is_split_into_words=split, **options).encodings
-            for number, encoding in enumerate(encodings, first):
+            options = {"is_split_into_words": split, **ONLY_IDS}
+            for number, encoding in enumerate(tokenizer(some, **options).encodings, first):
+                if limit is not None and len(encoding.ids) > limit:
+                    cut.append(number)
+                    room = {"truncation": True, "max_length": limit}
+                    (encoding,) = tokenizer([some[number - first]], **room, **options).encodings
                 ids += encoding.ids
                 lengths.append(len(encoding.ids))
                 if split:
                     words += [-1 if word is None else word for word in encoding.word_ids]
-                if encoding.overflowing:
-                    cut.append(number)
         words_of = np.array(words, np.int32) if split else None
         return cls(np.array(ids, np.int32), offsets_of(lengths), words_of, cut)
 

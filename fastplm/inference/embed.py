@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastplm._checks import check_int
-from fastplm.data._files import lines_of
+from fastplm.data._folder import say
 from fastplm.data._output import make_room, reserve, result
+from fastplm.data.sources import texts_of
 from fastplm.errors import DataError, about, check, check_choice, fail
 from fastplm.inference._batches import Tokens, batches, limit_of, offsets_of, progress_bar
 from fastplm.inference._checkpoint import (
@@ -246,7 +247,10 @@ def _embed_file(args: EmbedArguments, out: Path, of_words: Path) -> str:
     options["max_length"] = args.max_length or known["max_length"]
     layers = options["layers"] = args.layers or (-1,)
     with about(_WHERE, "data"):
-        texts = [line.rstrip("\n") for line in lines_of(Path(args.data))]
+        given = [text for _, text in texts_of(args.data)]
+    texts = [text or "" for text in given]
+    if None in given:
+        say(f"rows of {args.data} without a text, taken as empty ones: {given.count(None):,}")
     some = any(text.strip() for text in texts)
     args.check("data", some, "a file with texts", "Check it.", error=DataError)
     split = args.words is not None

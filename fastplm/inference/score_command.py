@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 
 from fastplm.data import load_tokenizer
-from fastplm.data._files import lines_of
 from fastplm.data._folder import say
 from fastplm.data._output import result
 from fastplm.data.minimal_pairs import read_pairs, read_published, some_of_each
+from fastplm.data.sources import texts_of
 from fastplm.errors import DataError, about
 from fastplm.inference._batches import progress_bar
 from fastplm.inference._checkpoint import (
@@ -124,17 +124,16 @@ def _of_texts(args: ScoreArguments) -> tuple[list[Row], Row]:
 
 
 def read_lines(args: ScoreArguments, *, paired: bool) -> list[Line]:
-    """The lines of a file that are not blank.
+    """The lines of a file, or the rows of a table, that are not blank.
 
     If they are ``paired``, a tab may part a source from its text: in all lines, or in none.
     """
     lines: list[Line] = []
     blank = 0
     with about("score", "data"):
-        all_lines = [*lines_of(Path(args.data))]
-    for number, line in enumerate(all_lines, 1):
-        text = line.rstrip("\n")
-        if not text.strip():
+        all_texts = [*texts_of(args.data, lines=paired)]
+    for number, text in all_texts:
+        if text is None or not text.strip():
             blank += 1
             continue
         source: str | None = None
@@ -198,14 +197,14 @@ def _likelihood(args: ScoreArguments, lines: list[Line], config: Any, *, pseudo:
 
 
 def _bertscore(args: ScoreArguments, lines: list[Line]) -> Report:
-    files = [[text.strip() for text in lines_of(Path(path))] for path in args.references or ()]
-    count = sum(1 for _ in lines_of(Path(args.data)))
+    files = [[(text or "").strip() for _, text in texts_of(path)] for path in args.references or ()]
+    places = {number: place for place, (number, _) in enumerate(texts_of(args.data))}
     for path, texts in zip(args.references or (), files, strict=True):
         got = f"{path}, a file of {len(texts)} lines"
         fix = "Give the references line by line."
-        expected = f"{count} lines, as --data has"
-        args.check("references", len(texts) == count, expected, fix, got, DataError)
-    references = [[texts[line.number - 1] for texts in files] for line in lines]
+        expected = f"{len(places)} lines, as --data has"
+        args.check("references", len(texts) == len(places), expected, fix, got, DataError)
+    references = [[texts[places[line.number]] for texts in files] for line in lines]
     blank = sum(not text for of_line in references for text in of_line)
     say(f"references without a text, which score 0: {blank}" if blank else "")
     layers = (-1 if args.layer is None else args.layer,)

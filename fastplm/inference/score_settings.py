@@ -40,9 +40,9 @@ class ScoreArguments(Settings):
 
     model: str | Path = common("model")
     data: str | Path = setting(
-        "file of texts, one a line, plain or compressed; for an encoder-decoder also a source, a "
-        "tab and its text in each line; for minimal-pairs BLiMP's zip, or a .jsonl, .tsv or .csv "
-        "file with the columns sentence_good and sentence_bad",
+        "file of texts, one a line, plain or compressed, or a table, as pretrain reads it; for an "
+        "encoder-decoder also a source, a tab and its text in each line; for minimal-pairs BLiMP's "
+        "zip, or a .jsonl, .tsv or .csv file with the columns sentence_good and sentence_bad",
         path="FILE",
     )
     metric: str | None = setting(

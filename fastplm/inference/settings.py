@@ -36,7 +36,10 @@ class EmbedArguments(Settings):
     where = "embed"
 
     model: str | Path = common("model")
-    data: str | Path = setting("text file, a text a line; plain or compressed", path="FILE")
+    data: str | Path = setting(
+        "text file, a text a line, plain or compressed; or a table, as pretrain reads it",
+        path="FILE",
+    )
     out: str | Path = setting(
         "file of the vectors, in NumPy's format; with --words, OUT.offsets.npy beside it says "
         "which rows are whose",

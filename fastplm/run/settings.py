@@ -453,10 +453,10 @@ class _Common:
     """The settings that several commands have, each declared once; ``common`` takes one."""
 
     corpus: Sequence[str | Path] = setting(
-        "text files, plain or compressed, or folders of .txt files; or JSON lines, .parquet, "
-        ".arrow, or hf:NAME of a data set on the Hugging Face Hub; documents are separated by "
-        "blank lines, by WikiText titles or, without either, by line ends; 'embedded' is the "
-        "English documentation inside Python",
+        "text files, plain or compressed, or folders of .txt files; or JSON, .csv, "
+        ".tsv, .parquet, .arrow, or hf:NAME of a data set on the Hugging Face Hub; documents are "
+        "separated by blank lines, by WikiText titles or, without either, by line ends; 'embedded' "
+        "is the English documentation inside Python",
         path="PATH",
         on_command_line=["embedded"],
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from fastplm.data.sources import HUB, is_table, json_lines
+from fastplm.data.sources import HUB, is_table, texts_of
 from fastplm.finetune.mixture import counts_of_epoch, read_parts
 from fastplm.finetune.tasks import TASKS, task_class
 from fastplm.run.checkpoint import config_at
@@ -133,7 +133,10 @@ def _counted(
     task: str, data: str, columns: Any, label: str | None, targets: str | None
 ) -> tuple[int, float]:
     if TASKS[task].running_text:  # as many as fit
-        letters = sum(map(len, json_lines(data))) if is_table(data) else Path(data).stat().st_size
+        if is_table(data):
+            letters = sum(len(text or "") for _, text in texts_of(data))
+        else:
+            letters = Path(data).stat().st_size
         return max(1, letters // 600), 90.0
     options = SimpleNamespace(text_columns=columns, label_column=label)
     found = task_class(task).read(cast(Any, options), data, targets, TASKS[task].max_length)

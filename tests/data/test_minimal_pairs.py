@@ -53,7 +53,7 @@ def test_the_formats_of_pairs(tmp_path):
         (_lines([_ROWS[0] | dict(sentence_bad=3)]), "1: the int 3 in column 'sentence_bad'"),
         (_lines([_ROWS[0] | _TERMS[0], _ROWS[1]]), "2: no 'linguistics_term'; expected one in all"),
         (_lines([_ROWS[0] | of for of in _TERMS]), "2: linguistics_term 'order' of the UID 'sv'"),
-        ("[1]", "1: a list; expected one JSON object"),
+        ("[1]", "1: a int; expected one JSON object"),
     ],
 )
 def test_wrong_pairs(content, said, tmp_path):

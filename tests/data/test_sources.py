@@ -13,7 +13,7 @@ import pytest
 from fastplm.cli import main
 from fastplm.data.corpus import read_documents
 from fastplm.data.examples import read_sources, read_table
-from fastplm.data.sources import is_table, json_lines
+from fastplm.data.sources import is_arrow, rows_of
 from fastplm.errors import DataError
 
 datasets = pytest.importorskip("datasets", reason="datasets not installed: pip install datasets")
@@ -63,7 +63,7 @@ TABLES = (
 
 @pytest.mark.parametrize("path", TABLES)
 def test_the_same_as_json_lines(path, place):
-    assert is_table(path) and not is_table("rows.jsonl")
+    assert is_arrow(path) and not is_arrow("rows.jsonl")
     found = [(e.texts, e.target) for e in read_table(path)]
     assert found == [(e.texts, e.target) for e in read_table("rows.jsonl")]
     assert found[1] == (("tée 1 a\n\nb c",), "yes")
@@ -80,8 +80,8 @@ def test_a_label_that_is_none_and_nested_columns(place):
     )
     rows = [{"translation": {"de": "a", "en": "b"}, "label": -1}]
     datasets.Dataset.from_list(rows, features=features).to_parquet("pair.parquet")
-    assert [json.loads(line) for line in json_lines("pair.parquet")] == [
-        {"translation.de": "a", "translation.en": "b", "label": None}
+    assert list(rows_of("pair.parquet")) == [
+        (1, {"translation.de": "a", "translation.en": "b", "label": None})
     ]
     columns = ("translation.de", "translation.en")
     (example,) = read_sources("pair.parquet", columns)
@@ -125,8 +125,16 @@ def test_columns_of_a_corpus(place):
     Path("two.jsonl").write_text('{"a": "x", "b": "y"}\n')
     with pytest.raises(DataError, match='two.jsonl:1.*columns a, b.*Name the column.*"text"'):
         read_documents(["two.jsonl"])
+    for name, content in (
+        ("index.csv", ",sentence\n0,x\n"),  # as pandas writes one
+        ("title.jsonl", '{"title": "a", "text": "x"}\n{"title": "b"}\n'),
+        ("lines.csv", "x\ny\n"),
+    ):
+        Path(name).write_text(content)
+        with pytest.raises(DataError, match=rf"{name}:[12]\b"):
+            read_documents([name])
     Path("no.jsonl").write_text("[1]\n")
-    with pytest.raises(DataError, match="no.jsonl:1.*no JSON object"):
+    with pytest.raises(DataError, match="no.jsonl:1: a int; expected one JSON object"):
         read_documents(["no.jsonl"])
     Path("both.jsonl").write_text('{"content": "x", "text": "y", "url": "z"}\n')
     assert list(read_documents(["both.jsonl"])) == ["y"]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+import fastplm
 from fastplm.errors import ArgumentTypeError, ArgumentValueError
 from fastplm.inference._batches import Tokens, batches, limit_of, longest_input, ranges
 
+from ..commands import TellsNoRest
 from ..models.conftest import small_config
 from .conftest import TEXTS
 
@@ -46,11 +50,21 @@ def test_words_have_the_numbers_of_the_words_given(tokenizer):
     assert tokens.words.tolist() == [-1, 0, 0, 2, -1, -1, -1]
 
 
-def test_long_texts_are_cut_off_and_named(tokenizer):
-    tokens = Tokens.of("test", tokenizer, TEXTS, limit=6)
+@pytest.mark.parametrize("kind", [lambda tokenizer: tokenizer, TellsNoRest])
+def test_long_texts_are_cut_off_and_named(kind, tokenizer):
+    tokens = Tokens.of("test", kind(tokenizer), TEXTS, limit=6)
     assert tokens.cut == [0, 2, 4, 6]
     assert max(tokens.lengths) == 6
+    whole = Tokens.of("test", tokenizer, TEXTS)
+    assert [*(whole.lengths > 6).nonzero()[0]] == tokens.cut
     assert tokens.ids[tokens.offsets[1:] - 1].tolist() == [3] * len(TEXTS)  # [SEP] is not cut off
+
+
+def test_no_command_asks_a_tokenizer_for_what_it_cuts_off():
+    """Some versions do not tell; see ``windows`` of finetuning and ``Tokens.of``."""
+    sources = Path(fastplm.__file__).parent.rglob("*.py")
+    asks = ("return_overflowing_tokens", ".overflowing", "overflow_to_sample_mapping")
+    assert not [file for file in sources if any(name in file.read_text() for name in asks)]
 
 
 def test_what_a_model_takes(tokenizer):

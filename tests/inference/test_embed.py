@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 import warnings
 
@@ -191,6 +192,13 @@ def test_the_command_writes_what_embed_returns(checkpoint, tokenizer, tmp_path, 
     assert cli.main([*words, "--overwrite"]) == 0
     there[-1] += ".old-1"
     assert sorted(path.name for path in tmp_path.iterdir()) == there
+
+    rows, expected = [{"text": text} for text in TEXTS] + [{"content": TEXTS[0]}], np.load(out)
+    data = tmp_path / "texts[0-9].json"
+    data.write_text(json.dumps(rows))
+    words[4] = str(data)
+    assert cli.main([*words, "--overwrite"]) == 0
+    assert np.array_equal(np.load(out), np.concatenate([expected, expected[:1]]))
 
 
 @pytest.mark.parametrize(

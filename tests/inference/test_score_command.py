@@ -304,6 +304,25 @@ def test_bertscore(model, score, data, references, checkpoints):
     assert not torch.equal(alone.f1, known.f1)
 
 
+def test_a_table_is_scored_as_its_texts_are(score, data, references, tmp_path):
+    """Its rows are not numbered without gaps, and one has no text; tabs part sources."""
+    rows = [json.dumps({"text": text}) for text in (*TEXTS[:2], None, TEXTS[2])]
+    table = tmp_path / "texts[0-9].jsonl"
+    table.write_text("\n".join([rows[0], "", *rows[1:]]))
+    for options in ((), ("--metric", "bertscore", "--references", references[0])):
+        lines, found = (
+            rows_of(score("bert", data, *options)),
+            rows_of(score("bert", table, *options)),
+        )
+        assert "left out: 1" in score.said
+        assert [row.pop("line") for row in lines] == ["1", "2", "4"]
+        assert [row.pop("line") for row in found] == ["1", "3", "5"]
+        assert found == lines
+    sources = tmp_path / "sources.tsv"
+    sources.write_text("a\tdogs over\nfoxes\tjump\n")
+    assert len(rows_of(score("t5", sources))) == 2
+
+
 # --- minimal pairs --------------------------------------------------------------------------------
 
 OF_PAIRS = ("--metric", "minimal-pairs")

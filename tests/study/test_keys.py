@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 
 import pytest
@@ -93,9 +92,9 @@ def test_names_of_the_hub_stay_names(place, monkeypatch):
     changed(place, "corpus: stories.txt", "corpus: ['hf:acme/text']")
     rows = {"hf:acme/tiny": "1", "hf:acme/text": "2"}
     monkeypatch.setattr(module, "fingerprint", lambda path: rows[str(path)])
-    lines = [json.dumps({"text": "a b c", "label": "yes"}) + "\n"] * 10
+    table = [(row, {"text": "a b c", "label": "yes"}) for row in range(1, 11)]
     monkeypatch.setattr(
-        "fastplm.data.examples.json_lines", lambda path: lines if rows[str(path)] else []
+        "fastplm.data.examples.rows_of", lambda path: table if rows[str(path)] else []
     )
     costs._counted.cache_clear()
     before = plan_of().variants["40 %"]

@@ -35,7 +35,7 @@ Labels = Callable[[Example], Collection[str]]
 
 #: What the warnings about a trained model advise.
 ADVICE = "Train longer, or with another --learning-rate."
-_BOOKKEEPING = ("overflow_to_sample_mapping", "offset_mapping", "special_tokens_mask")
+_BOOKKEEPING = ("offset_mapping", "special_tokens_mask")
 
 
 class FeatureDataset(Dataset):
@@ -420,6 +420,35 @@ def features_of(encoded: Any, indices: Iterable[int] | None = None) -> list[Feat
     names = [name for name in encoded if name not in _BOOKKEEPING]
     indices = range(len(encoded["input_ids"])) if indices is None else indices
     return [{name: encoded[name][index] for name in names} for index in indices]
+
+
+def features_of_windows(encoded: Any, found: list[tuple[int, list[int]]]) -> list[Feature]:
+    """A feature for each of ``windows``."""
+    wholes = features_of(encoded)
+    return [
+        {name: [values[place] for place in places] for name, values in wholes[example].items()}
+        for example, places in found
+    ]
+
+
+def windows(encoded: Any, part: int, limit: int, overlap: int = 0) -> list[tuple[int, list[int]]]:
+    """(example, its tokens) of each window of at most ``limit`` tokens of whole texts.
+
+    The windows of an example have all tokens of its text number ``part``, ``overlap`` of them
+    twice, between the tokens before and behind it. Overflowing tokens of a tokenizer are not asked
+    for: tokenizers 0.23.1 and 0.23.2 leave out most of them.
+    """
+    found = []
+    for example, ids in enumerate(encoded["input_ids"]):
+        inside = [i for i, own in enumerate(encoded.sequence_ids(example)) if own == part]
+        begin, end = (inside[0], inside[-1] + 1) if inside else (0, 0)
+        room = limit - (len(ids) - (end - begin))
+        for first in range(begin, end, max(1, room - overlap)) if end else [0]:
+            last = min(first + room, end)
+            found.append((example, [*range(begin), *range(first, last), *range(end, len(ids))]))
+            if last == end:
+                break
+    return found
 
 
 def refuse(where: str, got: str, expected: str, argument: str = "data") -> NoReturn:

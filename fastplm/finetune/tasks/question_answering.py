@@ -29,7 +29,8 @@ from fastplm.finetune.tasks._task import (
     Logits,
     Scored,
     Task,
-    features_of,
+    features_of_windows,
+    windows,
 )
 
 #: (first character, last character + 1) of a token.
@@ -86,24 +87,23 @@ class QuestionAnswering(Task):
         encoded = self.tokenizer(
             [self._shortened(example.texts[0], overlap) for example in examples],
             [example.texts[1] for example in examples],
-            truncation="only_second",
-            max_length=self.limit,
-            stride=overlap,
-            return_overflowing_tokens=True,
             return_offsets_mapping=True,
+            verbose=False,
         )
-        samples, offsets = encoded["overflow_to_sample_mapping"], encoded["offset_mapping"]
-        features, notes = features_of(encoded), []
-        raw: list[set[Place]] = [set() for _ in examples]
-        windows = []
-        for index, sample in enumerate(samples):
-            parts = zip(offsets[index], encoded.sequence_ids(index), strict=True)
-            windows.append([tuple(offset) if part == 1 else None for offset, part in parts])
-            raw[sample].update(place for place in windows[-1] if place)
-        known = [places_of(e.texts[1], places) for e, places in zip(examples, raw, strict=True)]
+        found = windows(encoded, 1, self.limit, overlap)
+        features, notes = features_of_windows(encoded, found), []
+        raw: list[Places] = []
+        for index, offsets in enumerate(encoded["offset_mapping"]):
+            parts = zip(offsets, encoded.sequence_ids(index), strict=True)
+            raw.append([tuple(offset) if part == 1 else None for offset, part in parts])
+        known = [
+            places_of(example.texts[1], filter(None, offsets))
+            for example, offsets in zip(examples, raw, strict=True)
+        ]
         wanted = self._targets(examples, known)
-        for feature, sample, window in zip(features, samples, windows, strict=True):
-            places = [None if place is None else known[sample].get(place) for place in window]
+        for feature, (sample, window) in zip(features, found, strict=True):
+            of_tokens = [raw[sample][token] for token in window]
+            places = [None if place is None else known[sample].get(place) for place in of_tokens]
             first, last = answer_tokens(places, wanted[sample])
             feature["start_positions"], feature["end_positions"] = first, last
             notes.append((sample, places))

@@ -17,8 +17,9 @@ from fastplm.finetune.tasks._task import (
     Labels,
     Logits,
     Scored,
-    features_of,
+    features_of_windows,
     refuse,
+    windows,
 )
 from fastplm.nn._rows import IGNORE_INDEX
 
@@ -56,16 +57,14 @@ class Tagging(Labelled):
         encoded = self.tokenizer(
             [list(example.texts) for example in examples],
             is_split_into_words=True,
-            truncation=True,
-            max_length=self.limit,
-            return_overflowing_tokens=True,
+            verbose=False,
         )
-        samples = encoded["overflow_to_sample_mapping"]
-        features, notes = features_of(encoded), []
+        found = windows(encoded, 0, self.limit)
+        features, notes = features_of_windows(encoded, found), []
         last = (-1, -1)
-        for index, feature in enumerate(features):
-            sample, labels, places = samples[index], [], []
-            for place, word in enumerate(encoded.word_ids(index)):
+        for feature, (sample, window) in zip(features, found, strict=True):
+            labels, places, words = [], [], encoded.word_ids(sample)
+            for place, word in enumerate(words[token] for token in window):
                 if word is None or (sample, word) <= last:
                     labels.append(IGNORE_INDEX)
                     continue

@@ -25,6 +25,7 @@ from fastplm.finetune.tasks.question_answering import (
 )
 from fastplm.finetune.trainer import make_trainer
 
+from ...commands import TellsNoRest
 from ..conftest import NOUNS, copied, qa
 
 CASES = [
@@ -173,6 +174,28 @@ def test_windows_overlap_and_hold_the_answer(arguments):
     assert found == set(range(len(task.train)))
     long = task._shortened(" ".join(NOUNS * 3), 5)
     assert len(task.tokenizer(long, add_special_tokens=False)["input_ids"]) == 5
+
+
+def test_no_token_is_lost_where_a_tokenizer_tells_nothing_of_what_it_cuts(arguments, capsys):
+    """As tokenizers 0.23.1 and 0.23.2 do; the windows are those of other versions."""
+    task = prepare_task(arguments("qa", max_length=24))
+    text = " ".join(NOUNS * 9)
+    examples = [Example(("what follows?", text), [(text.rindex("forest"), "forest")], 0, "x", 0)]
+    theirs = task.tokenizer(
+        [examples[0].texts[0]],
+        [text],
+        truncation="only_second",
+        max_length=24,
+        stride=8,
+        return_overflowing_tokens=True,
+    )
+    task.tokenizer = TellsNoRest(task.tokenizer)
+    features, notes = task.features(examples)
+    assert [feature["input_ids"] for feature in features] == theirs["input_ids"]
+    ends = {place[1] for _, places in notes for place in places if place}
+    assert {end for end in range(1, len(text)) if text[end] == " "} | {len(text)} <= ends
+    assert any(feature["start_positions"] for feature in features)
+    assert not capsys.readouterr().err
 
 
 def test_answers_that_are_no_tokens_are_counted(arguments, capsys):

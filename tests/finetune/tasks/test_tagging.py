@@ -9,6 +9,7 @@ from fastplm.errors import DataError
 from fastplm.finetune.data import prepare_task
 from fastplm.finetune.run import finetune
 
+from ...commands import TellsNoRest
 from ..conftest import copied
 
 
@@ -17,6 +18,7 @@ def test_each_word_has_one_label(arguments):
     feature."""
     for length in (16, 64):
         task = prepare_task(arguments("tagging", max_length=length))
+        task.tokenizer = TellsNoRest(task.tokenizer)
         features, notes = task.features(task.train)
         assert (len(features) > len(task.train)) == (length == 16)
         words = [(i, j) for i, example in enumerate(task.train) for j in range(len(example.texts))]
