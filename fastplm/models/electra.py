@@ -57,6 +57,7 @@ class ReplacedTokenDetection(FastplmModel):
     """Mixin of a discriminator: a backbone, and ELECTRA's head with the fused replaced-token loss,
     computing only tokens from the embeddings to the loss."""
 
+    takes_rows = True
     discriminator_predictions: Any
 
     @can_return_tuple
@@ -126,7 +127,7 @@ class ReplacedTokenDetection(FastplmModel):
             loss = loss * share
         if _heads.wants_logits(self, output_logits, labels):
             logits = self.logits(features)
-            if ragged is not None:
+            if ragged is not None and not ragged.of_caller:
                 logits = ragged.pad(logits[..., None]).squeeze(-1)
         return ElectraForPreTrainingOutput(loss=loss, logits=logits, **_heads.recorded(outputs))
 

@@ -258,6 +258,8 @@ class T5EncoderModel(FastplmModel, transformers.T5EncoderModel):
     ``unpad`` and ``extra_rows`` are those of its ``T5Stack``.
     """
 
+    takes_rows = True
+
 
 class T5ForConditionalGeneration(
     ConditionalGeneration, EncoderDecoder, transformers.T5ForConditionalGeneration
