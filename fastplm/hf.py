@@ -640,8 +640,14 @@ def packing_of(inputs: dict[str, Any]) -> dict[str, Any] | None:
     return None if all(one is None for one in bounds.values()) else bounds
 
 
-def check_packed(model: nn.Module, inputs: dict[str, Any], bounds: dict[str, Any]) -> None:
-    """Check what every model needs of a packed row; no value is read on a GPU."""
+def check_packed(
+    model: nn.Module, inputs: dict[str, Any], bounds: dict[str, Any], sides: bool
+) -> None:
+    """Check what every model needs of a packed row; no value is read on a GPU.
+
+    Args:
+        sides: whether the model has an encoder and a decoder.
+    """
     where, first = type(model).__name__, PACKED[0]
     for name, one in bounds.items():
         if one is None:
@@ -650,12 +656,11 @@ def check_packed(model: nn.Module, inputs: dict[str, Any], bounds: dict[str, Any
     for name in PACKED[:2]:
         check_tensor(where, name, bounds[name], ndim=1)
         check_dtype(where, name, bounds[name], INTEGER)
-    takes = inspect.signature(type(model).forward).parameters
+        if bounds[name].shape[0] < 2:
+            fail(where, name, "no text", "the borders of one or more", "Pass [0, …, N].")
     fix = "Pass the padded batch and its attention_mask: its padding is left out."
     expected = "None with an encoder, as it says the borders of one side only"
-    if "decoder_input_ids" in takes:
-        fail(where, first, "a packed row", expected, fix, UnsupportedError)
-    if inputs.get("encoder_hidden_states") is not None:
+    if sides or inputs.get("encoder_hidden_states") is not None:
         fail(where, first, "a packed row", expected, fix, UnsupportedError)
     given = inputs.get("input_ids")
     given = inputs.get("inputs_embeds") if given is None else given
@@ -684,36 +689,41 @@ def has_name(model: nn.Module, ends: tuple[str, ...]) -> bool:
     return any(kind.__name__.endswith(ends) for kind in type(model).__mro__)
 
 
-def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+class CheckCall:
     """A hook before the forward of a model that has only the attention of fastplm: packed rows are
     refused where something else than attention would have to know where a text ends."""
-    bounds = packing_of(kwargs)
-    if bounds is None or hasattr(model, "takes_rows") or model.config._attn_implementation != NAME:
-        return
-    where, takes = type(model).__name__, inspect.signature(type(model).forward).parameters
-    inputs = dict(zip(takes, (model, *args))) | kwargs  # noqa: B905
-    check_packed(model, inputs, bounds)
-    own = (
-        "Take the class of fastplm.models, or fastplm.accelerate(model), or pass the padded batch."
-    )
-    texts, labels = bounds[PACKED[0]].shape[0] - 1, inputs.get("labels")
-    asked = [name for name in LABELS_OF_TEXTS if inputs.get(name) is not None]
-    head = has_name(model, _OF_TEXTS) or {"next_sentence_label", "sentence_order_label"} & {*takes}
-    if texts != 1 and (head or asked):
-        got = f"a packed row of {texts} texts"
-        if isinstance(labels, Tensor):
-            got += f", with labels of shape {tuple(labels.shape)}"
-        expected = "one text, as the head of this class reads one a row"
-        fail(where, PACKED[0], got, expected, own, UnsupportedError)
-    if getattr(model.config, "token_dropout", False):
-        expected = "None, as the share of masked tokens (token_dropout) is that of a row"
-        fail(where, PACKED[0], "a packed row", expected, own, UnsupportedError)
-    if inputs.get("position_ids") is None and _counts_rows(model):
-        if "position_ids" not in takes:
-            expected = "None, as the positions of this model count through a row"
-            fail(where, PACKED[0], "a packed row", expected, own, UnsupportedError)
-        fix = "Pass those of each text, one after the other, as DataCollatorWithFlattening does."
-        fail(where, "position_ids", "None", "int64 [1, N] with packed sequences", fix)
+
+    def __init__(self, kind: Any) -> None:
+        self.names = (*inspect.signature(kind.forward).parameters,)  # Dynamo cannot ask for them
+
+    def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        bounds, ours = packing_of(kwargs), hasattr(model, "_takes_rows")
+        if bounds is None or ours or model.config._attn_implementation != NAME:
+            return
+        where, takes, first = type(model).__name__, self.names, PACKED[0]
+        inputs = dict(zip(takes, (model, *args))) | kwargs  # noqa: B905
+        check_packed(model, inputs, bounds, "decoder_input_ids" in takes)
+        fix = "Take the class of fastplm.models, or pass the padded batch and its attention_mask."
+        texts, labels = bounds[first].shape[0] - 1, inputs.get("labels")
+        asked = any(inputs.get(name) is not None for name in LABELS_OF_TEXTS)
+        asked = asked or any(name in takes for name in LABELS_OF_TEXTS[:2])
+        if texts != 1 and (asked or has_name(model, _OF_TEXTS)):
+            got = f"a packed row of {texts} texts"
+            if isinstance(labels, Tensor):
+                got += f", with labels of shape {tuple(labels.shape)}"
+            expected = "one text, as a head of this class reads one a row"
+            fail(where, first, got, expected, fix, UnsupportedError)
+        if getattr(model.config, "token_dropout", False):
+            expected = "None, as the share of masked tokens (token_dropout) is that of a row"
+            fail(where, first, "a packed row", expected, fix, UnsupportedError)
+        if inputs.get("position_ids") is None and _counts_rows(model):
+            if "position_ids" not in takes:
+                expected = "None, as the positions of this model count through a row"
+                fail(where, first, "a packed row", expected, fix, UnsupportedError)
+            fix = (
+                "Pass those of each text, one after the other, as DataCollatorWithFlattening does."
+            )
+            fail(where, "position_ids", "None", "int64 [1, N] with packed sequences", fix)
 
 
 def _counts_rows(model: Any) -> bool:
@@ -795,8 +805,8 @@ def _checked(transformers_own: Callable[..., str]) -> Callable[..., str]:
                 logger.warning_once(
                     f"attn_implementation={NAME!r} changes nothing in {name}: it has no attention"
                 )
-            elif check_call not in self._forward_pre_hooks.values():
-                self.register_forward_pre_hook(check_call, with_kwargs=True)
+            elif not any(isinstance(hook, CheckCall) for hook in self._forward_pre_hooks.values()):
+                self.register_forward_pre_hook(CheckCall(type(self)), with_kwargs=True)
         return transformers_own(self, requested_attention, is_init_check)
 
     return get_correct_attn_implementation

@@ -23,7 +23,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor
 from fastplm._modes import values_are_known
 from fastplm.errors import check_choice, fail
-from fastplm.hf import IS_CHOSEN, NAME, POSITION_TABLES, check_call, packing_of
+from fastplm.hf import IS_CHOSEN, NAME, POSITION_TABLES, packing_of
 from fastplm.models._packed import takes_packed
 from fastplm.nn import GELU, Dropout, Linear, RMSNorm
 from fastplm.nn._rows import check_flat_positions
@@ -294,9 +294,9 @@ class FastplmModel:
     #: False where Trainer counts other labels than the loss, and then averages means of batches.
     accepts_loss_kwargs = True
     #: Whether ``unpad`` may be the ``RaggedBatch`` of a packed row, whose rows are then returned.
-    takes_rows = False
+    _takes_rows = False
     #: Whether ``labels`` has one for each text, not for each token.
-    labels_texts = False
+    _one_label_a_text = False
     config: Any
     base_model: Any
     dtype: Any
@@ -539,7 +539,6 @@ def _check_room(where: str, most: int, length: int, cache: Any) -> None:
 
 def check_length(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """``check_positions`` before the forward of a model of Transformers without a drop-in class."""
-    check_call(model, args, kwargs)
     given = kwargs.get("input_ids", args[0] if args else None)
     given = kwargs.get("inputs_embeds") if given is None else given
     most = most_positions(model.config)

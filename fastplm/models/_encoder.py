@@ -100,7 +100,7 @@ class EncoderModel(FastplmModel):
     _of_tokens: tuple[str, ...] = ()
     #: Whether attention depends on distances. Then masked rows between tokens must be computed.
     contiguous = False
-    takes_rows = True
+    _takes_rows = True
     embeddings: Any
     encoder: Any
     pooler: Any

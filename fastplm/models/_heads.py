@@ -210,7 +210,7 @@ class LabelledRows:
 class LanguageModel(FastplmModel):
     """Mixin of a model whose head predicts tokens. The loss computes only labelled tokens."""
 
-    takes_rows = True
+    _takes_rows = True
     #: Whether most tokens have labels, so that their number is not counted.
     _most_have_labels = True
     #: "decoder_" if the tokens of an encoder-decoder's decoder are labelled.
@@ -560,7 +560,7 @@ class ScaledLoss(FastplmModel):
 class SequenceClassification(ScaledLoss):
     """Mixin of ``…ForSequenceClassification``: the last layer computes only the first tokens."""
 
-    labels_texts = True
+    _one_label_a_text = True
     _summary = "whose last layer computes only the first token of a text, such as [CLS]."
 
     def _select_rows(self, inputs: dict[str, Any], labels: Tensor | None) -> None:

@@ -40,6 +40,7 @@ def takes_packed(forward: Callable[..., Any]) -> Callable[..., Any]:
     parameters = inspect.signature(forward).parameters.values()
     names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
     excludes = any(p.name == "exclude_padding" for p in parameters)
+    sides = any(p.name == "decoder_input_ids" for p in parameters)
 
     @functools.wraps(forward)
     def packed_or_not(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -52,7 +53,7 @@ def takes_packed(forward: Callable[..., Any]) -> Callable[..., Any]:
         inputs |= {name: value for name, value in kwargs.items() if name not in PACKED}
         if excludes:
             inputs["exclude_padding"] = True
-        return _on_texts(self, forward, inputs, bounds)
+        return _on_texts(self, forward, inputs, bounds, sides)
 
     return packed_or_not
 
@@ -80,14 +81,18 @@ class _Texts(NamedTuple):
 
 
 def _on_texts(
-    model: Any, forward: Callable[..., Any], inputs: dict[str, Any], bounds: dict[str, Any]
+    model: Any,
+    forward: Callable[..., Any],
+    inputs: dict[str, Any],
+    bounds: dict[str, Any],
+    sides: bool,
 ) -> Any:
-    where, config, ours = type(model).__name__, model.config, hasattr(model, "takes_rows")
+    where, config, ours = type(model).__name__, model.config, hasattr(model, "_takes_rows")
     if has_name(model, OF_CHOICES):
         expected = "None, as a text has several choices"
         fix = "Pass the padded batch [batch, choices, tokens]."
         fail(where, _BORDERS, "a packed row", expected, fix, UnsupportedError)
-    check_packed(model, inputs, bounds)
+    check_packed(model, inputs, bounds, sides)
     for name in _REFUSED:
         if (value := inputs.get(name)) is not None and (isinstance(value, Tensor) or value):
             fix = "Pass the padded batch and its attention_mask: its padding is left out."
@@ -98,7 +103,9 @@ def _on_texts(
         return forward(model, **inputs)  # which raises
     texts = _texts_of(where, given, inputs.get("attention_mask"), bounds)
     (batch, seqlen), total = (texts.rows.batch, texts.rows.seqlen), given.shape[1]
-    of_texts = (*LABELS_OF_TEXTS, *(("labels",) if getattr(model, "labels_texts", False) else ()))
+    of_texts = LABELS_OF_TEXTS
+    if getattr(model, "_one_label_a_text", False):
+        of_texts = (*of_texts, "labels")
     _check_labels(where, inputs, of_texts, batch, total)
     fillers = _FILLERS | {"input_ids": getattr(config, "pad_token_id", None) or 0}
     for name, value in inputs.items():
@@ -111,7 +118,7 @@ def _on_texts(
     if inputs.get("attention_mask") is None:
         inputs["attention_mask"] = (texts.slots >= 0).view(batch, seqlen).long()
     if ours:
-        inputs["unpad"] = texts.rows if model.takes_rows else total
+        inputs["unpad"] = texts.rows if model._takes_rows else total
     if ours and getattr(model.base_model, "_is_causal", bool)():
         inputs["use_cache"] = False
     asked = inputs.get("return_dict")
@@ -132,7 +139,7 @@ def _texts_of(where: str, given: Tensor, mask: Tensor | None, bounds: dict[str, 
     ends, longest, total = bounds[_BORDERS], int(bounds["max_length_q"]), given.shape[1]
     if values_are_known(ends):
         lengths = ends.diff()
-        least, most = (int(one) for one in lengths.aminmax()) if len(lengths) else (0, 0)
+        least, most = (int(one) for one in lengths.aminmax())
         if int(ends[0]) != 0 or least < 0 or int(ends[-1]) > total:
             got = f"{int(ends[0])} … {int(ends[-1])} with lengths from {least}"
             expected = f"0 first, never decreasing, at most {total} (the tokens of the row) last"

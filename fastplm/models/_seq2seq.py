@@ -135,7 +135,7 @@ class Stack(FastplmModel):
     embed_tokens: Any
     dropout: Any
     gradient_checkpointing: bool
-    takes_rows = True
+    _takes_rows = True
     #: Whether the parent has an argument ``use_cache``.
     _takes_cache = True
     #: Whether attention depends on distances. Then masked rows between tokens must be computed.
@@ -446,7 +446,7 @@ class ConditionalGeneration(LanguageModel):
 class LastEosClassification(ScaledLoss):
     """Mixin of a classifier that reads the last end-of-sequence token: later rows are left out."""
 
-    labels_texts = True
+    _one_label_a_text = True
     _summary = "whose decoder ends at the last <eos>, the end-of-sequence token."
 
     def _select_rows(self, inputs: dict[str, Any], labels: Tensor | None) -> None:

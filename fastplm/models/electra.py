@@ -57,7 +57,7 @@ class ReplacedTokenDetection(FastplmModel):
     """Mixin of a discriminator: a backbone, and ELECTRA's head with the fused replaced-token loss,
     computing only tokens from the embeddings to the loss."""
 
-    takes_rows = True
+    _takes_rows = True
     discriminator_predictions: Any
 
     @can_return_tuple

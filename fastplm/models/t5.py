@@ -258,7 +258,7 @@ class T5EncoderModel(FastplmModel, transformers.T5EncoderModel):
     ``unpad`` and ``extra_rows`` are those of its ``T5Stack``.
     """
 
-    takes_rows = True
+    _takes_rows = True
 
 
 class T5ForConditionalGeneration(
