@@ -720,9 +720,7 @@ class CheckCall:
             if "position_ids" not in takes:
                 expected = "None, as the positions of this model count through a row"
                 fail(where, first, "a packed row", expected, fix, UnsupportedError)
-            fix = (
-                "Pass those of each text, one after the other, as DataCollatorWithFlattening does."
-            )
+            fix = "Pass those of each text, as DataCollatorWithFlattening returns them."
             fail(where, "position_ids", "None", "int64 [1, N] with packed sequences", fix)
 
 

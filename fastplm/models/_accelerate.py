@@ -152,7 +152,8 @@ def switch(
             if hooks and looks_positions_up(module):
                 hooks.append(check_length)
             add = functools.partial(module.register_forward_pre_hook, with_kwargs=True)
-            setattr(module, _CHECK, [add(hook) for hook in hooks])
+            if hooks:
+                setattr(module, _CHECK, [add(hook) for hook in hooks])
     if any(module.config._attn_implementation != NAME for module in dispatching):
         own_configs(model)
     for module in dispatching:

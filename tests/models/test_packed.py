@@ -194,3 +194,140 @@ def test_by_name_a_packed_row_equals_the_padded_batch_or_is_refused(name):
     same({key: found[key]}, {key: wanted[key]})
     if "loss 0" in found:
         torch.testing.assert_close(found["loss 0"], wanted["loss 0"], rtol=1e-5, atol=1e-6)
+
+
+# --- what is refused, and what else a row may hold ------------------------------------------------
+
+
+def test_what_the_collator_of_transformers_returns():
+    """Also position ids alone, from which a causal model of Transformers finds the texts."""
+    for name in ("DebertaV2ForMaskedLM", "EsmForMaskedLM", "GPT2LMHeadModel"):
+        model, inputs = model_and_inputs(name)
+        ids = inputs["input_ids"]
+        samples = [dict(input_ids=one[seen]) for one, seen in zip(ids, SEEN, strict=True)]
+        labels = ids.masked_fill(~SEEN, -100).index_fill(1, torch.tensor([0]), -100)
+        wanted = model(ids, attention_mask=MASK, labels=labels).loss
+        for bounds in (True, False) if "GPT2" in name else (True,):
+            batch = DataCollatorWithFlattening(return_flash_attn_kwargs=bounds)(samples)
+            torch.testing.assert_close(model(**batch).loss, wanted)
+
+
+def test_spare_rows_and_a_mask_of_the_row():
+    """Our collators fill a row up; others pass a mask of its tokens, too."""
+    model, inputs = model_and_inputs("ModernBertForMaskedLM")
+    wanted, row = model(**inputs), packed(inputs)
+    for name in ("input_ids", "labels"):
+        filler = -100 if name == "labels" else 0
+        row[name] = nn.functional.pad(row[name], (0, 3), value=filler)
+    found = model(**row, attention_mask=torch.ones(1, 27, dtype=torch.int64))
+    same({"": found.loss}, {"": wanted.loss})
+    same({"": found.logits[:, :24]}, {"": wanted.logits[SEEN][None]})
+    hidden = MASK.index_fill(1, torch.tensor([1]), 0)
+    inputs |= {"attention_mask": hidden, "labels": inputs["labels"].masked_fill(hidden == 0, -100)}
+    found = model(**packed(inputs), attention_mask=hidden[SEEN][None])
+    same({"": found.loss}, {"": model(**inputs).loss})
+
+
+def test_arguments_are_those_of_the_row():
+    """Positions, flat labels, embeddings; a tuple is returned as elsewhere."""
+    model, inputs = model_and_inputs("BertForMaskedLM")
+    row = packed(inputs)
+    wanted = model(**row)
+    places = (row["labels"][0] != -100).nonzero()[:, 0]
+    slots = torch.cat((places, torch.tensor([-1])))
+    found = model(**row, masked_positions=slots, reduction="none").loss
+    torch.testing.assert_close(found[:-1].mean(), wanted.loss)
+    loss, logits = model(**row | {"labels": row["labels"].flatten(), "return_dict": False})
+    same(dict(loss=loss, logits=logits), dict(loss=wanted.loss, logits=wanted.logits))
+    embeds = model.get_input_embeddings()(row.pop("input_ids")).detach().requires_grad_()
+    loss = model(inputs_embeds=embeds, **row).loss
+    torch.testing.assert_close(loss, wanted.loss)
+    loss.backward()
+    assert embeds.grad.ne(0).any(-1).all(), "of each token"
+    rows = model.bert(inputs_embeds=embeds, output_rows=places, **BOUNDS).last_hidden_state
+    states = model.bert(inputs_embeds=embeds, **BOUNDS).last_hidden_state
+    torch.testing.assert_close(rows[:, 0], states[0, places])
+
+
+def test_hidden_states_of_a_row_are_those_of_the_graph():
+    model, inputs = model_and_inputs("BertForMaskedLM")
+    out = model(**packed(inputs), output_hidden_states=True)
+    slopes = torch.autograd.grad(out.loss, out.hidden_states)
+    assert all(one.shape[:2] == (1, 24) and one.any() for one in slopes)
+
+
+def test_compiles_as_a_whole():
+    torch._dynamo.reset()
+    model, inputs = model_and_inputs("BertForMaskedLM")
+    row, by_name = packed(inputs), of_name("BertForMaskedLM")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    same({"": compiled(**row).loss}, {"": model(**row).loss})
+    row["position_ids"] = positions_of("BertForMaskedLM")
+    compiled = torch.compile(by_name, backend="eager", fullgraph=True)
+    same({"": compiled(**row).logits}, {"": by_name(**row).logits})
+
+
+@pytest.mark.parametrize("name", ["BertModel", "BertForSequenceClassification", "ModernBertModel"])
+def test_frozen_models_take_packed_rows(name):
+    model, inputs = model_and_inputs(name)
+    row, model = packed(inputs), model.float().eval()
+    with torch.no_grad():
+        wanted = model(**row)[0]
+        torch.testing.assert_close(fastplm.freeze(model)(**row)[0], wanted)
+
+
+IDS = torch.randint(5, 30, (1, 24))
+WRONG = {
+    "three": (dict(max_length_k=None), "`max_length_k` got None"),
+    "rows": (dict(input_ids=IDS.view(2, 12)), "`cu_seq_lens_q` got a value with a batch"),
+    "floats": (dict(cu_seq_lens_q=BORDERS.float()), "`cu_seq_lens_q`"),
+    "no text": (dict(cu_seq_lens_q=BORDERS[:1]), "`cu_seq_lens_q` got no text"),
+    "too long": (dict.fromkeys(PACKED[:2], BORDERS + 1), "`cu_seq_lens_q` got 1 … 25"),
+    "longest": (dict(max_length_q=5), "`max_length_q` got 5; expected at least 9"),
+    "other keys": (dict(cu_seq_lens_k=BORDERS + 1), "`cu_seq_lens_k` got other"),
+    "a full mask": (dict(attention_mask=torch.ones(1, 1, 24, 24)), "`attention_mask` got 4 dim"),
+    "weights": (dict(output_attentions=True), "`cu_seq_lens_q` got a packed row with output_att"),
+    "cache": (dict(use_cache=True), "`cu_seq_lens_q` got a packed row with use_cache"),
+    "an encoder": (dict(encoder_hidden_states=torch.randn(1, 4, 16)), "`cu_seq_lens_q`"),
+    "labels": (dict(labels=torch.ones(1, 23)), "`labels` got shape .1, 23. with a packed row of 4"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_does_not_fit_is_refused(wrong):
+    given, message = WRONG[wrong]
+    model = models.BertForMaskedLM(config_of("BertForMaskedLM"))
+    with pytest.raises((ArgumentValueError, UnsupportedError, TypeError), match=message):
+        model(**{"input_ids": IDS, **BOUNDS, **given})
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in TAKEN if name.endswith(("SequenceClassification", "Prediction"))]
+)
+def test_labels_of_another_number_of_texts_name_the_cause(name):
+    """By class; and by name, where a head reads the first or last token of the row alone."""
+    labels = torch.tensor([1, 0, 1])
+    with pytest.raises(ArgumentValueError, match="`labels` got shape .3,. with a packed row of 4"):
+        getattr(models, name)(with_classes(name, config_of(name)))(IDS, labels=labels, **BOUNDS)
+    if reads_attention(name):
+        message = "`cu_seq_lens_q` got a packed row of 4 texts, with labels of shape .4,."
+        with pytest.raises(UnsupportedError, match=message):
+            of_name(name)(IDS, labels=torch.tensor([1, 0, 1, 1]), **BOUNDS)
+
+
+def test_an_attention_without_a_class_takes_more_tokens_than_positions():
+    """The positions of each text count, not the tokens of the row."""
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24)
+    config = transformers.BioGptConfig(vocab_size=40, max_position_embeddings=12, **sizes)
+    model = fastplm.accelerate(transformers.BioGptModel(config).eval())
+    assert type(model) is transformers.BioGptModel
+    row = dict(input_ids=IDS, position_ids=torch.cat([torch.arange(n) for n in LENGTHS])[None])
+    ids = torch.zeros_like(MASK).masked_scatter(SEEN, IDS)
+    with torch.no_grad():
+        wanted = model(ids, attention_mask=MASK).last_hidden_state[SEEN][None]
+        for bounds in ({}, BOUNDS):
+            torch.testing.assert_close(model(**row, **bounds).last_hidden_state, wanted)
+    with pytest.raises(ArgumentValueError, match="`input_ids` got 24 tokens; expected at most 12"):
+        model(IDS)
+    with pytest.raises(ArgumentValueError, match="`position_ids` got None"):
+        model(IDS, **BOUNDS)
