@@ -29,7 +29,9 @@ what neither of them supports                                       an error
 If a boolean mask lets a row attend to nothing, the row is 0; other implementations of Transformers
 give an average of the values, or NaN. If a causal model gets ``position_ids`` that restart and no
 ``attention_mask``, Transformers makes a 4-D mask of blocks; with ``cu_seq_lens_q``, pass an
-``attention_mask`` of ones.
+``attention_mask`` of ones. A model that reads more of a row than its attention does (positions
+that nobody gives, the first token of a row, the states of an encoder) refuses packed rows; the
+classes of ``fastplm.models`` take them.
 
 No function changes Python state that outlives a forward, as a compiled model would recompile.
 """
@@ -664,8 +666,9 @@ def check_packed(
         fail(where, first, "a packed row", expected, fix, UnsupportedError)
     given = inputs.get("input_ids")
     given = inputs.get("inputs_embeds") if given is None else given
-    if isinstance(given, Tensor) and (given.shape[0] != 1 or given.dim() < 2):
-        got = f"a value with a batch of shape {tuple(given.shape)}"
+    dims = 2 if inputs.get("input_ids") is not None else 3
+    if isinstance(given, Tensor) and (given.shape[0] != 1 or given.dim() != dims):
+        got = f"a value with a batch of {given.shape[0]}, of shape {tuple(given.shape)}"
         expected = "a batch of one row that holds all sequences"
         fix = "Concatenate the sequences: input_ids [1, N], with position_ids from 0 in each."
         fail(where, first, got, expected, fix)
