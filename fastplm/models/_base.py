@@ -89,7 +89,7 @@ def fitted(ours: _Class, parent: Any) -> _Class:
     """The class, with the signature and the recorded outputs of its parent."""
     forward: Any = ours.forward  # type: ignore[attr-defined]
     if issubclass(parent, PreTrainedModel):
-        forward = ours.forward = takes_packed(forward)  # type: ignore[attr-defined]
+        forward = ours.forward = takes_packed(forward, parent.forward)  # type: ignore[attr-defined]
     arguments = inspect.signature(forward).parameters.values()
     passes_on = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in arguments)
     theirs = _positional(parent.forward)
@@ -309,7 +309,7 @@ class FastplmModel:
         if ours and _parent_of(cls) is not None:
             drop_in(documented(cls))
         elif ours and issubclass(cls, PreTrainedModel):
-            cls.forward = takes_packed(cls.forward)
+            cls.forward = takes_packed(cls.forward, cls.forward)
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         if not IS_CHOSEN.get():

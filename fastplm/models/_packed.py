@@ -35,12 +35,12 @@ _OF_TOKENS = ("start_logits", "end_logits", "replaced_ids")
 _REFUSED = ("past_key_values", "cache", "use_cache", "output_attentions", "logits_to_keep")
 
 
-def takes_packed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a model, which also takes packed rows."""
+def takes_packed(forward: Callable[..., Any], parent: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a model, which also takes packed rows; ``parent`` is that of its parent."""
     parameters = inspect.signature(forward).parameters.values()
     names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
     excludes = any(p.name == "exclude_padding" for p in parameters)
-    sides = any(p.name == "decoder_input_ids" for p in parameters)
+    sides = "decoder_input_ids" in inspect.signature(parent).parameters
 
     @functools.wraps(forward)
     def packed_or_not(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -115,6 +115,10 @@ def _on_texts(
             inputs[name] = values_at(texts.rows.positions, value).masked_fill(value < 0, -1)
         elif value.shape[:2] == (1, total):
             inputs[name] = texts.pad(value, fillers.get(name, 0))
+        elif value.dim() > 1 and value.shape[0] != batch:
+            got = f"shape {tuple(value.shape)} with a packed row of {batch} texts"
+            expected = f"(1, {total}, …) or ({batch}, …), a value for each token or text"
+            fail(where, name, got, expected, "Pass the padded batch.")
     if inputs.get("attention_mask") is None:
         inputs["attention_mask"] = (texts.slots >= 0).view(batch, seqlen).long()
     if ours:

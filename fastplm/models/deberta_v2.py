@@ -151,10 +151,12 @@ def _means(value: Tensor, packed: Any) -> Tensor:
     """
     seen = packed.token_mask()
     holes = packed.slots().view(seen.shape).ge(0) & ~seen
-    masked = packed.seqlen - seen.sum(1, keepdim=True)
-    share = seen + holes * masked / holes.sum(1, keepdim=True).clamp(min=1)
-    values = packed.pad(value.flatten(1)[None]) * share.to(value.dtype)[..., None]
-    return packed.pack(values.sum(1, keepdim=True) / packed.seqlen)[0].view_as(value)
+    dtype = torch.promote_types(value.dtype, torch.float32)
+    masked = (packed.seqlen - seen.sum(1, keepdim=True)).to(dtype)
+    share = seen + holes * (masked / holes.sum(1, keepdim=True).clamp(min=1))
+    values = packed.pad(value.flatten(1)[None]) * share[..., None]
+    means = (values.sum(1, keepdim=True) / packed.seqlen).to(value.dtype)
+    return packed.pack(means)[0].view_as(value)
 
 
 def _gathered(rows: Tensor, places: Tensor) -> Tensor:
