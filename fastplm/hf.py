@@ -80,8 +80,8 @@ ROWS = "rows"
 _UNSUPPORTED = ("softcap", "s_aux", "head_mask", "cache", "indices", "block_indices")
 #: The bounds of packed sequences, in the order of the arguments of ``ops.attention_varlen``.
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-# Arguments that change what a call needs. Most calls have none of them.
 _PACKED = frozenset(PACKED)
+# Arguments that change what a call needs. Most calls have none of them.
 _SPECIAL = frozenset(
     (*_UNSUPPORTED, *PACKED, ROWS, "output_attentions", WITH_WEIGHTS, "position_bias")
 )
@@ -619,13 +619,14 @@ def _attention_with_weights(
 # --- packed rows ----------------------------------------------------------------------------------
 
 
-#: The labels of a text, by their names in all models.
+#: The labels of a text, by their names in all models; the first two are those of pairs.
 LABELS_OF_TEXTS = (
     "next_sentence_label",
     "sentence_order_label",
     "start_positions",
     "end_positions",
 )
+#: How heads are called that read a text of several choices, and those that read a row as one text.
 OF_CHOICES = ("ForMultipleChoice", "DoubleHeadsModel")
 _OF_TEXTS = ("ForSequenceClassification", "ForNextSentencePrediction", *OF_CHOICES)
 #: How position embeddings are called in models of Transformers.

@@ -29,7 +29,7 @@ _BORDERS = PACKED[0]
 _FILLERS = {"labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX}
 #: Arguments with flat positions in the row.
 _POSITIONS = ("output_rows", "masked_positions", "loss_positions")
-#: Outputs [K, T]; all others with two dimensions have a row for each text.
+#: Outputs [K, T]; others of tokens are [K, T, …], and those of texts [K, …] with less dimensions.
 _OF_TOKENS = ("start_logits", "end_logits", "replaced_ids")
 #: Arguments that are refused: a packed row has no cache, no weights [N, N] and no end of its own.
 _REFUSED = ("past_key_values", "cache", "use_cache", "output_attentions", "logits_to_keep")
@@ -131,7 +131,7 @@ def _on_texts(
     def as_given(name: str, value: Any) -> Any:
         if isinstance(value, tuple | list):
             return type(value)(as_given(name, one) for one in value)
-        of_tokens = isinstance(value, Tensor) and (value.dim() > 2 or name in _OF_TOKENS)
+        of_tokens = isinstance(value, Tensor) and (value.dim() == 3 or name in _OF_TOKENS)
         padded = of_tokens and value.shape[:2] == (batch, seqlen) != (1, total)
         return texts.pack(value) if padded else value
 
@@ -154,7 +154,7 @@ def _texts_of(where: str, given: Tensor, mask: Tensor | None, bounds: dict[str, 
         longest = max(1, most)
     else:
         torch._assert_async((ends.diff() <= longest).all(), "max_length_q: a text is longer")
-    batch, ends = ends.shape[0] - 1, ends.long()
+    batch, ends = ends.shape[0] - 1, ends.to(given.device, torch.int64)
     row = torch.arange(total, device=given.device)
     text = torch.bucketize(row, ends[1:], right=True)
     flat = text * longest + row - values_at(ends, text)
