@@ -720,6 +720,9 @@ class CheckCall:
         if getattr(model.config, "token_dropout", False):
             expected = "None, as the share of masked tokens (token_dropout) is that of a row"
             fail(where, first, "a packed row", expected, fix, UnsupportedError)
+        if any(isinstance(module, nn.Conv1d) for module in model.modules()):
+            expected = "None, as a convolution or a state of this model runs through a row"
+            fail(where, first, "a packed row", expected, fix, UnsupportedError)
         if inputs.get("position_ids") is None and _counts_rows(model):
             if "position_ids" not in takes:
                 expected = "None, as the positions of this model count through a row"

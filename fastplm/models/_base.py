@@ -309,7 +309,8 @@ class FastplmModel:
         if ours and _parent_of(cls) is not None:
             drop_in(documented(cls))
         elif ours and issubclass(cls, PreTrainedModel):
-            cls.forward = takes_packed(cls.forward, cls.forward)
+            kind: Any = cls
+            kind.forward = takes_packed(kind.forward, kind.forward)
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         if not IS_CHOSEN.get():
