@@ -29,7 +29,9 @@ what neither of them supports                                       an error
 If a boolean mask lets a row attend to nothing, the row is 0; other implementations of Transformers
 give an average of the values, or NaN. If a causal model gets ``position_ids`` that restart and no
 ``attention_mask``, Transformers makes a 4-D mask of blocks; with ``cu_seq_lens_q``, pass an
-``attention_mask`` of ones.
+``attention_mask`` of ones. A model that reads more of a row than its attention does (positions
+that nobody gives, the first token of a row, the states of an encoder) refuses packed rows; the
+classes of ``fastplm.models`` take them.
 
 No function changes Python state that outlives a forward, as a compiled model would recompile.
 """
@@ -59,6 +61,7 @@ from transformers.masking_utils import (
 )
 from transformers.utils import logging
 
+from fastplm._checks import INTEGER, check_dtype, check_tensor
 from fastplm._modes import is_eager, is_traced, values_are_known
 from fastplm.errors import UnsupportedError, fail
 from fastplm.nn._rows import kind_of
@@ -77,6 +80,7 @@ ROWS = "rows"
 _UNSUPPORTED = ("softcap", "s_aux", "head_mask", "cache", "indices", "block_indices")
 #: The bounds of packed sequences, in the order of the arguments of ``ops.attention_varlen``.
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_PACKED = frozenset(PACKED)
 # Arguments that change what a call needs. Most calls have none of them.
 _SPECIAL = frozenset(
     (*_UNSUPPORTED, *PACKED, ROWS, "output_attentions", WITH_WEIGHTS, "position_bias")
@@ -612,6 +616,130 @@ def _attention_with_weights(
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
 
 
+# --- packed rows ----------------------------------------------------------------------------------
+
+
+#: The labels of a text, by their names in all models; the first two are those of pairs.
+LABELS_OF_TEXTS = (
+    "next_sentence_label",
+    "sentence_order_label",
+    "start_positions",
+    "end_positions",
+)
+#: How heads are called that read a text of several choices, and those that read a row as one text.
+OF_CHOICES = ("ForMultipleChoice", "DoubleHeadsModel")
+_OF_TEXTS = ("ForSequenceClassification", "ForNextSentencePrediction", *OF_CHOICES)
+#: How position embeddings are called in models of Transformers.
+POSITION_TABLES = ("position_embeddings", "position_embedding", "embed_positions", "wpe")
+#: Rotary positions of these kinds depend on the length of the longest text.
+_OF_LENGTH = ("dynamic", "longrope")
+
+
+def packing_of(inputs: dict[str, Any]) -> dict[str, Any] | None:
+    """The bounds of packed sequences among the inputs of a model; None if there are none."""
+    if _PACKED.isdisjoint(inputs):
+        return None
+    bounds = {name: inputs.get(name) for name in PACKED}
+    return None if all(one is None for one in bounds.values()) else bounds
+
+
+def check_packed(
+    model: nn.Module, inputs: dict[str, Any], bounds: dict[str, Any], sides: bool
+) -> None:
+    """Check what every model needs of a packed row; no value is read on a GPU.
+
+    Args:
+        sides: whether the model has an encoder and a decoder.
+    """
+    where, first = type(model).__name__, PACKED[0]
+    for name, one in bounds.items():
+        if one is None:
+            expected = f"a value, because others of {', '.join(PACKED)} have one"
+            fail(where, name, "None", expected, "Packed sequences need all four.")
+    for name in PACKED[:2]:
+        check_tensor(where, name, bounds[name], ndim=1)
+        check_dtype(where, name, bounds[name], INTEGER)
+        if bounds[name].shape[0] < 2:
+            fail(where, name, "no text", "the borders of one or more", "Pass [0, …, N].")
+    fix = "Pass the padded batch and its attention_mask: its padding is left out."
+    expected = "None with an encoder, as it says the borders of one side only"
+    if sides or inputs.get("encoder_hidden_states") is not None:
+        fail(where, first, "a packed row", expected, fix, UnsupportedError)
+    given = inputs.get("input_ids")
+    given = inputs.get("inputs_embeds") if given is None else given
+    dims = 2 if inputs.get("input_ids") is not None else 3
+    if isinstance(given, Tensor) and (given.shape[0] != 1 or given.dim() != dims):
+        got = f"a value with a batch of {given.shape[0]}, of shape {tuple(given.shape)}"
+        expected = "a batch of one row that holds all sequences"
+        fix = "Concatenate the sequences: input_ids [1, N], with position_ids from 0 in each."
+        fail(where, first, got, expected, fix)
+    mask = inputs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() != 2:
+        got, fix = f"{mask.dim()} dimensions with {first}", "Leave one of the two out."
+        fail(where, "attention_mask", got, "None or [1, N]", fix, UnsupportedError)
+    query, key = (bounds[name] for name in PACKED[:2])
+    if query is not key:
+        same = query.shape == key.shape
+        if same and values_are_known(query):
+            same = bool((query == key).all())
+        elif same:
+            torch._assert_async((query == key).all(), "cu_seq_lens_k is not cu_seq_lens_q")
+        if not same:
+            fix = "Pass one tensor as both."
+            fail(where, PACKED[1], "other borders", f"those of {first}", fix, UnsupportedError)
+
+
+def has_name(model: nn.Module, ends: tuple[str, ...]) -> bool:
+    return any(kind.__name__.endswith(ends) for kind in type(model).__mro__)
+
+
+class CheckCall:
+    """A hook before the forward of a model that has only the attention of fastplm: packed rows are
+    refused where something else than attention would have to know where a text ends."""
+
+    def __init__(self, kind: Any) -> None:
+        self.names = (*inspect.signature(kind.forward).parameters,)  # Dynamo cannot ask for them
+
+    def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        bounds, ours = packing_of(kwargs), hasattr(model, "_takes_rows")
+        if bounds is None or ours or model.config._attn_implementation != NAME:
+            return
+        where, takes, first = type(model).__name__, self.names, PACKED[0]
+        inputs = dict(zip(takes, (model, *args))) | kwargs  # noqa: B905
+        check_packed(model, inputs, bounds, "decoder_input_ids" in takes)
+        fix = "Take the class of fastplm.models, or pass the padded batch and its attention_mask."
+        texts, labels = bounds[first].shape[0] - 1, inputs.get("labels")
+        asked = any(inputs.get(name) is not None for name in LABELS_OF_TEXTS)
+        asked = asked or any(name in takes for name in LABELS_OF_TEXTS[:2])
+        if texts != 1 and (asked or has_name(model, _OF_TEXTS)):
+            got = f"a packed row of {texts} texts"
+            if isinstance(labels, Tensor):
+                got += f", with labels of shape {tuple(labels.shape)}"
+            expected = "one text, as a head of this class reads one a row"
+            fail(where, first, got, expected, fix, UnsupportedError)
+        if getattr(model.config, "token_dropout", False):
+            expected = "None, as the share of masked tokens (token_dropout) is that of a row"
+            fail(where, first, "a packed row", expected, fix, UnsupportedError)
+        if any(isinstance(module, nn.Conv1d) for module in model.modules()):
+            expected = "None, as a convolution or a state of this model runs through a row"
+            fail(where, first, "a packed row", expected, fix, UnsupportedError)
+        if inputs.get("position_ids") is None and _counts_rows(model):
+            if "position_ids" not in takes:
+                expected = "None, as the positions of this model count through a row"
+                fail(where, first, "a packed row", expected, fix, UnsupportedError)
+            fix = "Pass those of each text, as DataCollatorWithFlattening returns them."
+            fail(where, "position_ids", "None", "int64 [1, N] with packed sequences", fix)
+
+
+def _counts_rows(model: Any) -> bool:
+    """Whether positions that are not given depend on the whole row."""
+    said = getattr(model.config, "rope_parameters", None) or {}
+    kinds = [said, *(one for one in said.values() if isinstance(one, dict))]
+    if any(one.get("rope_type") in _OF_LENGTH for one in kinds):
+        return True
+    return any(path.rpartition(".")[2] in POSITION_TABLES for path, _ in model.named_modules())
+
+
 # --- which models may take the name ---------------------------------------------------------------
 
 
@@ -682,6 +810,8 @@ def _checked(transformers_own: Callable[..., str]) -> Callable[..., str]:
                 logger.warning_once(
                     f"attn_implementation={NAME!r} changes nothing in {name}: it has no attention"
                 )
+            elif not any(isinstance(hook, CheckCall) for hook in self._forward_pre_hooks.values()):
+                self.register_forward_pre_hook(CheckCall(type(self)), with_kwargs=True)
         return transformers_own(self, requested_attention, is_init_check)
 
     return get_correct_attn_implementation

@@ -62,9 +62,9 @@ class Collator:
         block_size: rows are padded to this length. Default: the longest sample of the batch. A
             packed batch is filled up to ``block_size`` tokens for each sample.
         packed: put the sequences of a batch one after the other in one row, with no padding between
-            them; see ``pad``. The model needs an attention that reads ``cu_seq_lens_q``, such as
-            ``attn_implementation="fastplm"`` or FlashAttention; with any other the sequences attend
-            to each other.
+            them; see ``pad``. The model is one of ``fastplm.models``, or needs an attention that
+            reads ``cu_seq_lens_q``, such as ``attn_implementation="fastplm"`` or FlashAttention;
+            with any other the sequences attend to each other.
         position_offset: the first position id of each packed sequence. RoBERTa and models like it
             begin at ``pad_token_id + 1``.
         unpad: say which rows are tokens, for the models of ``fastplm.models``: a training step on

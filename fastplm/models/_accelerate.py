@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ _INNER = ("model", "model_body")
 
 #: The attribute in which ``accelerate`` stores a model's previous attention implementation.
 _BEFORE = "_fastplm_attention_before"
-#: The attribute with the hook that checks the length of texts, in models without a drop-in class.
+#: The attribute with the hooks that check what is given to models without a drop-in class.
 _CHECK = "_fastplm_length_check"
 
 
@@ -105,7 +106,7 @@ def switch(
     """
     from transformers import PreTrainedModel
 
-    from fastplm.hf import NAME, attention_of
+    from fastplm.hf import NAME, CheckCall, attention_of
     from fastplm.models import _like
     from fastplm.models._base import (
         DROP_INS,
@@ -148,9 +149,12 @@ def switch(
     for module in dispatching:
         if type(module) not in ours and _BEFORE not in vars(module):
             setattr(module, _BEFORE, module.config._attn_implementation)
-            if type(module) not in DROP_INS and looks_positions_up(module):
-                hook = module.register_forward_pre_hook(check_length, with_kwargs=True)
-                setattr(module, _CHECK, hook)
+            hooks: list[Any] = [] if type(module) in DROP_INS else [CheckCall(type(module))]
+            if hooks and looks_positions_up(module):
+                hooks.append(check_length)
+            add = functools.partial(module.register_forward_pre_hook, with_kwargs=True)
+            if hooks:
+                setattr(module, _CHECK, [add(hook) for hook in hooks])
     if any(module.config._attn_implementation != NAME for module in dispatching):
         own_configs(model)
     for module in dispatching:
@@ -223,7 +227,8 @@ def restore(model: _Model) -> _Model:
             set_attention(module, getattr(module, _BEFORE))
             delattr(module, _BEFORE)
         if _CHECK in vars(module):
-            getattr(module, _CHECK).remove()
+            for hook in getattr(module, _CHECK):
+                hook.remove()
             delattr(module, _CHECK)
     return model
 

@@ -23,7 +23,8 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor
 from fastplm._modes import values_are_known
 from fastplm.errors import check_choice, fail
-from fastplm.hf import IS_CHOSEN, NAME
+from fastplm.hf import IS_CHOSEN, NAME, POSITION_TABLES, packing_of
+from fastplm.models._packed import takes_packed
 from fastplm.nn import GELU, Dropout, Linear, RMSNorm
 from fastplm.nn._rows import check_flat_positions
 from fastplm.nn._tied_embedding import shares_table, tied_lookup
@@ -48,8 +49,6 @@ CACHE = "cache" if "cache" in _OF_BERT else _OLD_CACHE
 #: {drop-in class: its parent class}, of those that ``_like`` has made: they hold for one model.
 MADE: dict[type, type] = {}
 
-#: How position embeddings are called in models of Transformers.
-_POSITION_TABLES = ("position_embeddings", "position_embedding", "embed_positions", "wpe")
 #: Families whose first position is the row after that of padding, as in RoBERTa.
 _AFTER_PADDING = (
     *("camembert", "data2vec-text", "esm", "ibert", "lilt", "longformer", "luke", "markuplm"),
@@ -89,6 +88,8 @@ def drop_in(ours: _Class) -> _Class:
 def fitted(ours: _Class, parent: Any) -> _Class:
     """The class, with the signature and the recorded outputs of its parent."""
     forward: Any = ours.forward  # type: ignore[attr-defined]
+    if issubclass(parent, PreTrainedModel):
+        forward = ours.forward = takes_packed(forward, parent.forward)  # type: ignore[attr-defined]
     arguments = inspect.signature(forward).parameters.values()
     passes_on = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in arguments)
     theirs = _positional(parent.forward)
@@ -305,6 +306,10 @@ class FastplmModel:
     #: The arguments that the forward of the parent names, if it asks its ``loss_function``, which a
     #: user may set, and passes the others on to it; None if it computes its loss by itself.
     _named_by_parent: frozenset[str] | None = None
+    #: Whether ``unpad`` may be the ``RaggedBatch`` of a packed row, whose rows are then returned.
+    _takes_rows = False
+    #: Whether ``labels`` has one for each text, not for each token.
+    _one_label_a_text = False
     config: Any
     base_model: Any
     dtype: Any
@@ -316,6 +321,9 @@ class FastplmModel:
         ours = cls.__module__.startswith("fastplm.") and "_recipe" not in vars(cls)
         if ours and _parent_of(cls) is not None:
             drop_in(documented(cls))
+        elif ours and issubclass(cls, PreTrainedModel):
+            kind: Any = cls
+            kind.forward = takes_packed(kind.forward, kind.forward)
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         if not IS_CHOSEN.get():
@@ -463,8 +471,6 @@ def keeps_padding(model: Any, masks: Iterable[Tensor | None], kwargs: dict[str, 
         return "attention"
     if any(mask is not None and mask.dim() != 2 for mask in masks):
         return "mask"
-    if kwargs.get("cu_seq_lens_q") is not None:
-        return "packed"
     if model.training and hasattr(model.get_input_embeddings(), "neftune_noise_alpha"):
         return "noise"
     return "weights" if wants_output(model, "output_attentions", kwargs) else None
@@ -476,15 +482,13 @@ def check_batch(
     input_ids: Tensor | None,
     masks: Iterable[Tensor | None],
     sample_index: Tensor | None,
-    cu_seqlens: Tensor | None,
     output_rows: Any = None,
     words: tuple[str, ...] = (),
 ) -> None:
     """Check what a backbone is given, except sizes that differ between the families.
 
     ``given`` are the ids, or embeddings [B, T, E] in their place; ``masks`` those of the batch and
-    of an encoder; ``cu_seqlens`` int32 [sequences + 1], where a batch is packed already;
-    ``output_rows`` int64 [P], or one of ``words``.
+    of an encoder; ``output_rows`` int64 [P], or one of ``words``.
     """
     where, table = type(model).__name__, model.get_input_embeddings()
     # The user may have replaced the embeddings by larger ones; T5's parts do not learn of it.
@@ -492,11 +496,10 @@ def check_batch(
     for name, mask in zip(("attention_mask", "encoder_attention_mask"), masks, strict=True):
         check_mask(where, name, mask)
     if sample_index is not None:
-        sequences = given.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
         check_tensor(where, "sample_index", sample_index)
         check_dtype(where, "sample_index", sample_index, (torch.int64,))
         fix = "Pass one of each sequence, as the collators return them."
-        check_shape(where, "sample_index", sample_index, (sequences,), "[batch]", fix)
+        check_shape(where, "sample_index", sample_index, given.shape[:1], "[batch]", fix)
     if words and isinstance(output_rows, str):
         check_choice(where, "output_rows", output_rows, words)
     elif output_rows is not None:
@@ -553,6 +556,9 @@ def check_length(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     given = kwargs.get("input_ids", args[0] if args else None)
     given = kwargs.get("inputs_embeds") if given is None else given
     most = most_positions(model.config)
+    # A row may hold several texts. The positions that are given say so, or its borders.
+    if kwargs.get("position_ids") is not None or packing_of(kwargs) is not None:
+        return
     if most is not None and isinstance(given, Tensor) and given.dim() > 1:
         _check_room(type(model).__name__, most, given.shape[1], kwargs.get(CACHE))
 
@@ -562,7 +568,7 @@ def looks_positions_up(model: nn.Module) -> bool:
     if isinstance(getattr(model, "pos_encoding", None), Tensor):  # CTRL's sines
         return True
     return any(
-        (isinstance(child, nn.Embedding) and name in _POSITION_TABLES)
+        (isinstance(child, nn.Embedding) and name in POSITION_TABLES)
         or (not isinstance(child, PreTrainedModel) and looks_positions_up(child))
         for name, child in model.named_children()
     )

@@ -48,7 +48,6 @@ from fastplm.models._layer import (
     stand_for,
 )
 from fastplm.models._ragged import (
-    NUMBERED_REASONS,
     OF_ATTENTION,
     Counted,
     LastRows,
@@ -101,6 +100,7 @@ class EncoderModel(FastplmModel):
     _of_tokens: tuple[str, ...] = ()
     #: Whether attention depends on distances. Then masked rows between tokens must be computed.
     contiguous = False
+    _takes_rows = True
     embeddings: Any
     encoder: Any
     pooler: Any
@@ -137,8 +137,12 @@ class EncoderModel(FastplmModel):
             extra_rows: bool [B, T], rows to compute although they are masked as keys.
             encoder_rows: how ``encoder_hidden_states`` [1, N, E] were packed.
             lookup: a ``TiedLookup`` in the word embeddings, used if no cache needs the ids, too.
-            sample_index: int64 [B], the sample indices in the training, on which dropout depends. A
-                batch that is packed already has one for each sequence. Default: 0 ... B - 1.
+            sample_index: int64 [B], the sample indices in the training, on which dropout depends.
+                Default: 0 ... B - 1.
+            kwargs: others of the parent; and of a batch that is packed already, one row [1, N]:
+                ``cu_seq_lens_q`` and ``cu_seq_lens_k`` int32 [K + 1], the borders of its K texts,
+                ``max_length_q`` and ``max_length_k``, the longest of them. What is returned of
+                tokens is [1, N, …], of texts [K, …]; arguments are in the same form.
 
         Returns:
             Like the parent. With ``output_rows``, the last hidden state is [P, 1, E]. With a
@@ -149,8 +153,8 @@ class EncoderModel(FastplmModel):
         given = input_ids if inputs_embeds is None else inputs_embeds
         if given is None or (input_ids is not None and inputs_embeds is not None):
             return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds)  # type: ignore
-        masks, offsets = (attention_mask, encoder_attention_mask), kwargs.get("cu_seq_lens_q")
-        check_batch(self, given, input_ids, masks, sample_index, offsets, output_rows, ("first",))
+        masks = (attention_mask, encoder_attention_mask)
+        check_batch(self, given, input_ids, masks, sample_index, output_rows, ("first",))
         if no_positions := position_ids is None:
             longest = self._positions_taken(input_ids, given)
             check_positions(type(self).__name__, self._position_table(), longest, past_key_values)
@@ -321,7 +325,7 @@ class EncoderModel(FastplmModel):
 
         The positions are None if all rows are computed, and nothing depends on which they are.
         """
-        (batch, seqlen), offsets = given.shape[:2], kwargs.get("cu_seq_lens_q")
+        batch, seqlen = given.shape[:2]
         mask, full = self._mask_of(given, masks[0], kwargs.get(CACHE), unpad)
         # In a compiled program, dropout of hidden states does not depend on the samples.
         drops = self.training and (sample_index is not None or is_eager(given))
@@ -343,8 +347,8 @@ class EncoderModel(FastplmModel):
             if rows is not None and not wants_output(self, "output_hidden_states", kwargs):
                 row_plan.last = self._last_rows(needed, rows, row_plan.packed, seen, one_each)
         note(lambda: rows_computed(self, (batch, seqlen), mask, row_plan, padding_reason))
-        if self.training and padding_reason in NUMBERED_REASONS:
-            row_plan.number(given, sample_index, offsets, drops and know_their_rows(self._layers()))
+        if self.training and padding_reason is None:
+            row_plan.number(given, sample_index, drops and know_their_rows(self._layers()))
             layers, numbers = list(self._layers()), self._layer_numbers
             if layers and not getattr(layers[0], "_is_numbered", True):
                 row_plan.order = {id(one): at for at, one in enumerate(layers)}

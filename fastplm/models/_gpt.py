@@ -251,6 +251,7 @@ def _choice_rows(
 class LastTokenClassification(FastplmModel):
     """Mixin of ``…ForSequenceClassification``, which reads only the last token of a sequence."""
 
+    _one_label_a_text = True
     _summary = "whose head reads only the last token."
     score: nn.Linear
     _output: Any

@@ -246,6 +246,7 @@ def loss_of_logits(
 class LanguageModel(FastplmModel):
     """Mixin of a model whose head predicts tokens. The loss computes only labelled tokens."""
 
+    _takes_rows = True
     #: Whether most tokens have labels, so that their number is not counted.
     _most_have_labels = True
     #: "decoder_" if the tokens of an encoder-decoder's decoder are labelled.
@@ -632,6 +633,7 @@ class ScaledLoss(FastplmModel):
 class SequenceClassification(ScaledLoss):
     """Mixin of ``…ForSequenceClassification``: the last layer computes only the first tokens."""
 
+    _one_label_a_text = True
     _summary = "whose last layer computes only the first token of a text, such as [CLS]."
 
     def _select_rows(self, inputs: dict[str, Any], labels: Tensor | None) -> None:

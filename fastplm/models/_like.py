@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from fastplm.errors import UnsupportedError, fail
 from fastplm.hf import NAME
 from fastplm.models import _heads, bart, bert, roberta
 from fastplm.models._base import CACHE, MADE, FastplmModel, documented, drop_in_for, fitted
@@ -360,10 +359,6 @@ class _Stack(_Named, Stack):
         return [getattr(layer.self_attn, "layer_idx", None) for layer in self.layers]
 
     def _keeps_padding(self, masks: Any, kwargs: dict[str, Any], *caching: Any, **more: Any) -> Any:
-        if kwargs.get("cu_seq_lens_q") is not None:
-            fix = "Pass the padded batch and its attention_mask: its padding is left out."
-            expected = "None, as the positions of this model count through a row"
-            fail(type(self).__name__, "cu_seq_lens_q", "a value", expected, fix, UnsupportedError)
         if HERE.parents or _any_of(self._others, kwargs):
             return "inputs"
         parts = [*self._layers(), *(layer.self_attn for layer in self._layers())]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastplm.hf import NAME, PACKED, as_booleans, fastplm_attention_forward, in_dtype_of
+from fastplm.hf import NAME, as_booleans, fastplm_attention_forward, in_dtype_of
 from fastplm.models._base import FastplmModel
 from fastplm.models._encoder import EncoderLayer
 from fastplm.models._layer import ready_layer, run_layer
@@ -117,14 +117,13 @@ class OnRows(FastplmModel):
         if attention_mask is not None and attention_mask.dim() == 5:  # it masks nothing
             attention_mask = None
         masks, forward = (attention_mask, encoder_attention_mask), super().forward  # type: ignore
-        packed = {name: inputs.pop(name) for name in PACKED if name in inputs}
         if self._keeps_padding(masks, inputs) is not None:
             if encoder_attention_mask is not None:
                 inputs["encoder_attention_mask"] = encoder_attention_mask
             inputs["attention_mask"] = self._mask_of_parent(attention_mask)
             return within({"now": None}, forward, **inputs)
         keys, others = (None if mask is None else mask.bool() for mask in masks)
-        now = Now(rows or Rows(), keys, others, self._of_attention() | packed)
+        now = Now(rows or Rows(), keys, others, self._of_attention())
         # A mask with four dimensions is passed on unchanged.
         nothing = torch.zeros((1, 1, 1, 1), dtype=self.dtype, device=self.device)  # type: ignore
         if inputs.get("encoder_hidden_states") is not None:

@@ -28,7 +28,6 @@ from fastplm.ops._attention_call import made_for_one_forward
 PADDING_REASONS = {
     "attention": "attn_implementation is not 'fastplm'",
     "mask": "a mask with more than two dimensions",
-    "packed": "cu_seq_lens_q: the batch is packed already",
     "cache": "a cache (past_key_values or use_cache)",
     "weights": "output_attentions",
     "noise": "NEFTune, whose noise depends on the length of the batch",
@@ -39,8 +38,6 @@ PADDING_REASONS = {
     "or a collator with unpad=True sets a number of rows",
     "asked": "unpad=False, or a head that reads padding",
 }
-#: The reasons, and None, with which a backbone still knows the sample and position of its rows.
-NUMBERED_REASONS = (None, "packed")
 #: Devices where each draw of a seed is a launch: ``Rows.draw_seeds`` draws all at once there.
 ONE_DRAW = ("cuda",)
 #: How configurations call the dropout of attention, and that of hidden states in a layer.
@@ -90,6 +87,7 @@ class RaggedBatch(_Movable):
     key_mask: Tensor | None  # bool [N], the rows that may be attended to; None = all
     batch: int
     seqlen: int
+    of_caller: bool = False  # whether the caller has packed them, see ``_packed``
 
     @classmethod
     def of(
@@ -240,13 +238,11 @@ class Rows(_Movable):
     order: dict[int, int] = field(default_factory=dict)  # their numbers, by the ``id`` of a layer
     is_cut: bool = False  # whether the queries of an attention are ``last``
 
-    def number(
-        self, given: Tensor, sample_index: Tensor | None, cu_seqlens: Tensor | None, hidden: bool
-    ) -> None:
+    def number(self, given: Tensor, sample_index: Tensor | None, hidden: bool) -> None:
         """Let dropout depend on the samples: that of attention and, if ``hidden``, of all rows."""
         self.sample_index = sample_index
         if hidden:
-            self.numbers = numbers_of_rows(given, sample_index, self.packed, cu_seqlens)
+            self.numbers = numbers_of_rows(given, sample_index, self.packed)
 
     def draw_seeds(self, model: Any, given: Tensor, numbers: Callable[[], list[Any]]) -> None:
         """Draw the seeds of all layers at once: on a GPU each draw is a launch.
@@ -376,10 +372,7 @@ class LastRows(_Movable):
 
 
 def numbers_of_rows(
-    given: Tensor,
-    sample_index: Tensor | None,
-    ragged: RaggedBatch | None,
-    cu_seqlens: Tensor | None = None,
+    given: Tensor, sample_index: Tensor | None, ragged: RaggedBatch | None
 ) -> RowNumbers | None:
     """The sample and position of each row that a backbone computes of ``given`` [B, T, …].
 
@@ -388,19 +381,13 @@ def numbers_of_rows(
     Args:
         sample_index: int64 [B]; None = 0 ... B - 1.
         ragged: the rows that are computed; None = all.
-        cu_seqlens: int32 [B + 1], the bounds of the sequences if ``given`` [1, N, …] is packed.
     """
     if not is_eager(given):
         return None
     batch, seqlen = given.shape[:2]
-    if cu_seqlens is not None:
-        rows, batch = torch.arange(seqlen, device=given.device), cu_seqlens.shape[0] - 1
-        sample = torch.bucketize(rows, cu_seqlens[1:], right=True).clamp(max=batch - 1)
-        position = rows - cu_seqlens[sample]
-    else:
-        everything = torch.arange(batch * seqlen, device=given.device)
-        rows = everything if ragged is None else ragged.positions
-        sample, position = rows.div(seqlen, rounding_mode="floor"), rows % seqlen
+    everything = torch.arange(batch * seqlen, device=given.device)
+    rows = everything if ragged is None else ragged.positions
+    sample, position = rows.div(seqlen, rounding_mode="floor"), rows % seqlen
     return RowNumbers(sample if sample_index is None else sample_index[sample], position)
 
 
@@ -648,7 +635,8 @@ def restore_layout(
         changed["last_hidden_state"] = hidden if packed is unpad else unpad.pack_rows(hidden)
     elif packed is not None:
         changed["last_hidden_state"] = packed.pad(hidden, slots)
-    if packed is not None and outputs.get("hidden_states") is not None:
+    as_packed = packed is not None and packed.of_caller
+    if packed is not None and not as_packed and outputs.get("hidden_states") is not None:
         changed["hidden_states"] = tuple(
             None if state is None else packed.pad(state) for state in outputs.hidden_states
         )

@@ -44,7 +44,6 @@ from fastplm.models._heads import (
 )
 from fastplm.models._layer import of_one_forward
 from fastplm.models._ragged import (
-    NUMBERED_REASONS,
     Batches,
     RaggedBatch,
     Rows,
@@ -136,6 +135,7 @@ class Stack(FastplmModel):
     embed_tokens: Any
     dropout: Any
     gradient_checkpointing: bool
+    _takes_rows = True
     #: Whether the parent has an argument ``use_cache``.
     _takes_cache = True
     #: Whether attention depends on distances. Then masked rows between tokens must be computed.
@@ -230,8 +230,8 @@ class Stack(FastplmModel):
         if self._takes_cache:
             use_cache = caches(use_cache, past_key_values)
             caching = {CACHE: past_key_values, "use_cache": use_cache}
-        masks, offsets = (attention_mask, encoder_attention_mask), kwargs.get("cu_seq_lens_q")
-        check_batch(self, given, input_ids, masks, sample_index, offsets, output_rows)
+        masks = (attention_mask, encoder_attention_mask)
+        check_batch(self, given, input_ids, masks, sample_index, output_rows)
         (batch, seqlen), where = given.shape[:2], type(self).__name__
         attention_mask = of_batch(attention_mask, batch)
         check_positions(where, getattr(self, "embed_positions", None), seqlen, past_key_values)
@@ -250,7 +250,7 @@ class Stack(FastplmModel):
             packed, attention_mask = self._packed_rows(attention_mask, *chosen)
         row_plan = Rows(packed)
         note(lambda: rows_computed(self, (batch, seqlen), attention_mask, row_plan, padding_reason))
-        knows = self.training and padding_reason in NUMBERED_REASONS
+        knows = self.training and padding_reason is None
         hidden = knows and know_their_rows(self._layers())
         if packed is None and padding_reason is None:
             # If the parent calls PyTorch's dropout function, only ``_on_rows`` can tell it which
@@ -259,7 +259,7 @@ class Stack(FastplmModel):
             if encoder_rows is not None or (by_function and is_eager(given)):
                 row_plan.packed = packed = RaggedBatch.whole(given, attention_mask)
         if knows:
-            row_plan.number(given, sample_index, offsets, hidden)
+            row_plan.number(given, sample_index, hidden)
             row_plan.draw_seeds(self, given, self._layer_numbers)
 
         # --- the parent's forward on these rows ---
@@ -446,6 +446,7 @@ class ConditionalGeneration(LanguageModel):
 class LastEosClassification(ScaledLoss):
     """Mixin of a classifier that reads the last end-of-sequence token: later rows are left out."""
 
+    _one_label_a_text = True
     _summary = "whose decoder ends at the last <eos>, the end-of-sequence token."
 
     def _select_rows(self, inputs: dict[str, Any], labels: Tensor | None) -> None:

@@ -19,7 +19,6 @@ from transformers.modeling_outputs import (
 from transformers.models.bart import modeling_bart
 from transformers.utils.output_capturing import capture_outputs
 
-from fastplm.errors import UnsupportedError, fail
 from fastplm.models._base import CACHE, joined, takes_cache
 from fastplm.models._heads import CausalLM
 from fastplm.models._layer import (
@@ -131,11 +130,6 @@ class _AddsPositions(Stack):
         return [layer.self_attn.layer_idx for layer in self.layers]
 
     def _keeps_padding(self, masks: Any, kwargs: dict[str, Any], *caching: Any, **more: Any) -> Any:
-        if kwargs.get("cu_seq_lens_q") is not None:
-            got = "a value: the sequences are packed into one row"
-            expected = "None, as the positions of BART count through a row"
-            fix = "Pass the padded batch and its attention_mask: its padding is left out."
-            fail(type(self).__name__, "cu_seq_lens_q", got, expected, fix, UnsupportedError)
         crossed = (layer._modules.get("encoder_attn") for layer in self._layers())
         if not all(one is None or type(one) is modeling_bart.BartAttention for one in crossed):
             return "layers"

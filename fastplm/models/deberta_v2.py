@@ -4,9 +4,9 @@ Attention is ``ops.disentangled_attention``: it depends on distances, so packing
 them. If a mask has holes, all rows between the first and the last token of a sequence are computed,
 and the rows in the holes are masked as keys.
 
-In the parent a masked query attends to all keys alike. Where a head reads such a row (a classifier
-of texts padded at the left, an answer's softmax), padding is computed, and these rows are the mean
-of all values, without dropout.
+In the parent a masked query attends to all keys alike, those of padding, too: it gets the mean of
+all values, here without dropout. Where a head reads such a row outside of a hole (a classifier of
+texts padded at the left, an answer's softmax), padding is computed.
 
 Source: He et al. 2020 (arXiv 2006.03654); He et al. 2021 (arXiv 2111.09543).
 """
@@ -144,7 +144,26 @@ def attend(
         if mask is not None:
             out = torch.where(mask[:, None, :, None], out, value.mean(2, keepdim=True))
         return out.transpose(1, 2).contiguous(), None
+    if mask is not None:
+        out = torch.where(mask.view(-1, 1, 1), out, _means(value, rows.packed))
     return (out if source is None else _gathered(out, source))[None], None
+
+
+def _means(value: Tensor, packed: Any) -> Tensor:
+    """What a masked query of the padded batch gets, of packed rows: the mean of all values of its
+    text, [N, H, D] -> [N, H, D].
+
+    All masked rows of a text are equal: they begin as 0 and get the same. So those that are
+    computed, in the holes of the mask, stand for those that are not.
+    """
+    seen = packed.token_mask()
+    holes = packed.slots().view(seen.shape).ge(0) & ~seen
+    dtype = torch.promote_types(value.dtype, torch.float32)
+    masked = (packed.seqlen - seen.sum(1, keepdim=True)).to(dtype)
+    share = seen + holes * (masked / holes.sum(1, keepdim=True).clamp(min=1))
+    values = packed.pad(value.flatten(1)[None]) * share[..., None]
+    means = (values.sum(1, keepdim=True) / packed.seqlen).to(value.dtype)
+    return packed.pack(means)[0].view_as(value)
 
 
 def _gathered(rows: Tensor, places: Tensor) -> Tensor:

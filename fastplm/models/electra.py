@@ -57,6 +57,7 @@ class ReplacedTokenDetection(FastplmModel):
     """Mixin of a discriminator: a backbone, and ELECTRA's head with the fused replaced-token loss,
     computing only tokens from the embeddings to the loss."""
 
+    _takes_rows = True
     discriminator_predictions: Any
 
     @can_return_tuple
@@ -105,7 +106,7 @@ class ReplacedTokenDetection(FastplmModel):
         loss = logits = None
         if _heads.wants_logits(self, output_logits, labels):
             logits = self.logits(features)
-            if ragged is not None:
+            if ragged is not None and not ragged.of_caller:
                 logits = ragged.pad(logits[..., None]).squeeze(-1)
         if labels is not None:
             where = type(self).__name__
@@ -117,10 +118,10 @@ class ReplacedTokenDetection(FastplmModel):
                 check_shape(where, "labels", labels, attention_mask.shape, "[B, T]")
                 in_loss = in_loss & attention_mask.bool()
             share = batch_share(labels, num_items_in_batch)
-            prediction = self.prediction()
-            if logits is not None and logits.requires_grad:  # the loss is a function of them
+            prediction, of_logits = self.prediction(), logits is not None and logits.requires_grad
+            if of_logits:  # the loss is a function of them
                 features, prediction = logits[..., None], nn.Identity()
-            elif ragged is not None:
+            if ragged is not None and (ragged.of_caller or not of_logits):
                 labels = ragged.pack(labels)
                 in_loss = ragged.pack(in_loss) & (ragged.positions >= 0)
             loss = rtd_loss(features, labels, prediction, in_loss, where=where) * share

@@ -338,6 +338,7 @@ class ElectraForJointPreTraining(FastplmModel, PreTrainedModel):
 
     config_class = ElectraJointConfig
     base_model_prefix = ""
+    _takes_rows = True
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     _supports_flash_attn = True

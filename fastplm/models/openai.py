@@ -10,7 +10,7 @@ from transformers.activations import NewGELUActivation
 from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
 from transformers.models.openai import modeling_openai
 
-from fastplm.hf import PACKED, check_unfused, fastplm_attention_forward
+from fastplm.hf import fastplm_attention_forward
 from fastplm.models._base import CACHE, drop_in, wants_output
 from fastplm.models._gpt import CausalModel, DoubleHeads, LastTokenClassification
 from fastplm.models._heads import CausalLM
@@ -141,7 +141,6 @@ class _FusedLayers:
             or (attention_mask is not None and attention_mask.dim() not in (2, 4))
             or not self._layers_are_ours()
         ):
-            check_unfused(None, kwargs.get("cu_seq_lens_q") is not None)
             return super().forward(  # type: ignore[misc]
                 input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **kwargs
             )
@@ -149,11 +148,10 @@ class _FusedLayers:
         mask = attention_mask
         if mask is not None and mask.dim() == 2:
             mask = made_for_one_forward(mask.bool()[:])
-        others = {name: kwargs[name] for name in PACKED if name in kwargs} | {"is_causal": True}
         states = [hidden]
         for number, block in enumerate(self.h):
             numbered = None if rows is None else rows.for_layer(number)
-            hidden = block(hidden, _Keys(mask, {**others, "rows": numbered}))[0]
+            hidden = block(hidden, _Keys(mask, {"is_causal": True, "rows": numbered}))[0]
             states.append(hidden)
         recorded = wants_output(self, "output_hidden_states", kwargs)
         return BaseModelOutput(

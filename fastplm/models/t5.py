@@ -263,6 +263,8 @@ class T5EncoderModel(FastplmModel, transformers.T5EncoderModel):
     ``unpad`` and ``extra_rows`` are those of its ``T5Stack``.
     """
 
+    _takes_rows = True
+
 
 class T5ForConditionalGeneration(
     ConditionalGeneration, EncoderDecoder, transformers.T5ForConditionalGeneration

@@ -14,7 +14,7 @@ from transformers import EncoderDecoderConfig, PreTrainedModel
 import fastplm
 from fastplm import models, ops
 from fastplm._backends import record_decisions
-from fastplm.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+from fastplm.errors import ArgumentTypeError, ArgumentValueError
 from fastplm.models import _base, _ragged
 from fastplm.models._ragged import RaggedBatch
 from fastplm.testing import KeptDouble, check_in_fp64
@@ -619,44 +619,6 @@ def test_labels_beside_a_cache_equal_the_parents(hold, name, padding):
         return {"loss": model(**rest, past_key_values=first.past_key_values).loss}
 
     hold(ours, parent, run)
-
-
-PACKED = ("AlbertModel", "BertModel", "ElectraModel", "RobertaModel", "GPT2Model")
-PACKED += ("OpenAIGPTModel", "T5EncoderModel", *DECODERS)
-
-
-@pytest.mark.parametrize("name", PACKED)
-def test_packed_sequences_equal_separate_ones(hold, name):
-    ours, parent = pair(name)
-    lengths, first = (5, 3, 6), (ours.config.pad_token_id or 0) + 1
-    ids = torch.randint(5, 30, (1, sum(lengths)))
-    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    packed = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
-    packed |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
-    start = first if CLASSES[name] == "roberta" else 0
-    if CLASSES[name] != "t5":
-        packed["position_ids"] = torch.cat([torch.arange(n) + start for n in lengths])[None]
-
-    def run(model):
-        return {"out": model(input_ids=ids, **packed)[0]}
-
-    def each(model):
-        return {"out": torch.cat([model(input_ids=one)[0] for one in ids.split(lengths, 1)], 1)}
-
-    hold(ours, parent, run, each)
-    # T5 computes attention with weights itself; Transformers masks GPT-2's by the position ids.
-    if CLASSES[name] not in ("t5", "gpt2"):
-        with pytest.raises(UnsupportedError, match="cu_seq_lens_q"):
-            ours(input_ids=ids, output_attentions=True, **packed)
-
-
-@pytest.mark.parametrize("name", [name for name in CLASSES if CLASSES[name] == "bart"])
-def test_packed_sequences_of_bart_are_refused(name):
-    """Its positions count through the row."""
-    ends = torch.tensor([0, 4, 9], dtype=torch.int32)
-    packed = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 5, "max_length_k": 5}
-    with pytest.raises(UnsupportedError, match="`cu_seq_lens_q`.*Pass the padded batch"):
-        getattr(models, name)(config_of(name))(torch.randint(5, 30, (1, 9)), **packed)
 
 
 def replaced_forward(layer):

@@ -20,7 +20,7 @@ from fastplm.models import (
 from fastplm.models.auto import AutoModelForMaskedLM
 from fastplm.pretrain.presets import configuration
 
-from .conftest import LENGTH, PADDINGS, ROWS, eager_parent, loss_of, small_config
+from .conftest import LENGTH, PADDINGS, ROWS, as_loss, eager_parent, loss_of, small_config
 
 HOLES = torch.tensor([[1] * 9, [1, 0, 1, 1, 0, 0, 1, 0, 0], [1, 1, 0, 1] + [0] * 5, [0, 1, 0] * 3])
 MASKS = {"right": PADDINGS["right"], "left": PADDINGS["left"], "holes": HOLES}
@@ -47,6 +47,21 @@ def batch(mask):
     chosen = (torch.rand(ROWS, LENGTH) < 0.4) & mask.bool()
     chosen[0, 1] = True
     return dict(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(~chosen, -100))
+
+
+def test_masked_tokens_between_others_are_the_parents(hold):
+    """They depend on the length of the batch, as the parent's do, and on no other text of it."""
+    ours = DebertaV2Model(config()).eval()
+    parent = eager_parent(DebertaV2Model, ours.config).eval()
+    ids = batch(HOLES)["input_ids"]
+    between = (HOLES.cumsum(1) > 0) & (HOLES.flip(1).cumsum(1).flip(1) > 0)
+    assert (between & ~HOLES.bool()).any()
+
+    def run(model):
+        states = model(ids, attention_mask=HOLES).last_hidden_state[between]
+        return {"states": states, "loss": as_loss(states)}
+
+    hold(ours, parent, run)
 
 
 @pytest.mark.parametrize("padding", MASKS)

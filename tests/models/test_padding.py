@@ -14,8 +14,6 @@ from transformers.utils import logging as transformers_logging
 
 import fastplm
 from fastplm import models
-from fastplm._backends import record_notes
-from fastplm.errors import ArgumentValueError
 from fastplm.models._ragged import PADDING_REASONS
 
 from .conftest import changed, small_config
@@ -130,7 +128,6 @@ IDS = torch.randint(3, 37, MASK.shape)
 REASONS = {
     "attention": (lambda: KIND._from_config(config(), attn_implementation="sdpa"), {}),
     "mask": (lambda: MODEL, {"attention_mask": MASK[:, None, None].expand(-1, 1, 9, -1).bool()}),
-    "packed": (lambda: MODEL, {"cu_seq_lens_q": MASK.sum(1)}),
     "weights": (lambda: MODEL, {"output_attentions": True}),
     "asked": (lambda: MODEL, {"unpad": False}),
     "chunks": (lambda: KIND(changed(config(), chunk_size_feed_forward=3)), {}),
@@ -185,12 +182,7 @@ def test_explain_says_what_is_computed():
 def test_explain_says_why_padding_is_kept(reason):
     make, inputs = REASONS[reason]
     arguments = {"input_ids": IDS, "attention_mask": MASK} | inputs
-    if reason == "packed":  # refused later, as its lengths do not fit
-        with record_notes() as notes, pytest.raises(ArgumentValueError):
-            make()(**arguments)
-        said = notes[0]
-    else:
-        said = fastplm.explain(make().train(reason == "noise"), **arguments)
+    said = fastplm.explain(make().train(reason == "noise"), **arguments)
     assert said.splitlines()[0].split("; ")[0].endswith(PADDING_REASONS[reason].split("; ")[0])
 
 
