@@ -37,7 +37,8 @@ PADDING_REASONS = {
     "inputs": "inputs that do not belong to single tokens",
     "traced": "a trace (torch.compile, an export) or a CUDA graph reads no masks; there, unpad=N "
     "or a collator with unpad=True sets a number of rows",
-    "asked": "unpad=False, or a head that reads padding",
+    "asked": "unpad=False, a head or a module after the model that may read padding, or "
+    "output_hidden_states while gradients are computed",
 }
 #: The reasons, and None, with which a backbone still knows the sample and position of its rows.
 NUMBERED_REASONS = (None, "packed")
@@ -515,6 +516,29 @@ def slots_of(positions: Tensor, total: int) -> Tensor:
     return slots[:total]
 
 
+def read_by_callers(config: Any, given: Any, mask: Tensor | None) -> Tensor | None:
+    """bool [B, T]: the rows that a caller may read although the mask hides them; None if it hides
+    none, or cannot be read.
+
+    Padding has the id of padding. Other tokens that nobody attends to are read: late interaction
+    fills queries up with [MASK]. Embeddings show no ids: any may be read, as where a configuration
+    names no padding.
+
+    Args:
+        config: of the model.
+        given: ids [B, T], or embeddings [B, T, E]; None if there are none.
+    """
+    if mask is None or given is None or not values_can_be_read(mask):
+        return None
+    padding = getattr(config, "pad_token_id", None)
+    if padding is None:  # then tokenizers pad with the end of a text
+        padding = getattr(config, "eos_token_id", None)
+        padding = padding[0] if isinstance(padding, list) else padding
+    if given.is_floating_point():
+        return given.new_ones(given.shape[:-1], dtype=torch.bool)
+    return torch.ones_like(given, dtype=torch.bool) if padding is None else given != padding
+
+
 def mask_at(positions: Tensor, batch: int, seqlen: int) -> Tensor:
     """bool [B, T]: True at the flat ``positions``; -1 is ignored."""
     total = batch * seqlen
@@ -648,11 +672,14 @@ def restore_layout(
         changed["last_hidden_state"] = hidden if packed is unpad else unpad.pack_rows(hidden)
     elif packed is not None:
         changed["last_hidden_state"] = packed.pad(hidden, slots)
-    if packed is not None and outputs.get("hidden_states") is not None:
+    if packed is not None and outputs.get("hidden_states") is not None:  # see ``unpad_of``
         changed["hidden_states"] = tuple(
             None if state is None else packed.pad(state) for state in outputs.hidden_states
         )
     if slots is not None and first is not None and pooled is not None:
         # The parent has pooled the first packed row, which is wrong; replace its result.
-        changed["pooler_output"] = pooled(rows_at(hidden, first, slots))
+        shown = changed["last_hidden_state"]
+        whole = positions is None and not isinstance(unpad, RaggedBatch)
+        row = shown[:, :1] if whole else rows_at(hidden, first, slots)
+        changed["pooler_output"] = pooled(row)
     return type(outputs)(**{**outputs, **changed}) if changed else outputs

@@ -32,12 +32,14 @@ from fastplm.models._base import (
     check_positions,
     keeps_padding,
     takes_cache,
+    unpad_of,
     wants_output,
 )
 from fastplm.models._encoder import cross_inputs
 from fastplm.models._heads import (
     LanguageModel,
     ScaledLoss,
+    given_of,
     set_output_rows,
     shape_of,
     wants_logits,
@@ -53,6 +55,7 @@ from fastplm.models._ragged import (
     either,
     know_their_rows,
     mask_at,
+    read_by_callers,
     restore_layout,
     rows_computed,
     unpadded,
@@ -95,7 +98,11 @@ def encoded(
     rows = None
     if packs:
         contiguous = outputs is None and getattr(encoder, "contiguous", False)
-        rows, full = unpadded(mask, None, unpad, contiguous, encoder.dtype)
+        extra_rows = None
+        if outputs is None and show and unpad is None:
+            given = given_of(inputs)
+            extra_rows = read_by_callers(encoder.config, given, mask)
+        rows, full = unpadded(mask, extra_rows, unpad, contiguous, encoder.dtype)
         if rows is None and mask is not None and unpad is not False:
             if isinstance(unpad, int) and unpad is not True or values_can_be_read(mask):
                 # There is no padding. With None, the decoder would count the rows: a second sync.
@@ -239,12 +246,15 @@ class Stack(FastplmModel):
             check_shape(where, "attention_mask", attention_mask, (batch, seqlen), "[batch, tokens]")
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         kwargs["return_dict"] = True
+        unpad = unpad_of(self, unpad, kwargs)
 
         # --- which rows are computed ---
         packed, padding_reason = None, self._keeps_padding(masks, kwargs, *caching.values())
         if padding_reason is None:
             if output_rows is not None:
                 read_rows = mask_at(output_rows, batch, seqlen)
+            elif unpad is None and extra_rows is None and read_rows is None:
+                extra_rows = read_by_callers(self.config, given, attention_mask)
             recorded = wants_output(self, "output_hidden_states", kwargs)
             chosen = read_rows, extra_rows, unpad, recorded
             packed, attention_mask = self._packed_rows(attention_mask, *chosen)
@@ -327,9 +337,8 @@ class EncoderDecoder(FastplmModel):
         """Like the parent, with these additional arguments.
 
         Args:
-            unpad: what to do with the padding of the encoder's batch. None = leave it out where
-                possible; False = keep it; an int = a capacity, the number of packed rows, which
-                fixes all shapes; a ``RaggedBatch`` = its rows.
+            unpad: what to do with the padding of the encoder's batch: None, True, False, an int or
+                a ``RaggedBatch``, as in ``EncoderModel``.
             decoder_unpad: the same for the decoder's batch; False if ``unpad`` is False.
             output_rows: int64 [P], flat positions ``b * T + t`` of the decoder's rows to return,
                 -1 in unused slots; the last hidden state is then [P, 1, E].
@@ -345,6 +354,7 @@ class EncoderDecoder(FastplmModel):
         attention_mask = source_mask(attention_mask, encoder_outputs, inputs_embeds, input_ids)
         check_parts(self, self.encoder, self.decoder)
         kwargs["return_dict"] = True
+        unpad = unpad_of(self, unpad, kwargs)
         # With a cache, the decoder reads padded encoder states, if any.
         generates = encoder_outputs is not None and past_key_values is not None
         can_pack = self.encoder._keeps_padding((attention_mask,), kwargs) is None
@@ -424,6 +434,9 @@ class ConditionalGeneration(LanguageModel):
             if shape_of(inputs, "decoder_") is None:
                 inputs["decoder_input_ids"] = self.prepare_decoder_input_ids_from_labels(labels)
         inputs["use_cache"], all_rows = use_cache, wants_logits(self, output_logits, labels)
+        inputs["unpad"] = unpad_of(self, inputs.get("unpad"), inputs)
+        if labels is not None and not all_rows and inputs["unpad"] is None:
+            inputs["unpad"] = True  # a step of training reads the loss
         how = loss_positions, all_rows, num_items_in_batch, reduction
         outputs, loss, logits = self._compute(labels, inputs, *how)
         others = {key: value for key, value in outputs.items() if key != "last_hidden_state"}
@@ -431,15 +444,18 @@ class ConditionalGeneration(LanguageModel):
 
     def _batches(self, inputs: dict[str, Any], all_rows: bool, labelled: Tensor) -> Batches:
         source, target = inputs.get("attention_mask"), inputs.get("decoder_attention_mask")
+        if inputs.get("unpad") is False:  # which both follow
+            return {}
         gaps, rows = None, labelled
-        if not all_rows and not wants_output(self, "output_hidden_states", inputs):
+        if all_rows:
+            gaps = read_by_callers(self.config, given_of(inputs), source)
+            rows = inputs["extra_rows"]
+        elif not wants_output(self, "output_hidden_states", inputs):
             reached = until_last(labelled)  # as in ``Stack._packed_rows``
             target = reached if target is None else target.bool() & reached
         if self.get_encoder().contiguous:  # type: ignore[attr-defined]
-            gaps = None if source is None else between(source.bool())
-            rows = labelled if target is None else between(labelled | target.bool())
-        if inputs.get("unpad") is False:  # which both follow
-            return {}
+            gaps = None if source is None else between(either(source.bool(), gaps))
+            rows = rows if target is None else between(rows | target.bool())
         return {"unpad": (source, gaps), "decoder_unpad": (target, rows)}
 
 
