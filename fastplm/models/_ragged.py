@@ -516,6 +516,14 @@ def slots_of(positions: Tensor, total: int) -> Tensor:
     return slots[:total]
 
 
+def padding_of(config: Any) -> int | None:
+    """The id of padding; of a configuration without one, with what tokenizers pad then: the end of
+    a text."""
+    padding = getattr(config, "pad_token_id", None)
+    padding = getattr(config, "eos_token_id", None) if padding is None else padding
+    return padding[0] if isinstance(padding, list) else padding
+
+
 def read_by_callers(config: Any, given: Any, mask: Tensor | None) -> Tensor | None:
     """bool [B, T]: the rows that a caller may read although the mask hides them; None if it hides
     none, or cannot be read.
@@ -530,12 +538,9 @@ def read_by_callers(config: Any, given: Any, mask: Tensor | None) -> Tensor | No
     """
     if mask is None or given is None or not values_can_be_read(mask):
         return None
-    padding = getattr(config, "pad_token_id", None)
-    if padding is None:  # then tokenizers pad with the end of a text
-        padding = getattr(config, "eos_token_id", None)
-        padding = padding[0] if isinstance(padding, list) else padding
     if given.is_floating_point():
         return given.new_ones(given.shape[:-1], dtype=torch.bool)
+    padding = padding_of(config)
     return torch.ones_like(given, dtype=torch.bool) if padding is None else given != padding
 
 

@@ -339,7 +339,8 @@ class EncoderDecoder(FastplmModel):
         Args:
             unpad: what to do with the padding of the encoder's batch: None, True, False, an int or
                 a ``RaggedBatch``, as in ``EncoderModel``.
-            decoder_unpad: the same for the decoder's batch; False if ``unpad`` is False.
+            decoder_unpad: the same for the decoder's batch; by default ``unpad``, if that is True
+                or False.
             output_rows: int64 [P], flat positions ``b * T + t`` of the decoder's rows to return,
                 -1 in unused slots; the last hidden state is then [P, 1, E].
             read_rows: bool [B, T], the rows of the decoder that the caller reads. The last hidden
@@ -373,7 +374,7 @@ class EncoderDecoder(FastplmModel):
             encoder_attention_mask=attention_mask,
             inputs_embeds=decoder_inputs_embeds,
             use_cache=use_cache,
-            unpad=False if decoder_unpad is None and unpad is False else decoder_unpad,
+            unpad=unpad if decoder_unpad is None and isinstance(unpad, bool) else decoder_unpad,
             output_rows=output_rows,
             read_rows=read_rows,
             extra_rows=extra_rows,
