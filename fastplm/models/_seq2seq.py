@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
 from transformers.utils.generic import can_return_tuple
@@ -48,6 +49,7 @@ from fastplm.models._layer import of_one_forward
 from fastplm.models._ragged import (
     NUMBERED_REASONS,
     Batches,
+    Counted,
     RaggedBatch,
     Rows,
     Unpad,
@@ -113,6 +115,8 @@ def encoded(
         outputs = encoder(attention_mask=mask, **inputs)
         states = outputs.last_hidden_state
         shown = states if rows is None or not show else rows.pad(states)
+        if rows is not None and show and (unpad is None or isinstance(unpad, Counted)):
+            states = rows.pack_rows(shown) if torch.is_grad_enabled() else states
         shown = type(outputs)(**{**outputs, "last_hidden_state": shown if show else None})
         return shown, states, rows
     if isinstance(outputs, tuple | list):
