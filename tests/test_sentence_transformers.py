@@ -94,14 +94,18 @@ MORE = {"eurobert": dict(num_key_value_heads=2), "modernbert": dict(local_attent
 MORE |= {"t5": dict(d_kv=8, d_ff=24), "albert": dict(embedding_size=8)}
 MORE |= {"distilbert": dict(dim=16, n_layers=2, n_heads=2, hidden_dim=24)}
 MORE |= {"gpt2": dict(n_positions=64), "esm": dict(mask_token_id=4, token_dropout=True)}
-PAIRS_OF_STACKS = ("bart", "openai-gpt")  # which sentence-transformers does not load
 #: The families, by the models without a head.
 KINDS = {
     kind.config_class.model_type: kind
     for kind in (getattr(models, name) for name in models.__all__ if name.endswith("Model"))
-    if kind.config_class
-    and kind.config_class.model_type not in (*PAIRS_OF_STACKS, "encoder-decoder")
+    if issubclass(kind, transformers.PreTrainedModel)
 }
+for family in (
+    "bart",
+    "encoder-decoder",
+    "openai-gpt",
+):  # sentence-transformers has no place for it
+    del KINDS[family]
 KINDS["t5"] = models.T5EncoderModel
 FAMILIES = sorted(KINDS)
 MASKED = [f for f in FAMILIES if f not in ("t5", "gpt2")]
