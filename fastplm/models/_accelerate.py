@@ -268,7 +268,7 @@ def _around(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield from _around(f"{path}.{name}".strip("."), child)
 
 
-def _reads(named: tuple[str, nn.Module]) -> str | None:
+def _reads(named: tuple[str, Any]) -> str | None:
     """Why a module of a pipeline may read padding; None if it does not."""
     from fastplm.models._ragged import padding_of
 

@@ -188,8 +188,9 @@ def backbone_call(
         return None
     if unpad is None and not first_only and attention_mask is not None:
         read = read_by_callers(model.config, input_ids, attention_mask)
-        hidden = None if read is None else ~attention_mask.bool()
-        if hidden is not None and read.shape == hidden.shape and bool((read & hidden).any()):
+        hidden = ~attention_mask.bool()
+        same = read is not None and read.shape == hidden.shape
+        if same and bool((read & hidden).any()):
             return None
     states = torch.ops.fastplm_C.backbone.default(
         *(input_ids, attention_mask, token_type_ids),
