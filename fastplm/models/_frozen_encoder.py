@@ -189,8 +189,7 @@ def backbone_call(
     if unpad is None and not first_only and attention_mask is not None:
         read = read_by_callers(model.config, input_ids, attention_mask)
         hidden = ~attention_mask.bool()
-        same = read is not None and read.shape == hidden.shape
-        if same and bool((read & hidden).any()):
+        if read is not None and read.shape == hidden.shape and bool((read & hidden).any()):
             return None
     states = torch.ops.fastplm_C.backbone.default(
         *(input_ids, attention_mask, token_type_ids),
