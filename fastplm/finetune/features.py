@@ -15,6 +15,7 @@ from transformers.utils.generic import can_return_tuple
 
 from fastplm.errors import check_choice, fail
 from fastplm.finetune.settings import FEATURES, HEADS, POOLINGS
+from fastplm.models._encoder import EncoderModel
 from fastplm.models._heads import ScaledLoss
 from fastplm.models.auto import AutoModel
 
@@ -126,6 +127,8 @@ class _Features(ScaledLoss, PreTrainedModel):
         """What the classifier reads of each token: [B, T, W]."""
         recorded = self.config.features != "last"
         inputs |= {"output_hidden_states": recorded, "return_dict": True}
+        if recorded and isinstance(self.encoder, EncoderModel):
+            inputs["unpad"] = True  # nobody reads padding, or the gradient of a state
         outputs = self.encoder(attention_mask=attention_mask, **inputs)
         if self.mix is not None:
             states = self.mix(outputs.hidden_states)

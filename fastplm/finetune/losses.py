@@ -25,6 +25,7 @@ def in_both_orders(
     labels: Tensor | None = None,
     num_items_in_batch: int | Tensor | None = None,
     output_hidden_states: bool = False,
+    unpad: bool | None = None,
     **batch: Tensor,
 ) -> dict[str, Any]:
     """Classify pairs of texts, given in both orders [B, 2, T], by the sum of their two states.
@@ -37,6 +38,7 @@ def in_both_orders(
     outputs = model(
         **{name: value.flatten(0, 1) for name, value in batch.items()},
         output_hidden_states=output_hidden_states,
+        unpad=unpad,
     )
     logits = outputs["logits"].unflatten(0, (-1, 2)).sum(1)  # [B, labels]
     loss = None
@@ -65,7 +67,7 @@ def with_language_model(
     labels = labels_of(batch)
     if labels is None:
         return run(model, **batch)
-    outputs = run(model, **batch, output_hidden_states=True)
+    outputs = run(model, **batch, output_hidden_states=True, unpad=True)
     ids, kept = batch["input_ids"], batch["attention_mask"].bool()
     targets = shifted(ids.masked_fill(~kept, IGNORE_INDEX).flatten(0, -2))
     assert targets is not None

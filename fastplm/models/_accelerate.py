@@ -72,6 +72,7 @@ def accelerate(model: _Model) -> _Model:
     inner = module_of(where, model)
     thaw(inner, "accelerate was called")
     anything, left = switch(inner, by_behaviour=True)
+    _note_readers(inner)
     got += " that cannot change" + (f": {'; '.join(left)}" if left else "")
     expected = "a model of Transformers with drop-in classes in fastplm.models, or one whose "
     expected += "attention implementation can be set"
@@ -203,7 +204,7 @@ def restore(model: _Model) -> _Model:
     from transformers import PreTrainedModel
 
     from fastplm.hf import NAME
-    from fastplm.models._base import DROP_INS, MADE, restore_modules, set_attention
+    from fastplm.models._base import DROP_INS, MADE, READS, restore_modules, set_attention
     from fastplm.models._watch import thaw
 
     ours, inner = {*DROP_INS.values(), *MADE}, module_of("restore", model)
@@ -223,6 +224,7 @@ def restore(model: _Model) -> _Model:
         if _BEFORE not in vars(module) and module.config._attn_implementation == NAME:
             set_attention(module, module.get_correct_attn_implementation(None, is_init_check=True))
     for module in models:
+        vars(module).pop(READS, None)
         if _BEFORE in vars(module):
             set_attention(module, getattr(module, _BEFORE))
             delattr(module, _BEFORE)
@@ -231,6 +233,65 @@ def restore(model: _Model) -> _Model:
                 hook.remove()
             delattr(module, _CHECK)
     return model
+
+
+#: Modules of sentence-transformers that read rows of padding, or rows beside a row.
+_READ_BESIDE = ("CNN", "LSTM")
+#: The packages of modules that read what the mask leaves, or are inside of such a module.
+_KNOWN = ("fastplm", "peft", "sentence_transformers", "torch", "transformers")
+
+
+def _note_readers(model: nn.Module) -> None:
+    """In pipelines of sentence-transformers, let models keep padding that a module may read."""
+    from transformers import PreTrainedModel
+    from transformers.utils import logging
+
+    from fastplm.models._base import READS
+
+    for path, pipeline in model.named_modules():
+        kinds = [kind.__module__.partition(".")[0] for kind in type(pipeline).__mro__]
+        if not isinstance(pipeline, nn.Sequential) or "sentence_transformers" not in kinds:
+            continue
+        inner = [one for one in pipeline.modules() if isinstance(one, PreTrainedModel)]
+        why = next(filter(None, map(_reads, _around(path, pipeline))), None)
+        for one in inner:
+            vars(one).pop(READS, None)
+            if why is not None:
+                setattr(one, READS, True)
+        if why is not None and inner:
+            logging.get_logger(__name__).warning(
+                f"accelerate: padding is computed in `{type(inner[0]).__name__}`, as {why}."
+            )
+
+
+def _around(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a pipeline, without those of models."""
+    from transformers import PreTrainedModel
+
+    if not isinstance(module, PreTrainedModel):
+        yield path, module
+        for name, child in module.named_children():
+            yield from _around(f"{path}.{name}".strip("."), child)
+
+
+def _reads(named: tuple[str, Any]) -> str | None:
+    """Why a module of a pipeline may read padding; None if it does not."""
+    from fastplm.models._ragged import padding_of
+
+    (path, module), kind = named, type(named[1])
+    package = kind.__module__.partition(".")[0]
+    if package not in _KNOWN or "forward" in vars(module):
+        return f"`{path}` is a {kind.__name__} from {kind.__module__}, which may read it"
+    if package == "sentence_transformers" and kind.__name__ in _READ_BESIDE:
+        return f"`{path}` is a {kind.__name__}, which reads it"
+    expansion = getattr(module, "query_expansion", None)
+    if not expansion or expansion["attend"] or module.tokenizer is None:
+        return None
+    token, tokenizer, config = expansion["token"], module.tokenizer, module.model.config
+    filler = tokenizer.mask_token_id if token is None else tokenizer.convert_tokens_to_ids(token)
+    filler = tokenizer.eos_token_id if filler is None else filler
+    same = filler == padding_of(config)
+    return f"`{path}` fills queries up with the id of padding, which is scored" if same else None
 
 
 def drop_in_of(theirs: type) -> type | None:

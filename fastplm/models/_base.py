@@ -49,6 +49,9 @@ CACHE = "cache" if "cache" in _OF_BERT else _OLD_CACHE
 #: {drop-in class: its parent class}, of those that ``_like`` has made: they hold for one model.
 MADE: dict[type, type] = {}
 
+#: The attribute of a model whose padding is read, by a module that ``accelerate`` has seen.
+READS = "_fastplm_padding_is_read"
+
 #: Families whose first position is the row after that of padding, as in RoBERTa.
 _AFTER_PADDING = (
     *("camembert", "data2vec-text", "esm", "ibert", "lilt", "longformer", "luke", "markuplm"),
@@ -439,6 +442,17 @@ def wants_output(model: PreTrainedModel, name: str, kwargs: dict[str, Any]) -> b
     """Whether an argument or the configuration requests an output ("output_hidden_states", …)."""
     value = kwargs.get(name)
     return bool(getattr(model.config, name, False) if value is None else value)
+
+
+def unpad_of(model: Any, unpad: Any, kwargs: dict[str, Any]) -> Any:
+    """``unpad`` of a call. None becomes False where padding that is left out would be missed.
+
+    Hidden states that are padded again are copies beside the graph: no gradient reaches them.
+    """
+    if unpad is not None:
+        return unpad
+    wanted = torch.is_grad_enabled() and wants_output(model, "output_hidden_states", kwargs)
+    return False if wanted or READS in vars(model) else None
 
 
 def warn_of_weights() -> None:

@@ -30,6 +30,7 @@ from fastplm.models._base import (
     joined,
     keeps_padding,
     takes_cache,
+    unpad_of,
     wants_output,
 )
 from fastplm.models._functions import is_none
@@ -58,6 +59,7 @@ from fastplm.models._ragged import (
     either,
     know_their_rows,
     mask_at,
+    read_by_callers,
     restore_layout,
     rows_computed,
     unpadded,
@@ -129,12 +131,14 @@ class EncoderModel(FastplmModel):
         """Like the parent, with these additional arguments.
 
         Args:
-            unpad: None = leave padding out where possible; False = keep it; an int = a capacity,
-                the number of packed rows, which fixes all shapes; a ``RaggedBatch`` = its rows.
+            unpad: None = leave out padding that nobody reads; True = all rows that the mask hides;
+                False = keep them; an int = a capacity, the number of packed rows, which fixes all
+                shapes; a ``RaggedBatch`` = its rows.
             output_rows: int64 [P], flat positions ``b * T + t`` of the rows to return, -1 in
                 unused slots; the last layer computes only these rows. "first" = the first row of
                 each sequence.
-            extra_rows: bool [B, T], rows to compute although they are masked as keys.
+            extra_rows: bool [B, T], rows to compute although they are masked as keys. Default, if
+                ``unpad`` is None: those whose id is not that of padding, see ``read_by_callers``.
             encoder_rows: how ``encoder_hidden_states`` [1, N, E] were packed.
             lookup: a ``TiedLookup`` in the word embeddings, used if no cache needs the ids, too.
             sample_index: int64 [B], the sample indices in the training, on which dropout depends.
@@ -159,6 +163,7 @@ class EncoderModel(FastplmModel):
             longest = self._positions_taken(input_ids, given)
             check_positions(type(self).__name__, self._position_table(), longest, past_key_values)
         use_cache = caches(use_cache, past_key_values) if self._is_causal() else use_cache
+        unpad = unpad_of(self, unpad, kwargs)
         cache = {CACHE: past_key_values, "use_cache": use_cache}
         kwargs |= {name: value for name, value in cache.items() if value is not None}
         row_plan, first, attention_mask = self._plan_rows(
@@ -339,6 +344,8 @@ class EncoderModel(FastplmModel):
             needed: Any = None if rows is None else mask_at(rows, batch, seqlen)
             if self._pools() and (rows is not None or not _are_tokens(mask, 0)):
                 needed = either(needed, mask_at(first, batch, seqlen))
+            if unpad is None and extra_rows is None and rows is None:
+                extra_rows = read_by_callers(self.config, given, mask)
             extra_rows = either(extra_rows, needed)
             row_plan.packed, full = self._unpadded(mask, extra_rows, unpad)
             seen = None if full else mask

@@ -20,10 +20,10 @@ from transformers.utils.generic import ModelOutput
 from fastplm import _extension
 from fastplm._backends import note, requested, takes_notes
 from fastplm._rules import ALONE, slower
-from fastplm.models._base import DROP_INS, wants_output
+from fastplm.models._base import DROP_INS, unpad_of, wants_output
 from fastplm.models._encoder import EMBEDDING_TABLES, EncoderLayer, EncoderModel
 from fastplm.models._layer import Blocks
-from fastplm.models._ragged import LastRows, RaggedBatch, Rows
+from fastplm.models._ragged import LastRows, RaggedBatch, Rows, read_by_callers
 from fastplm.models._watch import (
     LINEAR,
     Facts,
@@ -174,7 +174,7 @@ def backbone_call(
         return None
     if return_dict is False or type(input_ids) is not Tensor:
         return None
-    unpad = kwargs.pop("unpad", None)
+    unpad = unpad_of(model, kwargs.pop("unpad", None), {})
     if not (unpad is None or unpad is False) or any(
         value is not None and not (name in _RECORDED and value is False)
         for name, value in kwargs.items()
@@ -186,6 +186,11 @@ def backbone_call(
         return None
     if unpad is False and attention_mask is not None and not attention_mask.all():
         return None
+    if unpad is None and not first_only and attention_mask is not None:
+        read = read_by_callers(model.config, input_ids, attention_mask)
+        hidden = ~attention_mask.bool()
+        if read is not None and read.shape == hidden.shape and bool((read & hidden).any()):
+            return None
     states = torch.ops.fastplm_C.backbone.default(
         *(input_ids, attention_mask, token_type_ids),
         *(plan.embeddings, plan.projection, plan.weights, plan.pooler, plan.padding_id),

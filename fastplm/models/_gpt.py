@@ -20,6 +20,7 @@ from fastplm.models._encoder import EncoderModel
 from fastplm.models._heads import (
     LabelledRows,
     LanguageModel,
+    add_read_rows,
     read_rows,
     requested_rows,
     set_output_rows,
@@ -88,7 +89,7 @@ class CausalModel(EncoderModel):
         if outputs.get("hidden_states") is not None:
             changed["hidden_states"] = (
                 *outputs.hidden_states[:-1],
-                outputs.hidden_states[-1].unflatten(0, lead),
+                changed["last_hidden_state"],  # the same tensor, for its gradient
             )
         return type(outputs)(**{**outputs, **changed})
 
@@ -195,7 +196,11 @@ class DoubleHeads(LanguageModel):
         loss = mc_loss = chosen = labelled = None
         if reads_one:
             chosen = _choice_rows(where, mc_token_ids, lead, seqlen, self.lm_head.weight.device)
-            inputs["extra_rows"] = mask_at(chosen, *shape) if all_rows else None
+            inputs["extra_rows"] = None
+            if all_rows:
+                given = dict(inputs, input_ids=input_ids, inputs_embeds=inputs_embeds)
+                add_read_rows(self, given, mask_at(chosen, *shape))
+                inputs["extra_rows"] = given["extra_rows"]
         if labels is not None:
             flat: Any = shifted(labels.reshape(-1, labels.shape[-1]))
             labels = as_tokens(where, flat, shape)

@@ -23,13 +23,13 @@ from fastplm import ops
 from fastplm._backends import note
 from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor
 from fastplm.errors import check_choice, fail
-from fastplm.models._base import CACHE, FastplmModel, TiedLookup, check_parts
+from fastplm.models._base import CACHE, FastplmModel, TiedLookup, check_parts, unpad_of
 from fastplm.models._ragged import (
     Batches,
-    either,
     encoder_batch,
     numbers_of_rows,
     padded,
+    read_by_callers,
     slots_of_labels,
 )
 from fastplm.nn._rows import (
@@ -62,10 +62,15 @@ def as_made(model: Any, head: nn.Module) -> bool:
     return is_plain(head) and kind_of(head).__module__ in own
 
 
+def given_of(inputs: dict[str, Any], prefix: str = "") -> Any:
+    """A model's input: ids [B, T], or embeddings [B, T, E]; None without input."""
+    given = inputs.get(f"{prefix}inputs_embeds")
+    return inputs.get(f"{prefix}input_ids") if given is None else given
+
+
 def shape_of(inputs: dict[str, Any], prefix: str = "") -> torch.Size | None:
     """The shape [B, T] of a model's input; None without input."""
-    given = inputs.get(f"{prefix}inputs_embeds")
-    given = inputs.get(f"{prefix}input_ids") if given is None else given
+    given = given_of(inputs, prefix)
     return given.shape[:2] if isinstance(given, Tensor) else None
 
 
@@ -147,6 +152,15 @@ def _loss_function(model: Any) -> Callable[..., Any]:
     return model.loss_function
 
 
+def add_read_rows(model: Any, inputs: dict[str, Any], rows: Tensor, side: str = "") -> None:
+    """Ask the backbone for ``rows``, bool [B, T], beside those that a caller may read."""
+    read = inputs.get("extra_rows")
+    if read is None and inputs.get(side + "unpad") is None:
+        given, mask = given_of(inputs, side), inputs.get(side + "attention_mask")
+        read = read_by_callers(model.config, given, mask)
+    inputs["extra_rows"] = rows if read is None else read.view(rows.shape) | rows
+
+
 class LabelledRows:
     """The labelled tokens of a batch: the only rows that the head and the loss compute.
 
@@ -176,6 +190,10 @@ class LabelledRows:
         where, side, dense = type(model).__name__, model._side, model._most_have_labels
         labels = as_tokens(where, labels, shape_of(inputs, side) or labels.shape)
         self.dense, slots = dense or positions is not None, None
+        if (unpad := unpad_of(model, inputs.get("unpad"), inputs)) is not None:
+            inputs["unpad"] = unpad
+        if all_rows:
+            add_read_rows(model, inputs, labels != IGNORE_INDEX, side)
         if positions is None:
             batches = encoder_batch(model, inputs, beside)
             if side:
@@ -191,8 +209,6 @@ class LabelledRows:
         )
         self.rows = self.positions if beside is None else torch.cat((self.positions, beside))
         set_output_rows(model, inputs, None if all_rows else self.rows)
-        if all_rows:
-            inputs["extra_rows"] = either(inputs.get("extra_rows"), labels != IGNORE_INDEX)
         #: The embedding lookup, which may share its gradient with the decoder.
         self.lookup = TiedLookup(self.decoder, model._embedding_kind)
         if side:
@@ -665,7 +681,7 @@ class TokenClassification(ScaledLoss):
         check_tensor(where, "labels", labels)  # of any shape with B * T elements
         check_shape(where, "labels", labels.flatten(), (math.prod(shape),), "one label a token")
         if inputs.get("attention_mask") is not None:
-            inputs["extra_rows"] = (labels != IGNORE_INDEX).reshape(shape)
+            add_read_rows(self, inputs, (labels != IGNORE_INDEX).reshape(shape))
 
 
 class QuestionAnswering(FastplmModel):

@@ -36,7 +36,8 @@ PADDING_REASONS = {
     "inputs": "inputs that do not belong to single tokens",
     "traced": "a trace (torch.compile, an export) or a CUDA graph reads no masks; there, unpad=N "
     "or a collator with unpad=True sets a number of rows",
-    "asked": "unpad=False, or a head that reads padding",
+    "asked": "unpad=False, a head or a module after the model that may read padding, or "
+    "output_hidden_states while gradients are computed",
 }
 #: Devices where each draw of a seed is a launch: ``Rows.draw_seeds`` draws all at once there.
 ONE_DRAW = ("cuda",)
@@ -502,6 +503,34 @@ def slots_of(positions: Tensor, total: int) -> Tensor:
     return slots[:total]
 
 
+def padding_of(config: Any) -> int | None:
+    """The id of padding; of a configuration without one, with what tokenizers pad then: the end of
+    a text."""
+    padding = getattr(config, "pad_token_id", None)
+    padding = getattr(config, "eos_token_id", None) if padding is None else padding
+    return padding[0] if isinstance(padding, list) else padding
+
+
+def read_by_callers(config: Any, given: Any, mask: Tensor | None) -> Tensor | None:
+    """bool [B, T]: the rows that a caller may read although the mask hides them; None if it hides
+    none, or cannot be read.
+
+    Padding has the id of padding. Other tokens that nobody attends to are read: late interaction
+    fills queries up with [MASK]. Embeddings show no ids: any may be read, as where a configuration
+    names no padding.
+
+    Args:
+        config: of the model.
+        given: ids [B, T], or embeddings [B, T, E]; None if there are none.
+    """
+    if mask is None or given is None or not values_can_be_read(mask):
+        return None
+    if given.is_floating_point():
+        return given.new_ones(given.shape[:-1], dtype=torch.bool)
+    padding = padding_of(config)
+    return torch.ones_like(given, dtype=torch.bool) if padding is None else given != padding
+
+
 def mask_at(positions: Tensor, batch: int, seqlen: int) -> Tensor:
     """bool [B, T]: True at the flat ``positions``; -1 is ignored."""
     total = batch * seqlen
@@ -637,10 +666,14 @@ def restore_layout(
         changed["last_hidden_state"] = packed.pad(hidden, slots)
     as_packed = packed is not None and packed.of_caller
     if packed is not None and not as_packed and outputs.get("hidden_states") is not None:
+        # See ``unpad_of``.
         changed["hidden_states"] = tuple(
             None if state is None else packed.pad(state) for state in outputs.hidden_states
         )
     if slots is not None and first is not None and pooled is not None:
         # The parent has pooled the first packed row, which is wrong; replace its result.
-        changed["pooler_output"] = pooled(rows_at(hidden, first, slots))
+        shown = changed["last_hidden_state"]
+        whole = positions is None and not isinstance(unpad, RaggedBatch)
+        row = shown[:, :1] if whole else rows_at(hidden, first, slots)
+        changed["pooler_output"] = pooled(row)
     return type(outputs)(**{**outputs, **changed}) if changed else outputs

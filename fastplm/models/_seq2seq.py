@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
 from transformers.utils.generic import can_return_tuple
@@ -32,12 +33,14 @@ from fastplm.models._base import (
     check_positions,
     keeps_padding,
     takes_cache,
+    unpad_of,
     wants_output,
 )
 from fastplm.models._encoder import cross_inputs
 from fastplm.models._heads import (
     LanguageModel,
     ScaledLoss,
+    given_of,
     set_output_rows,
     shape_of,
     wants_logits,
@@ -45,6 +48,7 @@ from fastplm.models._heads import (
 from fastplm.models._layer import of_one_forward
 from fastplm.models._ragged import (
     Batches,
+    Counted,
     RaggedBatch,
     Rows,
     Unpad,
@@ -52,6 +56,7 @@ from fastplm.models._ragged import (
     either,
     know_their_rows,
     mask_at,
+    read_by_callers,
     restore_layout,
     rows_computed,
     unpadded,
@@ -94,7 +99,11 @@ def encoded(
     rows = None
     if packs:
         contiguous = outputs is None and getattr(encoder, "contiguous", False)
-        rows, full = unpadded(mask, None, unpad, contiguous, encoder.dtype)
+        extra_rows = None
+        if outputs is None and show and unpad is None:
+            given = given_of(inputs)
+            extra_rows = read_by_callers(encoder.config, given, mask)
+        rows, full = unpadded(mask, extra_rows, unpad, contiguous, encoder.dtype)
         if rows is None and mask is not None and unpad is not False:
             if isinstance(unpad, int) and unpad is not True or values_can_be_read(mask):
                 # There is no padding. With None, the decoder would count the rows: a second sync.
@@ -105,6 +114,8 @@ def encoded(
         outputs = encoder(attention_mask=mask, **inputs)
         states = outputs.last_hidden_state
         shown = states if rows is None or not show else rows.pad(states)
+        if rows is not None and show and (unpad is None or isinstance(unpad, Counted)):
+            states = rows.pack_rows(shown) if torch.is_grad_enabled() else states
         shown = type(outputs)(**{**outputs, "last_hidden_state": shown if show else None})
         return shown, states, rows
     if isinstance(outputs, tuple | list):
@@ -239,12 +250,15 @@ class Stack(FastplmModel):
             check_shape(where, "attention_mask", attention_mask, (batch, seqlen), "[batch, tokens]")
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         kwargs["return_dict"] = True
+        unpad = unpad_of(self, unpad, kwargs)
 
         # --- which rows are computed ---
         packed, padding_reason = None, self._keeps_padding(masks, kwargs, *caching.values())
         if padding_reason is None:
             if output_rows is not None:
                 read_rows = mask_at(output_rows, batch, seqlen)
+            elif unpad is None and extra_rows is None and read_rows is None:
+                extra_rows = read_by_callers(self.config, given, attention_mask)
             recorded = wants_output(self, "output_hidden_states", kwargs)
             chosen = read_rows, extra_rows, unpad, recorded
             packed, attention_mask = self._packed_rows(attention_mask, *chosen)
@@ -327,10 +341,10 @@ class EncoderDecoder(FastplmModel):
         """Like the parent, with these additional arguments.
 
         Args:
-            unpad: what to do with the padding of the encoder's batch. None = leave it out where
-                possible; False = keep it; an int = a capacity, the number of packed rows, which
-                fixes all shapes; a ``RaggedBatch`` = its rows.
-            decoder_unpad: the same for the decoder's batch; False if ``unpad`` is False.
+            unpad: what to do with the padding of the encoder's batch: None, True, False, an int or
+                a ``RaggedBatch``, as in ``EncoderModel``.
+            decoder_unpad: the same for the decoder's batch; by default ``unpad``, if that is True
+                or False.
             output_rows: int64 [P], flat positions ``b * T + t`` of the decoder's rows to return,
                 -1 in unused slots; the last hidden state is then [P, 1, E].
             read_rows: bool [B, T], the rows of the decoder that the caller reads. The last hidden
@@ -345,6 +359,7 @@ class EncoderDecoder(FastplmModel):
         attention_mask = source_mask(attention_mask, encoder_outputs, inputs_embeds, input_ids)
         check_parts(self, self.encoder, self.decoder)
         kwargs["return_dict"] = True
+        unpad = unpad_of(self, unpad, kwargs)
         # With a cache, the decoder reads padded encoder states, if any.
         generates = encoder_outputs is not None and past_key_values is not None
         can_pack = self.encoder._keeps_padding((attention_mask,), kwargs) is None
@@ -363,7 +378,7 @@ class EncoderDecoder(FastplmModel):
             encoder_attention_mask=attention_mask,
             inputs_embeds=decoder_inputs_embeds,
             use_cache=use_cache,
-            unpad=False if decoder_unpad is None and unpad is False else decoder_unpad,
+            unpad=unpad if decoder_unpad is None and isinstance(unpad, bool) else decoder_unpad,
             output_rows=output_rows,
             read_rows=read_rows,
             extra_rows=extra_rows,
@@ -424,6 +439,9 @@ class ConditionalGeneration(LanguageModel):
             if shape_of(inputs, "decoder_") is None:
                 inputs["decoder_input_ids"] = self.prepare_decoder_input_ids_from_labels(labels)
         inputs["use_cache"], all_rows = use_cache, wants_logits(self, output_logits, labels)
+        inputs["unpad"] = unpad_of(self, inputs.get("unpad"), inputs)
+        if labels is not None and not all_rows and inputs["unpad"] is None:
+            inputs["unpad"] = True  # a step of training reads the loss
         how = loss_positions, all_rows, num_items_in_batch, reduction
         outputs, loss, logits = self._compute(labels, inputs, *how)
         others = {key: value for key, value in outputs.items() if key != "last_hidden_state"}
@@ -431,15 +449,18 @@ class ConditionalGeneration(LanguageModel):
 
     def _batches(self, inputs: dict[str, Any], all_rows: bool, labelled: Tensor) -> Batches:
         source, target = inputs.get("attention_mask"), inputs.get("decoder_attention_mask")
+        if inputs.get("unpad") is False:  # which both follow
+            return {}
         gaps, rows = None, labelled
-        if not all_rows and not wants_output(self, "output_hidden_states", inputs):
+        if all_rows:
+            gaps = read_by_callers(self.config, given_of(inputs), source)
+            rows = inputs["extra_rows"]
+        elif not wants_output(self, "output_hidden_states", inputs):
             reached = until_last(labelled)  # as in ``Stack._packed_rows``
             target = reached if target is None else target.bool() & reached
         if self.get_encoder().contiguous:  # type: ignore[attr-defined]
-            gaps = None if source is None else between(source.bool())
-            rows = labelled if target is None else between(labelled | target.bool())
-        if inputs.get("unpad") is False:  # which both follow
-            return {}
+            gaps = None if source is None else between(either(source.bool(), gaps))
+            rows = rows if target is None else between(rows | target.bool())
         return {"unpad": (source, gaps), "decoder_unpad": (target, rows)}
 
 

@@ -18,8 +18,8 @@ from transformers.utils.generic import can_return_tuple
 from fastplm._checks import check_shape, check_tensor
 from fastplm.hf import of_batch
 from fastplm.models import _encoder, _heads
-from fastplm.models._base import FastplmModel, check_parts
-from fastplm.models._ragged import backbone_unpad
+from fastplm.models._base import FastplmModel, check_parts, unpad_of
+from fastplm.models._ragged import backbone_unpad, read_by_callers
 from fastplm.nn._rows import IGNORE_INDEX, batch_share, is_plain
 from fastplm.nn.rtd_head import rtd_loss
 
@@ -95,7 +95,11 @@ class ReplacedTokenDetection(FastplmModel):
         if attention_mask is not None and attention_mask.dim() == 2:
             if shape is not None:
                 attention_mask = of_batch(attention_mask, shape[0])
-            ragged, full = self.base_model._unpadded(attention_mask, None, unpad)
+            read, unpad = None, unpad_of(self.base_model, unpad, inputs)
+            if unpad is None and _heads.wants_logits(self, output_logits, labels):
+                given = _heads.given_of(inputs)
+                read = read_by_callers(self.config, given, attention_mask)
+            ragged, full = self.base_model._unpadded(attention_mask, read, unpad)
         outputs = self.base_model(
             attention_mask=attention_mask,
             return_dict=True,

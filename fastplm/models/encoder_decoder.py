@@ -29,6 +29,7 @@ from fastplm.models._base import (
     own_configs,
     set_attention,
     share_config,
+    unpad_of,
     wants_output,
 )
 from fastplm.models._encoder import EncoderModel
@@ -249,6 +250,7 @@ class EncoderDecoderModel(FastplmModel, transformers.EncoderDecoderModel):
             for name in _RECORDED
             for part, given in ((encoder, to_encoder), (decoder, to_decoder))
         )
+        unpad = unpad_of(encoder, unpad, to_encoder)
         output_logits = wants_logits(self, output_logits, labels)
         loss_only = not (output_logits or recorded or use_cache or past_key_values is not None)
         fused = all(part.config._attn_implementation == NAME for part in (encoder, decoder))

@@ -12,6 +12,7 @@ from transformers.models.esm import modeling_esm as theirs
 
 from fastplm.models import _described, _heads, roberta
 from fastplm.models._base import check_input_ids, check_positions
+from fastplm.models._ragged import read_by_callers
 
 EsmLayer = _described.layer(
     *(theirs, "Esm", "Layer", _described.PARTS_OF_BERT),
@@ -51,6 +52,9 @@ class EsmModel(_described.Encoder, roberta.Backbone, transformers.EsmModel):
             table = getattr(embeddings, "position_embeddings", None)
             if table is not None and position_ids is None:
                 check_positions(where, table, self._positions_taken(input_ids, input_ids))
+            if all(inputs.get(name) is None for name in ("unpad", "output_rows", "extra_rows")):
+                rows = read_by_callers(self.config, input_ids, attention_mask)
+                inputs["extra_rows"] = rows  # the embeddings show no ids
             rows = None if lookup is None else lookup(input_ids)
             inputs_embeds = embeddings(input_ids, attention_mask, position_ids, rows)
             input_ids = None

@@ -424,7 +424,8 @@ def hold_drop_in(hold) -> Callable[..., None]:
             return compared(outputs, inputs, name)
 
         def run(model):
-            outputs = whole(model, **logits, **options)
+            # With hidden states a call that may want their gradients keeps padding by itself.
+            outputs = whole(model, **{"unpad": True, **logits, **options})
             if has_loss:
                 alone = model(**in_dtype_of(model, inputs), **options)
                 alone = compared(alone, inputs, name)["loss"]

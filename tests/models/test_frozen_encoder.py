@@ -103,7 +103,7 @@ def test_what_is_not_finite_is_where_the_parent_has_it(value, where, calls):
         embeds[1, 2, 5] = value / 1e15
     parent.double()  # in fp32 it depends on the place whether PyTorch's norm of 1e30 is NaN
     with torch.no_grad():
-        out = model(inputs_embeds=embeds, attention_mask=mask).last_hidden_state
+        out = model(inputs_embeds=embeds, attention_mask=mask, unpad=True).last_hidden_state
         embeds = embeds.double()
         theirs = [parent(inputs_embeds=embeds[:1]), parent(inputs_embeds=embeds[1:, :4])]
     assert calls == ["encoder"]
@@ -245,7 +245,7 @@ def test_sequences_without_a_row(calls):
     model = fastplm.freeze(models.BertModel(config, add_pooling_layer=False))
     parent = parent_of(model)
     given = batch([257, 3, 257, 257, 11])
-    given["attention_mask"][1] = 0
+    given["attention_mask"][1], given["input_ids"][1] = 0, 1
     rows = torch.tensor([0, 5, 2 * 257 + 1, -1])
     with torch.no_grad():
         out = model(**given, output_rows=rows).last_hidden_state[:3, 0]
@@ -292,7 +292,7 @@ GIVEN = {
     "types of int32": {**batch([4]), "token_type_ids": torch.tensor([[0, 1, 1, 0]]).int()},
     "the id of padding between": {"input_ids": torch.tensor([[3, 1, 4, 1, 5], [6, 7, 8, 9, 1]])},
     "padding between": {
-        "input_ids": batch([6, 6])["input_ids"],
+        "input_ids": torch.tensor([[3, 7, 1, 5, 1, 1], [6, 1, 1, 1, 1, 8]]),
         "attention_mask": torch.tensor([[1, 1, 0, 1, 0, 0], [1, 0, 0, 0, 0, 1]]),
     },
 }

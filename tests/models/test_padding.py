@@ -21,6 +21,7 @@ from .conftest import changed, small_config
 LENGTHS = torch.tensor([[9], [4], [2]])
 MASK = (torch.arange(9) < LENGTHS).long()
 TOKENS, ALL = int(MASK.sum()), MASK.numel()
+IDS = torch.randint(3, 37, MASK.shape) * MASK  # 0 is the id of padding
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def rows(model) -> int:
     layer = model.base_model.encoder.layer[0].intermediate.dense
     hook = layer.register_forward_pre_hook(lambda _, args: found.append(args[0].shape[:-1].numel()))
     with torch.no_grad():
-        model(input_ids=torch.randint(3, 37, MASK.shape), attention_mask=MASK)
+        model(input_ids=IDS, attention_mask=MASK)
     hook.remove()
     return found[0]
 
@@ -124,7 +125,6 @@ def test_a_configuration_that_says_another_name_is_left_aside_with_a_word(said):
 
 SIZES = dict(vocab_size=37, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
 MODEL = KIND(config())
-IDS = torch.randint(3, 37, MASK.shape)
 REASONS = {
     "attention": (lambda: KIND._from_config(config(), attn_implementation="sdpa"), {}),
     "mask": (lambda: MODEL, {"attention_mask": MASK[:, None, None].expand(-1, 1, 9, -1).bool()}),
