@@ -242,13 +242,13 @@ class Encoder(_encoder.EncoderModel, Blocks):
         if self._rotary:
             if position_ids is None:
                 position_ids = self._positions(None, hidden)
-            of_layers = self._of_layers(hidden, position_ids, mask)
+            of_layers = self._of_layers(hidden, position_ids, attention_mask)
         return run_blocks(made, self._layers(), hidden, mask, kwargs, of_layers=of_layers)
 
     def _of_layers(
         self: Any, hidden: Tensor, position_ids: Tensor, mask: Tensor | None
     ) -> list[dict[str, Any]]:
-        """What the attention of each layer gets beside the mask."""
+        """What the attention of each layer gets beside the mask; ``mask`` is the caller's."""
         angles = getattr(self, self._rotary)(hidden, position_ids)
         return [{ANGLES: angles}] * len(self._layers())
 
