@@ -262,8 +262,8 @@ class LanguageModel(FastplmModel):
             loss = labelled.loss(labelled.read(hidden), num_items, reduction, bias)
         if all_rows:
             hidden, (transform, decoder) = hidden[:, chosen], self._head()
-            count, name = hidden.shape[:-1].numel(), type(decoder).__name__
-            note(lambda: f"{name}: logits of {count} rows")
+            # Inside, as in an export the product of sizes that are symbols makes constants of them.
+            note(lambda: f"{type(decoder).__name__}: logits of {hidden.shape[:-1].numel()} rows")
             logits = decoder(hidden if transform is None else transform(hidden))
             logits = logits if bias is None else logits + bias
         return outputs, loss, logits
