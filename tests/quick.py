@@ -61,31 +61,20 @@ THOROUGH = (
 #: Cases that are marked slow and run every day, in the rest: a cheap one of each kind.
 OF_SLOW_LANE = (
     "tests/data/test_words.py::test_words_are_those_of_the_tokenizer",
-    "tests/distill/test_run.py::test_accumulated_batches_are_one_large_batch",
     "tests/finetune/test_bart_translation.py::test_first_step_trains_the_new_encoder_alone",
     "tests/finetune/test_frozen.py::test_a_new_pooler_is_trained",
     "tests/finetune/test_trainer.py::test_scores_on_the_way_change_nothing",
-    "tests/models/test_dropout.py::test_a_sample_drops_the_same_in_every_batch",
-    "tests/models/test_electra_joint.py::test_a_training_step_reads_no_tensor_value",
-    "tests/models/test_encoder_decoder.py::test_a_pair_equals_its_parent",
     "tests/models/test_graphs.py::test_one_graph_in_every_class[EsmForMaskedLM-inference]",
     "tests/models/test_graphs.py::test_one_graph_in_every_class[ModernBertModel-training, unpad]",
-    "tests/models/test_hf.py::test_compiled_once_for_all_masks_of_a_shape",
-    "tests/models/test_integration.py::test_a_model_on_the_meta_device",
+    "tests/models/test_hf.py::test_compiled_once_for_all_masks_of_a_shape[bert]",
+    "tests/models/test_integration.py::test_a_model_on_the_meta_device[bert]",
     "tests/models/test_padding.py::test_explain_says_why_padding_is_kept[length]",
-    "tests/models/test_seq2seq.py::test_a_mask_of_the_decoder_equals_the_parents",
-    "tests/models/test_survey.py::test_a_sample_is_as_the_page_says",
-    "tests/models/test_transforms.py::test_torch_export_keeps_operators_unless_told_otherwise",
-    "tests/ops/test_attention.py::test_left_padding_and_holes",
-    "tests/ops/test_bias_gelu.py::test_many_columns",
-    "tests/ops/test_linear_cross_entropy.py::test_rows_that_are_ignored_or_not_finite",
+    "tests/models/test_transforms.py::"
+    "test_torch_export_keeps_operators_unless_told_otherwise[BertForSequenceClassification]",
     "tests/pretrain/test_dry_run.py::test_dry_run",
-    "tests/pretrain/test_objectives.py::test_run",
-    "tests/run/test_checkpoint.py::test_a_whole_checkpoint_is_read",
     "tests/run/test_config_file.py::test_a_run_does_it_again",
-    "tests/run/test_trainer.py::test_weights_that_are_no_numbers",
-    "tests/test_bad_inputs.py::test_kinds_are_checked_where_a_call_is_compiled",
-    "tests/test_ops.py::test_numbers_that_count_up_compile_twice",
+    "tests/run/test_trainer.py::test_evaluation_does_not_change_the_log",
+    "tests/run/test_trainer.py::test_labels_of_pairs_for_a_model_without_a_head_for_them",
 )
 
 
