@@ -60,10 +60,6 @@ THOROUGH = (
 
 #: Cases that are marked slow and run every day, in the rest: a cheap one of each kind.
 OF_SLOW_LANE = (
-    "tests/data/test_words.py::test_words_are_those_of_the_tokenizer",
-    "tests/finetune/test_bart_translation.py::test_first_step_trains_the_new_encoder_alone",
-    "tests/finetune/test_frozen.py::test_a_new_pooler_is_trained",
-    "tests/finetune/test_trainer.py::test_scores_on_the_way_change_nothing",
     "tests/models/test_graphs.py::test_one_graph_in_every_class[EsmForMaskedLM-inference]",
     "tests/models/test_graphs.py::test_one_graph_in_every_class[ModernBertModel-training, unpad]",
     "tests/models/test_hf.py::test_compiled_once_for_all_masks_of_a_shape[bert]",
@@ -71,10 +67,6 @@ OF_SLOW_LANE = (
     "tests/models/test_padding.py::test_explain_says_why_padding_is_kept[length]",
     "tests/models/test_transforms.py::"
     "test_torch_export_keeps_operators_unless_told_otherwise[BertForSequenceClassification]",
-    "tests/pretrain/test_dry_run.py::test_dry_run",
-    "tests/run/test_config_file.py::test_a_run_does_it_again",
-    "tests/run/test_trainer.py::test_evaluation_does_not_change_the_log",
-    "tests/run/test_trainer.py::test_labels_of_pairs_for_a_model_without_a_head_for_them",
 )
 
 
