@@ -125,6 +125,11 @@ def pytest_addoption(parser):
     parser.addoption("--part", **parts, help="quick: the tests of `make test`, see quick.py")
 
 
+def pytest_itemcollected(item):
+    if item.nodeid in quick.OF_SLOW_LANE:
+        item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "slow"]
+
+
 @pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config, items):
     if (part := config.getoption("part")) != "all":

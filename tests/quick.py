@@ -58,6 +58,17 @@ THOROUGH = (
     "tests/test_rules.py::test_a_backend_that_did_not_run_yet",
 )
 
+#: Cases that are marked slow and run every day, in the rest: a cheap one of each kind.
+OF_SLOW_LANE = (
+    "tests/models/test_graphs.py::test_one_graph_in_every_class[EsmForMaskedLM-inference]",
+    "tests/models/test_graphs.py::test_one_graph_in_every_class[ModernBertModel-training, unpad]",
+    "tests/models/test_hf.py::test_compiled_once_for_all_masks_of_a_shape[bert]",
+    "tests/models/test_integration.py::test_a_model_on_the_meta_device[bert]",
+    "tests/models/test_padding.py::test_explain_says_why_padding_is_kept[length]",
+    "tests/models/test_transforms.py::"
+    "test_torch_export_keeps_operators_unless_told_otherwise[BertForSequenceClassification]",
+)
+
 
 def _named_by_planted_bugs() -> dict[str, list[str]]:
     """By file, the expressions that pytest's ``-k`` has for it; an empty one is the whole file."""
@@ -79,7 +90,7 @@ def _matches(expression: str, name: str) -> bool:
 def chosen(names: Iterable[str]) -> set[str]:
     """Those of the names of tests (file::function[case]) that are quick."""
     functions: dict[str, list[str]] = {}
-    for name in names:
+    for name in (name for name in names if name not in OF_SLOW_LANE):
         functions.setdefault(name.split("[")[0], []).append(name)
     functions = {
         function: cases

@@ -148,7 +148,7 @@ class DescribedLayer(SetsDropoutRows):
         attends = Attention(
             module=attention,
             head_size=size,
-            dropout=getattr(probability, "p", probability),
+            dropout=probability.p if isinstance(probability, nn.Module) else probability,
             projections=tuple(products[:-3]),
             join=Join(products[-3], ends[0], self._dropout(names.context_dropout), names.rms),
             scaling=size**-0.5,
@@ -210,6 +210,22 @@ class Encoder(_encoder.EncoderModel, Blocks):
             return super()._positions(input_ids, given)
         return torch.arange(given.shape[1], device=given.device)[None]
 
+    def _reads_length(self: Any, seqlen: int, no_positions: bool) -> bool:
+        """Whether the frequencies of rotary positions may be others than for the tokens alone.
+
+        The parent takes them from the largest position id of the padded batch.
+        """
+        given = getattr(self.config, "rope_parameters", None) or {} if self._rotary else {}
+        kinds = [given] if "rope_type" in given else [*given.values()]  # or one for each layer type
+        most = [
+            one["original_max_position_embeddings"]
+            if one["rope_type"] == "longrope"
+            else self.config.max_position_embeddings
+            for one in kinds
+            if one is not None and one["rope_type"] in ("dynamic", "longrope")
+        ]
+        return bool(most) and (not no_positions or seqlen >= min(most))
+
     def _described(self: Any, crossed: bool) -> list[Layer] | None:
         encoder = self._modules.get("encoder")
         made = encoder is None or kind_of(encoder).__module__.startswith("transformers.models.")
@@ -243,13 +259,13 @@ class Encoder(_encoder.EncoderModel, Blocks):
         if self._rotary:
             if position_ids is None:
                 position_ids = self._positions(None, hidden)
-            of_layers = self._of_layers(hidden, position_ids, mask)
+            of_layers = self._of_layers(hidden, position_ids, attention_mask)
         return run_blocks(made, self._layers(), hidden, mask, kwargs, of_layers=of_layers)
 
     def _of_layers(
         self: Any, hidden: Tensor, position_ids: Tensor, mask: Tensor | None
     ) -> list[dict[str, Any]]:
-        """What the attention of each layer gets beside the mask."""
+        """What the attention of each layer gets beside the mask; ``mask`` is the caller's."""
         angles = getattr(self, self._rotary)(hidden, position_ids)
         return [{ANGLES: angles}] * len(self._layers())
 

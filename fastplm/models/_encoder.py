@@ -295,6 +295,10 @@ class EncoderModel(FastplmModel):
             return "chunks"
         return None if not layers or self._layers_are_ours() else "layers"
 
+    def _reads_length(self, seqlen: int, no_positions: bool) -> bool:
+        """Whether tokens of a batch of this length depend on the length."""
+        return False
+
     def _mask_of(
         self, given: Tensor, mask: Tensor | None, cache: Any, unpad: Unpad
     ) -> tuple[Tensor | None, bool]:
@@ -338,6 +342,8 @@ class EncoderModel(FastplmModel):
         if not full or drops or output_rows is not None or encoder_rows is not None:
             first = torch.arange(batch, device=given.device) * seqlen
             padding_reason = self._keeps_padding(masks, kwargs)
+            if padding_reason is None and self._reads_length(seqlen, no_positions):
+                padding_reason = "length"
         if first is not None and padding_reason is None:
             one_each = isinstance(output_rows, str)
             rows: Any = first if one_each else output_rows

@@ -345,8 +345,8 @@ class LanguageModel(FastplmModel):
         hidden, bias = self._rows_of_head(hidden, outputs), self._logits_bias()
         if all_rows:
             shown, (transform, decoder) = hidden[:, chosen], self._head()
-            count, name = shown.shape[:-1].numel(), type(decoder).__name__
-            note(lambda: f"{name}: logits of {count} rows")
+            # Inside, as in an export the product of sizes that are symbols makes constants of them.
+            note(lambda: f"{type(decoder).__name__}: logits of {shown.shape[:-1].numel()} rows")
             logits = decoder(shown if transform is None else transform(shown))
             logits = logits if bias is None else logits + bias
         if labelled is not None:

@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.modernbert import modeling_modernbert as theirs
 
-from fastplm.hf import says_only_keys
 from fastplm.models import _described, _heads
 from fastplm.models._layer import ANGLES
 
@@ -51,7 +50,8 @@ class ModernBertModel(_described.Encoder, transformers.ModernBertModel):
         given = [{ANGLES: angles[kind]} for kind in kinds]
         for one, layer in zip(given, self.layers, strict=True):
             size = layer.attn.sliding_window  # counts the row itself
-            if size is not None and says_only_keys(mask):  # another mask is that of all layers
+            # As in the parent, a mask [B, 1, Tq, Tk] of the caller is that of all layers.
+            if size is not None and (mask is None or mask.dim() == 2):
                 one["window"] = (size - 1, size - 1)
         return given
 

@@ -3,6 +3,8 @@ lack."""
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from fastplm.models import _layer
 
 from ..samples import Operators
 from .conftest import (
+    CLASSES,
     LABELS,
     LENGTH,
     PADDINGS,
@@ -146,6 +149,45 @@ def test_sparse_predictions_have_logits_of_labelled_tokens(ignored):
     torch.testing.assert_close(found.loss, expected.loss)
     torch.testing.assert_close(found.logits, expected.logits)
     assert ours.train()(**inputs).logits is None
+
+
+#: Kinds of rotary positions with other frequencies for long texts, in models of 20 positions.
+BY_LENGTH = {
+    "dynamic": {"factor": 3.0},
+    "longrope": {
+        "factor": 1.5,
+        "short_factor": [1.0] * 4,
+        "long_factor": [3.0] * 4,
+        "original_max_position_embeddings": 20,
+    },
+}
+ROTARY = [name for name in CLASSES if hasattr(config_of(name), "rope_parameters")]
+
+
+@pytest.mark.parametrize("kind", BY_LENGTH)
+@pytest.mark.parametrize("name", ROTARY)
+def test_the_length_of_rotary_positions_is_that_of_the_padded_batch(name, kind):
+    """By class, by ``accelerate`` and by name; frequencies that one batch has set, too."""
+    config = config_of(name)
+    given, rope = config.rope_parameters, {"rope_type": kind, **BY_LENGTH[kind]}
+    if "rope_type" in given:
+        config.rope_parameters = {**given, **rope}
+    else:
+        config.rope_parameters = {layers: {**one, **rope} for layers, one in given.items()}
+    ours, parent = pair(name, config)
+    made = [fastplm.accelerate(copy.deepcopy(parent)), copy.deepcopy(parent)]
+    made[1].set_attn_implementation("fastplm")
+    # (Tokens of the longest text, the length of the batch): what one sets, another one may reset.
+    for longest, length in ((9, 40), (12, 20), (25, 30), (9, 12), (15, 21)):
+        mask = torch.arange(length) < torch.tensor([longest, 5])[:, None]
+        ids = torch.randint(5, 37, mask.shape).masked_fill(~mask, config.pad_token_id)
+        inputs = {"input_ids": ids, "attention_mask": mask.long()}
+        if name.endswith("MultipleChoice"):
+            inputs = {key: value[:, None].repeat(1, 3, 1) for key, value in inputs.items()}
+        expected = compared(parent(**inputs), inputs, name)
+        for model in (ours, *made):
+            found = compared(model(**inputs), inputs, name)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @every_family

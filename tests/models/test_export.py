@@ -22,10 +22,14 @@ import fastplm
 import fastplm.hf
 from fastplm import models
 from fastplm.errors import UnsupportedError
+from fastplm.hf import attention_of
 from fastplm.nn import FusedAttention
 from fastplm.testing import FORWARD_FACTOR, check_error
 
 from .conftest import (
+    CHOICES,
+    CLASSES,
+    LANGUAGE_MODELS,
     PADDINGS,
     _measures,
     config_of,
@@ -36,13 +40,13 @@ from .conftest import (
     small_config,
 )
 
-#: A backbone and a head of each family.
+BACKBONES = [name for name in CLASSES if name.endswith("Model") and "Heads" not in name]
+BACKBONES = [name for name in BACKBONES if name not in LANGUAGE_MODELS.values()]
+#: A backbone and a language model of each family, and other heads.
 NAMES = (
-    *("AlbertModel", "AlbertForMaskedLM", "BertModel", "BertForMaskedLM"),
-    *("ElectraModel", "ElectraForPreTraining", "RobertaModel", "RobertaForSequenceClassification"),
-    *("OpenAIGPTModel", "OpenAIGPTLMHeadModel", "GPT2Model", "GPT2LMHeadModel"),
-    *("BartModel", "BartForConditionalGeneration", "T5EncoderModel", "T5Model"),
-    *("T5ForConditionalGeneration", "EncoderDecoderModel"),
+    *BACKBONES,
+    *LANGUAGE_MODELS.values(),
+    *("ElectraForPreTraining", "RobertaForSequenceClassification", "EncoderDecoderModel"),
 )
 #: (padding, B, T) of the batches; the exporter gets the first.
 BATCHES = (("right", 2, 7), ("none", 3, 5), ("left", 3, 11), ("holes", 4, 9), ("right", 1, 8))
@@ -76,7 +80,7 @@ def both(name):
 
 def mask_of(padding, batch, length):
     """A mask, int64 [B, T]: sequence b is 2 b tokens shorter, or has holes."""
-    missing = torch.arange(batch)[:, None] * 2 % (length - 1)
+    missing = torch.arange(batch)[:, None] * 2 % max(length - 1, 1)
     column = torch.arange(length)
     if padding == "holes":
         return (column % 4 != 2 + missing % 2).long().expand(batch, -1).contiguous()
@@ -89,7 +93,7 @@ def batch_of(name, padding, batch, length):
 
     def side(mask, prefix=""):
         ids = torch.randint(4, 37, mask.shape, generator=generator)
-        pad = 1 if name.startswith(("Roberta", "Bart")) else 0
+        pad = small_config(CLASSES.get(name, "bert")).pad_token_id or 0
         ids = ids.masked_fill(mask == 0, pad)
         return {f"{prefix}input_ids": ids, f"{prefix}attention_mask": mask}
 
@@ -228,11 +232,12 @@ EXPORTERS = {
 }
 #: The cases of the CPU lane: those that one exporter alone got wrong before, and quick ones.
 FAST = {
-    *(("jit.trace", name) for name in NAMES if name.endswith(("MaskedLM", "LMHeadModel"))),
-    *(("jit.trace", name) for name in ("BartModel", "T5EncoderModel", "EncoderDecoderModel")),
+    *(("jit.trace", name) for name in ("BertForMaskedLM", "T5EncoderModel", "EncoderDecoderModel")),
+    ("torch.export", "BertForMaskedLM"),
     ("torch.export eager", "RobertaForSequenceClassification"),
     *(("onnx dynamo=False", name) for name in ("BertModel", "T5EncoderModel", "OpenAIGPTModel")),
     *(("onnx dynamo=False", name) for name in ("EncoderDecoderModel", "GPT2LMHeadModel")),
+    ("onnx dynamo=False", "ModernBertModel"),
     ("onnx dynamo=True", "BertForMaskedLM"),
 }
 TABLE = [
@@ -249,7 +254,6 @@ TABLE = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("exporter", "name"), TABLE)
 def test_a_program_computes_what_the_model_does(exporter, name):
     model, parent = both(name)
@@ -262,6 +266,78 @@ def test_a_program_computes_what_the_model_does(exporter, name):
     program = EXPORTERS[exporter](model, inputs)
     torch._dynamo.reset()
     print(f"{exporter} | {name} | {hold(name, program, parent):.1e}")
+
+
+def of_class(name, config, padding, batch, length):
+    """``batch_of`` for a class with any head."""
+    inputs = batch_of(name, padding, batch, length)
+    if name.endswith("QuestionAnswering") or "SequenceClass" in name:
+        inputs = {key: value for key, value in inputs.items() if "decoder" not in key}
+    eos = getattr(config, "eos_token_id", None)
+    if has_decoder(name) and eos is not None:  # EOS ends each source, and stands nowhere else
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        ids[ids == eos] = 6
+        ids[torch.arange(batch), (mask * torch.arange(length)).argmax(1)] = eos
+    if name.endswith(("MultipleChoice", "DoubleHeadsModel")):
+        inputs = {key: one[:, None].repeat(1, CHOICES, 1) for key, one in inputs.items()}
+    if name.endswith("DoubleHeadsModel"):
+        inputs["mc_token_ids"] = torch.full((batch, CHOICES), length - 1)
+    if name == "OpenAIGPTDoubleHeadsModel":
+        inputs["attention_mask"] = inputs["attention_mask"].flatten(0, 1)
+    return inputs
+
+
+WAYS = {
+    "class": lambda ours, stock: ours,
+    "accelerate": lambda ours, stock: fastplm.accelerate(stock),
+    "name": lambda ours, stock: stock.set_attn_implementation("fastplm") or stock,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in BACKBONES)) for name in CLASSES],
+)
+def test_a_trace_of_every_class_is_the_parent(name, way):
+    """On texts of one token, and on those longer than any window, with a mask and without."""
+    ours, parent = pair(name)
+    if way == "name" and attention_of(type(parent)) != "interface":
+        pytest.skip("its attention has no choice of a name")
+    model = WAYS[way](ours, copy.deepcopy(parent))
+    # The parent's head reads the first place, which is padding there.
+    batches = [one for one in BATCHES if one[0] != "left" or not name.startswith("ModernBertForS")]
+    for masked in (True, False):
+        program = None
+        for batch in (*batches, *([] if has_decoder(name) else [("none", 2, 1)])):
+            inputs = of_class(name, parent.config, *batch)
+            if not masked:
+                inputs = {key: one for key, one in inputs.items() if "attention" not in key}
+            if program is None:
+                function = Plain(model, tuple(inputs))
+                program = torch.jit.trace(function, tuple(inputs.values()), check_trace=False)
+            with torch.no_grad():
+                found, expected = program(*inputs.values()), first(parent(**inputs))
+            if masked:
+                mask = inputs["attention_mask"].view(inputs["input_ids"].shape)
+                mask = inputs.get("decoder_attention_mask", mask).bool()
+                if found.shape[: mask.dim()] == mask.shape:
+                    found, expected = found[mask], expected[mask]
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_mask_of_four_dimensions_is_that_of_all_layers(way):
+    """In ModernBERT's parent it has no window."""
+    ours, parent = pair("ModernBertModel")
+    parent.set_attn_implementation("sdpa")  # "eager" takes no booleans
+    model = WAYS[way](ours, copy.deepcopy(parent))
+    inputs = batch_of("ModernBertModel", "right", 3, 17)
+    keys = inputs["attention_mask"].bool()
+    for mask in (keys[:, None, None], keys[:, None, None] & torch.ones(17, 17).tril(3).bool()):
+        inputs["attention_mask"] = mask
+        expected = parent(**inputs)[0][keys]
+        torch.testing.assert_close(model(**inputs)[0][keys], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -135,8 +135,15 @@ REASONS = {
     "inputs": (lambda: adapted(), {"lang_ids": torch.zeros(len(IDS), dtype=torch.int64)}),
     "noise": (lambda: noised(KIND(config())), {}),
     "cache": (lambda: models.BertLMHeadModel(changed(config(), is_decoder=True)), {}),
+    "length": (lambda: stretched(), {}),
     "traced": (lambda: torch.compile(MODEL, backend="eager"), {}),
 }
+
+
+def stretched():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1000.0}
+    sizes = {**SIZES, "max_position_embeddings": 8, "rope_parameters": rope}
+    return models.NomicBertModel(transformers.NomicBertConfig(**sizes))
 
 
 def adapted():
