@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from transformers import EncoderDecoderConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import fastplm
 from fastplm import models, ops
@@ -668,6 +669,36 @@ def test_every_module_that_the_parent_calls_may_be_changed(name, change):
         if results[0].dim():  # of tokens
             results = [result[:, 0] for result in results]
         torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5, msg=f"{name}: {path}")
+
+
+def seen_by_a_hook(model, path, inputs):
+    """What a module returns, in each of its calls."""
+    seen: list[torch.Tensor] = []
+    hook = model.get_submodule(path).register_forward_hook(
+        lambda _, __, out: seen.append(out if torch.is_tensor(out) else out[0])
+    )
+    with torch.no_grad():
+        model(**inputs)
+    hook.remove()
+    return seen
+
+
+@every_class
+def test_hooks_see_the_parents_rows_when_these_are_asked_for(name):
+    """As docs/faq.md says: ``unpad=False`` keeps padding, and with hidden states the last layer
+    computes all rows."""
+    ours, parent = pair(name)
+    inputs = inputs_of(name, ours.config, PADDINGS["right"])
+    asked = {**inputs, "unpad": False, "output_hidden_states": True}
+    kinds = GradientCheckpointingLayer, torch.nn.Embedding
+    for path in [path for path, one in parent.named_modules() if isinstance(one, kinds)]:
+        if path.endswith("relative_attention_bias"):
+            continue  # the op reads the table, where the parent looks up all pairs of tokens
+        found = seen_by_a_hook(ours, path, asked)
+        expected = seen_by_a_hook(parent, path, inputs)
+        assert [one.shape for one in found] == [one.shape for one in expected], path
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one[:, 0], other[:, 0], rtol=1e-4, atol=1e-5, msg=path)
 
 
 # --- generation -----------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from .conftest import (
     eager_parent,
     in_dtype_of,
     inputs_of,
+    loss_of,
     rows_of,
     small_config,
     trained,
@@ -76,6 +77,15 @@ def test_padding_is_left_out_and_attention_fused(name):
     rows = int(RIGHT.sum()) + (3 if name.endswith("DoubleHeadsModel") else 0)
     assert shapes == [(1, rows), (ROWS, LENGTH)]
     assert [decision.op for decision in decisions].count("attention") == 2 * CONFIG.n_layer
+
+
+def test_position_ids_that_restart_keep_texts_apart_without_a_cache(hold):
+    """As what Transformers' flattening collator returns; a cache is made only on request."""
+    ours, parent = pair(GPT2LMHeadModel, use_cache=True)
+    ids, places = batch().view(1, -1), torch.arange(LENGTH).repeat(ROWS)[None]
+    given = {"position_ids": places, "labels": ids.masked_fill(places == 0, -100)}
+    hold(ours, parent, loss_of(ids, **given), loss_of(ids, **given, use_cache=False))
+    hold(ours, parent, loss_of(ids, **given, use_cache=True))
 
 
 @pytest.mark.parametrize("use_cache", [None, True])
