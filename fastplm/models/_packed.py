@@ -103,7 +103,7 @@ def _on_texts(
         return forward(model, **inputs)  # which raises
     texts = _texts_of(where, given, inputs.get("attention_mask"), bounds)
     (batch, seqlen), total = (texts.rows.batch, texts.rows.seqlen), given.shape[1]
-    of_texts = LABELS_OF_TEXTS
+    of_texts: tuple[str, ...] = LABELS_OF_TEXTS
     if getattr(model, "_one_label_a_text", False):
         of_texts = (*of_texts, "labels")
     _check_labels(where, inputs, of_texts, batch, total)

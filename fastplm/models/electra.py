@@ -122,10 +122,11 @@ class ReplacedTokenDetection(FastplmModel):
                 check_shape(where, "labels", labels, attention_mask.shape, "[B, T]")
                 in_loss = in_loss & attention_mask.bool()
             share = batch_share(labels, num_items_in_batch)
-            prediction, of_logits = self.prediction(), logits is not None and logits.requires_grad
-            if of_logits:  # the loss is a function of them
+            prediction, read_whole = self.prediction(), False
+            if logits is not None and logits.requires_grad:  # the loss is a function of them
                 features, prediction = logits[..., None], nn.Identity()
-            if ragged is not None and (ragged.of_caller or not of_logits):
+                read_whole = ragged is None or not ragged.of_caller
+            if ragged is not None and not read_whole:
                 labels = ragged.pack(labels)
                 in_loss = ragged.pack(in_loss) & (ragged.positions >= 0)
             loss = rtd_loss(features, labels, prediction, in_loss, where=where) * share
