@@ -265,8 +265,8 @@ def fastplm_attention_forward(
             attention is causal.
         kwargs: supported are ``position_bias`` (dense, or a ``T5RelativeBias`` for the fused op)
             and ``output_attentions``. For sequences packed into a batch of one: ``cu_seq_lens_q``,
-            ``cu_seq_lens_k``, ``max_length_q``, ``max_length_k``; with a 4-D mask these are
-            ignored. ``window`` as in ``ops.attention``, in place of the mask's. (What a model calls
+            ``cu_seq_lens_k``, ``max_length_q``, ``max_length_k``; with a 4-D mask, both count.
+            ``window`` as in ``ops.attention``, in place of the mask's. (What a model calls
             ``sliding_window`` has several meanings; its mask has the one that counts.)
 
     Returns:
@@ -299,8 +299,10 @@ def fastplm_attention_forward(
         if plain is not None:
             return plain.transpose(1, 2).contiguous(), None
     complete = attention_mask is not None and attention_mask.dim() == 4
+    lengths = _packing(query, key, causal, kwargs)
+    if complete and lengths is not None:
+        attention_mask, lengths = _within_texts(query, key, attention_mask, *lengths[:2]), None
     attn_mask = _boolean(attention_mask) if complete else None
-    lengths = None if complete else _packing(query, key, causal, kwargs)
     weights_too = kwargs.get("output_attentions") or kwargs.get(WITH_WEIGHTS, False)
     position_bias = kwargs.get("position_bias")
     many, of_key = query.shape[1], max(key.shape[1], 1)
@@ -515,6 +517,21 @@ def _packing(
         fix = "Concatenate the sequences: input_ids [1, N], with position_ids from 0 in each."
         fail(_WHERE, "cu_seq_lens_q", got, expected, fix)
     return packed
+
+
+def _within_texts(
+    query: Tensor, key: Tensor, mask: Any, ends_of_query: Tensor, ends_of_key: Tensor
+) -> Tensor:
+    """A full 4-D mask that also hides the keys of other texts of a packed row."""
+    places = (
+        torch.bucketize(torch.arange(rows.shape[2], device=rows.device), ends[1:], right=True)
+        for rows, ends in ((query, ends_of_query), (key, ends_of_key))
+    )
+    of_query, of_key = places
+    same = of_query[:, None] == of_key
+    if mask.dtype is torch.bool:
+        return mask & same
+    return mask.masked_fill(~same, torch.finfo(mask.dtype).min)
 
 
 def _relative_bias(

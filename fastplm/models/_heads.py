@@ -26,12 +26,15 @@ from fastplm.errors import check_choice, fail
 from fastplm.models._base import CACHE, FastplmModel, TiedLookup, check_parts, unpad_of
 from fastplm.models._ragged import (
     Batches,
+    RaggedBatch,
     encoder_batch,
     numbers_of_rows,
     padded,
     read_by_callers,
     slots_of_labels,
+    values_at,
 )
+from fastplm.nn import Linear
 from fastplm.nn._rows import (
     IGNORE_INDEX,
     as_tokens,
@@ -216,6 +219,12 @@ class LabelledRows:
         elif inputs.get("inputs_embeds") is None:
             inputs["lookup"] = partial(self.lookup, model.get_input_embeddings())
 
+    def lie_in(self, packed: RaggedBatch) -> None:
+        """Find the labels in packed rows, of which all are computed."""
+        slots = packed.slots()
+        found = values_at(slots, self.positions).masked_fill(self.positions < 0, -1)
+        self.positions = self.rows = found
+
     def read(self, hidden: Tensor) -> Tensor:
         """These rows, and those beside, of the last hidden state: [P + R, E]."""
         return read_rows(self.model, hidden, self.rows, self.all_rows)
@@ -341,10 +350,16 @@ class LanguageModel(FastplmModel):
         outputs = self._backbone(**inputs, return_dict=True)
         hidden = outputs.last_hidden_state
         if all_rows:
-            hidden = padded(hidden, inputs.get(self._side + "unpad"))
+            unpad, (transform, decoder) = inputs.get(self._side + "unpad"), self._head()
+            if getattr(unpad, "of_caller", False) and is_plain(decoder, nn.Linear, Linear):
+                # Each row has its logits alone, so those of a packed row need no padding.
+                if labelled is not None:
+                    labelled.lie_in(unpad)
+            else:
+                hidden = padded(hidden, unpad)
         hidden, bias = self._rows_of_head(hidden, outputs), self._logits_bias()
         if all_rows:
-            shown, (transform, decoder) = hidden[:, chosen], self._head()
+            shown = hidden[:, chosen]
             # Inside, as in an export the product of sizes that are symbols makes constants of them.
             note(lambda: f"{type(decoder).__name__}: logits of {shown.shape[:-1].numel()} rows")
             logits = decoder(shown if transform is None else transform(shown))

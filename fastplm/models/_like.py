@@ -117,7 +117,11 @@ class _Backbone(EncoderModel):
         return within(here, super().forward, token_type_ids=token_type_ids, **inputs)
 
     def _keeps_padding(self, masks: Any, kwargs: dict[str, Any], layers: bool = True) -> Any:
-        return "inputs" if HERE.parents else super()._keeps_padding(masks, kwargs, layers)
+        if HERE.parents:
+            return "inputs"
+        if _counts_rows(getattr(self.encoder, "embed_positions", None)):
+            return "layers"
+        return super()._keeps_padding(masks, kwargs, layers)
 
     def _positions(self, input_ids: Tensor | None, given: Tensor) -> Any:
         # They may depend on these inputs, as TAPAS' on the cells of a table.
@@ -343,6 +347,12 @@ class _Positions:
         return rows[0] if out.dim() == 2 else rows
 
 
+def _counts_rows(table: nn.Module | None) -> bool:
+    """Whether position embeddings are others than were made, as after the parent's
+    ``resize_position_embeddings``: they would count the rows of all texts."""
+    return not (table is None or isinstance(table, _Positions))
+
+
 class _Stack(_Named, Stack):
     """Mixin of an encoder or a decoder, whose parent runs on packed rows."""
 
@@ -363,7 +373,7 @@ class _Stack(_Named, Stack):
             return "inputs"
         parts = [*self._layers(), *(layer.self_attn for layer in self._layers())]
         parts += [layer.encoder_attn for layer in self._layers() if hasattr(layer, "encoder_attn")]
-        if not self._kinds.issuperset(map(type, parts)):
+        if not self._kinds.issuperset(map(type, parts)) or _counts_rows(self.embed_positions):
             return "layers"
         return super()._keeps_padding(masks, kwargs, *caching, **more)
 

@@ -11,6 +11,7 @@ from transformers.models.modernbert import modeling_modernbert as theirs
 
 from fastplm.models import _described, _heads
 from fastplm.models._layer import ANGLES
+from fastplm.models._ragged import RaggedBatch
 
 ModernBertEncoderLayer = _described.layer(
     *(theirs, "ModernBert", "EncoderLayer", "Attention MLP"),
@@ -75,6 +76,10 @@ class ModernBertForMaskedLM(_heads.MaskedLM, transformers.ModernBertForMaskedLM)
         if labels is None or kept is None:
             return super()._compute(labels, inputs, *how)
         labels = labels.masked_fill(~kept.view(labels.shape), -100)
+        if how[1] and isinstance(
+            inputs.get("unpad"), RaggedBatch
+        ):  # of the padded batch are the kept ones
+            inputs["unpad"] = False
         outputs, loss, logits = super()._compute(labels, inputs, *how)
         if logits is not None:
             logits = logits.flatten(0, 1)[kept]

@@ -478,8 +478,23 @@ def test_packed_rows_equal_the_padded_batch(hold, family, dropout):
     hold(ours, theirs, lambda model: run(model, packed), lambda model: run(model, padded))
 
 
-def test_a_4d_mask_replaces_the_lengths_of_packed_sequences(hold):
-    """Transformers makes a dense mask from ``position_ids``; it may differ from the lengths."""
+@pytest.mark.parametrize("added", [False, True], ids=["boolean", "added to the scores"])
+def test_a_4d_mask_and_the_lengths_of_packed_sequences_both_count(added):
+    packed, _, _ = packed_and_padded("bert")
+    ends, total = packed["cu_seq_lens_q"], packed["input_ids"].shape[1]
+    query, key, value = torch.randn(3, 1, 2, total, 8, dtype=torch.float64)
+    seen = (torch.rand(1, 2, total, total) < 0.7) | torch.eye(total, dtype=torch.bool)
+    text = torch.repeat_interleave(torch.arange(len(ends) - 1), ends.diff())
+    both = seen & (text[:, None] == text)
+    wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value, both)
+    mask = torch.zeros(seen.shape, dtype=query.dtype).masked_fill(~seen, -1e300) if added else seen
+    bounds = {name: packed[name] for name in hf.PACKED}
+    found, _ = hf.fastplm_attention_forward(NOT_CAUSAL, query, key, value, mask, **bounds)
+    torch.testing.assert_close(found.transpose(1, 2), wanted)
+
+
+def test_a_4d_mask_that_transformers_makes_of_packed_sequences(hold):
+    """Of ``position_ids``; the lengths may say less."""
     packed, _, run = packed_and_padded("gpt2")
     del packed["attention_mask"]
     ours, theirs = pair("gpt2")

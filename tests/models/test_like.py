@@ -424,6 +424,36 @@ def test_a_replaced_module_makes_the_parent_run():
     torch.testing.assert_close(outputs(ours), outputs(theirs))
 
 
+@every_way
+def test_a_stock_module_that_is_put_in_later_makes_the_parent_run(way):
+    """As by the parent's ``resize_position_embeddings``: in place of each module with a class that
+    was made. Parts that are told which rows to read are refused."""
+    model = fastplm.accelerate(stock(way))
+    given = batch(model)
+    if model.config.is_encoder_decoder:
+        given |= {"decoder_input_ids": given["input_ids"], "decoder_attention_mask": MASK}
+    expected = outputs(model, **given)
+    for path, module in model.named_modules():
+        if path and type(module) in _base.MADE:
+            kinds = [(part, type(part)) for part in module.modules()]
+            _base.restore_modules(module)
+            try:
+                torch.testing.assert_close(outputs(model, **given), expected, msg=path)
+            except fastplm.errors.ArgumentValueError as error:
+                assert f"got a part that is a {type(module).__name__}" in str(error)
+            for part, kind in kinds:
+                part.__class__ = kind
+
+
+def test_positions_of_another_number():
+    sizes = _BART | {"max_position_embeddings": 12}
+    theirs = transformers.PegasusModel(transformers.PegasusConfig(**sizes)).eval().double()
+    ours = fastplm.accelerate(copy.deepcopy(theirs))
+    for model in (theirs, ours):
+        model.resize_position_embeddings(30)
+    torch.testing.assert_close(outputs(ours), outputs(theirs))
+
+
 class _Mean(nn.Module):
     def __init__(self, inner):
         super().__init__()

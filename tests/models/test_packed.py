@@ -14,6 +14,7 @@ from transformers import DataCollatorWithFlattening
 
 import fastplm
 from fastplm import models
+from fastplm._backends import record_notes
 from fastplm.errors import ArgumentValueError, UnsupportedError
 from fastplm.hf import NAME, PACKED
 
@@ -39,6 +40,7 @@ OF_CHOICES = ("MultipleChoice", "DoubleHeadsModel")
 #: Classes of ours that Transformers lacks.
 OURS = ("DebertaV2ForPreTraining", "ElectraForJointPreTraining")
 ALL = [*CLASSES, *CLONED, *OURS]
+OF_VOCABULARY = ("MaskedLM", "CausalLM", "LMHeadModel", "BertForPreTraining", "ErnieForPreTraining")
 TAKEN = [name for name in ALL if not has_decoder(name) and not name.endswith(OF_CHOICES)]
 
 
@@ -110,6 +112,25 @@ def test_a_packed_row_equals_the_padded_batch(name):
         same(of_tokens(found, ()), of_tokens(wanted, flat))
         if "loss" in wanted:
             same(slopes, gradients(model, wanted.loss))
+
+
+@pytest.mark.parametrize("changed", [False, True], ids=["", "a head of the user's"])
+@pytest.mark.parametrize("name", [name for name in TAKEN if name.endswith(OF_VOCABULARY)])
+def test_logits_of_a_packed_row_are_those_of_its_tokens(name, changed):
+    """Not of a padded batch, but where a head of the user's may read the rows beside."""
+    model, inputs = model_and_inputs(name)
+    if changed:
+        model.get_output_embeddings().register_forward_hook(lambda *_: None)
+    with record_notes() as notes:
+        found = model(**packed(inputs), output_logits=True)
+    wanted = model(**inputs, output_logits=True)
+    key = "prediction_logits" if "PreTraining" in name else "logits"
+    same({"": found[key]}, {"": wanted[key][SEEN][None]})
+    if changed:
+        return
+    assert "logits of 24 rows" in "\n".join(notes)
+    slopes = gradients(model, found.loss)
+    same(slopes, gradients(model, wanted.loss))
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name not in TAKEN])
