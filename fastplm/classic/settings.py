@@ -41,7 +41,8 @@ class ClassicArguments(Settings):
         choices=tuple(SYSTEMS),
     )
     corpus: Sequence[str | Path] = setting(
-        "text files, plain or compressed, or folders of .txt files; blank lines between documents",
+        "text files, plain or compressed, or folders of .txt files, with blank lines between "
+        "documents; or tables, as pretrain reads them",
         path="PATH",
     )
     out: str | Path = common("out")

@@ -550,6 +550,7 @@ def prover(root: PreTrainedModel, own: bool) -> Callable[[], bool] | None:
         own: whether its attention computes its scores itself.
     """
     tried: list[dict[type, type]] = []
+    root = _unwrapped(root)
     parameters = list(root.parameters())
     dtypes = {one.dtype for one in parameters}
     devices = {one.device.type for one in parameters}
@@ -575,6 +576,14 @@ def prover(root: PreTrainedModel, own: bool) -> Callable[[], bool] | None:
         return any(_replaces(root, classes, proof) for classes in tried)
 
     return None if proof is None else prove
+
+
+def _unwrapped(root: PreTrainedModel) -> PreTrainedModel:
+    """The model to which another one hands on all its inputs, as ``MBartDecoderWrapper`` does."""
+    inner = [*root.children()]
+    passes_on = {*inspect.signature(root.forward).parameters} == {"args", "kwargs"}
+    alone = passes_on and len(inner) == 1 and isinstance(inner[0], PreTrainedModel)
+    return inner[0] if alone else root  # type: ignore[return-value]
 
 
 def _replaces(root: PreTrainedModel, classes: dict[type, type], proof: Any) -> bool:

@@ -23,7 +23,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from fastplm._machine import hardware_has_bf16, in_bf16
 from fastplm.data._folder import say
-from fastplm.errors import DataError, DivergenceError, fail
+from fastplm.errors import DataError, DivergenceError, fail, first_line
 from fastplm.graphs import GraphedStep
 from fastplm.models._base import FastplmModel
 from fastplm.ops.dropout import draws_by_row
@@ -334,7 +334,31 @@ class RunTrainer(Trainer):
             seconds = max(now - self._window_began, 1e-9)
             logs.update(tokens_per_second=tokens / seconds, seconds=seconds)
             self._window_began, self._window_step = now, self.state.global_step
-        super().log(logs, start_time)
+        with self._keeping_steps("the report of the loss"):
+            super().log(logs, start_time)
+
+    @contextlib.contextmanager
+    def _keeping_steps(self, what: str) -> Iterator[None]:
+        """If this block fails during a training, the steps since the last checkpoint are saved.
+
+        One process of several would wait for the others, which do not fail with it.
+        """
+        try:
+            yield
+        except DivergenceError:
+            raise
+        except Exception as error:
+            step = self.state.global_step
+            place = Path(self.args.output_dir) / f"checkpoint-{step}"
+            if self.is_in_train and step and self.args.world_size == 1 and not place.exists():
+                with contextlib.suppress(Exception):  # as after an error of the GPU
+                    self._save_checkpoint(self.model, None)
+                    reason = f"{type(error).__name__}: {first_line(error)}"
+                    say(
+                        f"fastplm: at step {step} {what} failed ({reason}). The training so far is "
+                        f"saved in {place}. The same command with --resume continues it."
+                    )
+            raise
 
     def _stop_at(self, steps: Tensor) -> None:
         """Stop if ``steps`` of ``FiniteCheck`` holds a step at which a value was not finite."""
@@ -373,10 +397,11 @@ class RunTrainer(Trainer):
         It takes no time of the training, and draws none of its random numbers.
         """
         devices = [] if self.args.device.type == "cpu" else [self.args.device]
-        with self.outside_window(), torch.random.fork_rng(devices):
-            if self.score_fn is None:
-                return super().evaluate(*args, **kwargs)
-            scores = self.score_fn()
+        with self._keeping_steps("the evaluation"):
+            with self.outside_window(), torch.random.fork_rng(devices):
+                if self.score_fn is None:
+                    return super().evaluate(*args, **kwargs)
+                scores = self.score_fn()
         self.control.should_evaluate = False  # as Transformers' own evaluate does
         self.model.train()
         self.log({f"eval_{name}": value for name, value in scores.items()})

@@ -14,7 +14,8 @@ from typing import Any
 import fastplm
 from fastplm._machine import in_bf16
 from fastplm.data._folder import file_hash
-from fastplm.data.sources import HUB, fingerprint
+from fastplm.data.sources import HUB, fingerprint, is_arrow, is_table
+from fastplm.finetune.tasks import TASKS
 from fastplm.pretrain.objectives import OBJECTIVES
 from fastplm.run.config_file import read
 from fastplm.study.grid import COMMANDS, kind_of_path
@@ -26,6 +27,8 @@ CACHE_VERSIONS = {"pretrain": 2, "distill": 2, "finetune": 1, "score": 2}
 OBJECTIVE_VERSIONS = {kind.name: kind.version for kind in OBJECTIVES if kind.version is not None}
 #: The same of what ELECTRA's discriminator learns.
 DISCRIMINATOR_VERSIONS = {"all_tokens_mlm": 1}
+#: The same of tables, whose rows several commands read.
+TABLE_VERSION = 1
 #: Settings that change no figure of a run.
 _IGNORED = frozenset(
     "out cache resume overwrite dry_run workers save_every keep_checkpoints log_every eval_every "
@@ -53,6 +56,7 @@ def facts_of(command: str, args: Any, models: Mapping[str, Any], folder: Path) -
         folder: of the files that a .yaml file of several tasks names.
     """
     settings: dict[str, Any] = {}
+    tables = False
     for each in fields(COMMANDS[command]):
         name = each.name
         if name in _IGNORED or name not in args.given:
@@ -63,6 +67,7 @@ def facts_of(command: str, args: Any, models: Mapping[str, Any], folder: Path) -
             value = getattr(args, name)  # of a name on the Hub the folder
             parts = value if isinstance(value, list | tuple) else [value]
             settings[name] = [hash_of(Path(part), folder) for part in parts]
+            tables |= any(_read_anew(command, args, part) for part in parts)
         else:
             settings[name] = json.loads(json.dumps(args.given[name]))
     facts = {
@@ -71,6 +76,8 @@ def facts_of(command: str, args: Any, models: Mapping[str, Any], folder: Path) -
         "version": ".".join(fastplm.__version__.split(".")[:2]),
         "settings": settings,
     }
+    if tables:
+        facts["recipe of tables"] = TABLE_VERSION
     objective = getattr(args, "objective", None)
     if objective in OBJECTIVE_VERSIONS:
         facts["recipe of the objective"] = OBJECTIVE_VERSIONS[objective]
@@ -82,6 +89,15 @@ def facts_of(command: str, args: Any, models: Mapping[str, Any], folder: Path) -
         settings.pop("precision", None)
         settings |= {"bf16": True} if in_bf16(args.precision) else {}
     return facts
+
+
+def _read_anew(command: str, args: Any, path: Any) -> bool:
+    """Whether a change of ``TABLE_VERSION`` touches a file of data: tables that a command reads
+    as texts, and those that are no text themselves. All of score's have its own number."""
+    if command == "score":
+        return False
+    running = command != "finetune" or TASKS[args.task].running_text
+    return is_arrow(path) or (running and is_table(path))
 
 
 @functools.cache

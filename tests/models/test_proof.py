@@ -294,6 +294,34 @@ def test_every_head_is_reached_and_each_input_has_its_effect(family, name):
                 torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, msg=more)
 
 
+def wrappers():
+    for family in FAMILIES:
+        module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        names = (name for name in vars(module) if name.endswith("DecoderWrapper"))
+        yield from ((module, name) for name in names if family != "bigbird_pegasus")
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), list(wrappers()), ids=lambda one: str(one).split(".")[-1]
+)
+def test_the_decoder_of_a_wrapper_is_replaced(module, name):
+    """A wrapper hands on all that it is given, and has no embeddings of its own."""
+    kind = getattr(module, name)
+    fields = {"is_decoder": True, "is_encoder_decoder": False}
+    case = Case(kind.config_class.model_type, kind, fields)
+    torch.manual_seed(0)
+    theirs = kind(survey_models.config_of(case)).eval()
+    ours = fastplm.accelerate(copy.deepcopy(theirs))
+    assert type(ours.decoder) in _base.MADE
+    for mask in (None, MASK):
+        ids = IDS if mask is None else IDS.masked_fill(mask == 0, 1)
+        found, expected = (
+            model(ids, attention_mask=mask, use_cache=False)[0] for model in (ours, theirs)
+        )
+        tokens = torch.ones_like(IDS).bool() if mask is None else mask.bool()
+        torch.testing.assert_close(found[tokens], expected[tokens])
+
+
 CROSSED = [
     ("fastplm", name)
     for name in """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -122,6 +123,51 @@ def test_what_fails_after_the_last_step_leaves_the_model(
         steps = len(trained)
         assert main([*words, "--resume"]) == 0 and len(trained) == steps
         assert (out / "metrics.json").is_file() and _loads(command, out / name)
+
+
+#: What may fail between two steps: a function, and how a line calls it.
+BETWEEN = {
+    "pretrain": ("fastplm.pretrain.stream.TextRun._scores", "the evaluation"),
+    "distill": ("fastplm.pretrain.stream.TextRun._scores", "the evaluation"),
+    "finetune": ("fastplm.finetune.tasks._task.Task.evaluate", "the evaluation"),
+    "classic": ("fastplm.run.trainer.Progress.on_log", "the report of the loss"),
+    "pretrain, reports": ("fastplm.run.trainer.Progress.on_log", "the report of the loss"),
+}
+
+
+@pytest.mark.parametrize("command", BETWEEN)
+def test_what_fails_between_steps_loses_none(command, places, tmp_path, monkeypatch, capsys):
+    target, what = BETWEEN[command]
+    words, _ = WORDS[command.split(",")[0]]
+    words = words.format(**places).split()
+    words += ["--eval-every", "1"] if what == "the evaluation" else []
+    trained = []
+    step = transformers.Trainer.training_step
+
+    def counted(self, *args, **kwargs):
+        trained.append(self.state.global_step)
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(transformers.Trainer, "training_step", counted)
+
+    def fail(*args, **kwargs):
+        raise ValueError("planted")
+
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    with monkeypatch.context() as planted:
+        planted.setattr(target, fail)
+        with pytest.raises(ValueError, match="planted"):
+            main([*words, "--out", str(out)])
+    assert f"at step 1 {what} failed (ValueError: planted)" in capsys.readouterr().err
+    assert main([*words, "--out", str(out), "--resume"]) == 0 and trained == [0, 1]
+    assert main([*words, "--out", str(whole)]) == 0
+    losses = []
+    for folder in (out, whole):
+        (file,) = [*folder.glob("metrics.json")]
+        metrics = json.loads(file.read_text())
+        of = metrics["seeds"][0] if command == "finetune" else metrics
+        losses.append([(row["step"], row["loss"]) for row in of["history"]])
+    assert losses[0] == losses[1] and [step for step, _ in losses[0]] == [1, 2]
 
 
 def test_an_error_of_the_machine_is_one_of_its_lines(places, tmp_path, monkeypatch, capsys):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -135,6 +138,38 @@ def test_a_change_of_one_objective_makes_new_cells_of_it_alone(all_data, monkeyp
     raised(module.DISCRIMINATOR_VERSIONS, "all_tokens_mlm")
     after = trained("objectives")
     assert [name for name in before if before[name] != after[name]] == ["All-Tokens MLM"]
+
+
+def test_a_change_of_the_reader_of_tables_makes_new_cells_of_tables(place, monkeypatch):
+    """Of texts of tables, that is; a table of a task and a file of text keep their cells."""
+    rows = [json.dumps({"text": text}) for text in Path("stories.txt").read_text().split("\n\n")]
+    Path("stories.jsonl").write_text("\n".join(rows))
+    of_text = {*keys()}
+    changed(place, "corpus: stories.txt", "corpus: [stories.txt, stories.jsonl]")
+    trained = {key: cell for key, cell in plan_of().cells.items() if cell.command == "pretrain"}
+    assert all(cell.facts["recipe of tables"] == module.TABLE_VERSION for cell in trained.values())
+    monkeypatch.setattr(module, "TABLE_VERSION", module.TABLE_VERSION + 1)
+    assert trained and not {*trained} & {*keys()}
+    changed(place, "corpus: [stories.txt, stories.jsonl]", "corpus: stories.txt")
+    assert {*keys()} == of_text
+
+
+@pytest.mark.parametrize(
+    ("command", "task", "path", "changes"),
+    [
+        ("pretrain", None, "a.csv", True),
+        ("pretrain", None, "hf:a/b", True),
+        ("pretrain", None, "a.txt", False),
+        ("distill", None, "a.json.gz", True),
+        ("score", None, "a.csv", False),
+        ("finetune", "sop", "a.jsonl", True),
+        ("finetune", "sop", "a.txt", False),
+        ("finetune", "classification", "a.tsv", False),
+        ("finetune", "classification", "a.parquet", True),
+    ],
+)
+def test_the_tables_that_are_read_anew(command, task, path, changes):
+    assert module._read_anew(command, SimpleNamespace(task=task), path) == changes
 
 
 def test_cells_of_a_fine_tuning_have_the_keys_of_before(place, monkeypatch):
