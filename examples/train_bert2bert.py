@@ -67,7 +67,7 @@ def main() -> None:
             prediction_loss_only=True,
             save_strategy="no",
             report_to="none",
-            precision="bf16" if args.bf16 else "fp32",
+            bf16=args.bf16,
             seed=args.seed,
         ),
         train_dataset=read_pairs(args.source, args.target, tokenizer, args.max_length),

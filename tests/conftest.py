@@ -126,7 +126,7 @@ def pytest_addoption(parser):
 
 
 def pytest_itemcollected(item):
-    if item.nodeid in quick.OF_SLOW_LANE:
+    if item.nodeid.startswith(quick.OF_SLOW_LANE):
         item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "slow"]
 
 

@@ -189,9 +189,11 @@ class OpenAIGPTModel(CausalModel, _FusedLayers, transformers.OpenAIGPTModel):
         return True
 
     def _layers_are_ours(self) -> bool:
-        kinds = nn.Dropout, Dropout
+        forwards = nn.Dropout.forward, Dropout.forward
         drops = (getattr(block.attn, "attn_dropout", None) for block in self.h)
-        return super()._layers_are_ours() and all(type(one) in kinds for one in drops)
+        # Not the class: torch.export sees modules through subclasses where one is shared.
+        known = (getattr(type(one), "forward", None) in forwards for one in drops)
+        return super()._layers_are_ours() and all(known)
 
     def _no_mask(self, given: Tensor) -> None:
         """The parent makes its own causal mask."""

@@ -95,7 +95,6 @@ def test_the_same_seed_gives_the_same_bits(name):
         assert torch.equal(numbers(model(**inputs)), numbers(model(**inputs)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

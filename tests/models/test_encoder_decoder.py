@@ -291,7 +291,6 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_bert2bert.py
 WORDS = "a man and two dogs are on the street , ein mann zwei hunde sind auf der".split()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "start",
     [

@@ -232,8 +232,8 @@ EXPORTERS = {
 }
 #: The cases of the CPU lane: those that one exporter alone got wrong before, and quick ones.
 FAST = {
-    *(("jit.trace", name) for name in ("BertForMaskedLM", "T5EncoderModel", "EncoderDecoderModel")),
-    ("torch.export", "BertForMaskedLM"),
+    *(("jit.trace", name) for name in ("BertForMaskedLM", "EncoderDecoderModel")),
+    *(("torch.export", name) for name in ("BertForMaskedLM", "OpenAIGPTModel")),
     ("torch.export eager", "RobertaForSequenceClassification"),
     *(("onnx dynamo=False", name) for name in ("BertModel", "T5EncoderModel", "OpenAIGPTModel")),
     *(("onnx dynamo=False", name) for name in ("EncoderDecoderModel", "GPT2LMHeadModel")),
@@ -294,10 +294,17 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+def _is_slow(name, way):
+    return name not in BACKBONES or (way == "name" and name not in ("BertModel", "ModernBertModel"))
+
+
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name not in BACKBONES)) for name in CLASSES],
+    ("name", "way"),
+    [
+        pytest.param(name, way, marks=[pytest.mark.slow] * _is_slow(name, way))
+        for name in CLASSES
+        for way in WAYS
+    ],
 )
 def test_a_trace_of_every_class_is_the_parent(name, way):
     """On texts of one token, and on those longer than any window, with a mask and without."""

@@ -219,7 +219,6 @@ def hold_run(out, gold, bases):
 QUICK = ("MLM, plain Trainer", "RTD")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
 )
