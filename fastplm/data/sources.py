@@ -309,13 +309,19 @@ def _values(path: str | Path, table: Any, before: int) -> Iterator[dict[str, Any
         part = table.slice(first, _ROWS_AT_ONCE)
         try:
             rows = part.to_pylist()
-        except UnicodeDecodeError:
+        except Exception:  # of texts, times and numbers that Python does not know
             for row in range(len(part)):
-                try:
-                    part.slice(row, 1).to_pylist()
-                except UnicodeDecodeError as error:
-                    where, fix = f"{path}:{before + first + row + 1}", "Convert it to UTF-8."
-                    refuse_row(where, f"a string that is not UTF-8 ({error})", "texts", fix)
+                where = f"{path}:{before + first + row + 1}"
+                for name in part.column_names:
+                    try:
+                        part[name].slice(row, 1).to_pylist()
+                    except UnicodeDecodeError as error:
+                        got = f"a string that is not UTF-8 in column {name!r} ({error})"
+                        refuse_row(where, got, "texts", "Convert it to UTF-8.")
+                    except Exception as error:
+                        got = f"a {part[name].type} in column {name!r} that cannot be read"
+                        got += f" ({first_line(error):.200})"
+                        refuse_row(where, got, "a value", "Correct the file.")
             raise
         for values in rows:
             for name, value in values.items():

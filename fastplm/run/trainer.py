@@ -82,11 +82,28 @@ def trained(
 
     Raises:
         KeyboardInterrupt: a signal has ended the training; see ``checkpoint_on_signal``.
+        Exception: what failed after the last step, such as a report; after the block.
     """
+    failed: Exception | None = None
     with _reporting(trainer, report_to, 0 if checkpoint is None else step_of(checkpoint)):
         with checkpoint_on_signal(trainer):
-            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+            try:
+                resumed = None if checkpoint is None else str(checkpoint)
+                trainer.train(resume_from_checkpoint=resumed)
+            except DivergenceError:
+                raise
+            except Exception as error:
+                if not 0 < trainer.state.max_steps <= trainer.state.global_step:
+                    raise
+                failed, trainer.is_in_train = error, False
         yield
+    if failed is not None:
+        reason = f"{type(failed).__name__}: {first_line(failed)}"
+        say(
+            f"fastplm: after the last step, the end of the training failed ({reason}). What was "
+            f"trained is in {trainer.args.output_dir}."
+        )
+        raise failed
 
 
 @contextlib.contextmanager

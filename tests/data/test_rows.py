@@ -356,3 +356,31 @@ def test_all_commands_read_through_one_reader():
             users.add(file.relative_to(root).as_posix())
     known = {"sources", "corpus", "examples", "_files"}
     assert users - {"inference/bertscore.py"} <= {f"data/{name}.py" for name in known}
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    {
+        "date32": [0, 2**30, 1],
+        "duration": [0, 2**62, 1],
+        "string": [b"a", b"\xff", b"b"],
+    }.items(),
+)
+@pytest.mark.parametrize("ending", [".parquet", ".arrow"])
+def test_a_value_that_python_cannot_hold_is_refused_with_its_row_and_column(
+    kind, values, ending, tmp_path
+):
+    if kind == "string":  # made of bytes that are none
+        whole = pa.array(values, pa.binary())
+        column = pa.Array.from_buffers(pa.string(), len(values), whole.buffers())
+    else:
+        column = pa.array(values, pa.duration("s") if kind == "duration" else pa.date32())
+    table = pa.table({"text": ["a", "b", "c"], "other": column})
+    path = tmp_path / f"table{ending}"
+    if ending == ".parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+    with pytest.raises(DataError, match=rf"table{re.escape(ending)}:2: .* in column 'other'"):
+        list(texts_of(path))

@@ -170,6 +170,27 @@ def test_what_fails_between_steps_loses_none(command, places, tmp_path, monkeypa
     assert losses[0] == losses[1] and [step for step, _ in losses[0]] == [1, 2]
 
 
+@pytest.mark.parametrize("command", ["pretrain", "distill", "finetune", "classic"])
+def test_a_report_that_fails_at_the_end_of_the_training_leaves_all(
+    command, places, tmp_path, monkeypatch, capsys
+):
+    """As TensorBoard's, which flushes what it holds then."""
+    words, name = WORDS[command]
+    out = tmp_path / "out"
+
+    def fail(*args, **kwargs):
+        raise ValueError("planted")
+
+    words = [*words.format(**places).split(), "--out", str(out)]
+    with monkeypatch.context() as planted:
+        planted.setattr("fastplm.run.trainer.Progress.on_train_end", fail)
+        with pytest.raises(ValueError, match="planted"):
+            main(words)
+    assert "after the last step, the end of the training failed" in capsys.readouterr().err
+    assert _loads(command, out / name)
+    assert main([*words, "--resume"]) == 0 and (out / "metrics.json").is_file()
+
+
 def test_an_error_of_the_machine_is_one_of_its_lines(places, tmp_path, monkeypatch, capsys):
     """It has the exit code of one, and the line on what failed is before it."""
 
