@@ -527,6 +527,8 @@ def read_by_callers(config: Any, given: Any, mask: Tensor | None) -> Tensor | No
     """
     if mask is None or given is None or not values_can_be_read(mask):
         return None
+    if mask.shape[-1:] != given.shape[1:2]:  # which is refused where the mask is used
+        return None
     if given.is_floating_point():
         return given.new_ones(given.shape[:-1], dtype=torch.bool)
     padding = padding_of(config)
