@@ -455,6 +455,14 @@ def unpad_of(model: Any, unpad: Any, kwargs: dict[str, Any]) -> Any:
     return False if wanted or READS in vars(model) else None
 
 
+def may_read_beside(module: Any) -> bool:
+    """Whether a pooler or a head is the user's own, which may read several rows of a text."""
+    packages = ("fastplm.", "peft.", "torch.", "transformers.")
+    if module is None or type(module).__module__.startswith(packages):
+        return False
+    return not (hasattr(module, "weight") or hasattr(module, "base_layer"))  # a linear layer
+
+
 def warn_of_weights() -> None:
     _logger.warning_once(
         "output_attentions: fused attention computes no attention weights, so this call uses "

@@ -23,7 +23,14 @@ from fastplm import ops
 from fastplm._backends import note
 from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor
 from fastplm.errors import check_choice, fail
-from fastplm.models._base import CACHE, FastplmModel, TiedLookup, check_parts, unpad_of
+from fastplm.models._base import (
+    CACHE,
+    FastplmModel,
+    TiedLookup,
+    check_parts,
+    may_read_beside,
+    unpad_of,
+)
 from fastplm.models._ragged import (
     Batches,
     RaggedBatch,
@@ -668,7 +675,12 @@ class SequenceClassification(ScaledLoss):
     _summary = "whose last layer computes only the first token of a text, such as [CLS]."
 
     def _select_rows(self, inputs: dict[str, Any], labels: Tensor | None) -> None:
-        set_output_rows(self, inputs, "first")
+        base = self.base_model
+        heads = () if getattr(base, "pooler", None) is not None else self.children()  # type: ignore
+        first = not any(may_read_beside(one) for one in heads if one is not base)
+        set_output_rows(self, inputs, "first" if first else None)
+        if not first and inputs.get("unpad") is None:
+            inputs["unpad"] = False
 
 
 class PooledClassification(SequenceClassification):

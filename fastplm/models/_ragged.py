@@ -34,7 +34,8 @@ PADDING_REASONS = {
     "chunks": "chunk_size_feed_forward",
     "length": "rotary positions whose frequencies depend on the length of the batch (rope_type "
     "'dynamic' or 'longrope', from the length of the pre-training on)",
-    "layers": "a layer, attention or table of positions of your own, which may use several rows",
+    "layers": "a layer, attention, pooler or table of positions of your own, which may use several "
+    "rows",
     "inputs": "inputs that do not belong to single tokens",
     "traced": "a trace (torch.compile, an export) or a CUDA graph reads no masks; there, unpad=N "
     "or a collator with unpad=True sets a number of rows",

@@ -76,10 +76,8 @@ class ModernBertForMaskedLM(_heads.MaskedLM, transformers.ModernBertForMaskedLM)
         if labels is None or kept is None:
             return super()._compute(labels, inputs, *how)
         labels = labels.masked_fill(~kept.view(labels.shape), -100)
-        if how[1] and isinstance(
-            inputs.get("unpad"), RaggedBatch
-        ):  # of the padded batch are the kept ones
-            inputs["unpad"] = False
+        if how[1] and isinstance(inputs.get("unpad"), RaggedBatch):
+            inputs["unpad"] = False  # the kept ones are rows of the padded batch
         outputs, loss, logits = super()._compute(labels, inputs, *how)
         if logits is not None:
             logits = logits.flatten(0, 1)[kept]

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 import fastplm
 from fastplm import models
@@ -114,6 +115,35 @@ def test_however_the_model_is_made(name, way):
         kept = name.startswith("DebertaV2")
         expected = "36 rows with their padding" if kept else "34 of 36 rows, padding left out"
         assert expected in "\n".join(notes)
+
+
+class Mean(nn.Module):
+    def __init__(self, sizes):
+        super().__init__()
+        self.dense = nn.Linear(*sizes)
+
+    def forward(self, hidden):
+        return self.dense(hidden.mean(1))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_pooler_and_a_head_of_the_users_read_all_rows(name):
+    """Put in after the class was made; heads of Transformers' that read all rows of a text."""
+    model, parent = pair(name, config_for(name))
+    owner, theirs, where = model.base_model, parent.base_model, "pooler"
+    if not isinstance(getattr(theirs, where, None), nn.Module):
+        owner, theirs, where = model, parent, "classifier"
+    if not type(getattr(theirs, where, None)).__name__.endswith(("Pooler", "ClassificationHead")):
+        pytest.skip("it has none that gets all rows")
+    own = Mean((16, 16 if where == "pooler" else model.config.num_labels))
+    setattr(owner, where, own)
+    setattr(theirs, where, copy.deepcopy(own))
+    given = inputs_of(name, model.config, PADDINGS["right"])
+    with torch.no_grad():
+        ours, theirs = model(**given), parent(**given)
+    read = [key for key in ("pooler_output", "logits", "seq_relationship_logits") if key in theirs]
+    for key in [key for key in read if theirs[key].dim() == 2]:
+        torch.testing.assert_close(ours[key], theirs[key], rtol=1e-4, atol=1e-4)
 
 
 def test_what_shows_no_ids_is_computed():
