@@ -583,7 +583,7 @@ def _unwrapped(root: PreTrainedModel) -> PreTrainedModel:
     inner = [*root.children()]
     passes_on = {*inspect.signature(root.forward).parameters} == {"args", "kwargs"}
     alone = passes_on and len(inner) == 1 and isinstance(inner[0], PreTrainedModel)
-    return inner[0] if alone else root  # type: ignore[return-value]
+    return inner[0] if alone else root
 
 
 def _replaces(root: PreTrainedModel, classes: dict[type, type], proof: Any) -> bool:
