@@ -255,9 +255,7 @@ def test_with_a_cache_encoder_states_are_not_packed(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"unpad": 30, "decoder_unpad": 22}], ids=str)
-@pytest.mark.parametrize(
-    "kind", ["bart", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("t5", "bert2bert"))]
-)
+@every_model
 def test_compiles_to_one_graph(hold, kind, options):
     inputs, (model, _) = batch(kind), pair(kind)
     # In training, Transformers 5.17 draws the layers to drop even if none may be dropped.
