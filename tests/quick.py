@@ -67,6 +67,7 @@ OF_SLOW_LANE = (
     "tests/data/test_folder.py::test_files_of_a_cache_are_damaged[wordpiece]",
     "tests/docs/test_commands.py::test_fastplm_of_a_block[docs/bertscore.md:",
     "tests/docs/test_commands.py::test_fastplm_of_a_block[docs/scoring.md:",
+    "tests/docs/test_commands.py::test_fastplm_of_a_block[docs/studies.md:",
     "tests/finetune/test_frozen.py::test_a_new_pooler_is_trained",
     "tests/finetune/test_report.py::test_labels_are_announced",
     "tests/finetune/test_trainer.py::test_batches_depend_on_the_seed_alone",
