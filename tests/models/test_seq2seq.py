@@ -125,9 +125,9 @@ def test_only_rows_that_matter_are_computed(kind):
     out, found = rows()
     assert found == (tokens, labelled)
     assert out.logits is None and out.past_key_values is None
-    for name in ("output_logits", "output_hidden_states"):
-        assert rows(**{name: True})[1] == (tokens, (1, ROWS * TARGET))
-    assert rows(unpad=False, decoder_unpad=False)[1] == ((ROWS, LENGTH), (ROWS, TARGET))
+    assert rows(output_logits=True)[1] == (tokens, (1, ROWS * TARGET))
+    for given in (dict(output_hidden_states=True), dict(unpad=False, decoder_unpad=False)):
+        assert rows(**given)[1] == ((ROWS, LENGTH), (ROWS, TARGET))
     assert rows(attention_mask=None)[1] == ((ROWS, LENGTH), labelled)
     assert rows(unpad=30, decoder_unpad=20)[1] == ((1, 30), (1, 20))
 
