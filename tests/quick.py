@@ -61,6 +61,16 @@ THOROUGH = (
 #: Cases that are marked slow and run every day, in the rest: a cheap one of each kind. How their
 #: names begin, as those of pages end with a line.
 OF_SLOW_LANE = (
+    "tests/benchmarks/test_peers.py::test_an_attention_peer_agrees_or_says_why_not[sdpa-plain]",
+    "tests/classic/test_train.py::test_resume[quick-thoughts-True]",
+    "tests/compile/test_static_report.py::test_dk_and_dv_with_bias_and_dropout_have_no_race",
+    "tests/data/test_folder.py::test_files_of_a_cache_are_damaged[wordpiece]",
+    "tests/docs/test_commands.py::test_fastplm_of_a_block[docs/bertscore.md:",
+    "tests/docs/test_commands.py::test_fastplm_of_a_block[docs/scoring.md:",
+    "tests/docs/test_commands.py::test_fastplm_of_a_block[docs/studies.md:",
+    "tests/finetune/test_frozen.py::test_a_new_pooler_is_trained",
+    "tests/finetune/test_report.py::test_labels_are_announced",
+    "tests/finetune/test_trainer.py::test_batches_depend_on_the_seed_alone",
     "tests/models/test_graphs.py::test_one_graph_in_every_class[EsmForMaskedLM-inference]",
     "tests/models/test_graphs.py::test_one_graph_in_every_class[ModernBertModel-training, unpad]",
     "tests/models/test_hf.py::test_compiled_once_for_all_masks_of_a_shape[bert]",
@@ -68,6 +78,26 @@ OF_SLOW_LANE = (
     "tests/models/test_padding.py::test_explain_says_why_padding_is_kept[length]",
     "tests/models/test_transforms.py::"
     "test_torch_export_keeps_operators_unless_told_otherwise[BertForSequenceClassification]",
+    "tests/models/test_integration.py::"
+    "test_compiled_once_for_all_batches_of_a_shape[BertForMaskedLM-30]",
+    "tests/nn/test_mlm_head.py::test_the_modules_do_not_import_transformers",
+    "tests/ops/test_attention.py::test_length_classes_with_a_bias[cpu-130-dense-cpp]",
+    "tests/ops/test_attention.py::test_property[cpp]",
+    "tests/ops/test_bias_gelu.py::test_many_rows[cpu-cpp]",
+    "tests/ops/test_replaced_token_loss.py::test_rows_of_many_parts[cpu-3 parts-mean-fp32]",
+    "tests/pretrain/test_dry_run.py::test_a_dry_run_reads_the_beginning",
+    "tests/pretrain/test_every_arch.py::test_further_endings[bert-tiny]",
+    "tests/ptx/test_barriers.py::test_a_barrier_that_is_left_out_is_seen[gather_rows-80]",
+    "tests/run/test_folder.py::test_overwrite_moves",
+    "tests/run/test_interrupt.py::test_handlers_are_set_back",
+    "tests/run/test_trainer.py::test_labels_of_pairs_for_a_model_without_a_head_for_them",
+    "tests/study/test_study.py::test_a_cell_that_fails_is_named",
+    "tests/test_bad_inputs.py::"
+    "test_kinds_are_checked_where_a_call_is_compiled[attention-is_causal-yes]",
+    "tests/test_graphs.py::test_what_changes_is_not_replayed_as_it_was[set_rate_tensor]",
+    "tests/test_ops.py::test_rows_that_are_chosen_in_the_graph_need_one_graph[cpu-attention-auto]",
+    "tests/test_outputs.py::test_a_link_stays_and_its_folder_is_moved",
+    "tests/test_public_api.py::test_info_in_short",
 )
 
 

@@ -223,7 +223,7 @@ NOT_IN_EAGER = ("linear_cross_entropy, sampled", "replaced_token_loss", "replace
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ("auto", pytest.param("eager", marks=pytest.mark.slow)))
+@pytest.mark.parametrize("backend", ("auto", "eager"))
 @each_sample({name: one for name, one in SAMPLES.items() if name not in NOT_ROW_BY_ROW})
 def test_rows_that_are_chosen_in_the_graph_need_one_graph(device, sample, backend):
     """Rows are chosen as by ``hidden[labels != -100]``; there may be none."""

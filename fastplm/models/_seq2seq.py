@@ -249,7 +249,6 @@ class Stack(FastplmModel):
         if attention_mask is not None and attention_mask.dim() == 2 and not past_key_values:
             check_shape(where, "attention_mask", attention_mask, (batch, seqlen), "[batch, tokens]")
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
-        kwargs["return_dict"] = True
         unpad = unpad_of(self, unpad, kwargs)
 
         # --- which rows are computed ---
@@ -259,9 +258,8 @@ class Stack(FastplmModel):
                 read_rows = mask_at(output_rows, batch, seqlen)
             elif unpad is None and extra_rows is None and read_rows is None:
                 extra_rows = read_by_callers(self.config, given, attention_mask)
-            recorded = wants_output(self, "output_hidden_states", kwargs)
-            chosen = read_rows, extra_rows, unpad, recorded
-            packed, attention_mask = self._packed_rows(attention_mask, *chosen)
+            more = unpad, wants_output(self, "output_hidden_states", kwargs)
+            packed, attention_mask = self._packed_rows(attention_mask, read_rows, extra_rows, *more)
         row_plan = Rows(packed)
         note(lambda: rows_computed(self, (batch, seqlen), attention_mask, row_plan, padding_reason))
         knows = self.training and padding_reason is None
@@ -285,9 +283,8 @@ class Stack(FastplmModel):
                 inputs_embeds = (self.embed_tokens if lookup is None else lookup)(ids)
         elif packed is not None:
             inputs_embeds = packed.pack_rows(inputs_embeds)
-        states, row_plan.cross = cross_inputs(
-            encoder_hidden_states, encoder_attention_mask, encoder_rows, packed
-        )
+        encoder = encoder_hidden_states, encoder_attention_mask, encoder_rows
+        states, row_plan.cross = cross_inputs(*encoder, packed)
         forward = super().forward  # type: ignore[misc]
         if packed is not None:
             forward, attention_mask = self._on_rows, packed.key_mask_row()
@@ -295,7 +292,7 @@ class Stack(FastplmModel):
         row_plan.layers = of_one_forward(self._layers(), given, self.dtype)
         if row_plan.layers_need_it:
             kwargs["rows"] = row_plan
-        kwargs |= dict(inputs_embeds=inputs_embeds, attention_mask=attention_mask)
+        kwargs |= dict(inputs_embeds=inputs_embeds, attention_mask=attention_mask, return_dict=True)
         outputs = on_rows(row_plan.numbers, forward, **caching, **states, **kwargs)
         return restore_layout(outputs, row_plan, output_rows, unpad)
 

@@ -204,7 +204,6 @@ def vars_of(words: list[str]) -> dict:
     return given
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",
     ["distilbert", "multilingual"]

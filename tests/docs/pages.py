@@ -169,6 +169,13 @@ def write_files(folder: Path) -> None:
     (folder / "models_summary.jsonl").write_text(json.dumps({"UID": "order", "lstm": 0.7}))
     page = (ROOT / "docs/studies.md").read_text(encoding="utf-8")
     (folder / "grid.yaml").write_text(page.split("```text\n")[1].split("```")[0])
+    for name, source in {
+        "text/books-10m.train.txt.gz": "train.en.gz",
+        "sentiment/movie.train.tsv": "scores.tsv",
+        "sentiment/movie.dev.tsv": "scores.tsv",
+    }.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(folder / source, folder / name)
     # The files of benchmarks/finetuning.py and benchmarks/distillation.py.
     for name, source in {
         "sentiment/movie.train.tsv": "scores.tsv",

@@ -529,22 +529,14 @@ def test_reading_a_value_fails_under_fake_tensors(read, device):
         trace({}, device, planted=read)
 
 
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "backend", "unpad"),
     [
         *((name, "aot_eager", None) for name in ("replace MLM", "unigram", "second stage")),
-        *(
-            slow(name, "aot_eager", None)
-            for name in ("ELECTRA 15%", "all-tokens MLM", "first stage")
-        ),
-        ("default", "aot_eager", 30),
-        slow("all-tokens MLM", "aot_eager", 30),
-        *(slow(name, "inductor", None) for name in OPTIONS),
+        *((name, "aot_eager", None) for name in ("ELECTRA 15%", "all-tokens MLM", "first stage")),
+        *((name, "aot_eager", 30) for name in ("default", "all-tokens MLM")),
+        *((name, "inductor", None) for name in OPTIONS),
     ],
 )
 def test_a_step_compiled_once_equals_eager(hold, name, backend, unpad):

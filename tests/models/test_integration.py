@@ -460,20 +460,11 @@ def test_two_processes_make_the_gradients_of_one(tmp_path):
 
 COMPILED = (*LANGUAGE_MODELS.values(), "AlbertForPreTraining", "BertForPreTraining")
 COMPILED += ("ElectraForPreTraining", "AlbertForSequenceClassification", "GPT2DoubleHeadsModel")
-SLOW_TO_COMPILE = ("AlbertForMaskedLM", "BartForConditionalGeneration", "ElectraForMaskedLM")
-SLOW_TO_COMPILE += ("AlbertForSequenceClassification", "GPT2DoubleHeadsModel", "RobertaForMaskedLM")
-SLOW_TO_COMPILE += ("T5ForConditionalGeneration", "BertForPreTraining")  # in test_graphs.py, too
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("unpad", [pytest.param(None, marks=pytest.mark.slow), 30])
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow) if name in SLOW_TO_COMPILE else name
-        for name in COMPILED
-    ],
-)
+@pytest.mark.parametrize("unpad", [None, 30])
+@pytest.mark.parametrize("name", COMPILED)
 def test_compiled_once_for_all_batches_of_a_shape(hold, name, unpad):
     torch._dynamo.reset()
     config = config_of(name)

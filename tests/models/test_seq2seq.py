@@ -128,7 +128,8 @@ def test_only_rows_that_matter_are_computed(kind):
     assert rows(output_logits=True)[1] == (tokens, (1, ROWS * TARGET))
     with torch.no_grad():  # else somebody may ask for the gradient of the states
         assert rows(output_hidden_states=True)[1] == (tokens, (1, ROWS * TARGET))
-    assert rows(unpad=False, decoder_unpad=False)[1] == ((ROWS, LENGTH), (ROWS, TARGET))
+    for given in (dict(output_hidden_states=True), dict(unpad=False, decoder_unpad=False)):
+        assert rows(**given)[1] == ((ROWS, LENGTH), (ROWS, TARGET))
     assert rows(attention_mask=None)[1] == ((ROWS, LENGTH), labelled)
     assert rows(unpad=30, decoder_unpad=20)[1] == ((1, 30), (1, 20))
 
@@ -256,9 +257,7 @@ def test_with_a_cache_encoder_states_are_not_packed(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"unpad": 30, "decoder_unpad": 22}], ids=str)
-@pytest.mark.parametrize(
-    "kind", ["bart", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("t5", "bert2bert"))]
-)
+@every_model
 def test_compiles_to_one_graph(hold, kind, options):
     inputs, (model, _) = batch(kind), pair(kind)
     # In training, Transformers 5.17 draws the layers to drop even if none may be dropped.

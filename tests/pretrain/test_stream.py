@@ -160,7 +160,7 @@ def test_a_gpu_without_cuda_code_leaves_the_noise_to_the_workers(monkeypatch, op
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [pytest.param("t5-tiny", marks=pytest.mark.slow), "albert-tiny"])
+@pytest.mark.parametrize("arch", ["t5-tiny", "albert-tiny"])
 def test_workers_and_the_device_do_not_matter(short_run, tmp_path, monkeypatch, arch, curve):
     """The place where samples are corrupted: this process, two workers, or the trainer as on a
     GPU."""

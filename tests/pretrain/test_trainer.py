@@ -77,7 +77,6 @@ def test_two_processes_are_one_with_twice_the_batch(
 ARCHS = ("bert", "roberta", "albert", "electra", "gpt", "gpt2", "bart", "t5")
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(_extension.lacks("dropout_rows", "CPU") is not None, reason="no csrc/")
 @pytest.mark.parametrize(
     "arch",
