@@ -357,8 +357,10 @@ class LanguageModel(FastplmModel):
         outputs = self._backbone(**inputs, return_dict=True)
         hidden = outputs.last_hidden_state
         if all_rows:
-            unpad, (transform, decoder) = inputs.get(self._side + "unpad"), self._head()
-            if getattr(unpad, "of_caller", False) and is_plain(decoder, nn.Linear, Linear):
+            unpad: Any = inputs.get(self._side + "unpad")
+            transform, decoder = self._head()
+            by_caller = isinstance(unpad, RaggedBatch) and unpad.of_caller
+            if by_caller and is_plain(decoder, nn.Linear, Linear):
                 # Each row has its logits alone, so those of a packed row need no padding.
                 if labelled is not None:
                     labelled.lie_in(unpad)

@@ -357,6 +357,7 @@ class _Stack(_Named, Stack):
     """Mixin of an encoder or a decoder, whose parent runs on packed rows."""
 
     _embeds_ids = True
+    embed_positions: nn.Module
     #: The classes of layers and their attention.
     _kinds: frozenset[type] = frozenset()
     _others: tuple[str, ...] = ()
