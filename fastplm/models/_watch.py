@@ -212,7 +212,7 @@ def _frozen_class(
     body["__module__"] = ""
     frozen: Any = type(kind.__name__, (kind,), body)
     frozen.__module__, frozen.__qualname__ = kind.__module__, kind.__qualname__
-    THAWED[frozen], _AS_MADE[frozen] = kind, frozen.forward
+    THAWED[frozen], _OWN[frozen] = kind, body.get("forward")
     stand_for_frozen(frozen, kind)
     return frozen
 
@@ -272,8 +272,8 @@ _ATTENTION = "_attn_implementation_internal"
 _RECORDED = ("output_hidden_states", "_output_attentions")
 _FLAGS = (_ATTENTION, *_RECORDED, "return_dict", "is_decoder", "chunk_size_feed_forward")
 _RUNS = operator.attrgetter("forward", "__call__", "_call_impl")
-#: The methods ``forward`` of the classes of frozen modules, as these were made.
-_AS_MADE: dict[type, Any] = {}
+#: The methods ``forward`` that classes of frozen modules were made with; None = the thawed class's.
+_OWN: dict[type, Any] = {}
 
 
 class Facts(NamedTuple):
@@ -288,7 +288,8 @@ class Facts(NamedTuple):
         """The same with the classes that the modules in ``root`` have now that they are watched:
         these are what a user finds by ``type(module)``, and may give another ``forward``."""
         frozen = tuple({type(module) for module in root.modules()})
-        runs = tuple((_AS_MADE[kind], *_RUNS(THAWED[kind])[1:]) for kind in frozen)
+        thawed = [(kind, *_RUNS(THAWED[kind])) for kind in frozen]
+        runs = tuple((_OWN[kind] or forward, *others) for kind, forward, *others in thawed)
         return self._replace(kinds=self.kinds + frozen, runs=self.runs + runs)
 
     def may_call(self, given: tuple[Tensor, ...]) -> bool:
