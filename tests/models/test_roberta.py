@@ -63,7 +63,7 @@ def test_positions_are_those_of_the_padded_batch(given, unpad):
         lambda _, arguments, kwargs: seen.append(kwargs["position_ids"]), with_kwargs=True
     )
     model(attention_mask=mask, unpad=unpad, **inputs)
-    shown = seen[0] if unpad is False else seen[0].view(1, -1)[:, : rows.sum()]
+    shown = seen[0] if unpad is False else seen[0].reshape(1, -1)[:, : rows.sum()]
     assert torch.equal(shown, counted if unpad is False else counted[rows][None])
 
 
