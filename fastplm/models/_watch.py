@@ -212,7 +212,7 @@ def _frozen_class(
     body["__module__"] = ""
     frozen: Any = type(kind.__name__, (kind,), body)
     frozen.__module__, frozen.__qualname__ = kind.__module__, kind.__qualname__
-    THAWED[frozen], _OWN[frozen] = kind, body.get("forward")
+    THAWED[frozen], _OWN[frozen] = kind, vars(frozen).get("forward")
     stand_for_frozen(frozen, kind)
     return frozen
 
