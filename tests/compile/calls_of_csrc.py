@@ -105,6 +105,7 @@ def calls_of_layers() -> Cases:
             for shape in ((1, 7), (3, 40), (2, 500)):
                 ids = torch.randint(2, 60, shape)
                 mask = torch.arange(shape[1]) < torch.tensor([[shape[1]], [3], [9]])[: shape[0]]
+                ids = ids.masked_fill(~mask, model.config.pad_token_id)
                 given = dict(input_ids=ids, attention_mask=mask.long())
                 yield f"{family} {shape}, 8 bits: {int8}", forward(model, **given)
         for family, make in DECODERS.items():
