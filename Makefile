@@ -131,7 +131,7 @@ test-cpu: $(VENV)/.test
 	$(call lane,interpreter and CPU,$(AT_LEVEL) TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PYTEST) $(PARALLEL) --part $(PART) -rs -m "not gpu and not slow" --ignore=tests/compile --ignore=tests/ptx)
 
 test-slow: $(VENV)/.test
-	$(call lane,slow,$(AT_LEVEL) $(PYTEST) -m slow)
+	$(call lane,slow,$(AT_LEVEL) OMP_NUM_THREADS=1 $(PYTEST) $(PARALLEL) -m slow)
 
 # Beside the peers that PyTorch brings; any other one that is installed joins in.
 bench: $(VENV)/.test $(VENV)/.peers

@@ -239,7 +239,8 @@ def measured(folder):
 
 
 @pytest.mark.slow
-def test_pytest_leaves_out_what_takes_minutes_and_its_json_gives_the_rows(tmp_path):
+def test_pytest_leaves_out_what_takes_minutes_and_its_json_gives_the_rows(tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # pytest-benchmark is off in workers
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks/test_toy.py").write_text(SCRIPT)
     for name in ("harness.py", "conftest.py"):

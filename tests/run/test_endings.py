@@ -55,6 +55,24 @@ ENDINGS = {
 }
 
 
+@pytest.fixture
+def trained(monkeypatch) -> list[int]:
+    """The number of the step before each step that a test trains."""
+    steps = []
+    step = transformers.Trainer.training_step
+
+    def counted(self, *args, **kwargs):
+        steps.append(self.state.global_step)
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(transformers.Trainer, "training_step", counted)
+    return steps
+
+
+def fail(*args, **kwargs):
+    raise ValueError("planted")
+
+
 @pytest.fixture(scope="module")
 def places(checkpoint, tmp_path_factory):
     """The files and folders that the command lines name."""
@@ -87,24 +105,12 @@ def test_every_command_that_trains_is_here():
 
 @pytest.mark.parametrize("command", WORDS)
 def test_what_fails_after_the_last_step_leaves_the_model(
-    command, places, tmp_path, monkeypatch, capsys
+    command, places, tmp_path, monkeypatch, capsys, trained
 ):
     words, name = WORDS[command]
     out = tmp_path / "out"
     words = [*words.format(**places).split(), "--out", str(out)]
     resumable = command != "classic word2vec"
-    trained = []
-    step = transformers.Trainer.training_step
-
-    def counted(self, *args, **kwargs):
-        trained.append(self.state.global_step)
-        return step(self, *args, **kwargs)
-
-    monkeypatch.setattr(transformers.Trainer, "training_step", counted)
-
-    def fail(*args, **kwargs):
-        raise ValueError("planted")
-
     for target, what in ENDINGS[command]:
         again = ["--resume"] if out.exists() else []
         shutil.rmtree(out / name, ignore_errors=True)
@@ -136,23 +142,13 @@ BETWEEN = {
 
 
 @pytest.mark.parametrize("command", BETWEEN)
-def test_what_fails_between_steps_loses_none(command, places, tmp_path, monkeypatch, capsys):
+def test_what_fails_between_steps_loses_none(
+    command, places, tmp_path, monkeypatch, capsys, trained
+):
     target, what = BETWEEN[command]
     words, _ = WORDS[command.split(",")[0]]
     words = words.format(**places).split()
     words += ["--eval-every", "1"] if what == "the evaluation" else []
-    trained = []
-    step = transformers.Trainer.training_step
-
-    def counted(self, *args, **kwargs):
-        trained.append(self.state.global_step)
-        return step(self, *args, **kwargs)
-
-    monkeypatch.setattr(transformers.Trainer, "training_step", counted)
-
-    def fail(*args, **kwargs):
-        raise ValueError("planted")
-
     out, whole = tmp_path / "out", tmp_path / "whole"
     with monkeypatch.context() as planted:
         planted.setattr(target, fail)
@@ -177,9 +173,6 @@ def test_a_report_that_fails_at_the_end_of_the_training_leaves_all(
     """As TensorBoard's, which flushes what it holds then."""
     words, name = WORDS[command]
     out = tmp_path / "out"
-
-    def fail(*args, **kwargs):
-        raise ValueError("planted")
 
     words = [*words.format(**places).split(), "--out", str(out)]
     with monkeypatch.context() as planted:
