@@ -456,7 +456,9 @@ def unpad_of(model: Any, unpad: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def may_read_beside(module: Any) -> bool:
-    """Whether a pooler or a head is the user's own, which may read several rows of a text."""
+    """Whether a module is, or holds, the user's own, which may read several rows of a text."""
+    if type(module) is nn.Sequential:
+        return any(map(may_read_beside, module))
     packages = ("fastplm.", "peft.", "torch.", "transformers.")
     if module is None or type(module).__module__.startswith(packages):
         return False
@@ -495,6 +497,8 @@ def keeps_padding(model: Any, masks: Iterable[Tensor | None], kwargs: dict[str, 
         return "mask"
     if model.training and hasattr(model.get_input_embeddings(), "neftune_noise_alpha"):
         return "noise"
+    if any(map(may_read_beside, model._modules.values())):
+        return "layers"
     return "weights" if wants_output(model, "output_attentions", kwargs) else None
 
 

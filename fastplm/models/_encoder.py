@@ -29,7 +29,6 @@ from fastplm.models._base import (
     check_positions,
     joined,
     keeps_padding,
-    may_read_beside,
     takes_cache,
     unpad_of,
     wants_output,
@@ -294,8 +293,6 @@ class EncoderModel(FastplmModel):
         sizes = (vars(layer).get("chunk_size_feed_forward") for layer in self._layers())
         if self.config.chunk_size_feed_forward or any(sizes):  # rows must be a multiple of it
             return "chunks"
-        if may_read_beside(getattr(self, "pooler", None)):
-            return "layers"
         return None if not layers or self._layers_are_ours() else "layers"
 
     def _reads_length(self, seqlen: int, no_positions: bool) -> bool:

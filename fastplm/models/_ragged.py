@@ -34,7 +34,7 @@ PADDING_REASONS = {
     "chunks": "chunk_size_feed_forward",
     "length": "rotary positions whose frequencies depend on the length of the batch (rope_type "
     "'dynamic' or 'longrope', from the length of the pre-training on)",
-    "layers": "a layer, attention, pooler or table of positions of your own, which may use several "
+    "layers": "a layer, attention, embeddings, norm or pooler of your own, which may use several "
     "rows",
     "inputs": "inputs that do not belong to single tokens",
     "traced": "a trace (torch.compile, an export) or a CUDA graph reads no masks; there, unpad=N "

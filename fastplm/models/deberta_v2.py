@@ -37,7 +37,7 @@ from fastplm.models._base import (
 )
 from fastplm.models._layer import ready_layer, run_layer, stand_for
 from fastplm.models._own_attention import GetsMore, PassesOn
-from fastplm.models._ragged import Counted, Rows, slots_of, unpadded
+from fastplm.models._ragged import Counted, RaggedBatch, Rows, slots_of, unpadded
 from fastplm.models.electra import ReplacedTokenDetection
 from fastplm.nn._rows import is_plain
 from fastplm.nn.dropout import on_rows
@@ -269,7 +269,7 @@ class DebertaV2Model(GetsMore, _encoder.EncoderModel, _Layers, transformers.Debe
         return list(range(len(self.encoder.layer)))
 
     def _unpadded(self, mask: Any, extra_rows: Any, unpad: Any) -> Any:
-        if mask is not None and extra_rows is not None:
+        if mask is not None and extra_rows is not None and not isinstance(unpad, RaggedBatch):
             hidden = (extra_rows & ~mask.bool()).any()
             if type(unpad) is int and not values_are_known(mask):  # no wait for a device
                 torch._assert_async(~hidden, "unpad: a masked token of DeBERTa has a label")

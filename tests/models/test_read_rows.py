@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -164,6 +165,59 @@ def test_what_shows_no_ids_is_computed():
     with torch.no_grad():
         ours, theirs = (each(ids, attention_mask=mask)[0] for each in (nameless, parent))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+# --- modules of the user --------------------------------------------------------------------------
+
+
+class Beside(nn.Module):
+    """A norm of the user's that reads all values of a row."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **kwargs):
+        out = self.inner(*args, **kwargs)
+        return out + out.mean(-2, keepdim=True)
+
+
+def beside(module):
+    """The user's own in place of a module: one that reads all values of a row."""
+    if hasattr(module, "weight"):
+        return Beside(module)
+    forward = type(module).forward
+
+    def reads_beside(self, *args, **kwargs):
+        out = forward(self, *args, **kwargs)
+        return out + out.mean(-2, keepdim=True)
+
+    module.__class__ = type("Own", (type(module),), {"forward": reads_beside})
+    return module
+
+
+@pytest.mark.parametrize("name", [one for one in EVERY if re.search("(?<!Heads|MHead)Model", one)])
+def test_a_module_of_the_user_beside_the_layers_may_read_padding(name):
+    config = config_for(name)
+    part = "encoder" if has_decoder(name) else ""
+
+    def replaced(model, path):
+        module = model.get_submodule(part)
+        setattr(module, path, beside(module.get_submodule(path)))
+        return model.eval()
+
+    stack = getattr(models, name)(copy.deepcopy(config)).get_submodule(part)
+    others = {"encoder", "layers", "layer", "h", "block", "transformer"}  # which have their tests
+    others |= {"wte", "embed_tokens", "rotary_emb", "rotary_embeddings"}
+    for path in dict(stack.named_children()).keys() - others:
+        model = getattr(models, name)(copy.deepcopy(config))
+        parent = eager_parent(type(model), config)
+        parent.load_state_dict(model.state_dict())
+        given = inputs_of(name, config, PADDINGS["right"])
+        with torch.no_grad():
+            ours, theirs = (replaced(one, path)(**given)[0] for one in (model, parent))
+        seen = ... if part else given["attention_mask"].bool()  # a decoder's are all tokens
+        torch.testing.assert_close(ours[seen], theirs[seen], rtol=1e-4, atol=1e-4, msg=path)
 
 
 # --- hidden states --------------------------------------------------------------------------------
