@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._pytree import tree_map_only
+from transformers.initialization import no_init_weights
 
 import fastplm.models
 from fastplm.data import load_tokenizer, tokenize
@@ -359,7 +360,7 @@ def test_a_step_on_such_a_batch_reads_no_value(learned, all_tokens, monkeypatch)
     step on a batch that the model must count fails here."""
     args, *both = learned
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, transformers.initialization.no_init_weights():  # some draw until a value fits
+    with mode, no_init_weights():  # some draw until a value fits
         model = module.make_model(args, all_tokens).train()
     for name, used in list(sys.modules.items()):
         if name.startswith(("fastplm.models", "fastplm.nn")) and hasattr(
