@@ -87,7 +87,8 @@ class PassesOn:
     base_model: Any
 
     def forward(self, **inputs: Any) -> Any:
-        more = {name: inputs.pop(name) for name in [*inputs] if name not in self._known}
+        known = {*self._known, "return_dict"}  # which is the head's, although a decorator takes it
+        more = {name: inputs.pop(name) for name in [*inputs] if name not in known}
         return within({"more": (self.base_model, more)}, super().forward, **inputs)  # type: ignore[misc]
 
 

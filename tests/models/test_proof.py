@@ -268,6 +268,11 @@ def test_every_head_is_reached_and_each_input_has_its_effect(family, name):
     assert is_made(ours)
     if name.endswith(tuple(HEADS)) and name != "LukeForMaskedLM":  # which masks entities, too
         assert type(ours) in _base.MADE
+    given = _proof._choices(theirs, {"input_ids": IDS})
+    if "decoder_input_ids" in inspect.signature(theirs.forward).parameters:
+        given["decoder_input_ids"] = IDS
+    plain = [tensors(model(**given, return_dict=False)) for model in (theirs, ours)]
+    torch.testing.assert_close(plain[1], plain[0], rtol=1e-4, atol=1e-4)
     if theirs.config.is_encoder_decoder:  # whose inputs are above
         classifies = name.endswith("ForSequenceClassification")
         assert classifies == isinstance(ours, _like.LastEosClassification)
