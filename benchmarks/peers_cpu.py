@@ -128,7 +128,13 @@ def samples_of(path: Path, tokenizer: Any, task: str) -> list[Sample]:
 
 
 def batches_of(
-    samples: list[Sample], size: int, count: int, longest: int, task: str, ordered: bool = False
+    samples: list[Sample],
+    size: int,
+    count: int,
+    longest: int,
+    task: str,
+    ordered: bool = False,
+    pad_id: int = 0,
 ) -> list[Batch]:
     """Batches of the first samples, in their order or, if ``ordered``, by their lengths."""
     samples = samples[: min(len(samples) // size, count) * size]
@@ -140,11 +146,12 @@ def batches_of(
         lengths = torch.tensor([len(sample.ids) for sample in part]).clamp(max=longest)
         mask = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
 
-        def padded(rows: list[list[int]], mask: Tensor = mask) -> Tensor:
+        def padded(rows: list[list[int]], filler: int = 0, mask: Tensor = mask) -> Tensor:
             kept = torch.tensor([each for row in rows for each in row[:longest]])
-            return torch.zeros_like(mask).masked_scatter(mask.bool(), kept)
+            return torch.full_like(mask, filler).masked_scatter(mask.bool(), kept)
 
-        inputs = {"input_ids": padded([sample.ids for sample in part]), "attention_mask": mask}
+        ids = padded([sample.ids for sample in part], pad_id)
+        inputs = {"input_ids": ids, "attention_mask": mask}
         if task == "rerank":
             inputs["token_type_ids"] = padded([sample.types for sample in part])
         if task == "train":
@@ -155,7 +162,9 @@ def batches_of(
     return made
 
 
-def settings(args: argparse.Namespace, tokenizer: Any, longest: int) -> Iterator[list[Batch]]:
+def settings(
+    args: argparse.Namespace, tokenizer: Any, longest: int, pad_id: int
+) -> Iterator[list[Batch]]:
     """The batches of each size, and for training of each share of padding."""
     samples: list[Sample] = []
     if args.task != "train" and args.length is None:
@@ -167,7 +176,8 @@ def settings(args: argparse.Namespace, tokenizer: Any, longest: int) -> Iterator
                 spread = args.length * torch.linspace(1 - 2 * share, 1, size)
                 lengths = spread.round().long().clamp(min=2).tolist()
                 samples = list(map(random_sample, lengths * args.batches))
-            yield batches_of(samples, size, args.batches, longest, args.task, args.sorted)
+            how = args.batches, longest, args.task, args.sorted, pad_id
+            yield batches_of(samples, size, *how)
 
 
 def padding_of(batches: list[Batch]) -> float:
@@ -299,6 +309,7 @@ def memories(names: list[str], given: Given, batches: list[Batch]) -> Iterator[d
 def measure(label: str, model: Any, tokenizer: Any, args: argparse.Namespace) -> None:
     """Append the rows of a model."""
     longest = getattr(model.config, "max_position_embeddings", 512)
+    pad_id = getattr(model.config, "pad_token_id", None) or 0
     table, fields = VARIANTS[args.task], MEMORY_FIELDS if args.memory else FIELDS
     beams = f", {args.beams} beams" if args.beams > 1 else ""
     order = "sorted" if args.sorted else "natural"
@@ -310,7 +321,7 @@ def measure(label: str, model: Any, tokenizer: Any, args: argparse.Namespace) ->
             if part is not None:
                 part.save_pretrained(given.checkpoint)
         runs: dict[str, Run] = {}
-        for batches in settings(args, tokenizer, longest):
+        for batches in settings(args, tokenizer, longest, pad_id):
             given.examples = given.examples or batches
             if args.memory:
                 rows = memories(args.variants, given, batches)

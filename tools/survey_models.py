@@ -32,6 +32,7 @@ from transformers.models.auto import modeling_auto
 import fastplm
 from fastplm import hf
 from fastplm.errors import UnsupportedError
+from fastplm.models._ragged import padding_of
 
 #: B = T: a mask [B, T] that is wrongly added to scores [B, H, T, T] then raises no error.
 VOCAB, SEQLEN, BATCH = 64, 12, 12
@@ -268,6 +269,9 @@ def batch(model: PreTrainedModel, mask: Tensor | None, seed: int = 0) -> dict[st
     inputs: dict[str, Any] = {"input_ids": ids}
     if mask is not None:
         inputs["attention_mask"] = mask
+        padding = padding_of(model.config)
+        if padding is not None and padding < VOCAB:
+            inputs["input_ids"] = ids.masked_fill(mask == 0, padding)
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = torch.randint(5, VOCAB, (BATCH, 7), generator=generator)
     return inputs
