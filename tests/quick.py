@@ -90,6 +90,7 @@ OF_SLOW_LANE = (
     "tests/ptx/test_barriers.py::test_a_barrier_that_is_left_out_is_seen[gather_rows-80]",
     "tests/run/test_folder.py::test_overwrite_moves",
     "tests/run/test_interrupt.py::test_handlers_are_set_back",
+    "tests/run/test_trainer.py::test_evaluation_does_not_change_the_log",
     "tests/run/test_trainer.py::test_labels_of_pairs_for_a_model_without_a_head_for_them",
     "tests/study/test_study.py::test_a_cell_that_fails_is_named",
     "tests/test_bad_inputs.py::"

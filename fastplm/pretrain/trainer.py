@@ -106,7 +106,11 @@ class PretrainingTrainer(RunTrainer):
         return counts[0] + counts[2]
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         if self._corrupt is not None:
             inputs = self._corrupted(inputs)
@@ -114,7 +118,7 @@ class PretrainingTrainer(RunTrainer):
         inputs = inputs | {name: self._in_step[name] for name in self._denominators}
         if prediction_loss_only and self._has_logits:
             inputs["output_logits"] = False
-        return super().prediction_step(model, inputs, prediction_loss_only, *args)
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     def _corrupted(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         assert self._corrupt is not None
