@@ -123,6 +123,12 @@ class _Backbone(EncoderModel):
             return "layers"
         return super()._keeps_padding(masks, kwargs, layers)
 
+    def _position_table(self) -> nn.Module | None:
+        if getattr(self.config, "reset_position_index_per_cell", False):
+            return None  # TAPAS': of the longest cell, and the last one for all after it
+        table = getattr(self.encoder, "embed_positions", None)  # RoFormer's
+        return super()._position_table() if table is None else table
+
     def _positions(self, input_ids: Tensor | None, given: Tensor) -> Any:
         # They may depend on these inputs, as TAPAS' on the cells of a table.
         return None if HERE.parents else super()._positions(input_ids, given)

@@ -8,6 +8,7 @@ from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_true
 
 from fastplm._declare import Arg, Size
 from fastplm._modes import needs_dispatch
@@ -32,8 +33,8 @@ class Call(NamedTuple):
         if self.query.shape[-1] % 2:
             got, fix = f"{self.query.shape[-1]} elements a head", "Check the layout of the heads."
             fail(where, "query", got, "an even number", fix)
-        batch = self.query.shape[0]
-        if self.cos.shape[0] not in (1, batch):
+        batch, rows = self.query.shape[0], self.cos.shape[0]
+        if not (guard_or_true(rows == 1) or guard_or_true(rows == batch)):
             expected = f"1 or {batch}, the batch of `query`, as its first size"
             fix = "Pass what the model's rotary embedding makes of [1, T] or [B, T] positions."
             fail(where, "cos", f"shape {tuple(self.cos.shape)}", expected, fix)

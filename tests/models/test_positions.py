@@ -27,7 +27,17 @@ SOME = (
     ),
     *("gpt_neo", "ibert", "layoutlm", "lilt", "longformer", "luke", "markuplm", "mbart"),
     *("megatron-bert", "mpnet", "nystromformer", "opt", "roberta-prelayernorm", "roc_bert"),
-    *("xlm-roberta", "xlm-roberta-xl", "xlnet", "xmod", "llama", "electra", "t5"),
+    *(
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xlnet",
+        "xmod",
+        "llama",
+        "electra",
+        "t5",
+        "roformer",
+        "tapas",
+    ),
 )
 #: Their longest text is no field, or not the same in all parts.
 OTHERS = ("encoder-decoder", "funnel", "led", "prophetnet")
