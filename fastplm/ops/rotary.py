@@ -8,8 +8,8 @@ from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import guard_or_true
 
+from fastplm._checks import same_sizes
 from fastplm._declare import Arg, Size
 from fastplm._modes import needs_dispatch
 from fastplm._registry import Op, define
@@ -34,7 +34,7 @@ class Call(NamedTuple):
             got, fix = f"{self.query.shape[-1]} elements a head", "Check the layout of the heads."
             fail(where, "query", got, "an even number", fix)
         batch, rows = self.query.shape[0], self.cos.shape[0]
-        if not (guard_or_true(rows == 1) or guard_or_true(rows == batch)):
+        if not (same_sizes((rows,), (batch,)) or same_sizes((rows,), (1,))):
             expected = f"1 or {batch}, the batch of `query`, as its first size"
             fix = "Pass what the model's rotary embedding makes of [1, T] or [B, T] positions."
             fail(where, "cos", f"shape {tuple(self.cos.shape)}", expected, fix)
