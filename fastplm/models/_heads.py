@@ -22,6 +22,7 @@ from transformers.utils.generic import TransformersKwargs, can_return_tuple
 from fastplm import ops
 from fastplm._backends import note
 from fastplm._checks import INTEGER, check_dtype, check_shape, check_tensor
+from fastplm._modes import is_exporting
 from fastplm.errors import check_choice, fail
 from fastplm.models._base import (
     CACHE,
@@ -249,7 +250,8 @@ class LabelledRows:
         If gradients may flow through the ``logits`` of all tokens, [..., V], it is a function of
         them, as in the parent. The other arguments are those of ``vocabulary_loss``.
         """
-        if logits is not None and logits.requires_grad:
+        # A trace is checked without gradients, and has to be the same then.
+        if logits is not None and (logits.requires_grad or is_exporting()):
             read = ops.gather_rows(logits.flatten(0, -2), self.positions)
             return loss_of_logits(self.model, read, self.targets, normalizer, reduction)
         name = type(self.model).__name__

@@ -258,8 +258,8 @@ TABLE = [
 def test_a_program_computes_what_the_model_does(exporter, name):
     model, parent = both(name)
     inputs = batch_of(name, *BATCHES[0])
-    if "jit" not in exporter and "dynamo=False" not in exporter and has_decoder(name):
-        model.config.use_cache = False  # torch.export does not know an encoder-decoder's cache
+    if "jit" not in exporter and "dynamo=False" not in exporter:
+        model.config.use_cache = False  # torch.export does not know caches
         for part in model.modules():
             if hasattr(part, "config"):
                 part.config.use_cache = False
