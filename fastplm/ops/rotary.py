@@ -8,6 +8,7 @@ from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fastplm._checks import same_sizes
 from fastplm._declare import Arg, Size
@@ -34,7 +35,11 @@ class Call(NamedTuple):
             got, fix = f"{self.query.shape[-1]} elements a head", "Check the layout of the heads."
             fail(where, "query", got, "an even number", fix)
         batch, rows = self.query.shape[0], self.cos.shape[0]
-        if not (same_sizes((rows,), (batch,)) or same_sizes((rows,), (1,))):
+        # A size that a program chooses is that of the batch, as a size of 1 is known before.
+        for_all = (
+            rows == 1 if not torch.compiler.is_compiling() else statically_known_true(rows == 1)
+        )
+        if not for_all and not same_sizes((rows,), (batch,)):
             expected = f"1 or {batch}, the batch of `query`, as its first size"
             fix = "Pass what the model's rotary embedding makes of [1, T] or [B, T] positions."
             fail(where, "cos", f"shape {tuple(self.cos.shape)}", expected, fix)

@@ -220,8 +220,7 @@ def test_a_sample_drops_the_same_in_every_batch(name):
         runs["checkpointed"] = step(name, model, batch, list(rows.chunk(2)), index)
         model.gradient_checkpointing_disable()
     with fastplm.use_backend("eager"):
-        ways = ([rows], rows.chunk(2), rows.split(1), [rows.flip(0)])
-        bases = [step(name, model, batch, list(parts), index) for parts in ways]
+        bases = [step(name, model, batch, parts, index) for parts in ([rows], rows.chunk(2))]
         exact, gold = step(name, copy.deepcopy(model).double(), batch, [rows], index)
     for what, (found, grads) in runs.items():
         check_error(f"{what}: loss", found, exact, [base for base, _ in bases], FORWARD_FACTOR)

@@ -279,3 +279,19 @@ def test_a_second_gradient(device, backend):
 def test_what_it_refuses(change, message):
     with pytest.raises(ArgumentValueError, match=message):
         ops.rotary(**make(None) | change)
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+def test_a_batch_that_is_chosen_in_a_program(rows):
+    """Its size is unknown there, whether each text has angles or one row is for all."""
+    torch._dynamo.reset()
+    heads, angles = torch.randn(6, 2, 5, 8), torch.randn(rows, 5, 8)
+
+    def turned(keep):
+        its = angles if rows == 1 else angles[keep]
+        return ops.rotary(heads[keep], heads[keep], its.cos(), its.sin())[0]
+
+    program = torch.compile(turned, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for keep in (torch.arange(6) % 2 > 0, torch.arange(6) < 1):
+            torch.testing.assert_close(program(keep), turned(keep))
