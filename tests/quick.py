@@ -74,7 +74,7 @@ OF_SLOW_LANE = (
     "tests/models/test_export.py::"
     "test_a_trace_of_a_loss_takes_other_labels[T5ForConditionalGeneration]",
     "tests/models/test_graphs.py::test_one_graph_in_every_class[EsmForMaskedLM-inference]",
-    "tests/models/test_graphs.py::test_one_graph_in_every_class[ModernBertModel-training, unpad]",
+    "tests/models/test_graphs.py::test_one_graph_in_every_class[ModernBertModel-inference, unpad]",
     "tests/models/test_hf.py::test_compiled_once_for_all_masks_of_a_shape[bert]",
     "tests/models/test_integration.py::test_a_model_on_the_meta_device[bert]",
     "tests/models/test_padding.py::test_explain_says_why_padding_is_kept[length]",

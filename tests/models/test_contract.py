@@ -104,14 +104,11 @@ def test_spare_slots_change_nothing(hold_drop_in, spare_slots, name):
 
 
 _QUICK_TO_COMPILE = ("DebertaV2ForSequenceClassification", "MPNetForSequenceClassification")
-_COMPILED = [name for name in CLASSES if not has_decoder(name)]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [n if n in _QUICK_TO_COMPILE else pytest.param(n, marks=pytest.mark.slow) for n in _COMPILED],
-)
+@pytest.mark.parametrize("name", _QUICK_TO_COMPILE)
 def test_compiles_as_a_whole(hold, name):
+    """Gradients, too. test_graphs.py compiles every class."""
     torch._dynamo.reset()
     config = config_of(name)
     if "SequenceClassification" in name:

@@ -183,16 +183,21 @@ def test_inductor_makes_one_of_any_shape(name, case):
         check(name, case, "inductor")
 
 
+#: Two cases a class, so that each one trains and does not, with ``unpad`` and without.
+TURNS = (("training", "inference, unpad"), ("training, unpad", "inference"))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("name", "case"), [(name, case) for at, name in enumerate(ALL) for case in TURNS[at % 2]]
+)
 def test_one_graph_in_every_class(name, case):
     check(name, case, "eager")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["training", "inference"])
-@pytest.mark.parametrize("name", [*CLASSES, "EncoderDecoderModel"])
+@pytest.mark.parametrize("name", [name for name, _ in SAMPLE if name != JOINT])
 def test_the_parent_needs_one_too(name, case):
     """The parent needs one graph for the same calls, so fastplm's calls are not easier."""
     if (name, case) == ("EncoderDecoderModel", "training"):
